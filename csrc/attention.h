@@ -1,0 +1,112 @@
+// The contract between the ops (csrc/ops.cpp) and the kernels: plain structs, no torch, no CUDA.
+//
+// Shapes, as a kernel sees them: q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), o (B, Hq, Nq, d_v),
+// lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,
+// every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: ops.cpp pads or copies what
+// is not so. Strides count elements. A pointer that a kernel does not need is null.
+#pragma once
+
+#include <cstdint>
+
+namespace flash_wmma {
+
+/// Element types of q, k, v, o and bias.
+enum class DType : std::int32_t { kFloat32, kFloat16, kBFloat16, kBool };
+
+/// A stream of the device the tensors live on (cudaStream_t); null on the CPU.
+using Stream = void*;
+
+/// A bound of the band that excludes nothing. Half of the largest value, so that bounds can be added.
+inline constexpr std::int64_t kUnbounded = std::int64_t{1} << 61;
+
+/// The longest Nq and Nk: row indices and their sums with band bounds fit an int. Element offsets are 64-bit.
+inline constexpr std::int64_t kMaxSeqlen = std::int64_t{1} << 30;
+
+/// A 4-d tensor with contiguous rows: element (b, h, i, c) is data[b * batch + h * head + i * row + c].
+struct Rows {
+    void* data;
+    std::int64_t batch, head, row;
+};
+
+/// The visible band of keys: query i sees the keys j with
+///     i + offset - left <= j <= i + offset + right,   offset = bottom_right ? Nk - Nq : 0.
+/// No mask is {kUnbounded, kUnbounded}; causal is {kUnbounded, 0}; a sliding window bounds both sides.
+struct Band {
+    std::int64_t left, right;
+    bool bottom_right;
+};
+
+/// Additive (floating) or boolean (true = visible) mask, broadcast where a stride is 0.
+struct Bias {
+    const void* data;
+    DType dtype;
+    std::int64_t batch, head, query, key;
+};
+
+/// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides it.
+inline constexpr int kScaleRows = 64;
+
+/// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,
+/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]. Null: the inputs are stored as they are.
+/// A kernel that converts does so itself, into its workspace, before its own launch.
+struct Exponents {
+    const float *q, *k, *v;
+};
+
+/// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
+struct Sequences {
+    const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
+    const std::int32_t* seqused_k;                    ///< (B), keys in use
+    const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
+    std::int64_t page_table_stride;
+    std::int32_t page_size;
+};
+
+/// Dropout on the attention weights. The state is a device tensor {seed, offset} so that graphs can replay it.
+struct Dropout {
+    const std::uint64_t* rng_state;
+    float probability;
+};
+
+/// Partial results of a split over the keys, fp32: o (splits, B, Hq, Nq, d_v) unnormalised, lse (splits, B, Hq, Nq).
+struct Partials {
+    float *o, *lse;
+    std::int32_t num_splits;
+};
+
+struct ForwardParams {
+    DType dtype;      ///< of q, k and v as the kernel reads them
+    DType out_dtype;  ///< of o
+    std::int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k;
+    std::int32_t head_dim, head_dim_v;
+
+    Rows q, k, v, o;
+    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq)
+    float scale;
+    Band band;
+
+    Exponents exponents;
+    Sequences sequences;
+    Bias bias;
+    const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0
+    std::int64_t alibi_batch_stride;
+    const float* sinks;  ///< (Hq) logits of a key without value
+    float softcap;       ///< 0: none
+    Dropout dropout;
+    float *entropy, *row_max;  ///< (B, Hq, Nq), optional outputs
+    Partials partials;
+    bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
+    void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
+};
+
+struct BackwardParams {
+    ForwardParams forward;  ///< what forward was given; o and lse are inputs here
+    Rows dout, dq, dk, dv;
+    const float* dlse;  ///< (B, Hq, Nq) or null
+    float* delta;       ///< (B, Hq, Nq) workspace: rowsum(o * dout) - dlse
+    float* dq_accum;    ///< fp32 (B, Hq, Nq, d) when dq is accumulated by atomics
+    float* dbias;       ///< fp32, the bias's own shape
+    bool deterministic;
+};
+
+}  // namespace flash_wmma

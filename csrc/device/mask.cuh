@@ -1,0 +1,35 @@
+// The visible keys of each query row as one interval [begin, end): length, causal and window in one form.
+#pragma once
+
+#include "../attention.h"
+
+namespace flash_wmma {
+
+/// A Band resolved for one pair of lengths. Lengths are at most kMaxSeqlen, so row + bound fits an int.
+struct BandMask {
+    int begin_shift, end_shift;  ///< row i sees [i + begin_shift, i + end_shift) within [0, seqlen_k)
+    int seqlen_k;
+
+    __device__ BandMask(const Band& band, std::int64_t seqlen_q, std::int64_t seqlen_k_)
+        : seqlen_k(static_cast<int>(seqlen_k_)) {
+        const std::int64_t offset = band.bottom_right ? seqlen_k_ - seqlen_q : 0;
+        begin_shift = clamp(offset - band.left);
+        end_shift = clamp(offset + band.right + 1);
+    }
+
+    __device__ int begin(int row) const { return max(0, row + begin_shift); }
+    __device__ int end(int row) const { return min(seqlen_k, row + end_shift); }
+
+    /// Every row of [first_row, last_row] sees every key of [first_key, last_key].
+    __device__ bool all_visible(int first_row, int last_row, int first_key, int last_key) const {
+        return begin(last_row) <= first_key && last_key < end(first_row);
+    }
+
+  private:
+    __device__ static int clamp(std::int64_t shift) {
+        constexpr std::int64_t kLimit = kMaxSeqlen;
+        return static_cast<int>(shift < -kLimit ? -kLimit : shift > kLimit ? kLimit : shift);
+    }
+};
+
+}  // namespace flash_wmma

@@ -1,0 +1,106 @@
+// One row per kernel. A kernel's file states its facts in a KernelInfo and registers it with a static Registration;
+// everything that asks "which kernels are there, what can they do, which one runs" asks here.
+#pragma once
+
+#include <cstddef>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+
+namespace flash_wmma {
+
+/// What a kernel's choice may depend on. arch is 10 * major + minor (90 for sm_90); 0 stands for the CPU.
+struct DeviceFacts {
+    int arch = 0;
+    int sm_count = 0;
+    int smem_optin = 0;  ///< bytes of shared memory a block may opt in to
+    int warp_size = 0;
+};
+
+/// Features beyond dense attention with any Nq, Nk and Hq a multiple of Hk. Bits of KernelInfo::features.
+enum Feature : unsigned {
+    kCausal = 1u << 0,
+    kWindow = 1u << 1,
+    kBias = 1u << 2,
+    kAlibi = 1u << 3,
+    kSoftcap = 1u << 4,
+    kVarlen = 1u << 5,
+    kValueDim = 1u << 6,  ///< d_v != d
+    kDropout = 1u << 7,
+    kSinks = 1u << 8,
+    kPagedKv = 1u << 9,
+    kSplitKv = 1u << 10,
+};
+
+/// One compiled instance of a kernel template.
+struct Instance {
+    DType dtype;           ///< of q, k, v
+    int head_dim;          ///< the largest d it takes
+    int br, bc;            ///< rows of the Q tile and of the K/V tile
+    int warps, stages;     ///< warps a block; K/V tiles in flight
+    int smem_bytes;        ///< dynamic shared memory a block
+    const void* function;  ///< the __global__ function; null on the CPU
+};
+
+struct KernelInfo {
+    const char* name;
+    const char* summary;
+    int min_arch;          ///< 0: a CPU kernel
+    int bf16_min_arch;     ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
+    bool float32, float16; ///< input types it takes
+    int min_head_dim, max_head_dim;
+    unsigned features;     ///< Feature bits
+    int auto_rank;         ///< `auto` takes the highest rank that fits; 0: only by name
+    const Instance* instances;
+    std::size_t instance_count;
+    /// The instance that runs these params on that device; null on the CPU.
+    const Instance& (*choose)(const ForwardParams&, const DeviceFacts&);
+    /// Bytes of ForwardParams::workspace that launch needs.
+    std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&);
+    /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
+    void (*launch)(const ForwardParams&, const DeviceFacts&, Stream);
+};
+
+struct Registration {
+    explicit Registration(const KernelInfo& kernel);
+};
+
+/// What the driver says of one compiled function on the present device.
+struct FunctionFacts {
+    int binary_version, ptx_version;  ///< 10 * major + minor; they differ when PTX was compiled at load
+    int registers, local_bytes, static_smem_bytes, max_threads;
+};
+
+/// The CUDA runtime, as the rest of the library sees it; null functions do not occur. Absent from a CPU-only build.
+struct DeviceRuntime {
+    DeviceFacts (*facts)(int device);
+    FunctionFacts (*function_facts)(const void* function);
+    int toolkit_version;         ///< CUDART_VERSION of the build
+    const char* architectures;   ///< as built, e.g. "7.5;8.0;9.0;8.0+PTX"
+};
+
+struct RuntimeRegistration {
+    explicit RuntimeRegistration(const DeviceRuntime& runtime);
+};
+
+namespace registry {
+
+/// The CUDA runtime of this build, or null.
+const DeviceRuntime* device_runtime();
+
+/// All kernels of this build, by name.
+const std::vector<const KernelInfo*>& kernels();
+
+/// The features that these params use, as Feature bits.
+unsigned features_of(const ForwardParams& params);
+
+/// Why `kernel` cannot run `params` (with the dtype the user passed) on that device; empty if it can.
+std::string refusal(const KernelInfo& kernel, const ForwardParams& params, const DeviceFacts& device);
+
+/// The kernel for `name` ("auto" or a kernel's name). A named kernel never falls back.
+/// Throws std::invalid_argument that says what is allowed.
+const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device);
+
+}  // namespace registry
+}  // namespace flash_wmma
