@@ -1,0 +1,448 @@
+#!/usr/bin/env python3
+"""Latency of flash_wmma's kernels beside PyTorch's scaled_dot_product_attention and other libraries.
+
+    python benchmark/benchmark.py                                   the default table: B=2 H=4 d=64, fp32
+    python benchmark/benchmark.py --dtype fp16 --batch 8 --heads 32 --lengths 2048 --tflops
+    python benchmark/benchmark.py --json result.json --plot latency.png
+
+`timing.py` says how time is taken, `accuracy.py` how the timed results are checked. Exit status: 0; 1 if a result of
+flash_wmma is wrong or a kernel fails; 2 if the benchmark cannot run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+HINT = """\
+flash_wmma cannot be used by {python} ({why}).
+Run the benchmark from the root of the clone with
+
+    ./dev bench
+
+It installs what is missing, builds the library and prints this table."""
+
+try:
+    import torch
+    from accuracy import ALLCLOSE_ATOL, Judge
+    from contenders import (
+        SDPA,
+        Implementation,
+        UnknownName,
+        flash_wmma_kernels,
+        peers,
+        sdpa_choice,
+        why_not,
+    )
+    from environment import CompiledKernel, compiled_kernels, describe
+    from report import ABSENT, Curve, Table, milliseconds, plot_latency, progress, with_lengths
+    from timing import Contender, DeviceLost, Measurement, Method, Timing, measure
+except ImportError as missing:
+    print(HINT.format(python=sys.executable, why=missing), file=sys.stderr)
+    sys.exit(2)
+
+DEFAULT_LENGTHS = (64, 128, 256, 512, 1024, 2048)
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+CLOCKS = {"wall": "wall clock", "events": "events", "graph": "CUDA graph"}
+
+
+class CannotRun(Exception):
+    """The benchmark cannot run as asked; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One row: attention on (batch, heads, length, head_dim) tensors."""
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: str
+    causal: bool
+
+    @property
+    def flops(self) -> float:
+        """The two matrix products; the half of them that a causal mask leaves."""
+        full = 4.0 * self.batch * self.heads * self.length * self.length * self.head_dim
+        return full / 2 if self.causal else full
+
+
+@dataclass
+class Cell:
+    """One contender in one row. Without a median it did not run, and `reason` says why."""
+
+    median_ms: float | None = None
+    p10_ms: float | None = None
+    p90_ms: float | None = None
+    spread: float | None = None
+    calls_per_sample: int | None = None
+    tflops: float | None = None
+    speedup_over_sdpa: float | None = None
+    error: float | None = None
+    plain_error: float | None = None
+    max_abs_error: float | None = None
+    allclose: bool | None = None
+    right: bool | None = None
+    reason: str | None = None
+    samples_ms: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Row:
+    problem: Problem
+    clock: str
+    cells: dict[str, Cell]
+    sdpa_choice: str | None = None
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    add = parser.add_argument
+    add("--lengths", nargs="+", type=_integers, default=[list(DEFAULT_LENGTHS)], metavar="N", help="64 ... 2048")
+    add("--batch", type=_positive, default=2, metavar="B")
+    add("--heads", type=_positive, default=4, metavar="H")
+    add("--head-dim", type=_positive, default=64, metavar="D")
+    add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the inputs (default: fp32)")
+    add("--causal", action="store_true")
+    add("--kernels", nargs="+", type=_names, metavar="NAME", help="kernels of flash_wmma (default: the device's)")
+    add("--peers", nargs="+", type=_names, metavar="NAME", help="others; SDPA's default choice is always in")
+    add("--device", help="cuda, cuda:1, cpu, ... (default: cuda if there is a GPU)")
+    add("--warmup", type=_positive, default=10, metavar="CALLS")
+    add("--repeats", type=_positive, default=42, metavar="ROUNDS")
+    add("--graph", choices=("auto", "on", "off"), default="auto", help="CUDA graphs: in rows below 100 us, all, none")
+    add("--seed", type=int, default=0, help="of the normally distributed inputs")
+    add("--tflops", action="store_true", help="print a table of TFLOP/s too")
+    add("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    add("--plot", type=Path, metavar="FILE.png", help="draw latency over N (needs matplotlib)")
+    options = parser.parse_args(arguments)
+    options.lengths = sorted({n for part in options.lengths for n in part})
+    for name in ("kernels", "peers"):
+        given = getattr(options, name)
+        setattr(options, name, [n for part in given for n in part] if given else None)
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        library = load_library()
+        return run(library, options)
+    except CannotRun as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+def load_library() -> ModuleType:
+    """flash_wmma with its ops, or CannotRun that names the one command to run."""
+    try:
+        library = importlib.import_module("flash_wmma")
+        getattr(library, "forward")  # noqa: B009 (a folder of that name is no library)
+        getattr(torch.ops.flash_wmma, "forward")  # noqa: B009 (raises unless the compiled library is loaded)
+    except Exception as error:
+        raise CannotRun(HINT.format(python=sys.executable, why=error)) from error
+    return library
+
+
+def run(library: ModuleType, options: argparse.Namespace) -> int:
+    device = choose_device(options.device)
+    try:
+        implementations = peers(device, options.peers) + flash_wmma_kernels(library, device, options.kernels)
+    except UnknownName as error:
+        raise CannotRun(str(error)) from error
+    if not any(i.ours for i in implementations):
+        raise CannotRun(
+            "flash_wmma was built without CUDA kernels, but there is a GPU.\nInstall nvcc (./dev bench does it) and "
+            "build again, or ask for a table of the CPU kernel with --device cpu."
+        )
+    method = Method(warmup=options.warmup, repeats=options.repeats, graph=options.graph)
+    problems = [
+        Problem(options.batch, options.heads, n, options.head_dim, options.dtype, options.causal)
+        for n in options.lengths
+    ]
+
+    environment = describe(library, device)
+    compiled = compiled_kernels(
+        library,
+        [i.name for i in implementations if i.ours],
+        [(p.batch, p.heads, p.length, p.head_dim) for p in problems],
+        DTYPES[options.dtype],
+        device,
+    )
+    facts = [*environment.lines(), *(kernel.line(options.lengths) for kernel in compiled)]
+    print_header(facts, problems[0], method, device)
+
+    rows = []
+    try:
+        with progress() as bar, torch.inference_mode():
+            for problem in problems:
+                bar.start(f"N = {problem.length}", options.repeats)
+                rows.append(measure_row(problem, implementations, device, method, options.seed, bar.advance))
+    except DeviceLost as error:
+        print(error, file=sys.stderr)
+        return 1
+    finally:
+        if rows:
+            print_tables(rows, implementations, options.tflops)
+
+    if options.json:
+        write_json(options.json, options, environment.to_json(), method, compiled, implementations, rows)
+    if options.plot:
+        draw(options.plot, environment.device, implementations, rows)
+    return verdict(rows, implementations)
+
+
+def choose_device(name: str | None) -> torch.device:
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError as error:
+        raise CannotRun(f"--device {name}: {error}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise CannotRun(f"--device {name}: allowed are cpu and cuda")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise CannotRun(f"--device {name}: this torch sees no GPU (try --device cpu)")
+        if (device.index or 0) >= torch.cuda.device_count():
+            raise CannotRun(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
+        torch.cuda.set_device(device)
+    return device
+
+
+def measure_row(
+    problem: Problem,
+    implementations: Sequence[Implementation],
+    device: torch.device,
+    method: Method,
+    seed: int,
+    on_round: Callable[[], None] = lambda: None,
+) -> Row:
+    """Times all implementations together on one set of inputs, and checks what they wrote."""
+    dtype = DTYPES[problem.dtype]
+    try:
+        inputs = make_inputs(problem, dtype, device, seed)
+    except torch.cuda.OutOfMemoryError:
+        return Row(problem, "none", {i.name: Cell(reason="out of memory (inputs)") for i in implementations})
+    q, k, v = inputs
+    contenders = {i.name: Contender(partial(i.attend, q, k, v, problem.causal), i.context) for i in implementations}
+    measured = measure(contenders, device, method, on_round)
+
+    judge = Judge(q, k, v, problem.causal)
+    cells = {}
+    for implementation in implementations:
+        name = implementation.name
+        if name in measured.timings:
+            cells[name] = timed_cell(problem, measured, name, measured.timings.get(SDPA))
+            check(cells[name], judge, measured.outputs.pop(name), implementation.multiplied(dtype))
+        else:
+            error = measured.failures[name]
+            broken = implementation.ours and not _is_refusal(error)
+            reason = why_not(implementation, error, inputs, problem.causal)
+            cells[name] = Cell(reason=reason, right=False if broken else None)
+    return Row(problem, measured.clock, cells, sdpa_choice(q, k, v, problem.causal))
+
+
+def make_inputs(problem: Problem, dtype: torch.dtype, device: torch.device, seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
+    return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in "qkv"]
+
+
+def timed_cell(problem: Problem, measured: Measurement, name: str, sdpa: Timing | None) -> Cell:
+    timing = measured.timings[name]
+    return Cell(
+        median_ms=timing.median,
+        p10_ms=timing.p10,
+        p90_ms=timing.p90,
+        spread=timing.spread,
+        calls_per_sample=timing.calls_per_sample,
+        tflops=problem.flops / (1e9 * timing.median),
+        speedup_over_sdpa=timing.speedup_over(sdpa) if sdpa else None,
+        samples_ms=[round(s, 6) for s in timing.samples],
+    )
+
+
+def check(cell: Cell, judge: Judge, output: torch.Tensor, multiplied: torch.dtype) -> None:
+    """Fills in how far the output is from the reference; leaves it open if the reference does not fit in memory."""
+    try:
+        verdict = judge.judge(output, multiplied)
+    except torch.cuda.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        cell.reason = "timed, but not checked: out of memory"
+        return
+    cell.error, cell.plain_error = verdict.error, verdict.plain_error
+    cell.max_abs_error, cell.allclose, cell.right = verdict.max_abs_error, verdict.allclose, verdict.right
+
+
+def print_header(facts: Sequence[str], problem: Problem, method: Method, device: torch.device) -> None:
+    p = problem
+    lines = [
+        *facts,
+        f"inputs    (B, H, N, d) = ({p.batch}, {p.heads}, N, {p.head_dim}), {p.dtype}, standard normal, "
+        f"{'causal' if p.causal else 'not causal'}",
+        f"method    {method.describe(device)}",
+        "check     float64 reference on the numbers a kernel multiplies, error normalised per head; right: at most 2x",
+        "          the error of plain PyTorch attention in the multiplied type + 1e-5",
+    ]
+    print("\n".join(lines), end="\n\n", flush=True)
+
+
+def print_tables(rows: Sequence[Row], implementations: Sequence[Implementation], tflops: bool) -> None:
+    ours = [i.name for i in implementations if i.ours]
+    names = [i.name for i in implementations]
+
+    def table(
+        title: str, show: Callable[[Cell], str], column: str = "", last: Callable[[Row], str] | None = None
+    ) -> None:
+        lines = [
+            [str(row.problem.length), *(show(row.cells[n]) for n in names), *([last(row)] if last else [])]
+            for row in rows
+        ]
+        Table(title, ["N", *names, *([column] if last else [])], lines).print()
+
+    table("Latency in ms: median, spread", show_latency, "timed by", lambda row: CLOCKS.get(row.clock, ABSENT))
+    table("Speed relative to SDPA's default choice", show_speedup, "sanity", lambda row: show_sanity(row, ours))
+    if tflops:
+        table("TFLOP/s", lambda cell: ABSENT if cell.tflops is None else f"{cell.tflops:.3g}")
+    table("Largest error, its ratio to plain PyTorch's", show_error)
+    print("\n".join(notes(rows, names)), flush=True)
+
+
+def show_latency(cell: Cell) -> str:
+    if cell.median_ms is None or cell.spread is None:
+        return ABSENT
+    return f"{milliseconds(cell.median_ms)} ±{100 * cell.spread:.0f}%"
+
+
+def show_speedup(cell: Cell) -> str:
+    return ABSENT if cell.speedup_over_sdpa is None else f"{cell.speedup_over_sdpa:.2f}x"
+
+
+def show_error(cell: Cell) -> str:
+    if cell.error is None or cell.plain_error is None:
+        return ABSENT
+    mark = "WRONG" if not cell.right else "ok" if cell.allclose else "right"
+    return f"{cell.error:.1e} {cell.error / max(cell.plain_error, 1e-30):.1f}x {mark}"
+
+
+def show_sanity(row: Row, names: Sequence[str]) -> str:
+    """The worst that is known of the library's own kernels in this row."""
+    cells = {name: row.cells[name] for name in names}
+    wrong = [name for name, cell in cells.items() if cell.right is False]
+    if wrong:
+        return f"WRONG: {', '.join(wrong)}"
+    if not any(cell.right for cell in cells.values()):
+        return ABSENT
+    return "ok" if all(cell.allclose for cell in cells.values() if cell.right) else "right"
+
+
+def notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
+    """The legend, what SDPA's default choice was, and why contenders are absent."""
+    lengths = [row.problem.length for row in rows]
+    choices: dict[str, list[int]] = {}
+    reasons: dict[tuple[str, str], list[int]] = {}
+    for row in rows:
+        if row.sdpa_choice:
+            choices.setdefault(f"{SDPA}: the default choice, here {row.sdpa_choice}", []).append(row.problem.length)
+        for name in names:
+            reason = row.cells[name].reason
+            if reason:
+                reasons.setdefault((name, reason), []).append(row.problem.length)
+    return [
+        "spread: half the distance from the 10th to the 90th percentile",
+        "speed: the median of the ratios round by round",
+        f"ok: right by the 2x rule, and allclose(atol={ALLCLOSE_ATOL:g}) too; right: by the 2x rule alone",
+        *with_lengths(choices, lengths),
+        *with_lengths({f"{ABSENT} {name}: {reason}": ns for (name, reason), ns in reasons.items()}, lengths),
+    ]
+
+
+def verdict(rows: Sequence[Row], implementations: Sequence[Implementation]) -> int:
+    """1 if a kernel of flash_wmma was wrong or failed in any row. Peers are shown, not judged."""
+    wrong = [
+        f"{i.name} at N = {row.problem.length}"
+        for row in rows
+        for i in implementations
+        if i.ours and row.cells[i.name].right is False
+    ]
+    if wrong:
+        print(f"wrong: {'; '.join(wrong)}", file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def write_json(
+    path: Path,
+    options: argparse.Namespace,
+    environment: dict[str, Any],
+    method: Method,
+    compiled: Sequence[CompiledKernel],
+    implementations: Sequence[Implementation],
+    rows: Sequence[Row],
+) -> None:
+    document = {
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "environment": environment,
+        "method": asdict(method),
+        "contenders": [{"name": i.name, "family": i.family} for i in implementations],
+        "compiled_kernels": [asdict(kernel) for kernel in compiled],
+        "rows": [asdict(row) for row in rows],
+    }
+    path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+
+
+def draw(path: Path, device: str, implementations: Sequence[Implementation], rows: Sequence[Row]) -> None:
+    curves = []
+    for i in implementations:
+        ran = [(row.problem.length, row.cells[i.name]) for row in rows if row.cells[i.name].median_ms is not None]
+        if ran:
+            curves.append(
+                Curve(
+                    name=i.name,
+                    ours=i.ours,
+                    lengths=[n for n, _ in ran],
+                    median_ms=[c.median_ms or 0.0 for _, c in ran],
+                    p10_ms=[c.p10_ms or 0.0 for _, c in ran],
+                    p90_ms=[c.p90_ms or 0.0 for _, c in ran],
+                    speedup=[c.speedup_over_sdpa for _, c in ran],
+                )
+            )
+    p = rows[0].problem
+    mask = ", causal" if p.causal else ""
+    title = f"{device}: attention forward, {p.dtype} inputs, B={p.batch} H={p.heads} d={p.head_dim}{mask}"
+    try:
+        plot_latency(curves, path, title, baseline="SDPA's default choice")
+    except ImportError as error:
+        raise CannotRun(f"--plot: {error} (pip install matplotlib)") from error
+
+
+def _is_refusal(error: Exception) -> bool:
+    """A kernel that says it does not take such inputs, or that memory does not suffice; anything else is a defect."""
+    return isinstance(error, ValueError | TypeError | NotImplementedError | torch.cuda.OutOfMemoryError)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
+    return number
+
+
+def _integers(text: str) -> list[int]:
+    return [_positive(part) for part in text.split(",") if part]
+
+
+def _names(text: str) -> list[str]:
+    return [part for part in text.split(",") if part]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""What the benchmark compares: the kernels of flash_wmma, the backends of SDPA, and other libraries if installed."""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from types import ModuleType
+from typing import Any, Literal
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], torch.Tensor]
+
+SDPA = "sdpa"
+SDPA_BACKENDS = {
+    "sdpa_flash": SDPBackend.FLASH_ATTENTION,
+    "sdpa_efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
+    "sdpa_math": SDPBackend.MATH,
+}
+#: Without the compiled module `_C` the library cannot list its kernels; then these are tried.
+USUAL_KERNELS = {"cpu": ("cpu",), "cuda": ("wmma_v1", "wmma_v2", "wmma_v3")}
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to compute attention on (B, H, N, d) tensors. `attend` takes q, k, v and causal."""
+
+    name: str
+    family: Literal["flash_wmma", "sdpa", "other"]
+    attend: Attention
+    context: Callable[[], AbstractContextManager[object]] = nullcontext
+    half_operands: bool = False  #: multiplies fp16 numbers even if its inputs are fp32
+
+    @property
+    def ours(self) -> bool:
+        return self.family == "flash_wmma"
+
+    def multiplied(self, dtype: torch.dtype) -> torch.dtype:
+        """The type of the numbers that it multiplies, for inputs of type `dtype`."""
+        return torch.float16 if self.half_operands and dtype == torch.float32 else dtype
+
+
+class UnknownName(ValueError):
+    """A contender was asked for that does not exist."""
+
+
+def flash_wmma_kernels(library: ModuleType, device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
+    """The kernels named, or all that run on such a device. Naming a CUDA kernel on the CPU is allowed."""
+    known = listed_kernels(library)
+    if names is None:
+        names = [k.name for k in known if k.device == device.type] if known else USUAL_KERNELS[device.type]
+    allowed = [k.name for k in known]
+    for name in names:
+        if known and name != "auto" and name not in allowed:
+            raise UnknownName(f"kernel {name!r}: allowed are {', '.join(map(repr, [*allowed, 'auto']))}")
+    return [_flash_wmma(library, name, device) for name in names]
+
+
+def peers(device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
+    """SDPA's default choice, each of its backends, and other libraries that can be imported. SDPA always leads."""
+    found = [*_sdpa(), *(_other_libraries() if device.type == "cuda" else ())]
+    if names is None:
+        return found
+    allowed = [p.name for p in found]
+    for name in names:
+        if name not in allowed:
+            raise UnknownName(f"peer {name!r}: allowed are {', '.join(map(repr, allowed))}")
+    return [p for p in found if p.name == SDPA or p.name in names]
+
+
+def listed_kernels(library: ModuleType) -> list[Any]:
+    """flash_wmma.kernels(), or nothing if this build cannot tell."""
+    try:
+        return list(library.kernels())
+    except Exception:
+        return []
+
+
+def sdpa_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
+    """The backend that SDPA's default takes, if this torch says so."""
+    try:
+        number = torch._fused_sdp_choice(q, k, v, None, 0.0, causal)
+        return next(name for name, backend in SDPA_BACKENDS.items() if backend.value == number)
+    except Exception:
+        return None
+
+
+def why_not(implementation: Implementation, error: Exception, inputs: Sequence[torch.Tensor], causal: bool) -> str:
+    """Why `implementation` does not run, in one line. SDPA gives its reasons as warnings: they are asked for again."""
+    if isinstance(error, torch.cuda.OutOfMemoryError):
+        return "out of memory"
+    if implementation.family == "sdpa":
+        return "; ".join(_sdpa_reasons(implementation, inputs, causal)) or "not available here for such inputs"
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def _flash_wmma(library: ModuleType, name: str, device: torch.device) -> Implementation:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        out: torch.Tensor = library.forward(q, k, v, causal=causal, kernel=name)
+        return out
+
+    # Only the simt kernels and the CPU kernel multiply fp32 numbers.
+    multiplies_fp32 = name.startswith(("cpu", "simt")) or (name == "auto" and device.type == "cpu")
+    return Implementation(name, "flash_wmma", attend, half_operands=not multiplies_fp32)
+
+
+def _sdpa() -> Iterator[Implementation]:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+    yield Implementation(SDPA, "sdpa", attend)
+    for name, backend in SDPA_BACKENDS.items():
+        yield Implementation(name, "sdpa", attend, context=partial(sdpa_kernel, backend))
+
+
+def _sdpa_reasons(implementation: Implementation, inputs: Sequence[torch.Tensor], causal: bool) -> list[str]:
+    q, k, v = inputs
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            with implementation.context():
+                implementation.attend(q, k, v, causal)
+        except Exception:
+            pass
+    texts = [str(w.message).split(" (Triggered internally")[0].strip() for w in caught]
+    # "X not used because:" introduces the reasons; "... has been runtime disabled" only repeats the choice by name.
+    return [t for t in dict.fromkeys(texts) if not t.endswith("because:") and "runtime disabled" not in t]
+
+
+def _other_libraries() -> Iterator[Implementation]:
+    """flash-attn 2, 3 and 4 and xformers: (B, N, H, d) layout, so they are given transposed views."""
+    for name, module, function in (
+        ("flash_attn", "flash_attn", "flash_attn_func"),
+        ("flash_attn_3", "flash_attn_interface", "flash_attn_func"),
+        ("flash_attn_4", "flash_attn.cute", "flash_attn_func"),
+    ):
+        call = _imported(module, function)
+        if call:
+            yield Implementation(name, "other", _transposed(_with_causal(call)))
+    ops = _imported("xformers", "ops")
+    if ops:
+
+        def xformers(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> Any:
+            return ops.memory_efficient_attention(q, k, v, attn_bias=ops.LowerTriangularMask() if causal else None)
+
+        yield Implementation("xformers", "other", _transposed(xformers))
+
+
+def _imported(module: str, attribute: str) -> Any:
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except Exception:  # a broken installation is the same as none
+        try:
+            return importlib.import_module(f"{module}.{attribute}")
+        except Exception:
+            return None
+
+
+def _with_causal(call: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda q, k, v, causal: call(q, k, v, causal=causal)
+
+
+def _transposed(call: Callable[..., Any]) -> Attention:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+        out = call(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal)
+        first: torch.Tensor = out[0] if isinstance(out, tuple) else out
+        return first.transpose(1, 2)
+
+    return attend
