@@ -1,0 +1,460 @@
+// Tiled online-softmax attention, templated on an instruction set. Included by one small unit per instruction set, each
+// compiled with its own flags, so everything here has internal linkage and nothing of the standard library is used.
+//
+// Every lane of a vector owns one packed query row (isa.h), as a thread owns a row in the simplest GPU kernel, and a
+// Q tile is Br = kVectors * kLanes rows. Scores and O are kept transposed:
+//     S^T[key][row] = sum_c K[key][c] * Q^T[c][row]        O^T[c][row] += V[key][c] * P^T[key][row]
+// so K and V are read as they lie in memory, one broadcast element against kVectors vectors of rows; maximum, sum and
+// rescaling are plain vertical vector operations; nothing is ever summed across lanes. Q is transposed once per tile
+// and O once at the end. Both products hold kBlock * kVectors accumulators in registers (24 of 32 with AVX-512, 12 of
+// 16 with AVX2).
+//
+// Who owns what: a task (isa.h) owns a few Q tiles and walks the K/V tiles of kTileKeys keys. Each K/V tile is converted
+// to fp32 in scratch once per task and used by all its Q tiles while it is in L1/L2. Q^T, S^T and O^T of a Q tile are
+// in scratch as well.
+//
+// The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
+// score has the largest weight. The difference comes first: nothing is lost when scores are large.
+//
+// Masked keys get the score -inf, hence weight 0. A row that has seen nothing but -inf has maximum -inf, and 0 stands in
+// for it in the exponent only. NaN and +inf scores make their row NaN by themselves (inf - inf).
+#pragma once
+
+#include "isa.h"
+
+namespace flash_wmma::cpu {
+namespace {
+
+constexpr float kInfinity = __builtin_inff();
+constexpr double kLog2E = 1.44269504088896340736;
+
+constexpr std::int64_t min64(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+constexpr std::int64_t max64(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// ---- Elements -------------------------------------------------------------------------------------------------------
+
+inline void bfloat16_to_float(const std::uint16_t* __restrict src, float* __restrict dst, int n) {
+    for (int c = 0; c < n; ++c) {
+        const std::uint32_t bits = static_cast<std::uint32_t>(src[c]) << 16;
+        __builtin_memcpy(dst + c, &bits, sizeof bits);
+    }
+}
+
+/// Round to nearest even; a NaN stays one.
+inline void float_to_bfloat16(const float* __restrict src, std::uint16_t* __restrict dst, int n) {
+    for (int c = 0; c < n; ++c) {
+        std::uint32_t bits;
+        __builtin_memcpy(&bits, src + c, sizeof bits);
+        const std::uint32_t rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+        dst[c] = static_cast<std::uint16_t>((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
+    }
+}
+
+constexpr std::int64_t element_size(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+inline const char* row_pointer(const Rows& t, DType dtype, std::int64_t b, std::int64_t h, std::int64_t i) {
+    return static_cast<const char*>(t.data) + (b * t.batch + h * t.head + i * t.row) * element_size(dtype);
+}
+
+template <class Isa>
+void load_row(const void* src, DType dtype, float* dst, int n) {
+    switch (dtype) {
+        case DType::kFloat16: return Isa::half_to_float(static_cast<const std::uint16_t*>(src), dst, n);
+        case DType::kBFloat16: return bfloat16_to_float(static_cast<const std::uint16_t*>(src), dst, n);
+        default: __builtin_memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
+    }
+}
+
+template <class Isa>
+void store_row(const float* src, void* dst, DType dtype, int n) {
+    switch (dtype) {
+        case DType::kFloat16: return Isa::float_to_half(src, static_cast<std::uint16_t*>(dst), n);
+        case DType::kBFloat16: return float_to_bfloat16(src, static_cast<std::uint16_t*>(dst), n);
+        default: __builtin_memcpy(dst, src, static_cast<std::size_t>(n) * sizeof(float));
+    }
+}
+
+// ---- Vectors --------------------------------------------------------------------------------------------------------
+
+/// 2^x for x <= 0; 0 below 2^-126 (a subnormal weight would stall the FMA units); NaN for NaN.
+/// 2^fraction on [-1/2, 1/2] is its degree-5 minimax polynomial with p(0) = 1: relative error 1e-7.
+template <class Isa>
+inline typename Isa::Vec exp2(typename Isa::Vec x) {
+    typename Isa::Vec fraction;
+    const auto exponent = Isa::split(x, fraction);
+    auto p = Isa::broadcast(0x1.5bba14p-10f);
+    p = Isa::fma(p, fraction, Isa::broadcast(0x1.3cea88p-7f));
+    p = Isa::fma(p, fraction, Isa::broadcast(0x1.c6b752p-5f));
+    p = Isa::fma(p, fraction, Isa::broadcast(0x1.ebf9bcp-3f));
+    p = Isa::fma(p, fraction, Isa::broadcast(0x1.62e42ap-1f));
+    p = Isa::fma(p, fraction, Isa::broadcast(1.f));
+    return Isa::scale(p, exponent);
+}
+
+/// The scale in two factors: that of Q (a zero scale makes all scores 0) and that of the differences of scores.
+inline float score_sign(float scale) { return scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f; }
+inline double score_scale(float scale) { return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale; }
+
+/// `maximum`, or 0 where no score above -inf has been seen, so that a -inf score is still -inf less it.
+template <class Isa>
+inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
+    return maximum == Isa::broadcast(-kInfinity) ? Isa::broadcast(0.f) : maximum;
+}
+
+// ---- Tiles ----------------------------------------------------------------------------------------------------------
+
+/// The state of one Q tile in scratch; with V = `vectors`, column c of row vector v is at [(c * V + v) * kLanes].
+struct QTile {
+    float *q, *o;          ///< Q^T times the sign of scale; O^T, unnormalised
+    float *maximum, *sum;  ///< per row, of the scores before scaling and of the weights
+    std::int32_t *lo, *hi; ///< per row, the keys [lo, hi] it sees
+    int vectors, rows;
+    std::int64_t row_begin;
+    std::int32_t lo_min, lo_max, hi_min, hi_max;
+};
+
+/// fp32 rows of K or V.
+struct KeyRows {
+    const float* data;
+    std::int64_t stride;
+    const float* row(std::int64_t j) const { return data + j * stride; }
+};
+
+template <class Isa, int kVectors>
+constexpr int block_rows() {
+    return kVectors == 1 ? 8 : Isa::kBlock;
+}
+
+/// S^T of `n` keys from key `first` on, and the rows' maximum with it. Past the last key the block repeats that key.
+template <class Isa, int kVectors, bool kMasked>
+void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first, int n, float* s,
+                 typename Isa::Vec (&maximum)[kVectors]) {
+    using Vec = typename Isa::Vec;
+    using Int = typename Isa::Int;
+    constexpr int kRows = block_rows<Isa, kVectors>();
+    for (int j = 0; j < n; j += kRows) {
+        const float* key[kRows];
+        Vec acc[kRows][kVectors];
+        for (int r = 0; r < kRows; ++r) {
+            key[r] = k.row(min64(j + r, n - 1));
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::broadcast(0.f);
+        }
+        const float* q = tile.q;
+        for (int c = 0; c < head_dim; ++c, q += kVectors * Isa::kLanes) {
+            Vec column[kVectors];
+            for (int v = 0; v < kVectors; ++v) column[v] = Isa::load(q + v * Isa::kLanes);
+            for (int r = 0; r < kRows; ++r) {
+                const Vec element = Isa::broadcast(key[r][c]);
+                for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(element, column[v], acc[r][v]);
+            }
+        }
+        for (int r = 0; r < kRows; ++r) {
+            for (int v = 0; v < kVectors; ++v) {
+                Vec x = acc[r][v];
+                if constexpr (kMasked) {
+                    const Int lo = Isa::load_int(tile.lo + v * Isa::kLanes), hi = Isa::load_int(tile.hi + v * Isa::kLanes);
+                    const Int index = Int{} + (first + static_cast<std::int32_t>(min64(j + r, n - 1)));
+                    x = (lo <= index) & (index <= hi) ? x : Isa::broadcast(-kInfinity);
+                }
+                maximum[v] = Isa::max(x, maximum[v]);
+                Isa::store(s + ((j + r) * kVectors + v) * Isa::kLanes, x);
+            }
+        }
+    }
+}
+
+/// O^T = O^T * alpha + V^T P^T. kSkipZeros: a weight of 0 hides even a NaN or inf of V.
+template <class Isa, int kVectors, bool kSkipZeros>
+void multiply_pv(const QTile& tile, KeyRows values, int head_dim_v, int n, const float* weights,
+                 const typename Isa::Vec (&alpha)[kVectors]) {
+    using Vec = typename Isa::Vec;
+    constexpr int kColumns = block_rows<Isa, kVectors>();
+    for (int c = 0; c < head_dim_v; c += kColumns) {
+        float* o = tile.o + c * kVectors * Isa::kLanes;
+        Vec acc[kColumns][kVectors];
+        for (int r = 0; r < kColumns; ++r)
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::load(o + (r * kVectors + v) * Isa::kLanes) * alpha[v];
+        const float* p = weights;
+        const float* value = values.data + c;
+        for (int j = 0; j < n; ++j, p += kVectors * Isa::kLanes, value += values.stride) {
+            Vec weight[kVectors];
+            for (int v = 0; v < kVectors; ++v) weight[v] = Isa::load(p + v * Isa::kLanes);
+            for (int r = 0; r < kColumns; ++r) {
+                const Vec element = Isa::broadcast(value[r]);
+                for (int v = 0; v < kVectors; ++v) {
+                    const Vec next = Isa::fma(element, weight[v], acc[r][v]);
+                    if constexpr (kSkipZeros) acc[r][v] = weight[v] == Isa::broadcast(0.f) ? acc[r][v] : next;
+                    else acc[r][v] = next;
+                }
+            }
+        }
+        for (int r = 0; r < kColumns; ++r)
+            for (int v = 0; v < kVectors; ++v) Isa::store(o + (r * kVectors + v) * Isa::kLanes, acc[r][v]);
+    }
+}
+
+inline bool all_finite(KeyRows values, int head_dim_v, int n) {
+    std::uint32_t found = 0;
+    for (int j = 0; j < n; ++j) {
+        const float* row = values.row(j);
+        for (int c = 0; c < head_dim_v; ++c) {
+            std::uint32_t bits;
+            __builtin_memcpy(&bits, row + c, sizeof bits);
+            found |= (bits & 0x7f800000) == 0x7f800000;
+        }
+    }
+    return found == 0;
+}
+
+/// One step of the online softmax: `n` keys from key `first` on.
+template <class Isa, int kVectors, bool kMasked>
+void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n, float* s) {
+    using Vec = typename Isa::Vec;
+    Vec before[kVectors], maximum[kVectors];
+    for (int i = 0; i < kVectors; ++i) before[i] = maximum[i] = Isa::load(tile.maximum + i * Isa::kLanes);
+    multiply_qk<Isa, kVectors, kMasked>(tile, k, p.head_dim, first, n, s, maximum);
+
+    const Vec scale = Isa::broadcast(static_cast<float>(score_scale(p.scale) * kLog2E));
+    Vec base[kVectors], alpha[kVectors], sum[kVectors];
+    for (int i = 0; i < kVectors; ++i) {
+        base[i] = subtrahend<Isa>(maximum[i]);
+        alpha[i] = exp2<Isa>((before[i] - base[i]) * scale);
+        sum[i] = Isa::load(tile.sum + i * Isa::kLanes) * alpha[i];
+    }
+    float* x = s;
+    for (int j = 0; j < n; ++j, x += kVectors * Isa::kLanes)
+        for (int i = 0; i < kVectors; ++i) {
+            const Vec weight = exp2<Isa>((Isa::load(x + i * Isa::kLanes) - base[i]) * scale);
+            sum[i] += weight;
+            Isa::store(x + i * Isa::kLanes, weight);
+        }
+    for (int i = 0; i < kVectors; ++i) {
+        Isa::store(tile.maximum + i * Isa::kLanes, maximum[i]);
+        Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
+    }
+    if (kMasked && !all_finite(v, p.head_dim_v, n)) multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
+    else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
+}
+
+template <class Isa>
+using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, std::int32_t, int, float*);
+
+template <class Isa, int kVectors = 1>
+AttendTile<Isa> attend_tile_for(int vectors, bool masked) {
+    if constexpr (kVectors < Isa::kVectors)
+        if (vectors > kVectors) return attend_tile_for<Isa, kVectors + 1>(vectors, masked);
+    return masked ? attend_tile<Isa, kVectors, true> : attend_tile<Isa, kVectors, false>;
+}
+
+// ---- Rows in and out ------------------------------------------------------------------------------------------------
+
+template <class Isa>
+constexpr std::int64_t tile_rows() {
+    return Isa::kVectors * Isa::kLanes;
+}
+
+/// d or d_v in whole vectors: transposes work on square blocks.
+template <class Isa>
+std::int64_t padded(std::int64_t columns) {
+    return round_up(columns, Isa::kLanes);
+}
+
+struct PackedRow {
+    std::int64_t query, head;
+};
+
+inline PackedRow packed_row(const ForwardParams& p, std::int64_t head_k, std::int64_t row) {
+    const std::int64_t group = p.heads_q / p.heads_k;
+    return {row / group, head_k * group + row % group};
+}
+
+/// The keys [lo, hi] that a query sees among the Nk; lo > hi: none.
+inline void visible_keys(const ForwardParams& p, std::int64_t query, std::int32_t& lo, std::int32_t& hi) {
+    const std::int64_t centre = query + (p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0);
+    lo = static_cast<std::int32_t>(min64(max64(centre - p.band.left, 0), p.seqlen_k));
+    hi = static_cast<std::int32_t>(max64(min64(centre + p.band.right, p.seqlen_k - 1), -1));
+}
+
+/// Transposes Q into the tile and clears its state.
+template <class Isa>
+void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* staging) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes;
+    const int d = static_cast<int>(padded<Isa>(p.head_dim)), dv = static_cast<int>(padded<Isa>(p.head_dim_v));
+    const Vec sign = Isa::broadcast(score_sign(p.scale));
+    tile.vectors = (tile.rows + kLanes - 1) / kLanes;
+    tile.lo_min = tile.hi_min = static_cast<std::int32_t>(kMaxSeqlen);
+    tile.lo_max = tile.hi_max = -1;
+    for (int i = 0; i < tile.vectors * kLanes; ++i) {
+        const PackedRow row = packed_row(p, task.head_k, tile.row_begin + min64(i, tile.rows - 1));
+        visible_keys(p, row.query, tile.lo[i], tile.hi[i]);
+        if (tile.lo[i] <= tile.hi[i]) {
+            if (tile.lo[i] < tile.lo_min) tile.lo_min = tile.lo[i];
+            if (tile.hi[i] > tile.hi_max) tile.hi_max = tile.hi[i];
+        }
+        if (tile.lo[i] > tile.lo_max) tile.lo_max = tile.lo[i];
+        if (tile.hi[i] < tile.hi_min) tile.hi_min = tile.hi[i];
+    }
+    for (int v = 0; v < tile.vectors; ++v) {
+        for (int i = 0; i < kLanes; ++i) {
+            float* dst = staging + i * d;
+            const int r = v * kLanes + i;
+            if (r < tile.rows) {
+                const PackedRow row = packed_row(p, task.head_k, tile.row_begin + r);
+                load_row<Isa>(row_pointer(p.q, p.dtype, task.batch, row.head, row.query), p.dtype, dst, p.head_dim);
+            } else {
+                __builtin_memset(dst, 0, static_cast<std::size_t>(p.head_dim) * sizeof(float));
+            }
+        }
+        for (int c = 0; c < d; c += kLanes) {
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(staging + i * d + c);
+            Isa::transpose(block);
+            for (int i = 0; i < kLanes; ++i) Isa::store(tile.q + ((c + i) * tile.vectors + v) * kLanes, block[i] * sign);
+        }
+        Isa::store(tile.maximum + v * kLanes, Isa::broadcast(-kInfinity));
+        Isa::store(tile.sum + v * kLanes, Isa::broadcast(0.f));
+    }
+    __builtin_memset(tile.o, 0, static_cast<std::size_t>(dv) * tile.vectors * kLanes * sizeof(float));
+}
+
+/// Writes one finished row and its LSE. A row that saw no key, or none of weight, is 0 with LSE -inf.
+template <class Isa>
+void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, const float* o, float maximum, float sum) {
+    char* dst = const_cast<char*>(row_pointer(p.o, p.out_dtype, batch, row.head, row.query));
+    store_row<Isa>(o, dst, p.out_dtype, p.head_dim_v);
+    p.lse[(batch * p.heads_q + row.head) * p.seqlen_q + row.query] =
+        static_cast<float>(maximum * score_scale(p.scale) + static_cast<double>(__builtin_logf(sum)));
+}
+
+template <class Isa>
+void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, float* staging) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes;
+    const int dv = static_cast<int>(padded<Isa>(p.head_dim_v));
+    for (int v = 0; v < tile.vectors; ++v) {
+        const Vec one = Isa::broadcast(1.f), sum = Isa::load(tile.sum + v * kLanes);
+        const Vec factor = task.partial ? one : sum == Isa::broadcast(0.f) ? Isa::broadcast(0.f) : one / sum;
+        for (int c = 0; c < dv; c += kLanes) {
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(tile.o + ((c + i) * tile.vectors + v) * kLanes) * factor;
+            Isa::transpose(block);
+            for (int i = 0; i < kLanes; ++i) Isa::store(staging + i * dv + c, block[i]);
+        }
+        for (int i = 0; i < kLanes && v * kLanes + i < tile.rows; ++i) {
+            const int r = v * kLanes + i;
+            if (task.partial) {
+                float* row = task.partial + (tile.row_begin - task.row_begin + r) * partial_stride(p.head_dim_v);
+                __builtin_memcpy(row, staging + i * dv, static_cast<std::size_t>(p.head_dim_v) * sizeof(float));
+                row[p.head_dim_v] = tile.maximum[r];
+                row[p.head_dim_v + 1] = tile.sum[r];
+            } else {
+                store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), staging + i * dv,
+                                  tile.maximum[r], tile.sum[r]);
+            }
+        }
+    }
+}
+
+// ---- Tasks ----------------------------------------------------------------------------------------------------------
+
+/// Hands out consecutive runs of the scratch, each a whole number of 64-byte lines.
+struct Scratch {
+    float* next;
+    float* take(std::int64_t floats) {
+        float* run = next;
+        next += round_up(floats, 16);
+        return run;
+    }
+};
+
+template <class Isa>
+std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
+    const std::int64_t rows = tile_rows<Isa>(), d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
+    const std::int64_t per_tile = rows * (d + dv) + 4 * round_up(rows, 16);
+    const std::int64_t shared = kTileKeys * (p.head_dim + p.head_dim_v + rows) + Isa::kLanes * max64(d, dv);
+    return tiles * round_up(per_tile, 16) + round_up(shared, 16);
+}
+
+template <class Isa>
+KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n, int columns,
+                  float* dst) {
+    for (std::int64_t j = 0; j < n; ++j)
+        load_row<Isa>(row_pointer(t, p.dtype, task.batch, task.head_k, first + j), p.dtype, dst + j * columns, columns);
+    return {dst, columns};
+}
+
+template <class Isa>
+void attend(const ForwardParams& p, const Task& task, float* memory) {
+    constexpr std::int64_t kRows = tile_rows<Isa>();
+    Scratch scratch{memory};
+    float* s = scratch.take(kTileKeys * kRows);
+    float* k_tile = scratch.take(kTileKeys * p.head_dim);
+    float* v_tile = scratch.take(kTileKeys * p.head_dim_v);
+    float* staging = scratch.take(Isa::kLanes * max64(padded<Isa>(p.head_dim), padded<Isa>(p.head_dim_v)));
+
+    QTile tiles[kMaxTaskTiles];
+    int count = 0;
+    std::int64_t key_begin = task.key_end, key_end = task.key_begin;
+    for (std::int64_t row = task.row_begin; row < task.row_end; row += kRows) {
+        QTile& tile = tiles[count++];
+        tile.q = scratch.take(kRows * padded<Isa>(p.head_dim));
+        tile.o = scratch.take(kRows * padded<Isa>(p.head_dim_v));
+        tile.maximum = scratch.take(kRows);
+        tile.sum = scratch.take(kRows);
+        tile.lo = reinterpret_cast<std::int32_t*>(scratch.take(kRows));
+        tile.hi = reinterpret_cast<std::int32_t*>(scratch.take(kRows));
+        tile.row_begin = row;
+        tile.rows = static_cast<int>(min64(kRows, task.row_end - row));
+        load_tile<Isa>(tile, p, task, staging);
+        key_begin = min64(key_begin, tile.lo_min);
+        key_end = max64(key_end, tile.hi_max + 1);
+    }
+    key_begin = max64(key_begin, task.key_begin);
+    key_end = min64(key_end, task.key_end);
+
+    for (std::int64_t first = key_begin; first < key_end; first = (first / kTileKeys + 1) * kTileKeys) {
+        const std::int64_t last = min64((first / kTileKeys + 1) * kTileKeys, key_end);
+        const KeyRows k = load_keys<Isa>(p.k, p, task, first, last - first, p.head_dim, k_tile);
+        const KeyRows v = load_keys<Isa>(p.v, p, task, first, last - first, p.head_dim_v, v_tile);
+        for (int t = 0; t < count; ++t) {
+            const QTile& tile = tiles[t];
+            const std::int64_t from = max64(first, tile.lo_min), to = min64(last, static_cast<std::int64_t>(tile.hi_max) + 1);
+            if (from >= to) continue;
+            const bool masked = from < tile.lo_max || to - 1 > tile.hi_min;
+            attend_tile_for<Isa>(tile.vectors, masked)(tile, {k.row(from - first), k.stride}, {v.row(from - first), v.stride},
+                                                       p, static_cast<std::int32_t>(from), static_cast<int>(to - from), s);
+        }
+    }
+    for (int t = 0; t < count; ++t) store_tile<Isa>(tiles[t], p, task, staging);
+}
+
+template <class Isa>
+void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t split_stride) {
+    const int dv = p.head_dim_v;
+    const float scale = static_cast<float>(score_scale(p.scale) * kLog2E);
+    for (std::int64_t r = task.row_begin; r < task.row_end; ++r) {
+        const float* first = task.partial + (r - task.row_begin) * partial_stride(dv);
+        float maximum = -kInfinity, sum = 0.f;
+        for (int s = 0; s < splits; ++s) {
+            const float m = first[s * split_stride + dv];
+            if (m > maximum) maximum = m;
+        }
+        float o[256];
+        for (int c = 0; c < dv; ++c) o[c] = 0.f;
+        for (int s = 0; s < splits; ++s) {
+            const float* part = first + s * split_stride;
+            if (part[dv] == -kInfinity && part[dv + 1] == 0.f) continue;
+            const float weight = __builtin_exp2f((part[dv] - (maximum == -kInfinity ? 0.f : maximum)) * scale);
+            sum += weight * part[dv + 1];
+            for (int c = 0; c < dv; ++c) o[c] += weight * part[c];
+        }
+        const float factor = sum == 0.f ? 0.f : 1.f / sum;
+        for (int c = 0; c < dv; ++c) o[c] *= factor;
+        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, r), o, maximum, sum);
+    }
+}
+
+}  // namespace
+}  // namespace flash_wmma::cpu
