@@ -16,16 +16,6 @@ const DeviceRuntime* g_runtime = nullptr;
 
 std::string arch_name(int arch) { return "sm_" + std::to_string(arch); }
 
-const char* dtype_name(DType dtype) {
-    switch (dtype) {
-        case DType::kFloat32: return "float32";
-        case DType::kFloat16: return "float16";
-        case DType::kBFloat16: return "bfloat16";
-        case DType::kBool: return "bool";
-    }
-    return "unknown";
-}
-
 struct FeatureName {
     Feature feature;
     const char* name;
@@ -50,6 +40,23 @@ namespace registry {
 const DeviceRuntime* device_runtime() { return g_runtime; }
 
 const std::vector<const KernelInfo*>& kernels() { return table(); }
+
+const char* dtype_name(DType dtype) {
+    switch (dtype) {
+        case DType::kFloat32: return "float32";
+        case DType::kFloat16: return "float16";
+        case DType::kBFloat16: return "bfloat16";
+        case DType::kBool: return "bool";
+    }
+    return "unknown";
+}
+
+std::vector<std::string> feature_names(unsigned features) {
+    std::vector<std::string> names;
+    for (const auto& f : kFeatureNames)
+        if (features & f.feature) names.push_back(f.name);
+    return names;
+}
 
 unsigned features_of(const ForwardParams& p) {
     const bool left = p.band.left < kUnbounded, right = p.band.right < kUnbounded;
@@ -89,40 +96,43 @@ std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const Devi
         return "dtype: bfloat16 needs " + arch_name(kernel.bf16_min_arch) + " or later, the device is " +
                arch_name(device.arch);
 
-    const int d = std::max(p.head_dim, p.head_dim_v);
-    if (std::min(p.head_dim, p.head_dim_v) < kernel.min_head_dim || d > kernel.max_head_dim) {
-        const std::string allowed = kernel.min_head_dim == kernel.max_head_dim
-                                        ? std::to_string(kernel.min_head_dim)
-                                        : std::to_string(kernel.min_head_dim) + " to " + std::to_string(kernel.max_head_dim);
-        return "head dim: got " + std::to_string(d) + ", allowed: " + allowed;
+    for (const int d : {p.head_dim, p.head_dim_v}) {
+        if (kernel.min_head_dim <= d && d <= kernel.max_head_dim) continue;
+        const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(kernel.max_head_dim);
+        return "head dim: got " + std::to_string(d) + ", allowed: " + (low == high ? low : low + " to " + high);
     }
     if (const unsigned missing = features_of(p) & ~kernel.features) {
         std::string names;
-        for (const auto& f : kFeatureNames)
-            if (missing & f.feature) names += std::string(names.empty() ? "" : ", ") + f.name;
+        for (const std::string& name : feature_names(missing)) names += (names.empty() ? "" : ", ") + name;
         return "does not support " + names;
     }
     return "";
 }
 
 const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device) {
-    const KernelInfo* best = nullptr;
-    std::string names, reasons;
-    for (const KernelInfo* kernel : kernels()) {
-        names += std::string(", '") + kernel->name + "'";
-        if (name != "auto" && name != kernel->name) continue;
-        const std::string why_not = refusal(*kernel, params, device);
-        if (name == kernel->name) {
+    if (name != "auto") {
+        std::string names;
+        for (const KernelInfo* kernel : kernels()) {
+            if (name != kernel->name) {
+                names += std::string(", '") + kernel->name + "'";
+                continue;
+            }
+            const std::string why_not = refusal(*kernel, params, device);
             if (why_not.empty()) return *kernel;
             throw std::invalid_argument("kernel '" + name + "' cannot run this: " + why_not);
         }
-        if (kernel->auto_rank == 0) continue;
-        if (!why_not.empty()) reasons += std::string("; ") + kernel->name + ": " + why_not;
-        else if (!best || kernel->auto_rank > best->auto_rank) best = kernel;
+        throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + names);
+    }
+    const KernelInfo* best = nullptr;
+    std::string reasons;
+    for (const KernelInfo* kernel : kernels()) {
+        if (kernel->auto_rank == 0 || (best && kernel->auto_rank <= best->auto_rank)) continue;
+        const std::string why_not = refusal(*kernel, params, device);
+        if (why_not.empty()) best = kernel;
+        else reasons += std::string(reasons.empty() ? "" : "; ") + kernel->name + ": " + why_not;
     }
     if (best) return *best;
-    if (name == "auto") throw std::invalid_argument("no kernel can run this" + (reasons.empty() ? ": none is built for the device" : reasons));
-    throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + names);
+    throw std::invalid_argument("kernel 'auto' cannot run this: " + (reasons.empty() ? "no kernel is built" : reasons));
 }
 
 }  // namespace registry

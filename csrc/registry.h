@@ -92,6 +92,12 @@ const DeviceRuntime* device_runtime();
 /// All kernels of this build, by name.
 const std::vector<const KernelInfo*>& kernels();
 
+/// "float32" and so on.
+const char* dtype_name(DType dtype);
+
+/// What the set Feature bits are called: the Python argument's name where there is one.
+std::vector<std::string> feature_names(unsigned features);
+
 /// The features that these params use, as Feature bits.
 unsigned features_of(const ForwardParams& params);
 
