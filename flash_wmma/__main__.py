@@ -1,0 +1,134 @@
+"""``python -m flash_wmma info`` and ``python -m flash_wmma explain``."""
+
+from __future__ import annotations
+
+import argparse
+import platform
+import sys
+
+import torch
+
+import flash_wmma
+
+
+def _kernel_lines() -> list[str]:
+    lines = []
+    for k in flash_wmma.kernels():
+        where = "cpu" if k.device == "cpu" else f"cuda, sm_{k.min_arch} on"
+        dtypes = ", ".join(str(t).removeprefix("torch.") for t in k.dtypes)
+        if k.device == "cuda" and k.bf16_min_arch > k.min_arch:
+            dtypes += f" (sm_{k.bf16_min_arch} on)"
+        low, high = k.head_dims
+        lines.append(f"  {k.name:12} {k.summary}")
+        lines.append(f"  {'':12} {where}; {dtypes}; d {low if low == high else f'{low} to {high}'}")
+        features = ", ".join(sorted(k.features)) or "dense attention alone"
+        lines.append(f"  {'':12} {features}; {len(k.instances)} instances")
+    return lines
+
+
+def _auto_lines(device: flash_wmma.DeviceFacts) -> list[str]:
+    """What ``auto`` takes on that device for the usual dtypes and head dims."""
+    lines = []
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        picks: dict[str, list[int]] = {}
+        for d in (32, 64, 128, 256):
+            q = torch.empty(1, 8, 2048, d, dtype=dtype, device="meta")
+            name = flash_wmma.explain(q, q, q, device_facts=device).kernel or "none"
+            picks.setdefault(name, []).append(d)
+        text = "; ".join(f"{name} (d {', '.join(map(str, dims))})" for name, dims in picks.items())
+        lines.append(f"    auto, {str(dtype).removeprefix('torch.'):9} {text}")
+    return lines
+
+
+def _device_lines() -> list[str]:
+    cpu = flash_wmma.device_facts("cpu")
+    lines = [f"  cpu      {platform.machine()}, {torch.get_num_threads()} threads", *_auto_lines(cpu)]
+    if not torch.cuda.is_available():
+        return [*lines, "  cuda     no device that torch can use"]
+    for index in range(torch.cuda.device_count()):
+        lines.append(f"  cuda:{index}   {torch.cuda.get_device_name(index)}")
+        try:
+            facts = flash_wmma.device_facts(f"cuda:{index}")
+        except RuntimeError as error:
+            lines.append(f"    {error}")
+            continue
+        lines += [f"    {facts}", *_auto_lines(facts)]
+    return lines
+
+
+def _driver() -> str:
+    """Version of CUDA that the driver supports."""
+    if not torch.cuda.is_available():
+        return "none"
+    version = int(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  (absent from a torch without CUDA)
+    return f"CUDA {version // 1000}.{version % 1000 // 10}"
+
+
+def info() -> None:
+    """Prints versions, build, kernels and devices."""
+    build = flash_wmma.build_info()
+    cuda = f"CUDA {build.cuda}, {' '.join(build.architectures)}" if build.cuda else "CPU kernels alone"
+    print(f"flash_wmma {build.version} ({cuda})")
+    print(f"torch      {torch.__version__}")
+    print(f"Python     {platform.python_version()} on {platform.platform()}")
+    print(f"driver     {_driver()}")
+    print("\nkernels", *_kernel_lines(), sep="\n")
+    print("\ndevices", *_device_lines(), sep="\n")
+
+
+def explain(arguments: argparse.Namespace) -> None:
+    """Prints which kernel runs a shape."""
+    batch, heads, length, head_dim = arguments.shape
+    dtype = getattr(torch, arguments.dtype)
+    q = torch.empty(batch, heads, length, head_dim, dtype=dtype, device="meta")
+    k = torch.empty(
+        batch, arguments.kv_heads or heads, arguments.kv_length or length, head_dim, dtype=dtype, device="meta"
+    )
+    if arguments.arch is not None:
+        facts = flash_wmma.DeviceFacts(arguments.arch, arguments.sm_count, arguments.smem_optin)
+    else:
+        device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
+        facts = flash_wmma.device_facts(device)
+    causal = arguments.causal or False
+    window = None if arguments.window is None else tuple(arguments.window)
+    print(flash_wmma.explain(q, k, k, causal=causal, window=window, kernel=arguments.kernel, device_facts=facts))
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(int(size) for size in text.split(","))
+    if len(sizes) != 4 or min(sizes) < 0:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: B,H,N,d")
+    return sizes
+
+
+def main() -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m flash_wmma", description=flash_wmma.__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("info", help="versions, driver, devices, architectures, kernels, what auto takes")
+    p = commands.add_parser("explain", help="which kernel runs a shape, and why not the others")
+    p.add_argument("--shape", type=_shape, required=True, metavar="B,H,N,d", help="of q")
+    p.add_argument("--kv-heads", type=int, help="heads of k and v (default: q's)")
+    p.add_argument("--kv-length", type=int, help="length of k and v (default: q's)")
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
+    p.add_argument("--causal", nargs="?", const="top_left", choices=("top_left", "bottom_right"))
+    p.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="negative: unbounded")
+    p.add_argument("--kernel", default="auto")
+    p.add_argument("--device", help="cpu or cuda[:index] (default: cuda if there is one)")
+    p.add_argument("--arch", type=int, help="instead of a device: 10 * major + minor")
+    p.add_argument("--sm-count", type=int, default=0)
+    p.add_argument("--smem-optin", type=int, default=0, help="bytes of shared memory a block may opt in to")
+    arguments = parser.parse_args()
+    try:
+        if arguments.command == "info":
+            info()
+        else:
+            explain(arguments)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Which kernel runs, and why not the others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._checks import Causal, Window
+from ._forward import band
+from ._native import native
+from ._table import Instance, kernel_named
+
+
+@dataclass(frozen=True)
+class DeviceFacts:
+    """What the choice of a kernel may depend on."""
+
+    arch: int
+    """Compute capability, 10 * major + minor: 90 for 9.0. 0 stands for the CPU."""
+    sm_count: int = 0
+    """Multiprocessors."""
+    smem_optin: int = 0
+    """Bytes of shared memory that a block may opt in to."""
+    warp_size: int = 32
+
+    def __str__(self) -> str:
+        if not self.arch:
+            return "CPU"
+        return f"sm_{self.arch}, {self.sm_count} multiprocessors, {self.smem_optin} bytes of shared memory a block"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """The answer of :func:`explain`."""
+
+    kernel: str | None
+    """The kernel that runs; ``None`` if none can."""
+    instance: Instance | None
+    """The tile it takes; ``None`` if it has no choice of tiles."""
+    reasons: dict[str, str]
+    """For each kernel that was considered and not taken: why."""
+    device: DeviceFacts
+
+    def __str__(self) -> str:
+        lines = [f"device   {self.device}", f"kernel   {self.kernel or 'none can run this'}"]
+        if self.instance is not None:
+            lines.append(f"tile     {self.instance}")
+        width = max(map(len, self.reasons), default=0)
+        lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.reasons.items()]
+        return "\n".join(lines)
+
+
+def device_facts(device: torch.device | str | int = "cuda") -> DeviceFacts:
+    """The facts of a CUDA device, or of the CPU.
+
+    Raises:
+        ValueError: the device is neither.
+        RuntimeError: no CUDA kernels in this build, or CUDA reports an error.
+    """
+    device = torch.device(device)
+    if device.type == "cpu":
+        return DeviceFacts(arch=0, warp_size=0)
+    if device.type != "cuda":
+        _checks.refuse("device", device, "cpu, cuda")
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return DeviceFacts(*native().device_facts(index))
+
+
+def explain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    kernel: str = "auto",
+    device_facts: DeviceFacts | None = None,
+) -> Explanation:
+    """Which kernel and which tile :func:`flash_wmma.forward` takes for the same arguments, and why not the others.
+
+    Nothing is computed, so q (B, Hq, Nq, d), k (B, Hk, Nk, d) and v (B, Hk, Nk, d_v) may be on the ``"meta"`` device
+    if ``device_facts`` is given: it stands for a device that need not be there.
+
+    Raises:
+        TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
+        ImportError: ``flash_wmma._C`` was not built for this Python.
+    """
+    _checks.forward(q, k, v, causal, scale, window, kernel)
+    if device_facts is None:
+        if q.device.type == "meta":
+            _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
+        device_facts = _facts(q.device)
+    if kernel != "auto":
+        kernel_named(kernel)
+    sizes = {
+        "batch": q.shape[0],
+        "heads_q": q.shape[1],
+        "heads_k": k.shape[1],
+        "seqlen_q": q.shape[2],
+        "seqlen_k": k.shape[2],
+        "head_dim": q.shape[3],
+        "head_dim_v": v.shape[3],
+    }
+    answer = native().explain(
+        kernel,
+        str(q.dtype).removeprefix("torch."),
+        sizes,
+        band(causal, window),
+        attn_bias is not None,
+        alibi_slopes is not None,
+        softcap,
+        (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size),
+    )
+    name, index = answer["kernel"], answer["instance"]
+    return Explanation(
+        kernel=name,
+        instance=None if index is None else kernel_named(name).instances[index],
+        reasons=answer["reasons"],
+        device=device_facts,
+    )
+
+
+_facts = device_facts

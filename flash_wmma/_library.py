@@ -1,0 +1,17 @@
+"""Loads ``libflash_wmma.so``: importing this module registers the torch ops."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+PATH = Path(__file__).with_name("libflash_wmma.so")
+"""The library with the ops and kernels."""
+
+if not PATH.exists():
+    raise ImportError(f"flash_wmma is not built: {PATH} is missing. In the source folder run: pip install .")
+
+torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
+
+ops = torch.ops.flash_wmma

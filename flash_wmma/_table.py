@@ -1,0 +1,127 @@
+"""The kernels of this build, as their own files state them, and how the compiler and the driver see them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import _checks
+from ._native import native
+
+
+@dataclass(frozen=True)
+class Instance:
+    """One compiled tile of a kernel."""
+
+    dtype: torch.dtype
+    """Of q, k and v."""
+    head_dim: int
+    """The largest d it takes."""
+    br: int
+    """Rows of the Q tile."""
+    bc: int
+    """Rows of the K and V tile."""
+    warps: int
+    """Warps a block."""
+    stages: int
+    """K/V tiles in flight."""
+    smem_bytes: int
+    """Dynamic shared memory a block, in bytes."""
+
+    def __str__(self) -> str:
+        tile = f"{self.br} x {self.bc} rows, d <= {self.head_dim}"
+        if self.warps:
+            tile += f", {self.warps} warps, {self.stages} stages, {self.smem_bytes} bytes of shared memory"
+        return tile
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What one kernel can do."""
+
+    name: str
+    device: str
+    """``"cpu"`` or ``"cuda"``."""
+    summary: str
+    min_arch: int
+    """The least architecture, 10 * major + minor; 0 on the CPU."""
+    dtypes: tuple[torch.dtype, ...]
+    """Of q, k and v."""
+    bf16_min_arch: int
+    """The least architecture with bfloat16 inputs; 0: none, 1: every one."""
+    head_dims: tuple[int, int]
+    """The least and the largest d."""
+    features: frozenset[str]
+    """Beyond dense attention with any Nq, Nk and grouped heads: ``"causal"``, ``"window"``, ``"d_v != d"``, …"""
+    auto_rank: int
+    """``kernel="auto"`` takes the highest that fits; 0: by name only."""
+    instances: tuple[Instance, ...] = field(repr=False)
+
+
+@dataclass(frozen=True)
+class FunctionFacts:
+    """What the driver says of one compiled CUDA function on the current device."""
+
+    binary_version: int
+    """Architecture of the machine code that runs, 10 * major + minor."""
+    ptx_version: int
+    """Architecture of its PTX. Below ``binary_version`` if the driver compiled it from PTX when it was loaded."""
+    registers: int
+    """A thread."""
+    local_bytes: int
+    """Local memory a thread: spilled registers and indexed arrays."""
+    static_smem_bytes: int
+    max_threads: int
+    """A block."""
+
+
+@functools.cache
+def _kernels() -> tuple[Kernel, ...]:
+    def instance(facts: dict[str, Any]) -> Instance:
+        return Instance(**{**facts, "dtype": getattr(torch, facts["dtype"])})
+
+    return tuple(
+        Kernel(
+            **{
+                **facts,
+                "dtypes": tuple(getattr(torch, name) for name in facts["dtypes"]),
+                "features": frozenset(facts["features"]),
+                "instances": tuple(map(instance, facts["instances"])),
+            }
+        )
+        for facts in native().kernels()
+    )
+
+
+def kernels() -> list[Kernel]:
+    """All kernels of this build, by name.
+
+    Raises:
+        ImportError: ``flash_wmma._C`` was not built for this Python.
+    """
+    return list(_kernels())
+
+
+def kernel_named(name: str) -> Kernel:
+    """The kernel of that name. Raises ``ValueError`` with the list of names if there is none."""
+    table = {kernel.name: kernel for kernel in _kernels()}
+    if name not in table:
+        _checks.refuse("kernel", repr(name), ", ".join(map(repr, table)))
+    return table[name]
+
+
+def function_facts(kernel: str, instance: Instance) -> FunctionFacts | None:
+    """Registers and code version of an instance of that kernel on the current CUDA device; ``None`` on the CPU.
+
+    Raises:
+        ValueError: no such kernel, or the instance is not one of it.
+        RuntimeError: CUDA reports an error, for instance that no code was built for the device.
+    """
+    instances = kernel_named(kernel).instances
+    if instance not in instances:
+        _checks.refuse("instance", instance, f"one of {kernel}'s")
+    facts = native().function_facts(kernel, instances.index(instance))
+    return None if facts is None else FunctionFacts(**facts)
