@@ -280,7 +280,8 @@ def ninja_file(build: Path, library: Path, module: Path) -> str:
 class NinjaBuild(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
-        self.build_temp = str(Path("build") / f"{sys.implementation.cache_tag}-{platform.machine()}")  # kept between installs
+        name = f"{sys.implementation.cache_tag}-{platform.machine()}{'-werror' if WERROR else ''}"
+        self.build_temp = str(Path("build") / name)  # kept between installs, so that the next one builds what changed
 
     def get_ext_filename(self, fullname: str) -> str:
         name: str = super().get_ext_filename(fullname)
@@ -305,7 +306,8 @@ class NinjaBuild(build_ext):
             shutil.copy2(ROOT / link, target)
 
 
-setup(
-    ext_modules=[Extension("flash_wmma.libflash_wmma", []), Extension("flash_wmma._C", [])],
-    cmdclass={"build_ext": NinjaBuild},
-)
+if __name__ == "__main__":
+    setup(
+        ext_modules=[Extension("flash_wmma.libflash_wmma", []), Extension("flash_wmma._C", [])],
+        cmdclass={"build_ext": NinjaBuild},
+    )
