@@ -1,0 +1,306 @@
+"""The benchmark: its clock, its judge, its tables, and what it does when something is missing or wrong."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+FOLDER = Path(__file__).resolve().parents[1] / "benchmark"
+sys.path.insert(0, str(FOLDER))
+accuracy = importlib.import_module("accuracy")
+benchmark = importlib.import_module("benchmark")
+contenders = importlib.import_module("contenders")
+report = importlib.import_module("report")
+timing = importlib.import_module("timing")
+
+CPU = torch.device("cpu")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(FOLDER / "benchmark.py"), *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ timing
+
+
+def test_timing_statistics():
+    t = timing.Timing(tuple(float(x) for x in range(1, 12)))
+    assert (t.median, t.p10, t.p90) == (6, 2, 10)
+    assert t.spread == pytest.approx(8 / 2 / 6)
+
+
+def test_ratio_is_taken_round_by_round():
+    # The clock halves in the last two rounds; every round agrees on 2x, the ratio of medians would not need to.
+    slow, fast = timing.Timing((4.0, 4.0, 8.0, 8.0)), timing.Timing((2.0, 2.0, 4.0, 4.0))
+    assert fast.speedup_over(slow) == 2
+
+
+def test_rounds_rotate_and_time_every_contender():
+    calls: list[str] = []
+
+    def contender(name: str):
+        def call() -> torch.Tensor:
+            calls.append(name)
+            return torch.tensor(float(len(calls)))
+
+        return timing.Contender(call)
+
+    ticks: list[int] = []
+    method = timing.Method(warmup=2, repeats=3)
+    result = timing.measure({n: contender(n) for n in "abc"}, CPU, method, lambda: ticks.append(1))
+    assert calls[:6] == list("aabbcc")  # warm-up
+    assert calls[6:] == list("aabbcc" + "bbccaa" + "ccaabb")  # untimed, timed; the order moves by one a round
+    assert result.clock == "wall"
+    assert len(ticks) == 3
+    assert all(len(result.timings[n].samples) == 3 for n in "abc")
+    assert result.outputs["b"].item() == len(calls)  # what the last timed call returned
+
+
+def test_a_contender_that_fails_is_left_out():
+    turns = {"late": 0}
+
+    def never() -> torch.Tensor:
+        raise ValueError("no")
+
+    def late() -> torch.Tensor:
+        turns["late"] += 1
+        if turns["late"] > 4:
+            raise torch.cuda.OutOfMemoryError("full")
+        return torch.zeros(1)
+
+    calls = {"never": never, "late": late, "good": lambda: torch.zeros(1)}
+    result = timing.measure(
+        {name: timing.Contender(call) for name, call in calls.items()}, CPU, timing.Method(warmup=2, repeats=4)
+    )
+    assert set(result.timings) == {"good"}
+    assert {name: type(error) for name, error in result.failures.items()} == {
+        "never": ValueError,
+        "late": torch.cuda.OutOfMemoryError,
+    }
+
+
+@needs_gpu
+def test_short_rows_are_timed_in_graphs():
+    x = torch.ones(1024, device="cuda")
+    calls = {"short": lambda: x * 2, "shorter": lambda: x + 1}
+    measure = {name: timing.Contender(call) for name, call in calls.items()}
+    result = timing.measure(measure, torch.device("cuda"), timing.Method(repeats=4))
+    assert result.clock == "graph"
+    assert result.timings["short"].calls_per_sample > 1
+    assert torch.equal(result.outputs["short"], x * 2)
+    off = timing.measure(measure, torch.device("cuda"), timing.Method(repeats=4, graph="off"))
+    assert off.clock == "events"
+    assert off.timings["short"].median > result.timings["short"].median
+
+
+# ---------------------------------------------------------------------------------------------------------- accuracy
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_reference_in_chunks_is_attention(monkeypatch, causal):
+    q, k, v = (torch.randn(2, 3, 50, 16, dtype=torch.float64) for _ in range(3))
+    expected = scaled_dot_product_attention(q, k, v, is_causal=causal)
+    for size in (50 * 8, 7 * 50 * 8, 2 * 50 * 50 * 8, 2**30):  # a row, 7 rows, 2 heads, all at once
+        monkeypatch.setattr(accuracy, "CHUNK_BYTES", size)
+        torch.testing.assert_close(accuracy.attention(q, k, v, causal, 16**-0.5), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_judge_accepts_sdpa_and_refuses_mistakes(dtype):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 2, 64, 64, dtype=dtype) for _ in range(3))
+    judge = accuracy.Judge(q, k, v, causal=False)
+    good = scaled_dot_product_attention(q, k, v)
+    assert judge.judge(good, dtype).right
+    last_key_lost = scaled_dot_product_attention(q, k[:, :, :-1], v[:, :, :-1])
+    assert not judge.judge(last_key_lost, dtype).right
+    one_nan = good.clone()
+    one_nan[0, 0, 0, 0] = torch.nan
+    assert not judge.judge(one_nan, dtype).right
+    assert not judge.judge(good[:, :1], dtype).right
+
+
+def test_error_is_normalised_per_head():
+    reference = torch.tensor([1e-3, 1e3], dtype=torch.float64).reshape(1, 2, 1, 1)
+    result = reference.clone()
+    result[0, 0] += 1e-4  # a tenth of the small head, nothing beside the large one
+    assert accuracy.normalized_error(result, reference) == pytest.approx(0.1)
+
+
+def test_half_operand_kernels_are_judged_on_rounded_inputs():
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 64, 64) for _ in range(3))
+    rounded = scaled_dot_product_attention(q.half().float(), k.half().float(), v.half().float())
+    judge = accuracy.Judge(q, k, v, causal=False)
+    assert judge.judge(rounded, torch.float16).right
+    assert not judge.judge(rounded, torch.float32).right
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+
+
+def test_milliseconds_have_three_digits():
+    assert [report.milliseconds(x) for x in (0.0361, 0.1604, 1.553, 22.41, 304.2)] == [
+        "0.0361",
+        "0.160",
+        "1.55",
+        "22.4",
+        "304",
+    ]
+
+
+def test_piped_table_is_aligned_markdown(capsys):
+    report.Table("title", ["N", "a"], [["64", "1.00"], ["128", report.ABSENT]]).print()
+    title, empty, *lines = capsys.readouterr().out.rstrip().splitlines()
+    assert (title, empty) == ("title", "")
+    assert lines == ["|   N |    a |", "|----:|-----:|", "|  64 | 1.00 |", f"| 128 |    {report.ABSENT} |"]
+
+
+# --------------------------------------------------------------------------------------------------- with a stand-in
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """A library whose kernels are SDPA, SDPA with a lost key, a refusal and a defect."""
+
+    def forward(q, k, v, *, causal=False, kernel="auto"):
+        if kernel == "refuses":
+            raise ValueError("head dim: got 64, allowed: 32")
+        if kernel == "breaks":
+            raise RuntimeError("launch failed")
+        if kernel == "full":
+            raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+        lost = 1 if kernel == "wrong" else 0
+        end = k.shape[2] - lost
+        return scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=causal)
+
+    names = ("right", "wrong", "refuses", "breaks", "full")
+    library = SimpleNamespace(
+        __version__="0",
+        forward=forward,
+        kernels=lambda: [SimpleNamespace(name=name, device="cpu") for name in names],
+        device_facts=lambda device: None,
+        explain=lambda q, k, v, *, kernel, device_facts: SimpleNamespace(
+            kernel=kernel, instance="64 x 32 rows" if q.shape[2] > 16 else "16 x 32 rows"
+        ),
+        function_facts=lambda kernel, instance: SimpleNamespace(
+            binary_version=90, ptx_version=80, registers=128, local_bytes=0
+        ),
+    )
+    monkeypatch.setattr(benchmark, "load_library", lambda: library)
+    return library
+
+
+ARGUMENTS = ("--device", "cpu", "--lengths", "16,33", "--warmup", "1", "--repeats", "2", "--heads", "1")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "status"),
+    [("right", 0), ("right refuses full", 0), ("right wrong", 1), ("breaks", 1), ("unheard_of", 2)],
+)
+def test_exit_status(stand_in, capsys, kernels, status):
+    assert benchmark.main([*ARGUMENTS, "--kernels", *kernels.split()]) == status
+    out, err = capsys.readouterr()
+    if "refuses" in kernels:
+        assert "refuses: head dim: got 64, allowed: 32" in out
+        assert "full: out of memory" in out
+    if "wrong" in kernels:
+        assert "WRONG: wrong" in out
+        assert "wrong: wrong at N = 16; wrong at N = 33" in err
+    if status == 2:
+        assert "'right', 'wrong', 'refuses'" in err
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_json(stand_in, tmp_path, causal):
+    path = tmp_path / "result.json"
+    flags = ["--causal"] if causal else []
+    status = benchmark.main([*ARGUMENTS, *flags, "--kernels", "right", "--peers", "sdpa_math", "--json", str(path)])
+    assert status == 0
+    document = json.loads(path.read_text())
+    assert [row["problem"]["length"] for row in document["rows"]] == [16, 33]
+    cell = document["rows"][1]["cells"]["right"]
+    assert cell["right"] and cell["allclose"]
+    assert len(cell["samples_ms"]) == 2
+    flops = 4 * 2 * 1 * 33 * 33 * 64 / (2 if causal else 1)
+    assert cell["tflops"] == pytest.approx(flops / cell["median_ms"] / 1e9)
+    assert set(document["rows"][0]["cells"]) == {"sdpa", "sdpa_math", "right"}
+    assert [(c["kernel"], c["tile"], c["lengths"]) for c in document["compiled_kernels"]] == [
+        ("right", "16 x 32 rows", [16]),
+        ("right", "64 x 32 rows", [33]),
+    ]
+
+
+def test_header_tells_load_time_compilation(stand_in, capsys):
+    benchmark.main([*ARGUMENTS, "--kernels", "right"])
+    expected = "right (N = 16): 16 x 32 rows; sm_90 code compiled at load from PTX for compute_80; 128 registers"
+    assert expected in capsys.readouterr().out
+
+
+def test_gpu_without_cuda_kernels_is_an_error(stand_in, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "choose_device", lambda _: torch.device("cuda"))
+    assert benchmark.main([]) == 2
+    assert "built without CUDA kernels" in capsys.readouterr().err
+
+
+# ---------------------------------------------------------------------------------------------------- as it is called
+
+
+def test_uninstalled_clone_names_the_one_command(tmp_path):
+    (tmp_path / "flash_wmma").mkdir()
+    (tmp_path / "flash_wmma" / "__init__.py").write_text("raise ImportError('not built')")
+    result = run_script(PYTHONPATH=str(tmp_path))
+    assert result.returncode == 2
+    assert "./dev bench" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not result.stdout
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
+def test_cpu_table(tmp_path, dtype):
+    pytest.importorskip("matplotlib")
+    plot, numbers = tmp_path / "latency.png", tmp_path / "result.json"
+    result = run_script(
+        *("--device", "cpu", "--dtype", dtype, "--lengths", "17", "64", "--repeats", "3"),
+        *("--json", str(numbers), "--plot", str(plot)),
+    )
+    assert result.returncode == 0, result.stderr
+    assert "\x1b" not in result.stdout + result.stderr
+    assert "| 17 |" in result.stdout
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    for row in json.loads(numbers.read_text())["rows"]:
+        assert row["cells"]["cpu"]["right"]
+        assert row["cells"]["sdpa"]["speedup_over_sdpa"] == 1
+
+
+@needs_gpu
+def test_cuda_table(tmp_path):
+    numbers = tmp_path / "result.json"
+    result = run_script("--lengths", "64", "256", "--repeats", "5", "--json", str(numbers))
+    assert result.returncode == 0, result.stderr
+    row = json.loads(numbers.read_text())["rows"][0]
+    assert row["clock"] == "graph"
+    assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
+
+
+def test_notebook_is_committed_without_outputs():
+    notebook = json.loads((FOLDER / "flash_wmma_colab.ipynb").read_text())
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert code
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
