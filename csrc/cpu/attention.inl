@@ -77,6 +77,15 @@ void store_row(const float* src, void* dst, DType dtype, int n) {
 
 // ---- Vectors --------------------------------------------------------------------------------------------------------
 
+/// x = exponent + fraction for -127 <= x <= 0 by adding 1.5 * 2^23: returns the bits of 2^exponent, and 0 for -127.
+template <class Isa>
+inline typename Isa::Int split_by_rounding(typename Isa::Vec x, typename Isa::Vec& fraction) {
+    const auto shift = Isa::broadcast(0x1.8p23f + 127.f);
+    const auto shifted = x + shift;
+    fraction = x - (shifted - shift);
+    return reinterpret_cast<typename Isa::Int>(shifted) << 23;
+}
+
 /// 2^x for x <= 0; 0 below 2^-126 (a subnormal weight would stall the FMA units); NaN for NaN.
 /// 2^fraction on [-1/2, 1/2] is its degree-5 minimax polynomial with p(0) = 1: relative error 1e-7.
 template <class Isa>
@@ -380,6 +389,8 @@ std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
 template <class Isa>
 KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n, int columns,
                   float* dst) {
+    if (p.dtype == DType::kFloat32)
+        return {reinterpret_cast<const float*>(row_pointer(t, p.dtype, task.batch, task.head_k, first)), t.row};
     for (std::int64_t j = 0; j < n; ++j)
         load_row<Isa>(row_pointer(t, p.dtype, task.batch, task.head_k, first + j), p.dtype, dst + j * columns, columns);
     return {dst, columns};
@@ -454,6 +465,11 @@ void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t 
         for (int c = 0; c < dv; ++c) o[c] *= factor;
         store_result<Isa>(p, task.batch, packed_row(p, task.head_k, r), o, maximum, sum);
     }
+}
+
+template <class Isa>
+constexpr IsaKernel isa_kernel(const char* name, int rank, bool (*supported)()) {
+    return {name, rank, tile_rows<Isa>(), supported, scratch_floats<Isa>, attend<Isa>, combine<Isa>};
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 
 #include <immintrin.h>
 
-#include "isa.h"
+#include "attention.inl"
 
 namespace flash_wmma::cpu {
 namespace {
@@ -73,20 +73,12 @@ struct Avx512 {
     }
 };
 
-}  // namespace
-}  // namespace flash_wmma::cpu
-
-#include "attention.inl"
-
-namespace flash_wmma::cpu {
-namespace {
-
 bool supported() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 
-constexpr IsaKernel kKernel{"avx512", 2, tile_rows<Avx512>(), supported, scratch_floats<Avx512>, attend<Avx512>, combine<Avx512>};
+constexpr IsaKernel kKernel = isa_kernel<Avx512>("avx512", 2, supported);
 const IsaRegistration registration(kKernel);
 
 }  // namespace
