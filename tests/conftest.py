@@ -1,0 +1,114 @@
+"""Which kernels the tests run: every kernel of the build, on every dtype it lists; a new kernel needs no edit here."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+import torch
+
+import flash_wmma
+from flash_wmma._library import PATH as LIBRARY
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="every combination of parameters instead of every pair")
+    parser.addoption("--kernel", action="append", default=[], help="test that kernel alone; may be repeated")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    try:
+        flash_wmma.kernels()
+    except ImportError:
+        build_native(config)
+
+
+def build_native(config: pytest.Config) -> None:
+    """Compiles flash_wmma._C for a Python that the package was not built for; libflash_wmma.so serves every Python."""
+    folder = ROOT / "build" / f"tests-{sysconfig.get_config_var('SOABI')}"
+    module = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    sources = [ROOT / "csrc" / name for name in ("module.cpp", "registry.h", "attention.h")]
+    if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, LIBRARY]):
+        folder.mkdir(parents=True, exist_ok=True)
+        includes = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
+        command = ["c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+        command += [f"-isystem{path}" for path in includes]
+        command += [str(sources[0]), "-o", str(module), str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
+        subprocess.run(command, check=True)
+    spec = importlib.util.spec_from_file_location("flash_wmma._C", module)
+    assert spec is not None
+    assert spec.loader is not None
+    sys.modules["flash_wmma._C"] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules["flash_wmma._C"])
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
+    names = ", ".join(kernel.name for kernel in flash_wmma.kernels())
+    return f"flash_wmma {flash_wmma.__version__}, torch {torch.__version__}, {device}; kernels: {names}"
+
+
+def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str:
+    """Why this machine cannot run the kernel; empty if it can."""
+    if kernel.device == "cpu":
+        return ""
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    arch = flash_wmma.device_facts().arch
+    least = kernel.bf16_min_arch if dtype == torch.bfloat16 else kernel.min_arch
+    return f"needs sm_{least}, the device is sm_{arch}" if arch < least else ""
+
+
+def kernels_under_test(config: pytest.Config) -> list[flash_wmma.Kernel]:
+    only = config.getoption("--kernel")
+    return [kernel for kernel in flash_wmma.kernels() if not only or kernel.name in only]
+
+
+def targets(config: pytest.Config) -> list[tuple[flash_wmma.Kernel, torch.dtype]]:
+    """Each kernel with each of its dtypes."""
+    return [(kernel, dtype) for kernel in kernels_under_test(config) for dtype in kernel.dtypes]
+
+
+def marks(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> list[pytest.MarkDecorator]:
+    why_not = obstacle(kernel, dtype)
+    on_gpu = [pytest.mark.gpu] if kernel.device == "cuda" else []
+    return [*on_gpu, pytest.mark.skip(reason=f"{kernel.name}: {why_not}")] if why_not else on_gpu
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+NO_CUDA_KERNEL = pytest.param(None, id="cuda", marks=pytest.mark.skip(reason="built without CUDA kernels"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`kernel`: every kernel. `target`: every (kernel, dtype)."""
+    without_cuda = not any(kernel.device == "cuda" for kernel in flash_wmma.kernels())
+    absent = [NO_CUDA_KERNEL] if without_cuda else []
+    if "kernel" in metafunc.fixturenames:
+        rows = [pytest.param(k, id=k.name, marks=marks(k)) for k in kernels_under_test(metafunc.config)]
+        metafunc.parametrize("kernel", rows + absent)
+    if "target" in metafunc.fixturenames:
+        rows = [
+            pytest.param((k, dtype), id=f"{k.name}-{name(dtype)}", marks=marks(k, dtype))
+            for k, dtype in targets(metafunc.config)
+        ]
+        metafunc.parametrize("target", rows + absent)
+
+
+@pytest.fixture
+def cuda() -> torch.device:
+    """A CUDA device with kernels for it."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if flash_wmma.build_info().cuda is None:
+        pytest.skip("built without CUDA kernels")
+    return torch.device("cuda")

@@ -1,0 +1,225 @@
+"""Attention in float64, the yardstick that a kernel is measured against, and inputs that hide nothing.
+
+The yardstick: a kernel's largest error, normalised per head by the head's largest value, is at most twice plain
+PyTorch attention's at the same dtype, plus 1e-5. Plain attention counts as no better than the rounding of its result.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+import flash_wmma
+
+SCALE_ROWS = 64  # rows of a tile that share one power-of-two scale when a kernel converts its inputs
+
+
+class Mask(NamedTuple):
+    """The options that say which keys a query sees, as flash_wmma.forward takes them."""
+
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+
+    def visible(self, nq: int, nk: int, device: torch.device | str = "cpu") -> Tensor:
+        """(Nq, Nk), true where the query sees the key."""
+        offset = nk - nq if self.causal == "bottom_right" else 0
+        place = torch.arange(nq, device=device)[:, None] + offset
+        key = torch.arange(nk, device=device)[None, :]
+        left, right = self.window or (None, None)
+        if self.causal:
+            right = 0
+        seen = torch.ones(nq, nk, dtype=torch.bool, device=device)
+        if left is not None and left >= 0:
+            seen &= key >= place - left
+        if right is not None and right >= 0:
+            seen &= key <= place + right
+        return seen
+
+
+DENSE = Mask()
+
+
+def grouped(t: Tensor, heads: int) -> Tensor:
+    """k or v with one head for each query head."""
+    return t.repeat_interleave(heads // t.shape[1], dim=1) if t.shape[1] not in (0, heads) else t
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None) -> tuple[Tensor, Tensor]:
+    """Attention written out, in the dtype of its inputs. A query that sees no key: out 0, lse -inf."""
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
+    visible = mask.visible(q.shape[2], k.shape[2], q.device)
+    scores = (q @ k.transpose(2, 3)) * scale
+    scores = scores.masked_fill(~visible, -math.inf)
+    empty = ~visible.any(dim=1)
+    weights = scores.softmax(dim=3).masked_fill(empty[:, None], 0)
+    return weights @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
+
+
+def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
+    """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16."""
+    tensor_cores = kernel.device == "cuda" and not kernel.name.startswith("simt")
+    return torch.float16 if dtype == torch.float32 and tensor_cores else dtype
+
+
+def as_multiplied(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t` in float64, rounded to `dtype` with a power-of-two scale per tile of rows, so that no range is lost."""
+    if t.dtype == dtype or t.numel() == 0:
+        return t.double()
+    padding = -t.shape[2] % SCALE_ROWS
+    tiles = torch.nn.functional.pad(t.double(), (0, 0, 0, padding)).unflatten(2, (-1, SCALE_ROWS))
+    _, exponent = tiles.abs().amax(dim=(3, 4), keepdim=True).nan_to_num(1.0, 1.0).frexp()
+    rounded = torch.ldexp(torch.ldexp(tiles, -exponent).to(dtype).double(), exponent)
+    return rounded.flatten(2, 3)[:, :, : t.shape[2]]
+
+
+class Reference(NamedTuple):
+    """What a kernel must give, and how far from it plain PyTorch attention is."""
+
+    out: Tensor
+    lse: Tensor
+    plain_error: float
+    operand_eps: float
+
+
+def head_error(out: Tensor, reference: Tensor) -> float:
+    """The largest error of any head, normalised by that head's largest value."""
+    if out.numel() == 0:
+        return 0.0
+    error = (out.double() - reference).abs().amax(dim=(2, 3))
+    return float((error / reference.abs().amax(dim=(2, 3)).clamp_min(1e-300)).max())
+
+
+def reference(
+    kernel: flash_wmma.Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None
+) -> Reference:
+    """Float64 attention on what the kernel multiplies, and plain attention's error at that dtype."""
+    operand = operand_dtype(kernel, q.dtype)
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    multiplied = [as_multiplied(t, operand) for t in (q, k, v)]
+    out, lse = attention(*multiplied, mask, scale)
+    plain, _ = attention(*(t.to(operand) for t in multiplied), mask, scale)
+    rounding = torch.finfo(operand).eps / 2
+    eps = torch.finfo(operand).eps if kernel.device == "cuda" else torch.finfo(torch.float32).eps
+    return Reference(out, lse, max(head_error(plain, out), rounding), eps)
+
+
+def check(out: Tensor, lse: Tensor, expected: Reference) -> None:
+    """The yardstick, on out and on lse."""
+    assert out.shape == expected.out.shape
+    assert out.is_contiguous()
+    assert not out.isnan().any(), "NaN in out"
+    error = head_error(out, expected.out)
+    assert error <= 2 * expected.plain_error + 1e-5, f"out: error {error:.3e}, plain's {expected.plain_error:.3e}"
+    check_lse(lse, expected.lse, expected.operand_eps)
+
+
+def check_lse(lse: Tensor, expected: Tensor, operand_eps: float) -> None:
+    """lse is a float32 sum of weights, each at worst rounded to the operands' dtype."""
+    assert lse.dtype == torch.float32
+    assert lse.shape == expected.shape
+    assert lse.is_contiguous()
+    hidden = expected.isneginf()
+    assert torch.equal(lse.isneginf(), hidden), "lse is -inf for other rows than those that see no key"
+    error = (lse.double() - expected).masked_fill(hidden, 0).abs()
+    allowed = operand_eps + 1e-5 * expected.masked_fill(hidden, 0).abs().clamp_min(1)
+    assert bool((error <= allowed).all()), f"lse: error {float(error.max()):.3e}"
+
+
+def check_rows(out: Tensor, expected: Tensor, values: Tensor, eps: float) -> None:
+    """Each row by itself: errors of at most 2 eps of the largest value that it averages."""
+    error = (out.double() - expected).abs().amax(dim=3)
+    worst = float((error / values.double().clamp_min(1e-300)).max())
+    assert worst <= 2 * eps + 1e-5, f"row error {worst:.3e}"
+
+
+# ---------------------------------------------------------------------------------------------------------- the inputs
+
+LAYOUTS = ("contiguous", "bnhd", "sliced", "odd", "transposed", "broadcast", "broadcast_rows", "poisoned_batch")
+
+
+def surrounded(shape: tuple[int, int, int, int], layout: str, dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    """An uninitialised view of that shape; everything else in its storage is NaN."""
+    b, h, n, d = shape
+
+    def nan(*sizes: int) -> Tensor:
+        return torch.full(sizes, math.nan, dtype=dtype, device=device)
+
+    if layout == "contiguous":
+        margin = 64
+        return nan(b * h * n * d + 2 * margin)[margin : margin + b * h * n * d].view(shape)
+    if layout == "bnhd":
+        return nan(b, n + 1, h, d)[:, :n].transpose(1, 2)
+    if layout == "sliced":  # rows stay on 16-byte boundaries
+        return nan(b, h + 1, n + 3, d + 16)[:, 1:, 1 : n + 1, 8 : 8 + d]
+    if layout == "odd":  # rows do not
+        return nan(b * h * (n + 2) * (d + 1) + 1)[1:].view(b, h, n + 2, d + 1)[:, :, 1 : n + 1, :d]
+    if layout == "transposed":  # the last dimension is not contiguous
+        return nan(b, h, d + 1, n + 2)[:, :, :d, 1 : n + 1].transpose(2, 3)
+    if layout == "broadcast":
+        return nan(1, 1, n + 1, d)[:, :, :n].expand(shape)
+    if layout == "broadcast_rows":
+        return nan(b, h, 1, d + 8)[..., :d].expand(shape)
+    if layout == "poisoned_batch":
+        return nan(2 * b + 1, h, n, d)[1::2]
+    raise ValueError(layout)
+
+
+def filled(view: Tensor, values: Tensor) -> Tensor:
+    """The view, with the values written through it; a broadcast view takes the first of what it repeats."""
+    for dim, stride in enumerate(view.stride()):
+        if stride == 0 and view.shape[dim] > 1:
+            filled(view.narrow(dim, 0, 1), values.narrow(dim, 0, 1))
+            return view
+    view.copy_(values)
+    return view
+
+
+def normal(
+    shape: tuple[int, int, int, int],
+    layout: str = "contiguous",
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> Tensor:
+    """Random normals in that layout, the same on every device."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(shape, generator=generator)
+    return filled(surrounded(shape, layout, dtype, device), values.to(dtype).to(device))
+
+
+@contextlib.contextmanager
+def poisoned_memory() -> Iterator[None]:
+    """Memory that is allocated inside holds NaN until it is written."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+def bits(t: Tensor) -> Tensor:
+    """The whole storage behind a tensor, to see whether anything was written."""
+    return torch.tensor([], dtype=torch.uint8, device=t.device).set_(t.untyped_storage()).clone()
+
+
+def run(
+    kernel: flash_wmma.Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of that kernel, from poisoned memory; the inputs' storages stay as they are."""
+    before = [bits(t) for t in (q, k, v)]
+    with poisoned_memory():
+        out, lse = flash_wmma.forward(
+            q, k, v, causal=mask.causal, window=mask.window, scale=scale, kernel=kernel.name, return_lse=True
+        )
+    assert all(torch.equal(bits(t), b) for t, b in zip((q, k, v), before, strict=True)), "an input was written"
+    assert out.dtype == q.dtype
+    assert out.device == lse.device == q.device
+    return out, lse
