@@ -35,7 +35,7 @@ ROOT = Path(__file__).resolve().parent
 WERROR = os.environ.get("FLASH_WMMA_WERROR") == "1"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
-# ---------------------------------------------------------------------------------------------- what is compiled, and how
+# -------------------------------------------------------------------------------------------- what is compiled, and how
 
 
 class Group(NamedTuple):
@@ -49,12 +49,13 @@ class Group(NamedTuple):
 
 HIDDEN = "-fvisibility=hidden -fvisibility-inlines-hidden"
 TORCH = "-isystem $torch_include"
+AVX2 = "-mavx2 -mfma -mf16c"
 GROUPS = (
     Group("csrc/module.cpp", f"{HIDDEN} {TORCH} -isystem $python_include"),
     Group("csrc/registry.cpp"),  # the registry's functions are what libflash_wmma.so exports
     Group("csrc/ops.cpp", f"{HIDDEN} {TORCH}"),
-    Group("csrc/cpu/*_avx512.cpp", f"{HIDDEN} -mavx512f -mavx512bw -mavx512dq -mavx512vl -mavx2 -mfma -mf16c", skip=not X86),
-    Group("csrc/cpu/*_avx2.cpp", f"{HIDDEN} -mavx2 -mfma -mf16c", skip=not X86),
+    Group("csrc/cpu/*_avx512.cpp", f"{HIDDEN} {AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl", skip=not X86),
+    Group("csrc/cpu/*_avx2.cpp", f"{HIDDEN} {AVX2}", skip=not X86),
     Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
     Group("csrc/*/mma_sm75*.cu", cuda="7.5+PTX"),
@@ -132,7 +133,7 @@ def narrow(available: set[Code], wanted: set[Code]) -> set[Code]:
     return result
 
 
-# --------------------------------------------------------------------------------------------------------------- tools
+# ---------------------------------------------------------------------------------------------------------------- tools
 
 
 def find_torch() -> Path:
@@ -174,7 +175,7 @@ def cuda_toolkit() -> tuple[Path, Path] | None:
     if nvcc is None:
         if switch == "1" or has_gpu():
             why = "FLASH_WMMA_CUDA=1" if switch == "1" else "this machine has an NVIDIA GPU"
-            raise SetupError(f"{why}, but no nvcc was found: {remedy}\nor set FLASH_WMMA_CUDA=0 for the CPU kernel alone.")
+            raise SetupError(f"{why}, but no nvcc was found: {remedy}\nor set FLASH_WMMA_CUDA=0: the CPU kernel alone")
         notice(f"no nvcc and no GPU found: building the CPU kernel alone. For the CUDA kernels, {remedy}")
         return None
     text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=True).stdout
@@ -194,7 +195,7 @@ def notice(text: str) -> None:
     print(f"flash_wmma: {text}", file=sys.stderr, flush=True)
 
 
-# -------------------------------------------------------------------------------------------------------------- ninja
+# ---------------------------------------------------------------------------------------------------------------- ninja
 
 RULES = r"""
 cxx_flags = {cxx_flags}
@@ -266,8 +267,10 @@ def ninja_file(build: Path, library: Path, module: Path) -> str:
 
     # libtorch.so alone is named by every torch, CPU or CUDA, and leads to the libraries that hold the stable ABI
     # (libtorch_cpu) and the current stream (libtorch_cuda). -z defs: a missing symbol fails here, not at import.
-    link = f"-Wl,-z,defs -Wl,-soname,{library.name} -Wl,--exclude-libs,ALL -L{torch}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed"
-    link += " -ltorch_cpu" + (f" {cudart} -ldl -lrt -lpthread" if cudart else "")
+    link = f"-Wl,-z,defs -Wl,-soname,{library.name} -Wl,--exclude-libs,ALL"
+    link += f" -L{torch}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu" + (
+        f" {cudart} -ldl -lrt -lpthread" if cudart else ""
+    )
     for target, kind, needs, flags in (
         (library, "library", "", link),
         (module, "module", escape(library), f"-Wl,-rpath,'$$ORIGIN' -Wl,--no-as-needed {library}"),
@@ -299,7 +302,7 @@ class NinjaBuild(build_ext):
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         if subprocess.run([*ninja, "-f", script, "-j", jobs], cwd=ROOT, check=False).returncode:
             raise SetupError("the native build failed: the compiler's messages are above")
-        for ext, link in zip(self.extensions, links):
+        for ext, link in zip(self.extensions, links, strict=True):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # a process that has the old one mapped keeps it

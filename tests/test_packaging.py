@@ -1,0 +1,248 @@
+"""The build: what the binaries need, which code is in them, what ptxas said, how architecture lists are read."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import sysconfig
+from collections import defaultdict
+from fnmatch import fnmatch
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import flash_wmma
+
+ROOT = Path(__file__).resolve().parent.parent
+LIBRARY = flash_wmma.build_info().library
+
+# What each source's kernels are compiled to when TORCH_CUDA_ARCH_LIST does not narrow it. The first pattern counts.
+CODE = {
+    "csrc/*/wgmma_sm90*.cu": {"sm_90a"},
+    "csrc/*/mma_sm75*.cu": {"sm_75", "compute_75"},
+    "csrc/*/mma_sm80*.cu": {"sm_80", "sm_90", "compute_80"},
+    "csrc/*/*_bf16.cu": {"sm_80", "sm_90", "compute_80"},
+    "csrc/*/*.cu": {"sm_75", "sm_80", "sm_90", "compute_80"},
+}
+
+
+def expected_code(source: str) -> set[str]:
+    return next(code for pattern, code in CODE.items() if fnmatch(source, pattern))
+
+
+def tool(name: str) -> str:
+    """A binary tool's path: on PATH, beside nvcc, from PyPI, or from triton. Skips the test if there is none."""
+    places = [Path(home) / "bin" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
+    for folder in map(Path, sys.path):
+        places += [folder / "nvidia/cu13/bin", folder / "triton/backends/nvidia/bin"]
+    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, places)))
+    if not found:
+        pytest.skip(f"{name} not found")
+    return found
+
+
+def run(*command: str | Path) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+def needed(library: Path) -> set[str]:
+    return set(re.findall(r"\(NEEDED\).*\[(.*)\]", run(tool("readelf"), "-d", library)))
+
+
+@pytest.fixture(scope="module")
+def cuda_sources() -> list[str]:
+    """The CUDA sources of a build for every architecture."""
+    built = flash_wmma.build_info()
+    if built.cuda is None:
+        pytest.skip("built without CUDA kernels")
+    if not (ROOT / "csrc").is_dir():
+        pytest.skip("no sources here")
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*/*.cu"))
+    full = {code for source in sources for code in expected_code(source)}
+    have = {
+        f"{'compute' if arch.endswith('+PTX') else 'sm'}_{arch.removesuffix('+PTX').replace('.', '')}"
+        for arch in built.architectures
+    }
+    if have != full:
+        pytest.skip(f"built for {';'.join(built.architectures)} alone")
+    return sources
+
+
+# ------------------------------------------------------------------------------------------------------------ binaries
+
+
+def test_one_version() -> None:
+    try:
+        installed = importlib.metadata.version("flash_wmma")
+    except importlib.metadata.PackageNotFoundError:
+        pytest.skip("flash_wmma is not installed")
+    assert installed == flash_wmma.__version__
+
+
+def test_library_needs_no_cuda_library() -> None:
+    libraries = needed(LIBRARY)
+    assert not [
+        name for name in libraries if re.match(r"lib(cuda|cublas|c10_cuda|torch_cuda|torch_python|python)", name)
+    ]
+    # libtorch.so is in every torch and leads to the others.
+    assert {name for name in libraries if "torch" in name or "c10" in name} <= {"libtorch.so", "libtorch_cpu.so"}
+
+
+def test_module_finds_the_library_beside_it() -> None:
+    module = LIBRARY.with_name(f"_C{sysconfig.get_config_var('EXT_SUFFIX')}")
+    if not module.exists():
+        pytest.skip(f"no {module.name} beside the library")
+    assert LIBRARY.name in needed(module)
+    assert "[$ORIGIN]" in run(tool("readelf"), "-d", module)
+
+
+def test_library_exports_nothing_of_the_cuda_runtime() -> None:
+    """A second CUDA runtime in the process must neither take over this library's calls nor be taken over by them."""
+    names = [line.split()[-1] for line in run(tool("nm"), "-D", "--defined-only", LIBRARY).splitlines()]
+    assert not [name for name in names if re.match(r"_*cuda|cu[A-Z]|cublas", name)]
+
+
+# ----------------------------------------------------------------------------------------------------------- CUDA code
+
+
+def test_generated_code(cuda_sources: list[str]) -> None:
+    found = defaultdict(set)
+    for entry in run(tool("cuobjdump"), LIBRARY).split("Fatbin ")[1:]:
+        arch, source = re.search(r"^arch = sm_(\w+)$", entry, re.M), re.search(r"^identifier = (.*)$", entry, re.M)
+        assert arch and source, entry
+        found[source[1]].add(f"{'sm' if entry.startswith('elf') else 'compute'}_{arch[1]}")
+    assert found == {source: expected_code(source) for source in cuda_sources}
+
+
+def ptxas_logs() -> list[Path]:
+    """What ptxas said while it compiled the library that is under test."""
+    for build in (ROOT / "build").glob("*/libflash_wmma.so"):
+        if build.read_bytes() == LIBRARY.read_bytes():
+            return sorted(build.parent.glob("csrc/*/*.cu.o.log"))
+    return []
+
+
+def kernel_comments(source: Path) -> dict[str, str]:
+    """The comment above each __global__ function in a file and in the files it includes, by the function's name."""
+    text = source.read_text()
+    comments = {}
+    for name in re.findall(r'#include "(.*)"', text):
+        if (source.parent / name).is_file() and name.endswith(".cuh"):
+            comments |= kernel_comments(source.parent / name)
+    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    for match in re.finditer(
+        r"((?:^(?://|template).*\n)*)^[^\n/]*__global__([^;{]*?)(\w+)\(", re.sub(bounds, "", text), re.M
+    ):
+        comments[match[3]] = match[1]
+    return comments
+
+
+def test_ptxas_output(cuda_sources: list[str]) -> None:
+    """No spills unless a comment above the kernel says why (`// spills: sm_75: ...`), no wgmma or setmaxnreg undone."""
+    logs = ptxas_logs()
+    if not logs:
+        pytest.skip("the library under test was not built here")
+    findings = []
+    for log in logs:
+        text = log.read_text()
+        findings += [
+            line for line in text.splitlines() if re.search(r"C75\d\d|wgmma.*serializ|setmaxnreg.*ignored", line)
+        ]
+        comments = kernel_comments(ROOT / log.relative_to(log.parents[2]).with_suffix("").with_suffix(""))
+        arch = ""
+        for line, facts in pairwise([*text.splitlines(), ""]):
+            if entry := re.search(r"Compiling entry function .* for '(\w+)'", line):
+                arch = entry[1]
+            function = re.search(r"Function properties for (\S+)", line)
+            spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", facts)
+            if function and spills and (spills[1], spills[2]) != ("0", "0"):
+                above = "".join(text for name, text in comments.items() if f"{len(name)}{name}" in function[1])
+                if not re.search(rf"// spills:.*\b{arch}\b", above):
+                    findings.append(f"{log.name}: {function[1]} for {arch}: {facts.strip()}")
+    assert not findings, "\n".join(findings)
+
+
+def test_every_kernel_source_was_compiled(cuda_sources: list[str]) -> None:
+    if logs := ptxas_logs():
+        assert {str(log.relative_to(log.parents[2])) for log in logs} >= {f"{source}.o.log" for source in cuda_sources}
+
+
+def test_kernels_see_no_torch_header() -> None:
+    for source in [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cuh")]:
+        assert not re.search(r"#include <(torch|ATen|c10)/", source.read_text()), source
+
+
+# -------------------------------------------------------------------------------------------------- architecture lists
+
+
+@pytest.fixture(scope="module")
+def setup_py() -> ModuleType:
+    path = ROOT / "setup.py"
+    spec = importlib.util.spec_from_file_location("flash_wmma_setup", path) if path.is_file() else None
+    if spec is None or spec.loader is None:
+        pytest.skip("no setup.py here")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+WMMA, BF16, MMA_75, WGMMA = "7.5;8.0+PTX;9.0", "8.0+PTX;9.0", "7.5+PTX", "9.0a"
+
+
+@pytest.mark.parametrize(
+    ("available", "wanted", "generated"),
+    [
+        (WMMA, "7.5", "sm_75"),
+        (WMMA, "7.5;9.0", "sm_75 sm_90"),
+        (WMMA, "7.5+PTX", "sm_75 compute_75"),
+        (WMMA, "8.0+PTX", "sm_80 compute_80"),
+        (WMMA, "8.6", "sm_80"),
+        (WMMA, "8.9", "sm_80"),
+        (WMMA, "8.9+PTX", "sm_80 compute_80"),
+        (WMMA, "12.0", "compute_80"),
+        (WMMA, "12.0+PTX", "compute_80"),
+        (WMMA, "7.0 7.5, 8.6;Hopper", "sm_75 sm_80 sm_90"),
+        (WMMA, "6.1", ""),
+        (WMMA, "9.0a", "sm_90"),
+        (BF16, "7.5", ""),
+        (BF16, "7.5+PTX", ""),
+        (BF16, "7.5;8.6", "sm_80"),
+        (MMA_75, "7.5", "sm_75"),
+        (MMA_75, "9.0", "compute_75"),
+        (WGMMA, "9.0", "sm_90a"),
+        (WGMMA, "9.0+PTX", "sm_90a"),
+        (WGMMA, "9.0a", "sm_90a"),
+        (WGMMA, "10.0", ""),
+        (WGMMA, "8.0+PTX", ""),
+    ],
+)
+def test_architecture_list_narrows(setup_py: ModuleType, available: str, wanted: str, generated: str) -> None:
+    code = setup_py.narrow(setup_py.codes(available), setup_py.codes(wanted))
+    assert {str(c) for c in code} == set(generated.split())
+
+
+def test_gencode_flags(setup_py: ModuleType) -> None:
+    assert setup_py.gencode(setup_py.codes("8.0+PTX;7.5")) == (
+        "-gencode arch=compute_75,code=[sm_75] -gencode arch=compute_80,code=[compute_80,sm_80]"
+    )
+
+
+@pytest.mark.parametrize("wanted", ["sm_75", "75", "8.0+SASS"])
+def test_architecture_list_refuses(setup_py: ModuleType, wanted: str) -> None:
+    with pytest.raises(Exception, match=f"TORCH_CUDA_ARCH_LIST: got '{re.escape(wanted)}'"):
+        setup_py.codes(wanted)
+
+
+def test_every_source_has_its_flags(setup_py: ModuleType) -> None:
+    for source in [p.relative_to(ROOT) for pattern in setup_py.SOURCES for p in ROOT.glob(pattern)]:
+        group = next(g for g in setup_py.GROUPS if fnmatch(str(source), g.pattern))
+        assert bool(group.cuda) == (source.suffix == ".cu")
+        if group.cuda:
+            assert {str(c) for c in setup_py.codes(group.cuda)} == expected_code(str(source))
