@@ -13,6 +13,12 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+/// x, but the compiler cannot know it: what is computed from it stays where it is written, off the common path.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+r"(x));
+    return x;
+}
+
 #if __CUDA_ARCH__ >= 800
 
 /// Copies 16 bytes from global to shared memory without registers; lands at its cp_async_wait (cp.async.cg).

@@ -1,0 +1,256 @@
+"""Sweep of wmma_v3's tile shapes: warps, row tiles (Br), Bc, Q in registers, padding, the way P is handed over.
+
+    python benchmark/tiles.py build --head-dim 64      # needs nvcc; no GPU
+    python benchmark/tiles.py run --head-dim 64        # needs the GPU; prints the table and the optimum
+    python benchmark/tiles.py run --head-dim 64 --plot tiles.png --json tiles.json
+
+`build` compiles every shape of the sweep into one small library of its own; the table of instances that ships in
+csrc/forward/wmma_v3.cu is what this program found.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import itertools
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BUILD = ROOT / "build" / "tiles"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One instance of the kernel template: the parameters of wmma_v3::Tile."""
+
+    warps: int
+    row_tiles: int
+    bc: int
+    q_in_registers: bool
+    blocks_per_sm: int
+    handover: str = "Registers"
+    pad: int = 8
+
+    @property
+    def br(self) -> int:
+        return 16 * self.warps * self.row_tiles
+
+    def cpp(self, head_dim: int) -> str:
+        """The instance as C++."""
+        q = str(self.q_in_registers).lower()
+        return (
+            f"Tile<half, {head_dim}, {self.warps}, {self.row_tiles}, {self.bc}, {q}, "
+            f"{self.blocks_per_sm}, Handover::k{self.handover}, {self.pad}>"
+        )
+
+
+def shapes(head_dim: int) -> Iterator[Shape]:
+    """The sweep: what may be fast, then what the padding and the register handover are worth."""
+    for warps, row_tiles, bc, blocks in itertools.product((2, 4, 8), (1, 2), (16, 32, 64), (1, 2, 3, 4)):
+        o_registers = row_tiles * head_dim // 2
+        if o_registers > 128 or (bc == 16 and head_dim < 128):
+            continue
+        for q_in_registers in (True, False) if row_tiles * head_dim <= 128 else (False,):
+            registers = min(65536 // (blocks * warps * 32), 255)
+            needed = o_registers + row_tiles * bc // 2 + (row_tiles * head_dim // 4 if q_in_registers else 0) + 32
+            if needed <= registers and (blocks == 1 or registers < 255):
+                yield Shape(warps, row_tiles, bc, q_in_registers, blocks)
+    base = Shape(4, 1, 32, head_dim <= 64, 2)
+    yield Shape(**{**asdict(base), "pad": 0})
+    yield Shape(**{**asdict(base), "handover": "Shared"})
+
+
+SOURCE = """
+#include "{root}/csrc/forward/wmma_v3.cuh"
+using namespace flash_wmma;
+using namespace flash_wmma::wmma_v3;
+
+template <class T>
+int run_tile(const ForwardParams& p, void* stream) try {{
+    launch(wmma_v3::forward<T>, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory<T>)}}, stream, p);
+    return 0;
+}} catch (const std::exception&) {{
+    return 1;
+}}
+template <class T>
+int smem() {{ return sizeof(SharedMemory<T>); }}
+
+static int (*const kRun[])(const ForwardParams&, void*) = {{ {runs} }};
+static const void* const kFunctions[] = {{ {functions} }};
+static int (*const kSmem[])() = {{ {smems} }};
+
+// Contiguous q, k, v, o (B, H, N, d) of half, lse (B, H, N).
+extern "C" int run(int tile, void* q, void* k, void* v, void* o, float* lse, long long b, long long hq, long long hk,
+                   long long nq, long long nk, int d, int causal, void* stream) {{
+    ForwardParams p{{}};
+    p.dtype = p.out_dtype = DType::kFloat16;
+    p.batch = b, p.heads_q = hq, p.heads_k = hk, p.seqlen_q = nq, p.seqlen_k = nk, p.head_dim = p.head_dim_v = d;
+    p.q = {{q, hq * nq * d, nq * d, d}}, p.o = {{o, hq * nq * d, nq * d, d}};
+    p.k = {{k, hk * nk * d, nk * d, d}}, p.v = {{v, hk * nk * d, nk * d, d}};
+    p.lse = lse;
+    p.scale = 1.f / sqrtf(float(d));
+    p.band = {{kUnbounded, causal ? 0 : kUnbounded, false}};
+    return kRun[tile](p, stream);
+}}
+extern "C" int facts(int tile, int* registers, int* local_bytes, int* smem_bytes) {{
+    cudaFuncAttributes a;
+    if (cudaFuncGetAttributes(&a, kFunctions[tile]) != cudaSuccess) return 1;
+    *registers = a.numRegs, *local_bytes = int(a.localSizeBytes), *smem_bytes = kSmem[tile]();
+    return 0;
+}}
+"""
+
+
+def find_nvcc() -> str:
+    for candidate in (os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"), shutil.which("nvcc")):
+        if candidate and os.path.exists(candidate):
+            return candidate
+    sys.exit("tiles.py build: nvcc not found; set CUDA_HOME or put nvcc on PATH")
+
+
+def build(head_dim: int, arch: str) -> Path:
+    """Compiles the sweep for one head dim into build/tiles/, split over processes. Returns the library."""
+    BUILD.mkdir(parents=True, exist_ok=True)
+    tiles = list(shapes(head_dim))
+    names = [tile.cpp(head_dim) for tile in tiles]
+    source = BUILD / f"tiles_d{head_dim}.cu"
+    source.write_text(
+        SOURCE.format(
+            root=ROOT,
+            runs=", ".join(f"run_tile<{n}>" for n in names),
+            functions=", ".join(f"(const void*)&wmma_v3::forward<{n}>" for n in names),
+            smems=", ".join(f"smem<{n}>" for n in names),
+        )
+    )
+    library = source.with_suffix(".so")
+    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
+    subprocess.run([find_nvcc(), *flags, "--split-compile=0", str(source), "-o", str(library)], check=True)
+    print(f"{library}: {len(tiles)} shapes")
+    return library
+
+
+def run(args: argparse.Namespace) -> None:
+    """Times every shape of the sweep, in rotated order, and prints them fastest first, checked against SDPA."""
+    import torch
+    import torch.nn.functional as functional
+
+    library = ctypes.CDLL(str(BUILD / f"tiles_d{args.head_dim}.so"))
+    tiles = list(shapes(args.head_dim))
+    size = (args.batch, args.heads, args.seq_len, args.head_dim)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(size, device="cuda", dtype=torch.float16) for _ in range(3))
+    out, lse = torch.empty_like(q), torch.empty(size[:3], device="cuda")
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]
+    lengths = [ctypes.c_longlong(n) for n in (size[0], size[1], size[1], size[2], size[2])]
+
+    def call(index: int) -> None:
+        if library.run(index, *pointers, *lengths, args.head_dim, int(args.causal), stream):
+            raise RuntimeError("launch failed")
+
+    def sdpa() -> torch.Tensor:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=args.causal)
+
+    expected, usable = sdpa().float(), []
+    for i in range(len(tiles)):
+        out.fill_(math.nan)
+        try:
+            call(i)
+            torch.cuda.synchronize()
+        except RuntimeError:
+            continue  # more shared memory or registers than the device has
+        if (error := (out.float() - expected).abs().max().item()) < 2e-2:
+            usable.append(i)
+        else:
+            print(f"WRONG {tiles[i]}: {error:.1e}")
+    flops = 4 * math.prod(size) * args.seq_len * (0.5 if args.causal else 1)
+    times: dict[int, list[float]] = {i: [] for i in (*usable, -1)}
+    contenders = [*usable, -1]
+    for repeat in range(args.rounds):
+        for i in contenders[repeat % len(contenders) :] + contenders[: repeat % len(contenders)]:
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            action = sdpa if i < 0 else (lambda i=i: call(i))
+            action()
+            start.record()
+            for _ in range(args.calls):
+                action()
+            end.record()
+            end.synchronize()
+            times[i].append(start.elapsed_time(end) / args.calls)
+    median = {i: statistics.median(values) for i, values in times.items()}
+
+    print(f"{torch.cuda.get_device_name()}, B={args.batch} H={args.heads} N={args.seq_len} d={args.head_dim} fp16"
+          f"{' causal' if args.causal else ''}; SDPA flash {median[-1] * 1e3:.1f} us, "
+          f"{flops / median[-1] / 1e9:.0f} TFLOP/s")
+    print(f"{'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>6} {'blk/SM':>6} {'P':>9} {'pad':>3} "
+          f"{'regs':>4} {'local':>5} {'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}")
+    rows = []
+    for i in sorted(usable, key=lambda i: median[i])[: args.top]:
+        t, numbers = tiles[i], [ctypes.c_int() for _ in range(3)]
+        library.facts(i, *(ctypes.byref(n) for n in numbers))
+        registers, local, smem = (n.value for n in numbers)
+        print(f"{t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>6} "
+              f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {registers:4} {local:5} {smem:6} {median[i] * 1e3:8.1f} "
+              f"{flops / median[i] / 1e9:7.0f} {median[-1] / median[i]:12.2f}")
+        rows.append({**asdict(t), "br": t.br, "registers": registers, "local_bytes": local, "smem_bytes": smem,
+                     "us": median[i] * 1e3, "tflops": flops / median[i] / 1e9})
+    if args.json:
+        Path(args.json).write_text(json.dumps({"size": size, "causal": args.causal, "sdpa_flash_us": median[-1] * 1e3,
+                                               "shapes": rows}, indent=1))
+    if args.plot:
+        plot(rows, args)
+
+
+def plot(rows: list[dict], args: argparse.Namespace) -> None:
+    """TFLOP/s over Br, a line per Bc: the best of each."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(6, 4))
+    for bc in sorted({row["bc"] for row in rows}):
+        best = {}
+        for row in (r for r in rows if r["bc"] == bc):
+            best[row["br"]] = max(best.get(row["br"], 0), row["tflops"])
+        axes.plot(sorted(best), [best[br] for br in sorted(best)], marker="o", label=f"Bc = {bc}")
+    axes.set(xlabel="Br (query rows a block)", ylabel="TFLOP/s", title=f"wmma_v3, d = {args.head_dim}, N = {args.seq_len}")
+    axes.legend()
+    figure.savefig(args.plot, dpi=150, bbox_inches="tight")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    builder, runner = commands.add_parser("build"), commands.add_parser("run")
+    for command in (builder, runner):
+        command.add_argument("--head-dim", type=int, default=64)
+    builder.add_argument("--arch", default="sm_90", help="nvcc -arch (default sm_90)")
+    runner.add_argument("--batch", type=int, default=8)
+    runner.add_argument("--heads", type=int, default=32)
+    runner.add_argument("--seq-len", type=int, default=2048)
+    runner.add_argument("--causal", action="store_true")
+    runner.add_argument("--rounds", type=int, default=7)
+    runner.add_argument("--calls", type=int, default=4)
+    runner.add_argument("--top", type=int, default=1000, help="rows to print")
+    runner.add_argument("--json")
+    runner.add_argument("--plot")
+    args = parser.parse_args()
+    if args.command == "build":
+        build(args.head_dim, args.arch)
+    else:
+        run(args)
+
+
+if __name__ == "__main__":
+    main()
