@@ -41,7 +41,7 @@ DType dtype_of(const Tensor& t, const char* name) {
         case ScalarType::Float: return DType::kFloat32;
         case ScalarType::Half: return DType::kFloat16;
         case ScalarType::BFloat16: return DType::kBFloat16;
-        default: invalid(std::string(name) + ".dtype: allowed are float32, float16 and bfloat16");
+        default: invalid(std::string(name) + ".dtype: allowed: float32, float16, bfloat16");
     }
 }
 
@@ -126,7 +126,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     p.head_dim = static_cast<int32_t>(q.size(3));
     p.head_dim_v = static_cast<int32_t>(v.size(3));
     p.scale = static_cast<float>(scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max(p.head_dim, 1)))));
-    p.band = {window_left < 0 ? kUnbounded : window_left, window_right < 0 ? kUnbounded : window_right, bottom_right};
+    const auto bound = [](int64_t keys) { return keys < 0 ? kUnbounded : std::min(keys, kUnbounded); };
+    p.band = {bound(window_left), bound(window_right), bottom_right};
     p.partials.num_splits = 1;
     p.batch_invariant = batch_invariant;
     const KernelInfo& kernel = registry::select(kernel_name, p, device);
