@@ -131,11 +131,12 @@ def check_lse(lse: Tensor, expected: Tensor, operand_eps: float) -> None:
     assert bool((error <= allowed).all()), f"lse: error {float(error.max()):.3e}"
 
 
-def check_rows(out: Tensor, expected: Tensor, values: Tensor, eps: float) -> None:
-    """Each row by itself: errors of at most 2 eps of the largest value that it averages."""
-    error = (out.double() - expected).abs().amax(dim=3)
-    worst = float((error / values.double().clamp_min(1e-300)).max())
-    assert worst <= 2 * eps + 1e-5, f"row error {worst:.3e}"
+def check_rows(out: Tensor, expected: Tensor, values: Tensor, scores: Tensor, eps: float) -> None:
+    """Each row by itself, in units of the largest value it averages: 2 eps, and float32's rounding of the scores."""
+    error = (out.double() - expected).abs().amax(dim=3) / values.clamp_min(1e-300)
+    allowed = 2 * eps + 1e-5 + 2 * torch.finfo(torch.float32).eps * scores
+    worst = float((error / allowed).max())
+    assert worst <= 1, f"row error {worst:.2f} times what is allowed"
 
 
 # ---------------------------------------------------------------------------------------------------------- the inputs

@@ -186,7 +186,7 @@ def test_rows_that_see_nothing(target: tuple[flash_wmma.Kernel, torch.dtype]) ->
         assert bool(lse[:, :, hidden:].isfinite().all())
 
 
-@pytest.mark.parametrize("window", [(2**62, 2**62), (2**40, -1), (10**6, 2**31)], ids=str)
+@pytest.mark.parametrize("window", [(2**63 - 1, 2**63 - 1), (2**62, 2**62), (2**40, -1), (10**6, 2**31)], ids=str)
 def test_window_far_beyond_the_keys(target: tuple[flash_wmma.Kernel, torch.dtype], window: tuple[int, int]) -> None:
     kernel, dtype = target
     if "window" not in kernel.features:

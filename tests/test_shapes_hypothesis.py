@@ -1,0 +1,33 @@
+"""Shapes, strides and masks as hypothesis finds them."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from reference import LAYOUTS, Mask, check, normal, reference, run
+
+import flash_wmma
+
+BOUNDS = st.none() | st.integers(-1, 80)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_shape(target: tuple[flash_wmma.Kernel, torch.dtype], data: st.DataObject) -> None:
+    kernel, dtype = target
+    draw = data.draw
+    batch, heads_k, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    nq, nk = draw(st.integers(1, 150)), draw(st.integers(1, 150))
+    head_dim = st.integers(*kernel.head_dims)
+    d = draw(head_dim)
+    dv = draw(head_dim) if "d_v != d" in kernel.features else d
+    causal = draw(st.sampled_from([False, "top_left", "bottom_right"])) if "causal" in kernel.features else False
+    window = draw(st.none() | st.tuples(BOUNDS, BOUNDS)) if "window" in kernel.features else None
+    scale = draw(st.none() | st.floats(-2, 2, width=16))
+    layouts = st.sampled_from(LAYOUTS)
+    q = normal((batch, heads_k * group, nq, d), draw(layouts), dtype, kernel.device, seed=1)
+    k = normal((batch, heads_k, nk, d), draw(layouts), dtype, kernel.device, seed=2)
+    v = normal((batch, heads_k, nk, dv), draw(layouts), dtype, kernel.device, seed=3)
+    mask = Mask(causal, window)
+    check(*run(kernel, q, k, v, mask, scale), reference(kernel, q, k, v, mask, scale))
