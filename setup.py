@@ -203,7 +203,7 @@ nvcc_flags = {nvcc_flags}
 torch_include = {torch}/include
 python_include = {python}
 rule cxx
-  command = {cxx} -MMD -MF $out.d $cxx_flags $flags -c $in -o $out
+  command = {cxx} -MD -MF $out.d $cxx_flags $flags -c $in -o $out
   description = $in
   depfile = $out.d
   deps = gcc
