@@ -16,6 +16,7 @@ import importlib
 import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
@@ -211,7 +212,8 @@ def choose_device(name: str | None) -> torch.device:
     if device.type == "cuda":
         if not torch.cuda.is_available():
             raise CannotRun(f"--device {name}: this torch sees no GPU (try --device cpu)")
-        if (device.index or 0) >= torch.cuda.device_count():
+        device = torch.device("cuda", device.index or 0)
+        if device.index >= torch.cuda.device_count():
             raise CannotRun(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
         torch.cuda.set_device(device)
     return device
@@ -233,7 +235,9 @@ def measure_row(
         return Row(problem, "none", {i.name: Cell(reason="out of memory (inputs)") for i in implementations})
     q, k, v = inputs
     contenders = {i.name: Contender(partial(i.attend, q, k, v, problem.causal), i.context) for i in implementations}
-    measured = measure(contenders, device, method, on_round)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # SDPA's reasons for not running: why_not asks for them again
+        measured = measure(contenders, device, method, on_round)
 
     judge = Judge(q, k, v, problem.causal)
     cells = {}
@@ -389,7 +393,7 @@ def write_json(
 ) -> None:
     document = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "options": {k: str(v) if isinstance(v, Path) else v for k, v in vars(options).items()},
+        "options": {k: v for k, v in vars(options).items() if k not in ("json", "plot")},
         "environment": environment,
         "method": asdict(method),
         "contenders": [{"name": i.name, "family": i.family} for i in implementations],

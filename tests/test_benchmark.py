@@ -23,7 +23,7 @@ report = importlib.import_module("report")
 timing = importlib.import_module("timing")
 
 CPU = torch.device("cpu")
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 
 
 def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -95,7 +95,8 @@ def test_a_contender_that_fails_is_left_out():
     }
 
 
-@needs_gpu
+@pytest.mark.gpu
+@without_gpu
 def test_short_rows_are_timed_in_graphs():
     x = torch.ones(1024, device="cuda")
     calls = {"short": lambda: x * 2, "shorter": lambda: x + 1}
@@ -272,13 +273,11 @@ def test_uninstalled_clone_names_the_one_command(tmp_path):
     assert not result.stdout
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16", "bf16"])
-def test_cpu_table(tmp_path, dtype):
+def test_cpu_table(tmp_path):
     pytest.importorskip("matplotlib")
     plot, numbers = tmp_path / "latency.png", tmp_path / "result.json"
     result = run_script(
-        *("--device", "cpu", "--dtype", dtype, "--lengths", "17", "64", "--repeats", "3"),
-        *("--json", str(numbers), "--plot", str(plot)),
+        *("--device", "cpu", "--lengths", "17", "64", "--repeats", "3", "--json", str(numbers), "--plot", str(plot))
     )
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
@@ -289,11 +288,21 @@ def test_cpu_table(tmp_path, dtype):
         assert row["cells"]["sdpa"]["speedup_over_sdpa"] == 1
 
 
-@needs_gpu
+@pytest.mark.parametrize("dtype", ["fp16", "bf16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_half_inputs_on_the_cpu(capsys, dtype, causal):
+    flags = ["--causal"] if causal else []
+    assert benchmark.main([*ARGUMENTS, "--dtype", dtype, "--head-dim", "40", *flags]) == 0
+    assert "cpu" in capsys.readouterr().out
+
+
+@pytest.mark.gpu
+@without_gpu
 def test_cuda_table(tmp_path):
     numbers = tmp_path / "result.json"
     result = run_script("--lengths", "64", "256", "--repeats", "5", "--json", str(numbers))
     assert result.returncode == 0, result.stderr
+    assert result.stderr.splitlines() == ["N = 64", "N = 256"]
     row = json.loads(numbers.read_text())["rows"][0]
     assert row["clock"] == "graph"
     assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
