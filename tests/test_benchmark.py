@@ -302,7 +302,7 @@ def test_cuda_table(tmp_path):
     numbers = tmp_path / "result.json"
     result = run_script("--lengths", "64", "256", "--repeats", "5", "--json", str(numbers))
     assert result.returncode == 0, result.stderr
-    assert result.stderr.splitlines() == ["N = 64", "N = 256"]
+    assert "Warning" not in result.stderr
     row = json.loads(numbers.read_text())["rows"][0]
     assert row["clock"] == "graph"
     assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
