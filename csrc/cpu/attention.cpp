@@ -59,16 +59,19 @@ struct Plan {
     std::int64_t row_tasks;   ///< tasks over the rows of a head
     std::int64_t splits, split_keys;
     std::int64_t heads;       ///< batch * heads_k
-    std::int64_t workers;
+    std::int64_t workers, combine_workers;
     std::int64_t scratch;     ///< floats, of one worker
     std::int64_t partials;    ///< floats, of one split of one head
 };
 
 Plan make_plan(const ForwardParams& p) {
     // A split must be long enough to pay for its partial result, and there must be few enough of them to combine.
-    constexpr std::int64_t kSplitRows = 96, kMinSplitKeys = 1024, kMaxSplits = 32;
-    // Multiply-adds that are worth waking a thread for.
+    constexpr std::int64_t kSplitRows = 96, kMinSplitKeys = 512, kMaxSplits = 32;
+    // Multiply-adds that are worth waking a thread for; a single row waits for memory and counts as several.
+    constexpr std::int64_t kLeastRows = 16;
     constexpr double kWorkerGrain = 1e6;
+    // Floats of partial results, likewise.
+    constexpr std::int64_t kCombineGrain = 1 << 18;
 
     Plan plan{};
     plan.isa = &select_isa();
@@ -79,7 +82,7 @@ Plan make_plan(const ForwardParams& p) {
         plan.split_keys = std::max(kMinSplitKeys, ceil_div(ceil_div(p.seqlen_k, kMaxSplits), kTileKeys) * kTileKeys);
     plan.splits = ceil_div(p.seqlen_k, plan.split_keys);
 
-    const double work = static_cast<double>(plan.heads) * plan.rows * p.seqlen_k * (p.head_dim + p.head_dim_v);
+    const double work = static_cast<double>(plan.heads) * std::max(plan.rows, kLeastRows) * p.seqlen_k * (p.head_dim + p.head_dim_v);
     const std::int64_t threads = torch::stable::get_num_threads();
     const std::int64_t useful = std::max(std::int64_t{1}, static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)));
     const std::int64_t tiles = ceil_div(plan.rows, plan.isa->tile_rows);
@@ -92,6 +95,7 @@ Plan make_plan(const ForwardParams& p) {
     plan.workers = std::min(workers, plan.heads * plan.splits * plan.row_tasks);
     plan.scratch = ceil_div(plan.isa->scratch_floats(p, task_tiles), 16) * 16;
     plan.partials = plan.splits > 1 ? plan.rows * partial_stride(p.head_dim_v) : 0;
+    plan.combine_workers = std::clamp(plan.heads * plan.splits * plan.partials / kCombineGrain, std::int64_t{1}, plan.workers);
     return plan;
 }
 
@@ -134,7 +138,7 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
         plan.isa->attend(p, task, scratch + worker * plan.scratch);
     });
     if (plan.splits == 1) return;
-    run_tasks(1, plan.heads * plan.row_tasks, [&](std::int64_t t, std::int64_t) {
+    run_tasks(plan.combine_workers, plan.heads * plan.row_tasks, [&](std::int64_t t, std::int64_t) {
         const std::int64_t head = t / plan.row_tasks;
         Task task = rows_of(head, t % plan.row_tasks);
         task.partial = partials + head * plan.splits * plan.partials + task.row_begin * partial_stride(p.head_dim_v);

@@ -114,6 +114,7 @@ inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
 // ---- Tiles ----------------------------------------------------------------------------------------------------------
 
 /// The state of one Q tile in scratch; with V = `vectors`, column c of row vector v is at [(c * V + v) * kLanes].
+/// A tile of few rows has V = 0 and row-major q and o.
 struct QTile {
     float *q, *o;          ///< Q^T times the sign of scale; O^T, unnormalised
     float *maximum, *sum;  ///< per row, of the scores before scaling and of the weights
@@ -256,6 +257,85 @@ AttendTile<Isa> attend_tile_for(int vectors, bool masked) {
     return masked ? attend_tile<Isa, kVectors, true> : attend_tile<Isa, kVectors, false>;
 }
 
+// ---- Few rows -------------------------------------------------------------------------------------------------------
+
+/// Rows of a tile that are better taken one by one, along d, than as lanes that would mostly be idle (decoding).
+template <class Isa>
+constexpr int few_rows() {
+    return Isa::kLanes / 4;
+}
+
+/// The scores of keys [j, j + kLanes) of `n`, one a lane. Past the last key that key is repeated.
+template <class Isa>
+typename Isa::Vec dot_products(const float* q, KeyRows k, int head_dim, int j, int n) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes, kBlock = 4;
+    Vec sums[kLanes];
+    for (int i = 0; i < kLanes; i += kBlock) {
+        const float* key[kBlock];
+        Vec acc[kBlock];
+        for (int r = 0; r < kBlock; ++r) {
+            key[r] = k.row(min64(j + i + r, n - 1));
+            acc[r] = Isa::broadcast(0.f);
+        }
+        for (int c = 0; c < head_dim; c += kLanes)
+            for (int r = 0; r < kBlock; ++r) acc[r] = Isa::fma(Isa::load_part(key[r] + c, head_dim - c), Isa::load(q + c), acc[r]);
+        for (int r = 0; r < kBlock; ++r) sums[i + r] = acc[r];
+    }
+    Isa::transpose(sums);
+    for (int width = kLanes / 2; width > 0; width /= 2)
+        for (int i = 0; i < width; ++i) sums[i] += sums[i + width];
+    return sums[0];
+}
+
+/// O[c, c + kVectors * kLanes) = O * alpha + P V for one row.
+template <class Isa, int kVectors>
+void accumulate_values(float* o, float alpha, const float* weights, KeyRows values, int c, int head_dim_v, int n) {
+    using Vec = typename Isa::Vec;
+    Vec acc[kVectors];
+    for (int i = 0; i < kVectors; ++i) acc[i] = Isa::load(o + c + i * Isa::kLanes) * Isa::broadcast(alpha);
+    for (int j = 0; j < n; ++j) {
+        const float* value = values.row(j) + c;
+        for (int i = 0; i < kVectors; ++i)
+            acc[i] = Isa::fma(Isa::broadcast(weights[j]), Isa::load_part(value + i * Isa::kLanes, head_dim_v - c - i * Isa::kLanes), acc[i]);
+    }
+    for (int i = 0; i < kVectors; ++i) Isa::store(o + c + i * Isa::kLanes, acc[i]);
+}
+
+/// One step of the online softmax for one row: `n` keys, all of which it sees.
+template <class Isa>
+void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, KeyRows k, KeyRows v, const ForwardParams& p, int n,
+                float* s) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes, kColumns = 4 * kLanes;
+    Vec maxima = Isa::broadcast(row_maximum);
+    for (int j = 0; j < n; j += kLanes) {
+        const Vec x = dot_products<Isa>(q, k, p.head_dim, j, n);
+        maxima = Isa::max(x, maxima);
+        Isa::store(s + j, x);
+    }
+    float maximum = row_maximum;
+    for (int i = 0; i < kLanes; ++i) maximum = maxima[i] > maximum ? maxima[i] : maximum;
+    for (int j = n; j % kLanes != 0; ++j) s[j] = -kInfinity;
+
+    const Vec scale = Isa::broadcast(static_cast<float>(score_scale(p.scale) * kLog2E));
+    const Vec base = subtrahend<Isa>(Isa::broadcast(maximum));
+    const float alpha = exp2<Isa>((Isa::broadcast(row_maximum) - base) * scale)[0];
+    Vec sums = Isa::broadcast(0.f);
+    for (int j = 0; j < n; j += kLanes) {
+        const Vec weight = exp2<Isa>((Isa::load(s + j) - base) * scale);
+        sums += weight;
+        Isa::store(s + j, weight);
+    }
+    row_maximum = maximum;
+    row_sum *= alpha;
+    for (int i = 0; i < kLanes; ++i) row_sum += sums[i];
+
+    int c = 0;
+    for (; c + kColumns <= p.head_dim_v; c += kColumns) accumulate_values<Isa, 4>(o, alpha, s, v, c, p.head_dim_v, n);
+    for (; c < p.head_dim_v; c += kLanes) accumulate_values<Isa, 1>(o, alpha, s, v, c, p.head_dim_v, n);
+}
+
 // ---- Rows in and out ------------------------------------------------------------------------------------------------
 
 template <class Isa>
@@ -285,17 +365,20 @@ inline void visible_keys(const ForwardParams& p, std::int64_t query, std::int32_
     hi = static_cast<std::int32_t>(max64(min64(centre + p.band.right, p.seqlen_k - 1), -1));
 }
 
-/// Transposes Q into the tile and clears its state.
+/// Brings Q into the tile, transposed unless its rows are few, and clears its state.
 template <class Isa>
 void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* staging) {
     using Vec = typename Isa::Vec;
     constexpr int kLanes = Isa::kLanes;
     const int d = static_cast<int>(padded<Isa>(p.head_dim)), dv = static_cast<int>(padded<Isa>(p.head_dim_v));
     const Vec sign = Isa::broadcast(score_sign(p.scale));
-    tile.vectors = (tile.rows + kLanes - 1) / kLanes;
+    const bool few = tile.rows <= few_rows<Isa>();
+    tile.vectors = few ? 0 : (tile.rows + kLanes - 1) / kLanes;
     tile.lo_min = tile.hi_min = static_cast<std::int32_t>(kMaxSeqlen);
     tile.lo_max = tile.hi_max = -1;
-    for (int i = 0; i < tile.vectors * kLanes; ++i) {
+    for (int i = 0; i < tile_rows<Isa>(); ++i) {
+        tile.maximum[i] = -kInfinity;
+        tile.sum[i] = 0.f;
         const PackedRow row = packed_row(p, task.head_k, tile.row_begin + min64(i, tile.rows - 1));
         visible_keys(p, row.query, tile.lo[i], tile.hi[i]);
         if (tile.lo[i] <= tile.hi[i]) {
@@ -322,10 +405,14 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
             Isa::transpose(block);
             for (int i = 0; i < kLanes; ++i) Isa::store(tile.q + ((c + i) * tile.vectors + v) * kLanes, block[i] * sign);
         }
-        Isa::store(tile.maximum + v * kLanes, Isa::broadcast(-kInfinity));
-        Isa::store(tile.sum + v * kLanes, Isa::broadcast(0.f));
     }
-    __builtin_memset(tile.o, 0, static_cast<std::size_t>(dv) * tile.vectors * kLanes * sizeof(float));
+    for (int r = 0; few && r < tile.rows; ++r) {
+        float* dst = tile.q + r * d;
+        const PackedRow row = packed_row(p, task.head_k, tile.row_begin + r);
+        load_row<Isa>(row_pointer(p.q, p.dtype, task.batch, row.head, row.query), p.dtype, dst, p.head_dim);
+        for (int c = 0; c < d; ++c) dst[c] = c < p.head_dim ? dst[c] * score_sign(p.scale) : 0.f;
+    }
+    __builtin_memset(tile.o, 0, static_cast<std::size_t>(dv) * (few ? tile.rows : tile.vectors * kLanes) * sizeof(float));
 }
 
 /// Writes one finished row and its LSE. A row that saw no key, or none of weight, is 0 with LSE -inf.
@@ -337,32 +424,43 @@ void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, con
         static_cast<float>(maximum * score_scale(p.scale) + static_cast<double>(__builtin_logf(sum)));
 }
 
+/// Writes row r of the tile, normalised by `factor` already unless it is a split's.
+template <class Isa>
+void store_tile_row(const QTile& tile, const ForwardParams& p, const Task& task, int r, const float* o) {
+    if (task.partial) {
+        float* row = task.partial + (tile.row_begin - task.row_begin + r) * partial_stride(p.head_dim_v);
+        __builtin_memcpy(row, o, static_cast<std::size_t>(p.head_dim_v) * sizeof(float));
+        row[p.head_dim_v] = tile.maximum[r];
+        row[p.head_dim_v + 1] = tile.sum[r];
+    } else {
+        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), o, tile.maximum[r], tile.sum[r]);
+    }
+}
+
+inline float normaliser(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
+
 template <class Isa>
 void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, float* staging) {
     using Vec = typename Isa::Vec;
     constexpr int kLanes = Isa::kLanes;
     const int dv = static_cast<int>(padded<Isa>(p.head_dim_v));
+    for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
+        float* o = tile.o + r * dv;
+        const float factor = task.partial ? 1.f : normaliser(tile.sum[r]);
+        for (int c = 0; c < dv; ++c) o[c] *= factor;
+        store_tile_row<Isa>(tile, p, task, r, o);
+    }
     for (int v = 0; v < tile.vectors; ++v) {
-        const Vec one = Isa::broadcast(1.f), sum = Isa::load(tile.sum + v * kLanes);
-        const Vec factor = task.partial ? one : sum == Isa::broadcast(0.f) ? Isa::broadcast(0.f) : one / sum;
+        Vec factor;
+        for (int i = 0; i < kLanes; ++i) factor[i] = task.partial ? 1.f : normaliser(tile.sum[v * kLanes + i]);
         for (int c = 0; c < dv; c += kLanes) {
             Vec block[kLanes];
             for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(tile.o + ((c + i) * tile.vectors + v) * kLanes) * factor;
             Isa::transpose(block);
             for (int i = 0; i < kLanes; ++i) Isa::store(staging + i * dv + c, block[i]);
         }
-        for (int i = 0; i < kLanes && v * kLanes + i < tile.rows; ++i) {
-            const int r = v * kLanes + i;
-            if (task.partial) {
-                float* row = task.partial + (tile.row_begin - task.row_begin + r) * partial_stride(p.head_dim_v);
-                __builtin_memcpy(row, staging + i * dv, static_cast<std::size_t>(p.head_dim_v) * sizeof(float));
-                row[p.head_dim_v] = tile.maximum[r];
-                row[p.head_dim_v + 1] = tile.sum[r];
-            } else {
-                store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), staging + i * dv,
-                                  tile.maximum[r], tile.sum[r]);
-            }
-        }
+        for (int i = 0; i < kLanes && v * kLanes + i < tile.rows; ++i)
+            store_tile_row<Isa>(tile, p, task, v * kLanes + i, staging + i * dv);
     }
 }
 
@@ -431,6 +529,14 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
         const KeyRows v = load_keys<Isa>(p.v, p, task, first, last - first, p.head_dim_v, v_tile);
         for (int t = 0; t < count; ++t) {
             const QTile& tile = tiles[t];
+            for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
+                const std::int64_t from = max64(first, tile.lo[r]), to = min64(last, static_cast<std::int64_t>(tile.hi[r]) + 1);
+                if (from < to)
+                    attend_row<Isa>(tile.q + r * padded<Isa>(p.head_dim), tile.o + r * padded<Isa>(p.head_dim_v), tile.maximum[r],
+                                    tile.sum[r], {k.row(from - first), k.stride}, {v.row(from - first), v.stride}, p,
+                                    static_cast<int>(to - from), s);
+            }
+            if (tile.vectors == 0) continue;
             const std::int64_t from = max64(first, tile.lo_min), to = min64(last, static_cast<std::int64_t>(tile.hi_max) + 1);
             if (from >= to) continue;
             const bool masked = from < tile.lo_max || to - 1 > tile.hi_min;
@@ -461,8 +567,7 @@ void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t 
             sum += weight * part[dv + 1];
             for (int c = 0; c < dv; ++c) o[c] += weight * part[c];
         }
-        const float factor = sum == 0.f ? 0.f : 1.f / sum;
-        for (int c = 0; c < dv; ++c) o[c] *= factor;
+        for (int c = 0; c < dv; ++c) o[c] *= normaliser(sum);
         store_result<Isa>(p, task.batch, packed_row(p, task.head_k, r), o, maximum, sum);
     }
 }

@@ -12,6 +12,8 @@ struct Avx2 {
     static constexpr int kLanes = 8, kVectors = 3, kBlock = 4;
 
     static Vec load(const float* p) { return _mm256_load_ps(p); }
+    /// Unaligned; rows are whole vectors, so no part of one is ever asked for.
+    static Vec load_part(const float* p, int) { return _mm256_loadu_ps(p); }
     static Int load_int(const std::int32_t* p) { return reinterpret_cast<Int>(_mm256_load_ps(reinterpret_cast<const float*>(p))); }
     static void store(float* p, Vec x) { _mm256_store_ps(p, x); }
     static Vec broadcast(float x) { return _mm256_set1_ps(x); }

@@ -16,6 +16,8 @@ struct Avx512 {
     static constexpr int kLanes = 16, kVectors = 3, kBlock = 8;
 
     static Vec load(const float* p) { return _mm512_load_ps(p); }
+    /// The first n elements, unaligned; zeros after them.
+    static Vec load_part(const float* p, int n) { return _mm512_maskz_loadu_ps(n < 16 ? 0xff : 0xffff, p); }
     static Int load_int(const std::int32_t* p) { return reinterpret_cast<Int>(_mm512_load_si512(p)); }
     static void store(float* p, Vec x) { _mm512_store_ps(p, x); }
     static Vec broadcast(float x) { return _mm512_set1_ps(x); }
