@@ -7,8 +7,9 @@
 //   * Weights carry a factor 2^kHeadroom (2^15; half reaches 2^16) that the division by the row sum takes out again. A
 //     row up to kHeadroom below the tile's maximum M then has its largest weight in [1, 2^kHeadroom]: as precise as in
 //     a softmax of its own.
-//   * If a row lies deeper, every row takes its own maximum as reference until all are within reach of M again. The
-//     factors then differ between rows, unless all are 1, and O takes the way through shared memory.
+//   * If a row lies deeper, every row takes its own maximum as reference until all are within reach of M again. Where
+//     the factors differ between rows (they need not: once the maxima have settled all are 1), O takes the way through
+//     shared memory.
 //
 // From one reference to the next a row's factor is 2^(old - new). References rise, except from M to a row's own
 // maximum, which was within reach of M: the factor is at most 2^kHeadroom, far from what fp32 holds.
@@ -64,7 +65,13 @@ class SharedMaximum {
     /// The unnormalised attention weight of a score.
     __device__ __forceinline__ float weight(float score) const { return ptx::ex2((score - reference_) + kHeadroom); }
 
-    /// Rounds two weights of the row to P and adds them to its sums.
+    /// Rounds one or two weights of the row to P and adds them to its sums.
+    __device__ __forceinline__ half add(float weight) {
+        const half p = __float2half_rn(weight);
+        sum_ += weight;
+        p_sum_ += __half2float(p);
+        return p;
+    }
     __device__ __forceinline__ __half2 add(float weight0, float weight1) {
         const __half2 p = __floats2half2_rn(weight0, weight1);
         const float2 rounded = __half22float2(p);

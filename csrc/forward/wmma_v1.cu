@@ -46,7 +46,7 @@ constexpr int kSteps = kD / 16;              // fragments along d
 constexpr int kKeyGroups = kBc / 16;         // fragments along the keys
 constexpr int kLaneScores = kBr * kBc / 32;  // 16, half a row
 constexpr int kLaneOutputs = kBr * kD / 32;  // 32, half a row
-constexpr int kBlocksPerSm = 5;              // what shared memory leaves on sm_75; keeps registers free of spills
+constexpr int kBlocksPerSm = 5;              // as many as shared memory allows on sm_75
 
 /// Map of the block's shared memory: 11,264 bytes, so that five blocks fit in the 64 KiB of an sm_75 multiprocessor.
 struct SharedMemory {
@@ -132,11 +132,7 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v1(const __grid_constan
         __syncwarp();
         for (int c = 0; c < kLaneScores; ++c) s_row[c] = softmax.weight(score(c));
         __syncwarp();
-        for (int c = 0; c < kLaneScores; c += 2) {
-            const __half2 pair = softmax.add(s_row[c], s_row[c + 1]);
-            p_row[c] = pair.x;
-            p_row[c + 1] = pair.y;
-        }
+        for (int c = 0; c < kLaneScores; ++c) p_row[c] = softmax.add(s_row[c]);
         __syncwarp();
 
         // O += P V

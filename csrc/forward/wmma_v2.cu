@@ -43,9 +43,10 @@ constexpr int kBr = 16, kBc = 32, kD = 64;
 constexpr int kSteps = kD / 16;       // fragments along d
 constexpr int kKeyGroups = kBc / 16;  // fragments along the keys
 constexpr int kLaneScores = kBr * kBc / 32;
-constexpr int kBlocksPerSm = 8;  // registers for as many
+constexpr int kBlocksPerSm = 8;  // as many as registers allow
 
-/// Map of the block's shared memory: 6,208 bytes, so that ten blocks fit in the 64 KiB of an sm_75 multiprocessor.
+/// Map of the block's shared memory: 6,208 bytes, so that registers and not shared memory limit the blocks of an sm_75
+/// multiprocessor (64 KiB).
 struct SharedMemory {
     union {                // in turn, for each K/V tile:
         half k[kBc][kD];   //   K, until S is computed,
