@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import platform
 import sys
+from collections.abc import Sequence
 
 import torch
 
@@ -101,7 +102,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m flash_wmma", description=flash_wmma.__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -118,7 +119,7 @@ def main() -> int:
     p.add_argument("--arch", type=int, help="instead of a device: 10 * major + minor")
     p.add_argument("--sm-count", type=int, default=0)
     p.add_argument("--smem-optin", type=int, default=0, help="bytes of shared memory a block may opt in to")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     try:
         if arguments.command == "info":
             info()

@@ -127,8 +127,6 @@ def forward(
                 bottom_right=bottom_right,
                 kernel=kernel,
             )
-    except NotImplementedError:
-        raise
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.forward(q, k, v, causal, scale, window, kernel)
         _checks.choice(error)

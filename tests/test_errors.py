@@ -1,0 +1,306 @@
+"""What is refused, and in which words: each message names the argument, what it was, and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from conftest import name
+from reference import Mask, check, reference, run
+from torch import Tensor
+
+import flash_wmma
+
+Call = dict[str, Any]
+
+
+def good(device: str = "cpu") -> Call:
+    return {x: torch.randn(2, 4, 20, 64, device=device) for x in "qkv"}
+
+
+def zeros(*shape: int, **options: Any) -> Callable[[str], Tensor]:
+    return lambda device: torch.zeros(shape, **{"device": device, **options})
+
+
+def with_grad(device: str) -> Tensor:
+    return torch.randn(2, 4, 20, 64, device=device, requires_grad=True)
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q a list": ({"q": [1.0]}, TypeError, r"q: got list, allowed: torch\.Tensor"),
+    "k None": ({"k": None}, TypeError, r"k: got NoneType, allowed: torch\.Tensor"),
+    "v a number": ({"v": 3}, TypeError, r"v: got int, allowed: torch\.Tensor"),
+    "q rank 3": ({"q": zeros(4, 20, 64)}, ValueError, r"q\.shape: got \(4, 20, 64\), allowed: \(B, H, N, d\)"),
+    "k rank 5": (
+        {"k": zeros(1, 2, 4, 20, 64)},
+        ValueError,
+        r"k\.shape: got \(1, 2, 4, 20, 64\), allowed: \(B, H, N, d\)",
+    ),
+    "v rank 0": ({"v": zeros()}, ValueError, r"v\.shape: got \(\), allowed: \(B, H, N, d\)"),
+    "k batch": ({"k": zeros(3, 4, 20, 64)}, ValueError, r"k\.shape: got \(3, 4, 20, 64\), allowed: the batch of q, 2"),
+    "v batch": ({"v": zeros(1, 4, 20, 64)}, ValueError, r"v\.shape: got \(1, 4, 20, 64\), allowed: the batch of q, 2"),
+    "k head dim": (
+        {"k": zeros(2, 4, 20, 32)},
+        ValueError,
+        r"k\.shape: got \(2, 4, 20, 32\), allowed: the head dim of q, 64",
+    ),
+    "v heads": (
+        {"v": zeros(2, 2, 20, 64)},
+        ValueError,
+        r"v\.shape: got \(2, 2, 20, 64\), allowed: .*k, \(2, 4, 20, 64\)",
+    ),
+    "v length": (
+        {"v": zeros(2, 4, 21, 64)},
+        ValueError,
+        r"v\.shape: got \(2, 4, 21, 64\), allowed: .*k, \(2, 4, 20, 64\)",
+    ),
+    "heads not a multiple": (
+        {"k": zeros(2, 3, 20, 64), "v": zeros(2, 3, 20, 64)},
+        ValueError,
+        r"q\.shape: got \(2, 4, 20, 64\), allowed: a number of heads that is a multiple of k's, 3",
+    ),
+    "more heads in k": (
+        {"k": zeros(2, 8, 20, 64), "v": zeros(2, 8, 20, 64)},
+        ValueError,
+        r"q\.shape: got \(2, 4, 20, 64\), allowed: a number of heads that is a multiple of k's, 8",
+    ),
+    "no heads in k": (
+        {"k": zeros(2, 0, 20, 64), "v": zeros(2, 0, 20, 64)},
+        ValueError,
+        r"q\.shape: got \(2, 4, 20, 64\), allowed: a number of heads that is a multiple of k's, 0",
+    ),
+    "k dtype": (
+        {"k": zeros(2, 4, 20, 64, dtype=torch.float16)},
+        ValueError,
+        r"k\.dtype: got torch\.float16, allowed: q's, torch\.float32",
+    ),
+    "v dtype": (
+        {"v": zeros(2, 4, 20, 64, dtype=torch.int64)},
+        ValueError,
+        r"v\.dtype: got torch\.int64, allowed: q's, torch\.float32",
+    ),
+    **{
+        f"{t} inputs": (
+            {x: zeros(2, 4, 20, 64, dtype=t) for x in "qkv"},
+            ValueError,
+            rf"q\.dtype: got {t}, allowed: torch\.float32, torch\.float16, torch\.bfloat16",
+        )
+        for t in (torch.float64, torch.int32, torch.complex64, torch.bool)
+    },
+    "k device": (
+        {"k": zeros(2, 4, 20, 64, device="meta")},
+        ValueError,
+        r"k\.device: got meta, allowed: q's, (cpu|cuda:0)",
+    ),
+    "q sparse": (
+        {"q": lambda device: torch.zeros(2, 4, 20, 64, device=device).to_sparse()},
+        ValueError,
+        r"q\.layout: got torch\.sparse_coo, allowed: torch\.strided",
+    ),
+    "causal a word": (
+        {"causal": "upper"},
+        ValueError,
+        r"causal: got 'upper', allowed: False, True, 'top_left', 'bottom_",
+    ),
+    "causal None": ({"causal": None}, TypeError, r"causal: got None, allowed: False, True, 'top_left', 'bottom_right'"),
+    "causal a list": ({"causal": []}, TypeError, r"causal: got \[\], allowed: False, True"),
+    "window a number": ({"window": 3}, TypeError, r"window: got 3, allowed: None or a pair \(left, right\)"),
+    "window of one": ({"window": (3,)}, ValueError, r"window: got \(3,\), allowed: None or a pair \(left, right\)"),
+    "window of three": ({"window": (1, 2, 3)}, ValueError, r"window: got \(1, 2, 3\), allowed: None or a pair"),
+    "window of floats": ({"window": (1.5, 2)}, TypeError, r"window: got \(1\.5, 2\), allowed: None or a pair"),
+    "window of words": ({"window": ("a", 2)}, TypeError, r"window: got \('a', 2\), allowed: None or a pair"),
+    "window too large": (
+        {"window": (2**63, 1)},
+        ValueError,
+        r"window: got \(9223372036854775808, 1\), allowed: .*2\*\*63",
+    ),
+    "scale a word": ({"scale": "1"}, TypeError, r"scale: got '1', allowed: None or a float"),
+    "kernel None": ({"kernel": None}, TypeError, r"kernel: got None, allowed: 'auto' or a name"),
+    "kernel unknown": ({"kernel": "wmma_v0"}, ValueError, r"kernel: got 'wmma_v0', allowed: 'auto', .*'cpu'"),
+    "kernel empty": ({"kernel": ""}, ValueError, r"kernel: got '', allowed: 'auto', .*'cpu'"),
+    "q wants grad": ({"q": with_grad}, NotImplementedError, r"q: .*requires grad.*no_grad\(\).*q\.detach\(\)"),
+    "k wants grad": ({"k": with_grad}, NotImplementedError, r"k: .*requires grad.*no_grad\(\).*k\.detach\(\)"),
+    "v wants grad": ({"v": with_grad}, NotImplementedError, r"v: .*requires grad.*no_grad\(\).*v\.detach\(\)"),
+    "attn_bias": ({"attn_bias": zeros(20, 20)}, NotImplementedError, r"attn_bias: no kernel implements it yet"),
+    "alibi_slopes": ({"alibi_slopes": zeros(4)}, NotImplementedError, r"alibi_slopes: no kernel implements it yet"),
+    "softcap": ({"softcap": 30.0}, NotImplementedError, r"softcap: no kernel implements it yet"),
+    "softcap a word": ({"softcap": "a"}, TypeError, r"softcap: got 'a', allowed: a float"),
+    "head dim 0": (
+        {x: zeros(2, 4, 20, 0) for x in "qkv"},
+        ValueError,
+        r"kernel 'auto' cannot run this: .*head dim: got 0",
+    ),
+    "head dim too large": (
+        {x: zeros(1, 1, 20, 10000) for x in "qkv"},
+        ValueError,
+        r"kernel 'auto' cannot run this: .*head dim: got 10000, allowed: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_argument(wrong: str, device: str, request: pytest.FixtureRequest) -> None:
+    if device == "cuda":
+        request.getfixturevalue("cuda")
+    changes, error, message = WRONG[wrong]
+    call = good(device)
+    call |= {x: value(device) if callable(value) else value for x, value in changes.items()}
+    with pytest.raises(error, match=message) as caught:
+        flash_wmma.forward(**call)
+    assert "csrc" not in str(caught.value)
+    call = good(device)  # and nothing is broken after it
+    kernel = next(k for k in flash_wmma.kernels() if k.name == flash_wmma.explain(**call).kernel)
+    check(*run(kernel, **call), reference(kernel, **call))
+
+
+def test_named_kernel_refuses_head_dim(kernel: flash_wmma.Kernel) -> None:
+    low, high = kernel.head_dims
+    allowed = str(low) if low == high else f"{low} to {high}"
+    for d in {high + 1, low - 1}:
+        q = torch.zeros(1, 1, 8, d, dtype=kernel.dtypes[0], device=kernel.device)
+        with pytest.raises(
+            ValueError, match=rf"kernel '{kernel.name}' cannot run this: head dim: got {d}, allowed: {allowed}"
+        ):
+            flash_wmma.forward(q, q, q, kernel=kernel.name)
+
+
+def test_named_kernel_refuses_dtype(kernel: flash_wmma.Kernel) -> None:
+    refused = {torch.float32, torch.float16, torch.bfloat16} - set(kernel.dtypes)
+    for dtype in refused:
+        q = torch.zeros(1, 1, 8, 64, dtype=dtype, device=kernel.device)
+        with pytest.raises(
+            ValueError, match=rf"kernel '{kernel.name}' cannot run this: dtype: got {name(dtype)}, allowed: "
+        ):
+            flash_wmma.forward(q, q, q, kernel=kernel.name)
+
+
+def test_named_kernel_refuses_features(kernel: flash_wmma.Kernel) -> None:
+    options: dict[str, Call] = {"causal": {"causal": True}, "window": {"window": (3, 3)}}
+    q = torch.zeros(1, 1, 8, 64, dtype=kernel.dtypes[0], device=kernel.device)
+    for feature, option in options.items():
+        if feature not in kernel.features:
+            with pytest.raises(
+                ValueError, match=rf"kernel '{kernel.name}' cannot run this: does not support {feature}"
+            ):
+                flash_wmma.forward(q, q, q, kernel=kernel.name, **option)
+    if "d_v != d" not in kernel.features:
+        with pytest.raises(ValueError, match=rf"kernel '{kernel.name}' cannot run this: .*d"):
+            flash_wmma.forward(q, q, q[..., :32], kernel=kernel.name)
+
+
+def test_kernel_of_another_device() -> None:
+    q = torch.zeros(1, 1, 8, 64)
+    for kernel in flash_wmma.kernels():
+        if kernel.device == "cuda":
+            with pytest.raises(
+                ValueError, match=f"kernel '{kernel.name}' cannot run this: runs on cuda tensors, these"
+            ):
+                flash_wmma.forward(q, q, q, kernel=kernel.name)
+
+
+@pytest.mark.gpu
+def test_cpu_kernel_on_cuda_tensors(cuda: torch.device) -> None:
+    q = torch.zeros(1, 1, 8, 64, device=cuda)
+    with pytest.raises(
+        ValueError, match="kernel 'cpu' cannot run this: runs on cpu tensors, these are on a cuda device"
+    ):
+        flash_wmma.forward(q, q, q, kernel="cpu")
+    with pytest.raises(ValueError, match=r"k\.device: got cpu, allowed: q's, cuda:0"):
+        flash_wmma.forward(q, q.cpu(), q)
+
+
+def test_device_below_the_least_architecture() -> None:
+    """Said by explain, since no such device may be here; forward asks the same function."""
+    q = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="meta")
+    facts = flash_wmma.DeviceFacts(arch=70, sm_count=80, smem_optin=96 * 1024)
+    answer = flash_wmma.explain(q, q, q, device_facts=facts)
+    assert answer.kernel is None
+    for kernel in flash_wmma.kernels():
+        expected = f"needs sm_{kernel.min_arch} or later, the device is sm_70" if kernel.min_arch else "runs on cpu"
+        assert answer.reasons[kernel.name].startswith(expected)
+
+
+def test_no_grad_lets_inputs_that_require_it_through() -> None:
+    call = good()
+    call["q"].requires_grad_()
+    with torch.no_grad():
+        assert not flash_wmma.forward(**call).requires_grad
+    with torch.inference_mode():
+        flash_wmma.forward(**call)
+
+
+def test_forward_mode_is_refused() -> None:
+    call = good()
+    for argument in "qkv":
+        with torch.autograd.forward_ad.dual_level():
+            dual = torch.autograd.forward_ad.make_dual(call[argument], torch.ones_like(call[argument]))
+            with pytest.raises(NotImplementedError, match=rf"{argument}: got a dual tensor"):
+                flash_wmma.forward(**{**call, argument: dual})
+            with torch.no_grad():
+                flash_wmma.forward(**call)
+    with pytest.raises(NotImplementedError, match="q: got a dual tensor"):
+        torch.func.jvp(lambda q: flash_wmma.forward(q, call["k"], call["v"]), (call["q"],), (call["q"],))
+
+
+def test_functional_gradient_is_refused() -> None:
+    call = good()
+    with pytest.raises(NotImplementedError, match=r"q: .*requires grad"):
+        torch.func.grad(lambda q: flash_wmma.forward(q, call["k"], call["v"]).sum())(call["q"])
+
+
+SIZES = {
+    "no batch": ((0, 4, 20, 64), (0, 4, 30, 64)),
+    "no heads": ((2, 0, 20, 64), (2, 0, 30, 64)),
+    "no query heads": ((2, 0, 20, 64), (2, 4, 30, 64)),
+    "no queries": ((2, 4, 0, 64), (2, 4, 30, 64)),
+    "no keys": ((2, 4, 20, 64), (2, 2, 0, 64)),
+    "nothing": ((0, 0, 0, 64), (0, 0, 0, 64)),
+}
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("mask", [Mask(), Mask("bottom_right")], ids=str)
+def test_zero_sizes(target: tuple[flash_wmma.Kernel, torch.dtype], sizes: tuple[Any, Any], mask: Mask) -> None:
+    """Out is 0 and lse -inf where there is anything."""
+    kernel, dtype = target
+    if mask.causal and "causal" not in kernel.features:
+        pytest.skip(f"{kernel.name} has no causal mask")
+    q, k = (torch.full(shape, torch.nan, dtype=dtype, device=kernel.device) for shape in sizes)
+    out, lse = run(kernel, q, k, k, mask)
+    assert out.shape == sizes[0]
+    assert lse.shape == sizes[0][:3]
+    assert not out.any()
+    assert bool(lse.isneginf().all())
+
+
+def test_errors_of_the_op_itself() -> None:
+    """The last line of defence, in C++: nothing gets past it when Python's checks are gone around."""
+    op = torch.ops.flash_wmma.forward
+    for changes, _, _ in WRONG.values():
+        if not changes.keys() <= set("qkv") or any(value is with_grad for value in changes.values()):
+            continue
+        call = good() | {x: value("cpu") if callable(value) else value for x, value in changes.items()}
+        with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
+            op(**call)
+    for not_yet in ("attn_bias", "alibi_slopes", "sinks", "rng_state"):
+        with pytest.raises((RuntimeError, ValueError), match="dropout_p" if not_yet == "rng_state" else not_yet):
+            op(**good(), **{not_yet: torch.zeros(4)})
+    for option in ({"softcap": 1.0}, {"dropout_p": 0.5}, {"num_splits": 2}):
+        with pytest.raises((RuntimeError, ValueError), match=next(iter(option))):
+            op(**good(), **option)
+
+
+def test_sequence_too_long() -> None:
+    q = torch.zeros(1, 1, 1, 64).expand(1, 1, 2**30 + 1, 64)
+    with pytest.raises((RuntimeError, ValueError), match=re.escape("at most 2^30 rows")):
+        flash_wmma.forward(q[:, :, :1], q, q)
+
+
+def test_not_a_positional_option() -> None:
+    call = good()
+    with pytest.raises(TypeError):
+        flash_wmma.forward(call["q"], call["k"], call["v"], True)  # type: ignore[misc]

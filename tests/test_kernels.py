@@ -1,0 +1,314 @@
+"""The kernel table, the choice of a kernel, and the command line."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import name
+
+import flash_wmma
+from flash_wmma.__main__ import main
+
+KIB = 1024
+DEVICES = {  # opt-in shared memory, multiprocessors
+    75: (64 * KIB, 40),
+    80: (163 * KIB, 108),
+    86: (99 * KIB, 82),
+    89: (99 * KIB, 128),
+    90: (227 * KIB, 132),
+    120: (99 * KIB, 170),
+}
+
+
+def facts(arch: int) -> flash_wmma.DeviceFacts:
+    smem, sm_count = DEVICES[arch]
+    return flash_wmma.DeviceFacts(arch=arch, sm_count=sm_count, smem_optin=smem)
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.float16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def test_table_is_consistent() -> None:
+    kernels = flash_wmma.kernels()
+    names = [kernel.name for kernel in kernels]
+    assert names == sorted(names)
+    assert "cpu" in names
+    for kernel in kernels:
+        assert kernel.device == ("cuda" if kernel.min_arch else "cpu")
+        assert kernel.min_arch == 0 or kernel.min_arch >= 75
+        assert kernel.summary
+        assert kernel.dtypes
+        assert (torch.bfloat16 in kernel.dtypes) == (kernel.bf16_min_arch > 0)
+        assert kernel.bf16_min_arch == 0 or kernel.bf16_min_arch >= kernel.min_arch
+        low, high = kernel.head_dims
+        assert 1 <= low <= 64 <= high  # the tests rely on d = 64
+        assert kernel.auto_rank >= 0
+        for instance in kernel.instances:
+            assert instance.dtype in kernel.dtypes
+            assert instance.head_dim <= (high + 15) // 16 * 16
+            assert min(instance.br, instance.bc) > 0
+            assert instance.smem_bytes <= 227 * KIB
+        if kernel.device == "cuda":
+            assert {instance.dtype for instance in kernel.instances} == set(kernel.dtypes)
+            assert max(instance.head_dim for instance in kernel.instances) >= high
+    ranks = [kernel.auto_rank for kernel in kernels if kernel.auto_rank]
+    assert len(ranks) == len(set(ranks)), "two kernels of one rank"
+
+
+def test_kernels_are_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        flash_wmma.kernels()[0].name = "other"  # type: ignore[misc]
+    assert flash_wmma.kernels() == flash_wmma.kernels()
+    flash_wmma.kernels().clear()
+    assert flash_wmma.kernels()
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+def test_every_tile_that_auto_takes_fits(arch: int) -> None:
+    """On each architecture, for each dtype, head dim, length and mask; and for each kernel by name."""
+    device = facts(arch)
+    names = ["auto", *(kernel.name for kernel in flash_wmma.kernels())]
+    taken = 0
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d in (1, 8, 16, 32, 48, 64, 80, 96, 128, 160, 192, 256, 512):
+            for n in (1, 128, 2048, 65536):
+                for causal in (False, "bottom_right"):
+                    q = meta(2, 8, n, d, dtype=dtype)
+                    for kernel in names:
+                        answer = flash_wmma.explain(q, q, q, causal=causal, kernel=kernel, device_facts=device)
+                        if answer.kernel is None or answer.instance is None:
+                            continue
+                        taken += 1
+                        assert answer.instance.smem_bytes <= device.smem_optin, f"{answer.kernel}: {answer.instance}"
+                        assert answer.instance.dtype == dtype
+                        assert answer.instance.head_dim >= d
+    cuda = any(0 < kernel.min_arch <= arch for kernel in flash_wmma.kernels())
+    assert bool(taken) == cuda
+
+
+@pytest.mark.parametrize("arch", DEVICES)
+def test_auto_has_a_kernel_for_the_usual(arch: int) -> None:
+    """float32 and float16 on every architecture from sm_75 on, bfloat16 where a kernel lists it."""
+    kernels = [k for k in flash_wmma.kernels() if k.device == "cuda" and k.auto_rank]
+    if not kernels:
+        pytest.skip("built without CUDA kernels that auto takes")
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        q = meta(2, 8, 1000, 64, dtype=dtype)
+        answer = flash_wmma.explain(q, q, q, causal=True, device_facts=facts(arch))
+        able = [
+            k
+            for k in kernels
+            if k.min_arch <= arch
+            and dtype in k.dtypes
+            and (dtype != torch.bfloat16 or k.bf16_min_arch <= arch)
+            and "causal" in k.features
+        ]
+        best = max(able, key=lambda k: k.auto_rank, default=None)
+        assert answer.kernel == (best.name if best else None)
+        assert answer.kernel is not None or dtype == torch.bfloat16
+
+
+def test_auto_on_the_cpu() -> None:
+    q = torch.zeros(1, 2, 10, 64)
+    answer = flash_wmma.explain(q, q, q, causal=True)
+    assert answer.kernel == "cpu"
+    assert answer.device.arch == 0
+    others = {kernel.name for kernel in flash_wmma.kernels()} - {"cpu"}
+    assert answer.reasons.keys() == others
+    assert all("runs on cuda tensors" in why for why in answer.reasons.values())
+    assert "cpu" in str(answer)
+
+
+def test_explain_a_named_kernel() -> None:
+    for kernel in flash_wmma.kernels():
+        device = facts(90) if kernel.device == "cuda" else flash_wmma.device_facts("cpu")
+        q = meta(1, 2, 100, 64, dtype=kernel.dtypes[0])
+        answer = flash_wmma.explain(q, q, q, kernel=kernel.name, device_facts=device)
+        assert answer.kernel == kernel.name
+        assert answer.reasons == {}
+        if kernel.device == "cuda":
+            assert answer.instance in kernel.instances
+        d = kernel.head_dims[1] + 1
+        answer = flash_wmma.explain(
+            *[meta(1, 2, 100, d, dtype=kernel.dtypes[0])] * 3, kernel=kernel.name, device_facts=device
+        )
+        assert answer.kernel is None
+        assert answer.instance is None
+        assert answer.reasons == {kernel.name: answer.reasons[kernel.name]}
+        assert f"head dim: got {d}" in answer.reasons[kernel.name]
+        assert "none can run this" in str(answer)
+        assert kernel.name in str(answer)
+
+
+def test_explain_features_that_no_kernel_has_yet() -> None:
+    q = torch.zeros(1, 2, 10, 64)
+    for option, word in (
+        ({"attn_bias": torch.zeros(10, 10)}, "attn_bias"),
+        ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
+        ({"softcap": 30.0}, "softcap"),
+    ):
+        answer = flash_wmma.explain(q, q, q, **option)  # type: ignore[arg-type]
+        assert answer.kernel is None
+        assert answer.reasons["cpu"] == f"does not support {word}"
+
+
+def test_explain_agrees_with_forward(kernel: flash_wmma.Kernel) -> None:
+    """A kernel runs what explain says it runs and refuses what explain says it refuses, in the same words."""
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        for d in (1, 40, 64, 65, 256, 300):
+            for options in ({}, {"causal": True}, {"window": (3, None)}):
+                q = torch.zeros(1, 2, 20, d, dtype=dtype, device=kernel.device)
+                answer = flash_wmma.explain(q, q, q, kernel=kernel.name, **options)  # type: ignore[arg-type]
+                if answer.kernel:
+                    flash_wmma.forward(q, q, q, kernel=kernel.name, **options)  # type: ignore[call-overload]
+                else:
+                    with pytest.raises(ValueError) as caught:
+                        flash_wmma.forward(q, q, q, kernel=kernel.name, **options)  # type: ignore[call-overload]
+                    assert answer.reasons[kernel.name] in str(caught.value)
+
+
+def test_explain_refuses() -> None:
+    q = meta(1, 2, 10, 64)
+    with pytest.raises(
+        ValueError, match="device_facts: got None, allowed: a DeviceFacts for tensors on the meta device"
+    ):
+        flash_wmma.explain(q, q, q)
+    with pytest.raises(ValueError, match=r"kernel: got 'none', allowed: .*'cpu'"):
+        flash_wmma.explain(q, q, q, kernel="none", device_facts=facts(90))
+    with pytest.raises(ValueError, match=r"k\.shape"):
+        flash_wmma.explain(q, q[..., :32], q, device_facts=facts(90))
+    with pytest.raises(TypeError, match=r"q: got int"):
+        flash_wmma.explain(1, q, q, device_facts=facts(90))  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="device: got meta, allowed: cpu, cuda"):
+        flash_wmma.device_facts("meta")
+
+
+def test_build_info() -> None:
+    build = flash_wmma.build_info()
+    assert build.version == flash_wmma.__version__
+    assert build.library.is_file()
+    assert (build.cuda is None) == (build.architectures == ())
+    assert (build.cuda is None) == all(kernel.device == "cpu" for kernel in flash_wmma.kernels())
+
+
+def test_function_facts_of_a_cpu_kernel() -> None:
+    kernel = next(k for k in flash_wmma.kernels() if k.name == "cpu")
+    for instance in kernel.instances:
+        assert flash_wmma.function_facts("cpu", instance) is None
+    stranger = flash_wmma.Instance(torch.float32, 8, 1, 1, 1, 1, 1)
+    with pytest.raises(ValueError, match=r"instance: got .*, allowed: one of cpu's"):
+        flash_wmma.function_facts("cpu", stranger)
+    with pytest.raises(ValueError, match="kernel: got 'none', allowed: "):
+        flash_wmma.function_facts("none", stranger)
+
+
+@pytest.mark.gpu
+def test_function_facts(kernel: flash_wmma.Kernel, cuda: torch.device) -> None:
+    if kernel.device != "cuda":
+        pytest.skip("on the GPU alone")
+    arch = flash_wmma.device_facts(cuda).arch
+    for instance in kernel.instances:
+        if instance.dtype == torch.bfloat16 and arch < kernel.bf16_min_arch:
+            continue
+        compiled = flash_wmma.function_facts(kernel.name, instance)
+        assert compiled is not None
+        assert compiled.binary_version // 10 == arch // 10
+        assert compiled.ptx_version <= compiled.binary_version
+        assert 0 < compiled.registers <= 255
+        assert compiled.max_threads >= 32 * instance.warps
+
+
+@pytest.mark.gpu
+def test_device_facts(cuda: torch.device) -> None:
+    properties = torch.cuda.get_device_properties(cuda)
+    device = flash_wmma.device_facts(cuda)
+    assert device.arch == 10 * properties.major + properties.minor
+    assert device.sm_count == properties.multi_processor_count
+    assert device.smem_optin == properties.shared_memory_per_block_optin
+    assert device.warp_size == 32
+
+
+def test_command_info() -> None:
+    done = subprocess.run([sys.executable, "-m", "flash_wmma", "info"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"flash_wmma {flash_wmma.__version__}" in done.stdout
+    assert torch.__version__ in done.stdout
+    for kernel in flash_wmma.kernels():
+        assert kernel.name in done.stdout
+        assert kernel.summary in done.stdout
+    assert "auto, float32   cpu" in done.stdout
+    if torch.cuda.is_available():
+        assert torch.cuda.get_device_name() in done.stdout
+    else:
+        assert "no device that torch can use" in done.stdout
+
+
+def test_command_explain(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["explain", "--shape", "2,8,2048,64"]
+    assert main([*shape, "--dtype", "float32", "--device", "cpu", "--causal"]) == 0
+    assert "kernel   cpu" in capsys.readouterr().out
+    assert main([*shape, "--device", "cpu", "--window", "3", "-1", "--kv-heads", "2", "--kv-length", "100"]) == 0
+    assert "kernel   cpu" in capsys.readouterr().out
+    assert main([*shape, "--arch", "70"]) == 0
+    out = capsys.readouterr().out
+    assert "none can run this" in out
+    assert all(kernel.name in out for kernel in flash_wmma.kernels())
+    with pytest.raises(SystemExit):
+        main(["explain", "--shape", "2,8,64"])
+    assert "B,H,N,d" in capsys.readouterr().err
+    assert main([*shape, "--kernel", "none", "--device", "cpu"]) == 1
+    assert capsys.readouterr().err.startswith("error: kernel: got 'none'")
+
+
+WITHOUT_NATIVE = """
+import sys
+sys.modules["flash_wmma._C"] = None
+import torch, flash_wmma
+q = torch.randn(1, 2, 10, 64)
+assert flash_wmma.forward(q, q, q).shape == q.shape
+try:
+    flash_wmma.kernels()
+except ImportError as error:
+    assert "pip install ." in str(error), error
+else:
+    raise SystemExit("kernels() without _C")
+"""
+
+
+def test_forward_works_without_the_extension_module() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_NATIVE], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_is_light() -> None:
+    """No module beyond torch's and the standard library's is imported, and neither is _C."""
+    code = "import sys, torch; a = set(sys.modules); import flash_wmma; print(*sorted(set(sys.modules) - a))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    new = done.stdout.split()
+    assert "flash_wmma._C" not in new
+    assert {module.partition(".")[0] for module in new} <= {"flash_wmma", *sys.stdlib_module_names, "torch"}
+    assert not any(module.startswith(("torch._dynamo", "torch._inductor")) for module in new)
+
+
+def test_missing_library_says_what_to_do(tmp_path: object) -> None:
+    package = f"{tmp_path}/flash_wmma"
+    code = (
+        f"import shutil, sys; shutil.copytree({str(flash_wmma.__path__[0])!r}, {package!r}, "
+        f"ignore=shutil.ignore_patterns('*.so')); sys.path.insert(0, {str(tmp_path)!r}); import flash_wmma"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    assert "libflash_wmma.so is missing" in done.stderr
+    assert "pip install ." in done.stderr
+
+
+def test_instances_and_dtypes_print_well() -> None:
+    for kernel in flash_wmma.kernels():
+        for instance in kernel.instances:
+            assert f"{instance.br} x {instance.bc}" in str(instance)
+        assert all(name(dtype) in ("float32", "float16", "bfloat16") for dtype in kernel.dtypes)
