@@ -201,30 +201,31 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_varlen(const Tensor&, const 
 
 // window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
 // (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d).
+// kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.
 STABLE_TORCH_LIBRARY(flash_wmma, m) {
     m.def(
         "forward(Tensor q, Tensor k, Tensor v, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
         "Tensor? rng_state=None, *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, float softcap=0., float dropout_p=0., int num_splits=1, bool batch_invariant=False, "
-        "str kernel=\"auto\") -> (Tensor out, Tensor lse)");
+        "str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
         "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? attn_bias=None, "
         "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, float? scale=None, "
         "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., float dropout_p=0., "
-        "int num_splits=1, bool batch_invariant=False, str kernel=\"auto\") -> (Tensor out, Tensor lse)");
+        "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., "
-        "float dropout_p=0., bool deterministic=False, str kernel=\"auto\") "
+        "float dropout_p=0., bool deterministic=False, str kernel_name=\"auto\") "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
     m.def(
         "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., "
-        "float dropout_p=0., bool deterministic=False, str kernel=\"auto\") "
+        "float dropout_p=0., bool deterministic=False, str kernel_name=\"auto\") "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
 }
 

@@ -114,7 +114,7 @@ def forward(
         if forward_ad._current_level >= 0:
             _checks.no_tangent(q, k, v)
         if causal is False and window is None:
-            out, lse = _op(q, k, v, scale=scale, kernel=kernel)
+            out, lse = _op(q, k, v, scale=scale, kernel_name=kernel)
         else:
             left, right, bottom_right = band(causal, window)
             out, lse = _op(
@@ -125,7 +125,7 @@ def forward(
                 window_left=left,
                 window_right=right,
                 bottom_right=bottom_right,
-                kernel=kernel,
+                kernel_name=kernel,
             )
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.forward(q, k, v, causal, scale, window, kernel)

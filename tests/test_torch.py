@@ -33,19 +33,19 @@ def test_opcheck(target: Target) -> None:
     options += [{"window_right": 0}, {"window_right": 0, "bottom_right": True}] if "causal" in kernel.features else []
     options += [{"window_left": 5, "window_right": 7}] if "window" in kernel.features else []
     for option in options:
-        torch.library.opcheck(ops.forward.default, (q, k, v), {**option, "kernel": kernel.name})
-    torch.library.opcheck(ops.forward.default, (q, k[:, :2], v[:, :2]), {"kernel": kernel.name})
+        torch.library.opcheck(ops.forward.default, (q, k, v), {**option, "kernel_name": kernel.name})
+    torch.library.opcheck(ops.forward.default, (q, k[:, :2], v[:, :2]), {"kernel_name": kernel.name})
     torch.library.opcheck(ops.forward.default, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {})
-    torch.library.opcheck(ops.forward.default, (q[:, :, :0], k, v), {"kernel": kernel.name})
+    torch.library.opcheck(ops.forward.default, (q[:, :, :0], k, v), {"kernel_name": kernel.name})
     if "d_v != d" in kernel.features:
-        torch.library.opcheck(ops.forward.default, (q, k, v[..., :13]), {"kernel": kernel.name})
+        torch.library.opcheck(ops.forward.default, (q, k, v[..., :13]), {"kernel_name": kernel.name})
 
 
 def test_fake_results_are_like_real_ones(target: Target) -> None:
     kernel, _ = target
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(target))
-    real = ops.forward(q, k, v, kernel=kernel.name)
-    fake = ops.forward(q.to("meta"), k.to("meta"), v.to("meta"), kernel=kernel.name)
+    real = ops.forward(q, k, v, kernel_name=kernel.name)
+    fake = ops.forward(q.to("meta"), k.to("meta"), v.to("meta"), kernel_name=kernel.name)
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         assert b.device.type == "meta"
