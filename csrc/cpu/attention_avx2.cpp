@@ -10,6 +10,7 @@ struct Avx2 {
     using Vec = __m256;
     using Int __attribute__((vector_size(32))) = std::int32_t;
     static constexpr int kLanes = 8, kVectors = 3, kBlock = 4;
+    static constexpr auto& kExp2 = kExp2Nearest;
 
     static Vec load(const float* p) { return _mm256_load_ps(p); }
     /// Unaligned; rows are whole vectors, so no part of one is ever asked for.
@@ -54,9 +55,8 @@ struct Avx2 {
     }
 };
 
-bool supported() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
+/// Every processor with AVX2 and FMA has F16C, a name that not every compiler's built-in knows.
+bool supported() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
 constexpr IsaKernel kKernel = isa_kernel<Avx2>("avx2", 1, supported);
 const IsaRegistration registration(kKernel);

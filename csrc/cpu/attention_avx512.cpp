@@ -1,7 +1,9 @@
 // The CPU kernel for AVX-512 (F, BW, DQ, VL).
 //
 // GCC 12's AVX-512 header trips its own warning wherever an intrinsic is inlined (GCC bug 105593).
+#ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#endif
 
 #include <immintrin.h>
 
@@ -14,6 +16,7 @@ struct Avx512 {
     using Vec = __m512;
     using Int __attribute__((vector_size(64))) = std::int32_t;
     static constexpr int kLanes = 16, kVectors = 3, kBlock = 8;
+    static constexpr auto& kExp2 = kExp2Floor;
 
     static Vec load(const float* p) { return _mm512_load_ps(p); }
     /// The first n elements, unaligned; zeros after them.
@@ -24,14 +27,14 @@ struct Avx512 {
     static Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
     static Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
 
-    /// x = exponent + fraction; the fraction of -inf is 0.
+    /// x = floor(x) + fraction; scale takes the floor itself. The fraction of -inf is 0.
     static Vec split(Vec x, Vec& fraction) {
-        fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEAREST_INT);
-        return x - fraction;
+        fraction = _mm512_reduce_ps(x, _MM_FROUND_TO_NEG_INF);
+        return x;
     }
-    static Vec scale(Vec p, Vec exponent) {
-        const __mmask16 normal = _mm512_cmp_ps_mask(exponent, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
-        return _mm512_maskz_scalef_ps(normal, p, exponent);
+    static Vec scale(Vec p, Vec x) {
+        const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.f), _CMP_NLT_UQ);
+        return _mm512_maskz_scalef_ps(normal, p, x);
     }
 
     /// Pairs, quads, then 128-bit lanes.
@@ -77,7 +80,7 @@ struct Avx512 {
 
 bool supported() {
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
 
 constexpr IsaKernel kKernel = isa_kernel<Avx512>("avx512", 2, supported);

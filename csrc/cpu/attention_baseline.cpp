@@ -45,6 +45,7 @@ struct Baseline {
     using Vec __attribute__((vector_size(16))) = float;
     using Int __attribute__((vector_size(16))) = std::int32_t;
     static constexpr int kLanes = 4;
+    static constexpr auto& kExp2 = kExp2Nearest;
 #ifdef __aarch64__
     static constexpr int kVectors = 3, kBlock = 8;  // 32 registers
 #else
