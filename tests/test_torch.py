@@ -107,14 +107,13 @@ def test_compile_with_dynamic_length(target: Target, backend: str) -> None:
 
     @torch.compile(fullgraph=True, dynamic=True, backend=count)
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        out, lse = flash_wmma.forward(q * 2, k, v, causal=causal, kernel=kernel.name, return_lse=True)
-        return out + 1, lse
+        return flash_wmma.forward(q, k, v, causal=causal, kernel=kernel.name, return_lse=True)
 
     for nq, nk in ((33, 50), (17, 99), (64, 65), (100, 31), (50, 50)):
         q, k, v = inputs(target, nq, nk)
         out, lse = attend(q, k, v)
-        eager = flash_wmma.forward(q * 2, k, v, causal=causal, kernel=kernel.name, return_lse=True)
-        assert torch.equal(out, eager[0] + 1)
+        eager = flash_wmma.forward(q, k, v, causal=causal, kernel=kernel.name, return_lse=True)
+        assert torch.equal(out, eager[0])
         assert torch.equal(lse, eager[1])
         after_first = after_first or graphs
     assert after_first
