@@ -34,6 +34,7 @@
 #include "../device/element.cuh"
 #include "../device/mask.cuh"
 #include "../device/tile.cuh"
+#include "wmma_v3_instances.h"
 
 namespace flash_wmma::wmma_v3 {
 
@@ -234,6 +235,14 @@ struct QOperand {
 template <class Tile>
 using OAccumulators = Accumulator[Tile::kRowTiles][Tile::kD / 16];
 
+template <class Tile>
+__device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
+}
+
 /// Row's final 1/l and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
 template <class Tile>
 __device__ void finish_row(const Work<Tile>& work, SharedMemory<Tile>& smem, int row, float m, float l) {
@@ -251,7 +260,7 @@ __device__ __forceinline__ void multiply_qk(Accumulator (&s)[Tile::kRowTiles][Ti
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int j = 0; j < Tile::kBc / 16; ++j) wmma::fill_fragment(s[r][j], 0.f);
-#pragma unroll
+#pragma unroll(Tile::kQInRegisters ? Tile::kD / 16 : 4)
     for (int c = 0; c < Tile::kD / 16; ++c) {
         AFragment<Tile> qt[Tile::kRowTiles];
 #pragma unroll
@@ -348,10 +357,11 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         __syncthreads();  // K of this tile and V of the previous have landed, the tiles before have been used
         const auto& k = smem.loop.k[slot];
         const auto& v = smem.loop.v[slot ^ 1];
+        const int first = ptx::opaque(key);  // addresses are computed here, not kept in registers across the loop
         if (key + kBc <= work.last_key)
-            copy_tile_async<Tile, kBc>(smem.loop.k[slot ^ 1], work.k, p.k.row, key + kBc, seqlen_k, p.head_dim);
+            copy_tile_async<Tile, kBc>(smem.loop.k[slot ^ 1], work.k, p.k.row, first + kBc, seqlen_k, p.head_dim);
         if (key <= work.last_key)
-            copy_tile_async<Tile, kBc>(smem.loop.v[slot], work.v, p.v.row, key, seqlen_k, p.head_dim_v);
+            copy_tile_async<Tile, kBc>(smem.loop.v[slot], work.v, p.v.row, first, seqlen_k, p.head_dim_v);
         ptx::cp_async_commit();
 
         const auto [scale, v_exp] = work.scales(q_scale, key);
@@ -428,12 +438,67 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         }
 }
 
-/// The main loop for any fragment layout: S and P through shared memory, 16 keys at a time, a lane pair on each row.
+/// O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
 template <class Tile>
-__device__ __forceinline__ void attend_opaque(const Work<Tile>& work, SharedMemory<Tile>& smem, const QOperand<Tile>& q,
-                                           OAccumulators<Tile>& o, int warp_row) {
+__device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Tile>& smem, OAccumulators<Tile>& o,
+                                        int warp_row) {
     using T = typename Tile::T;
+    constexpr int kColumns = Tile::kOutColumns, kVector = 8, kVectors = kColumns / kVector;
     const ForwardParams& p = work.p;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    auto& staged = smem.finish[threadIdx.x / 32].o;
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int first = 0; first < Tile::kD; first += kColumns) {
+            __syncwarp();
+#pragma unroll
+            for (int c = 0; c < kColumns / 16; ++c)
+                wmma::store_matrix_sync(&staged[0][16 * c], o[r][first / 16 + c], Tile::kOutPitch,
+                                        wmma::mem_row_major);
+            __syncwarp();
+            for (int i = lane; i < 16 * kVectors; i += 32) {
+                const int row = i / kVectors, column = i % kVectors * kVector;
+                const int tile_row = warp_row + 16 * r + row;
+                const auto [query, head] = work.tile.row(tile_row);
+                if (query >= p.seqlen_q || first + column >= p.head_dim_v) continue;
+                const float inverse_l = smem.inverse_l[tile_row];
+                float x[kVector];
+#pragma unroll
+                for (int e = 0; e < kVector; e += 4) {
+                    const float4 four = *reinterpret_cast<const float4*>(&staged[row][column + e]);
+                    x[e] = four.x * inverse_l, x[e + 1] = four.y * inverse_l;
+                    x[e + 2] = four.z * inverse_l, x[e + 3] = four.w * inverse_l;
+                }
+                if (p.out_dtype == DType::kFloat32) {
+                    auto* out = reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, query) + first + column);
+                    out[0] = make_float4(x[0], x[1], x[2], x[3]);
+                    out[1] = make_float4(x[4], x[5], x[6], x[7]);
+                } else {
+                    union {
+                        uint4 vector;
+                        typename Element<T>::Pair pairs[4];
+                    } out;
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) out.pairs[e] = Element<T>::pair(x[2 * e], x[2 * e + 1]);
+                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, query) + first + column) = out.vector;
+                }
+            }
+        }
+}
+
+/// The whole of a block's work for any fragment layout, once Q is in shared memory: S and P through shared memory, 16
+/// keys at a time, a lane pair on each row. Not inlined, so that it costs the common route no registers.
+template <class Tile>
+__device__ __noinline__ void attend_opaque(const ForwardParams& p) {
+    using T = typename Tile::T;
+    auto& smem = shared_memory<SharedMemory<Tile>>();
+    const Work<Tile> work(p);
+    const int warp_row = static_cast<int>(threadIdx.x) / 32 * Tile::kWarpRows;
+    QOperand<Tile> q;
+    q.load(smem, warp_row);
+    OAccumulators<Tile> o;
+    clear<Tile>(o);
     const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 2, first_column = lane % 2 * 8;
     const int seqlen_k = static_cast<int>(p.seqlen_k);
     const float q_scale = work.query_scale(warp_row);
@@ -504,55 +569,8 @@ __device__ __forceinline__ void attend_opaque(const Work<Tile>& work, SharedMemo
     }
     for (int r = 0; r < Tile::kRowTiles; ++r)
         if (lane % 2 == 0) finish_row(work, smem, warp_row + 16 * r + row, m[r], l[r]);
-}
-
-/// O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
-template <class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Tile>& smem, OAccumulators<Tile>& o,
-                                        int warp_row) {
-    using T = typename Tile::T;
-    constexpr int kColumns = Tile::kOutColumns, kVector = 8, kVectors = kColumns / kVector;
-    const ForwardParams& p = work.p;
-    const int lane = static_cast<int>(threadIdx.x) % 32;
-    auto& staged = smem.finish[threadIdx.x / 32].o;
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int first = 0; first < Tile::kD; first += kColumns) {
-            __syncwarp();
-#pragma unroll
-            for (int c = 0; c < kColumns / 16; ++c)
-                wmma::store_matrix_sync(&staged[0][16 * c], o[r][first / 16 + c], Tile::kOutPitch,
-                                        wmma::mem_row_major);
-            __syncwarp();
-            for (int i = lane; i < 16 * kVectors; i += 32) {
-                const int row = i / kVectors, column = i % kVectors * kVector;
-                const int tile_row = warp_row + 16 * r + row;
-                const auto [query, head] = work.tile.row(tile_row);
-                if (query >= p.seqlen_q || first + column >= p.head_dim_v) continue;
-                const float inverse_l = smem.inverse_l[tile_row];
-                float x[kVector];
-#pragma unroll
-                for (int e = 0; e < kVector; e += 4) {
-                    const float4 four = *reinterpret_cast<const float4*>(&staged[row][column + e]);
-                    x[e] = four.x * inverse_l, x[e + 1] = four.y * inverse_l;
-                    x[e + 2] = four.z * inverse_l, x[e + 3] = four.w * inverse_l;
-                }
-                if (p.out_dtype == DType::kFloat32) {
-                    auto* out = reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, query) + first + column);
-                    out[0] = make_float4(x[0], x[1], x[2], x[3]);
-                    out[1] = make_float4(x[4], x[5], x[6], x[7]);
-                } else {
-                    union {
-                        uint4 vector;
-                        typename Element<T>::Pair pairs[4];
-                    } out;
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) out.pairs[e] = Element<T>::pair(x[2 * e], x[2 * e + 1]);
-                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, query) + first + column) = out.vector;
-                }
-            }
-        }
+    __syncthreads();
+    store_o(work, smem, o, warp_row);
 }
 
 template <class Tile>
@@ -575,22 +593,61 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     }
     ptx::cp_async_wait<1>();
     __syncthreads();
-    const bool in_registers = Tile::kHandover == Handover::kRegisters && layout_is_known<Tile>(smem.start);
+    if (Tile::kHandover == Handover::kShared || !layout_is_known<Tile>(smem.start)) {
+        attend_opaque<Tile>(p);
+        return;
+    }
     QOperand<Tile> q;
     q.load(smem, warp_row);
-
     OAccumulators<Tile> o;
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
-
-    if (in_registers) attend(work, smem, q, o, warp_row);
-    else attend_opaque(work, smem, q, o, warp_row);
+    clear<Tile>(o);
+    attend(work, smem, q, o, warp_row);
 
     ptx::cp_async_wait<0>();
     __syncthreads();  // K/V tiles have been used; O takes their place
     store_o(work, smem, o, warp_row);
+}
+
+template <class Tile>
+void launch_tile(const ForwardParams& p, Stream stream) {
+    const LaunchConfig config{q_tile_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+    launch(forward<Tile>, config, stream, p);
+}
+
+template <class Tile>
+Shape shape(float blocks_per_sm) {
+    return {{Element<typename Tile::T>::kDType, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile>)},
+            blocks_per_sm,
+            launch_tile<Tile>};
+}
+
+// The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and the
+// fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
+// blocks an SM from which the shape pays.
+
+/// For every architecture: at most 64 KiB of shared memory.
+template <class T>
+std::vector<Shape> compact_shapes() {
+    return {
+        shape<Tile<T, 32, 4, 2, 64, true, 2>>(0.75f), shape<Tile<T, 32, 4, 1, 64, true, 2>>(0.f),
+        shape<Tile<T, 64, 4, 2, 32, true, 2>>(0.75f), shape<Tile<T, 64, 4, 1, 64, true, 2>>(0.f),
+        shape<Tile<T, 96, 4, 1, 32, true, 2>>(0.f),   shape<Tile<T, 128, 4, 1, 32, true, 2>>(0.f),
+        shape<Tile<T, 192, 4, 1, 16, false, 1>>(0.f), shape<Tile<T, 256, 2, 1, 16, false, 1>>(0.f),
+    };
+}
+
+/// From sm_80 on: more registers and shared memory a block.
+// spills: at d = 96 to 192 up to a dozen registers of loop-invariant addresses go to local memory, written once a block
+// and read a few times a tile; the tiles that avoid it are slower (docs/tuning/wmma_v3.md).
+template <class T>
+std::vector<Shape> wide_shapes() {
+    return {
+        shape<Tile<T, 64, 4, 2, 64, true, 2>>(0.75f), shape<Tile<T, 64, 4, 1, 64, true, 3>>(0.f),
+        shape<Tile<T, 96, 4, 2, 32, true, 1>>(1.5f),  shape<Tile<T, 96, 4, 1, 64, true, 2>>(0.f),
+        shape<Tile<T, 128, 4, 2, 32, false, 1>>(1.5f), shape<Tile<T, 192, 4, 1, 32, true, 1>>(0.f),
+        shape<Tile<T, 256, 4, 1, 32, false, 1>>(0.f),
+    };
 }
 
 }  // namespace flash_wmma::wmma_v3

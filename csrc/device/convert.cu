@@ -1,0 +1,133 @@
+// One block converts one tile of kScaleRows rows of q, k or v: a pass for the largest finite magnitude, then, with the
+// tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element.
+#include "convert.h"
+
+#include <launch.h>
+#include <shared_memory.cuh>
+
+#include "element.cuh"
+#include "tile.cuh"
+
+namespace flash_wmma {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kVector = 8;  // elements a thread moves at once
+
+struct Operand {
+    Rows in;
+    half* out;         // contiguous (B, H, N, d)
+    float* exponents;  // (B, H, ceil(N / kScaleRows))
+    std::int64_t heads, rows, tiles;
+    int head_dim;
+};
+
+struct Conversion {
+    Operand operand[3];
+    std::int64_t first_block[4];  // operand i has the blocks [first_block[i], first_block[i + 1])
+};
+
+struct SharedMemory {
+    float warp_maximum[kThreads / 32];
+};
+
+__device__ void load(const float* from, float (&x)[kVector]) {
+    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+__global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
+    auto& smem = shared_memory<SharedMemory>();
+    const int which = blockIdx.x >= c.first_block[2] ? 2 : blockIdx.x >= c.first_block[1] ? 1 : 0;
+    const Operand& t = c.operand[which];
+    const std::int64_t block = blockIdx.x - c.first_block[which], tile = block % t.tiles, slice = block / t.tiles;
+    const std::int64_t first_row = tile * kScaleRows;
+    const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), t.rows - first_row));
+    const float* in = static_cast<const float*>(t.in.data) + slice / t.heads * t.in.batch + slice % t.heads * t.in.head +
+                      first_row * t.in.row;
+    half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
+    const int vectors = t.head_dim / kVector, tid = static_cast<int>(threadIdx.x);
+
+    float largest = 0.f;
+    for (int i = tid; i < rows * vectors; i += kThreads) {
+        float x[kVector];
+        load(in + i / vectors * t.in.row + i % vectors * kVector, x);
+#pragma unroll
+        for (float value : x)
+            if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
+    }
+#pragma unroll
+    for (int lane = 16; lane; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    if (tid % 32 == 0) smem.warp_maximum[tid / 32] = largest;
+    __syncthreads();
+#pragma unroll
+    for (float maximum : smem.warp_maximum) largest = fmaxf(largest, maximum);
+
+    // The largest value goes to [2^14, 2^15): 30 binades of full precision below it. The scale itself stays normal.
+    const int exponent = largest == 0.f ? 0 : max(ilogbf(largest) - 14, -126);
+    const float scale = ldexpf(1.f, -exponent);
+    if (tid == 0) t.exponents[slice * t.tiles + tile] = static_cast<float>(exponent);
+    for (int i = tid; i < rows * vectors; i += kThreads) {
+        float x[kVector];
+        load(in + i / vectors * t.in.row + i % vectors * kVector, x);
+        union {
+            uint4 vector;
+            __half2 pairs[kVector / 2];
+        } rounded;
+#pragma unroll
+        for (int e = 0; e < kVector / 2; ++e)
+            rounded.pairs[e] = __floats2half2_rn(x[2 * e] * scale, x[2 * e + 1] * scale);
+        *reinterpret_cast<uint4*>(out + i * kVector) = rounded.vector;
+    }
+}
+
+std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+/// The operands of a conversion laid out one after the other in the workspace, and the bytes they take.
+struct Layout {
+    Conversion conversion{};
+    std::int64_t bytes = 0;
+
+    explicit Layout(const ForwardParams& p) {
+        add(0, p.q, p.batch, p.heads_q, p.seqlen_q, p.head_dim, p.workspace);
+        add(1, p.k, p.batch, p.heads_k, p.seqlen_k, p.head_dim, p.workspace);
+        add(2, p.v, p.batch, p.heads_k, p.seqlen_k, p.head_dim_v, p.workspace);
+    }
+
+  private:
+    void add(int i, const Rows& in, std::int64_t batch, std::int64_t heads, std::int64_t rows, int d, void* workspace) {
+        const std::int64_t tiles = (rows + kScaleRows - 1) / kScaleRows;
+        auto* base = static_cast<char*>(workspace);
+        Operand& operand = conversion.operand[i];
+        operand = {in, nullptr, nullptr, heads, rows, tiles, d};
+        operand.out = reinterpret_cast<half*>(base + bytes);
+        bytes += aligned(batch * heads * rows * d * static_cast<std::int64_t>(sizeof(half)));
+        operand.exponents = reinterpret_cast<float*>(base + bytes);
+        bytes += aligned(batch * heads * tiles * static_cast<std::int64_t>(sizeof(float)));
+        conversion.first_block[i + 1] = conversion.first_block[i] + batch * heads * tiles;
+    }
+};
+
+}  // namespace
+
+std::int64_t converted_bytes(const ForwardParams& params) { return Layout(params).bytes; }
+
+ForwardParams convert_to_half(const ForwardParams& params, Stream stream) {
+    const Conversion conversion = Layout(params).conversion;
+    const std::int64_t blocks = conversion.first_block[3];
+    if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
+    launch(convert, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)}, stream, conversion);
+
+    ForwardParams p = params;
+    p.dtype = DType::kFloat16;
+    Rows* rows[] = {&p.q, &p.k, &p.v};
+    const float** exponents[] = {&p.exponents.q, &p.exponents.k, &p.exponents.v};
+    for (int i = 0; i < 3; ++i) {
+        const Operand& o = conversion.operand[i];
+        *rows[i] = {o.out, o.heads * o.rows * o.head_dim, o.rows * o.head_dim, o.head_dim};
+        *exponents[i] = o.exponents;
+    }
+    return p;
+}
+
+}  // namespace flash_wmma

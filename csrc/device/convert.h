@@ -1,0 +1,19 @@
+// Conversion of fp32 (and, where the tensor cores lack it, bf16) inputs to half with power-of-two scales, so that no
+// range is lost: every kScaleRows rows of a head share one exponent e, stored value = true value * 2^-e. The kernels
+// take the exponents back (attention.h, Exponents).
+#pragma once
+
+#include <cstdint>
+
+#include "../attention.h"
+
+namespace flash_wmma {
+
+/// Bytes of workspace for the converted q, k and v of `params` and their exponents.
+std::int64_t converted_bytes(const ForwardParams& params);
+
+/// Converts q, k and v into params.workspace, asynchronously, in one launch. Returns the params of the half problem:
+/// dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
+ForwardParams convert_to_half(const ForwardParams& params, Stream stream);
+
+}  // namespace flash_wmma

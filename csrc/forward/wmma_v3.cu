@@ -1,0 +1,82 @@
+// wmma_v3 (wmma_v3.cuh): its half instances, the choice among all of them, and its row in the registry.
+#include "wmma_v3.cuh"
+
+#include <algorithm>
+#include <tuple>
+
+#include "../device/convert.h"
+
+namespace flash_wmma::wmma_v3 {
+
+namespace {
+
+/// Every shape of this build, by head dim, the largest tile first.
+const std::vector<Shape> kShapes = [] {
+    std::vector<Shape> all = compact_shapes<half>();
+    for (auto* more : {sm80_half_shapes, sm80_bf16_shapes})
+        if (more)
+            for (const Shape& shape : more()) all.push_back(shape);
+    std::stable_sort(all.begin(), all.end(), [](const Shape& a, const Shape& b) {
+        return std::make_tuple(a.facts.head_dim, -a.facts.br, -a.facts.bc) <
+               std::make_tuple(b.facts.head_dim, -b.facts.br, -b.facts.bc);
+    });
+    return all;
+}();
+
+const std::vector<Instance> kInstances = [] {
+    std::vector<Instance> instances;
+    for (const Shape& shape : kShapes) instances.push_back(shape.facts);
+    return instances;
+}();
+
+/// The least head dim that holds d and d_v; of its shapes the largest tile that fits the device and that fills it.
+/// fp32 runs on the half instances. `batch_invariant` leaves the number of heads out of the choice.
+const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
+    const DType dtype = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
+    const int d = std::max(p.head_dim, p.head_dim_v);
+    const Shape* chosen = nullptr;
+    for (const Shape& shape : kShapes) {
+        const Instance& tile = shape.facts;
+        if (tile.dtype != dtype || tile.head_dim < d || tile.smem_bytes > device.smem_optin) continue;
+        if (chosen && chosen->facts.head_dim < tile.head_dim) break;
+        chosen = &shape;
+        const auto blocks = static_cast<float>((p.seqlen_q + tile.br - 1) / tile.br * p.heads_q * p.batch);
+        if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
+    }
+    if (!chosen) throw std::runtime_error("flash_wmma: wmma_v3 has no tile that fits the device");
+    return *chosen;
+}
+
+const Instance& choose(const ForwardParams& p, const DeviceFacts& device) { return choose_shape(p, device).facts; }
+
+std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
+    return p.dtype == DType::kFloat32 ? converted_bytes(p) : 0;
+}
+
+void launch_wmma_v3(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+    const Shape& shape = choose_shape(p, device);
+    if (p.dtype == DType::kFloat32) shape.launch(convert_to_half(p, stream), stream);
+    else shape.launch(p, stream);
+}
+
+const KernelInfo kInfo = {
+    /*name=*/"wmma_v3",
+    /*summary=*/"WMMA, exact per-row softmax in registers, lagged maximum, any d up to 256, cp.async, padded tiles",
+    /*min_arch=*/75,
+    /*bf16_min_arch=*/sm80_bf16_shapes ? 80 : 0,
+    /*float32=*/true,
+    /*float16=*/true,
+    /*min_head_dim=*/1,
+    /*max_head_dim=*/256,
+    /*features=*/kCausal | kWindow | kValueDim,
+    /*auto_rank=*/10,
+    kInstances.data(),
+    kInstances.size(),
+    choose,
+    workspace_bytes,
+    launch_wmma_v3,
+};
+const Registration kRegistration(kInfo);
+
+}  // namespace
+}  // namespace flash_wmma::wmma_v3
