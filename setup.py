@@ -229,7 +229,8 @@ def ninja_file(build: Path, library: Path, module: Path) -> str:
     wanted = codes(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     objects: dict[str, list[Path]] = {"library": [], "module": []}
     edges, built = [], set()
-    for source in sorted(p.relative_to(ROOT) for pattern in SOURCES for p in ROOT.glob(pattern)):
+    # Ninja starts in this order, and the last rungs of the ladder take longest.
+    for source in sorted((p.relative_to(ROOT) for pattern in SOURCES for p in ROOT.glob(pattern)), reverse=True):
         group = next(g for g in GROUPS if fnmatch(str(source), g.pattern))
         target = build / f"{source}.o"
         flags = group.flags
