@@ -131,7 +131,7 @@ def ptxas_logs(cuda_sources: list[str]) -> dict[str, str]:
 
 
 def kernel_comments(source: Path) -> dict[str, str]:
-    """The comment above each __global__ function in a file and in the files it includes, by the function's name."""
+    """The comment above each function of the device in a file and in the files it includes, by the function's name."""
     text = source.read_text()
     comments = {}
     for name in re.findall(r'#include "(.*)"', text):
