@@ -139,7 +139,7 @@ def kernel_comments(source: Path) -> dict[str, str]:
             comments |= kernel_comments(source.parent / name)
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
     for match in re.finditer(
-        r"((?:^(?://|template).*\n)*)^[^\n/]*__global__([^;{]*?)(\w+)\(", re.sub(bounds, "", text), re.M
+        r"((?:^(?://|template).*\n)*)^[^\n/]*__(?:global|device)__([^;{]*?)(\w+)\(", re.sub(bounds, "", text), re.M
     ):
         comments[match[3]] = match[1]
     return comments
