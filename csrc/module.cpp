@@ -82,7 +82,7 @@ struct Problem {
     }
 };
 
-/// {"kernel": name or None, "instance": its index or None, "reasons": {name: why it is not taken}}.
+/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}.
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
                  bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
     Problem problem(dtype, sizes, band, attn_bias, alibi_slopes, softcap);
@@ -94,11 +94,9 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
     device.warp_size = device_facts[3].cast<int>();
 
     const KernelInfo* taken = nullptr;
-    std::string error;
     try {
         taken = &registry::select(name, params, device);
-    } catch (const std::invalid_argument& refused) {
-        error = refused.what();
+    } catch (const std::invalid_argument&) {  // the reasons say it
     }
     std::map<std::string, std::string> reasons;
     for (const KernelInfo* kernel : registry::kernels()) {
@@ -112,10 +110,10 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
         const auto padded = [](std::int32_t d) { return (d + 7) / 8 * 8; };
         params.head_dim = padded(params.head_dim);
         params.head_dim_v = padded(params.head_dim_v);
-        if (taken->choose) instance = py::int_(&taken->choose(params, device) - taken->instances);
+        if (taken->choose) instance = instance_facts(taken->choose(params, device));
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
-                    py::arg("instance") = instance, py::arg("reasons") = reasons, py::arg("error") = error);
+                    py::arg("instance") = instance, py::arg("reasons") = reasons);
 }
 
 const DeviceRuntime& runtime() {

@@ -11,6 +11,17 @@ import torch
 
 import flash_wmma
 
+CARDS = {  # multiprocessors, KiB of shared memory that a block may opt in to
+    70: (80, 96),  # V100
+    75: (40, 64),  # T4
+    80: (108, 163),  # A100
+    86: (82, 99),  # RTX 3090
+    89: (128, 99),  # RTX 4090
+    90: (132, 227),  # H100
+    100: (148, 227),  # B200
+    120: (170, 99),  # RTX 5090
+}
+
 
 def _kernel_lines() -> list[str]:
     lines = []
@@ -86,7 +97,12 @@ def explain(arguments: argparse.Namespace) -> None:
         batch, arguments.kv_heads or heads, arguments.kv_length or length, head_dim, dtype=dtype, device="meta"
     )
     if arguments.arch is not None:
-        facts = flash_wmma.DeviceFacts(arguments.arch, arguments.sm_count, arguments.smem_optin)
+        sm_count, smem_kib = CARDS[arguments.arch]
+        facts = flash_wmma.DeviceFacts(
+            arch=arguments.arch,
+            sm_count=arguments.sm_count or sm_count,
+            smem_optin=arguments.smem_optin or smem_kib * 1024,
+        )
     else:
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")
         facts = flash_wmma.device_facts(device)
@@ -116,9 +132,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="negative: unbounded")
     p.add_argument("--kernel", default="auto")
     p.add_argument("--device", help="cpu or cuda[:index] (default: cuda if there is one)")
-    p.add_argument("--arch", type=int, help="instead of a device: 10 * major + minor")
-    p.add_argument("--sm-count", type=int, default=0)
-    p.add_argument("--smem-optin", type=int, default=0, help="bytes of shared memory a block may opt in to")
+    p.add_argument("--arch", type=int, choices=CARDS, help="a card that need not be there: 10 * major + minor")
+    p.add_argument("--sm-count", type=int, help="its multiprocessors (default: as a usual one has)")
+    p.add_argument("--smem-optin", type=int, help="bytes of shared memory a block may opt in to (default: likewise)")
     arguments = parser.parse_args(argv)
     try:
         if arguments.command == "info":

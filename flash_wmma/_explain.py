@@ -11,7 +11,7 @@ from . import _checks
 from ._checks import Causal, Window
 from ._forward import band
 from ._native import native
-from ._table import Instance, kernel_named
+from ._table import Instance, instance_of, kernel_named
 
 
 @dataclass(frozen=True)
@@ -118,10 +118,10 @@ def explain(
         softcap,
         (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size),
     )
-    name, index = answer["kernel"], answer["instance"]
+    tile = answer["instance"]
     return Explanation(
-        kernel=name,
-        instance=None if index is None else kernel_named(name).instances[index],
+        kernel=answer["kernel"],
+        instance=None if tile is None else instance_of(tile),
         reasons=answer["reasons"],
         device=device_facts,
     )

@@ -17,7 +17,7 @@ class Instance:
     """One compiled tile of a kernel."""
 
     dtype: torch.dtype
-    """Of q, k and v."""
+    """Of q, k and v as it reads them: a kernel that converts float32 inputs beforehand reads float16."""
     head_dim: int
     """The largest d it takes."""
     br: int
@@ -78,18 +78,20 @@ class FunctionFacts:
     """A block."""
 
 
+def instance_of(facts: dict[str, Any]) -> Instance:
+    """From the facts as ``_C`` gives them."""
+    return Instance(**{**facts, "dtype": getattr(torch, facts["dtype"])})
+
+
 @functools.cache
 def _kernels() -> tuple[Kernel, ...]:
-    def instance(facts: dict[str, Any]) -> Instance:
-        return Instance(**{**facts, "dtype": getattr(torch, facts["dtype"])})
-
     return tuple(
         Kernel(
             **{
                 **facts,
                 "dtypes": tuple(getattr(torch, name) for name in facts["dtypes"]),
                 "features": frozenset(facts["features"]),
-                "instances": tuple(map(instance, facts["instances"])),
+                "instances": tuple(map(instance_of, facts["instances"])),
             }
         )
         for facts in native().kernels()
