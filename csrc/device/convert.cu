@@ -20,6 +20,7 @@ struct Operand {
     float* exponents;  // (B, H, ceil(N / kScaleRows))
     std::int64_t heads, rows, tiles;
     int head_dim;
+    float zero_exponent;  // of a tile without a finite value but 0
 };
 
 struct Conversion {
@@ -64,9 +65,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     for (float maximum : smem.warp_maximum) largest = fmaxf(largest, maximum);
 
     // The largest value goes to [2^14, 2^15): 30 binades of full precision below it. The scale itself stays normal.
-    const int exponent = largest == 0.f ? 0 : max(ilogbf(largest) - 14, -126);
+    const bool zero = largest == 0.f;
+    const int exponent = zero ? 0 : max(ilogbf(largest) - 14, -126);
     const float scale = ldexpf(1.f, -exponent);
-    if (tid == 0) t.exponents[slice * t.tiles + tile] = static_cast<float>(exponent);
+    if (tid == 0) t.exponents[slice * t.tiles + tile] = zero ? t.zero_exponent : static_cast<float>(exponent);
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
         load(in + i / vectors * t.in.row + i % vectors * kVector, x);
@@ -99,7 +101,7 @@ struct Layout {
         const std::int64_t tiles = (rows + kScaleRows - 1) / kScaleRows;
         auto* base = static_cast<char*>(workspace);
         Operand& operand = conversion.operand[i];
-        operand = {in, nullptr, nullptr, heads, rows, tiles, d};
+        operand = {in, nullptr, nullptr, heads, rows, tiles, d, i == 2 ? INFINITY : 0.f};
         operand.out = reinterpret_cast<half*>(base + bytes);
         bytes += aligned(batch * heads * rows * d * static_cast<std::int64_t>(sizeof(half)));
         operand.exponents = reinterpret_cast<float*>(base + bytes);

@@ -47,7 +47,9 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     return *chosen;
 }
 
-const Instance& choose(const ForwardParams& p, const DeviceFacts& device) { return choose_shape(p, device).facts; }
+const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
+    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
+}
 
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     return p.dtype == DType::kFloat32 ? converted_bytes(p) : 0;

@@ -173,7 +173,7 @@ struct Work {
     BandMask mask;
     const T *k, *v;              // row 0 of the head's K and V
     const float *k_exp, *v_exp;  // exponents of converted inputs, one per kScaleRows keys; null: none
-    float v_exp_first;           // V's exponent of the first tile: the unit of O
+    float v_unit;                // exponent of O's unit: about the least of V's exponents that the block may meet
     int first_key, last_key;     // visible to some row of the tile, first_key a multiple of Bc
 
     __device__ explicit Work(const ForwardParams& params)
@@ -188,7 +188,22 @@ struct Work {
         const std::int64_t k_tiles = (p.seqlen_k + kScaleRows - 1) / kScaleRows;
         k_exp = p.exponents.k ? p.exponents.k + k_head * k_tiles : nullptr;
         v_exp = p.exponents.v ? p.exponents.v + k_head * k_tiles : nullptr;
-        v_exp_first = v_exp && first_key <= last_key ? v_exp[first_key / kScaleRows] : 0.f;
+        v_unit = v_exp ? value_unit() : 0.f;
+    }
+
+    /// The least, but for tiles so much smaller than others (2^-96) that nothing of them is left beside those.
+    __device__ float value_unit() const {
+        float least = INFINITY, greatest = -INFINITY;
+        for (int i = first_key / kScaleRows + static_cast<int>(threadIdx.x) % 32; i <= last_key / kScaleRows; i += 32) {
+            least = fminf(least, v_exp[i]);
+            if (v_exp[i] != INFINITY) greatest = fmaxf(greatest, v_exp[i]);
+        }
+#pragma unroll
+        for (int lane = 16; lane; lane /= 2) {
+            least = fminf(least, __shfl_xor_sync(kWarpMask, least, lane));
+            greatest = fmaxf(greatest, __shfl_xor_sync(kWarpMask, greatest, lane));
+        }
+        return least == INFINITY ? 0.f : fmaxf(least, greatest - 96.f);
     }
 
     /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
@@ -199,13 +214,15 @@ struct Work {
         const std::int64_t q_head = tile.batch * p.heads_q + tile.head;
         return scale * exp2f(p.exponents.q[q_head * q_tiles + (tile.first_row + row) / kScaleRows]);
     }
-    /// Scale of the scores against the K tile at `key`, and its V's exponent relative to O's unit.
+    /// Scale of the scores against the K tile at `key`, and its V's exponent relative to O's unit. A V tile of zeros
+    /// counts as the smallest, so that its scores do not push the weights of the others out of T's range.
     struct Scales {
         float score, v_exp;
     };
     __device__ Scales scales(float query_scale, int key) const {
         if (!k_exp || key > last_key) return {query_scale, 0.f};
-        return {query_scale * ptx::ex2(k_exp[key / kScaleRows]), v_exp[key / kScaleRows] - v_exp_first};
+        const float value = v_exp[key / kScaleRows];
+        return {query_scale * ptx::ex2(k_exp[key / kScaleRows]), value == INFINITY ? 0.f : fmaxf(value - v_unit, -20.f)};
     }
 };
 
@@ -246,7 +263,7 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
 /// Row's final 1/l and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
 template <class Tile>
 __device__ void finish_row(const Work<Tile>& work, SharedMemory<Tile>& smem, int row, float m, float l) {
-    smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(work.v_exp_first) / l;
+    smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(work.v_unit) / l;
     const auto [query, head] = work.tile.row(row);
     if (query < work.p.seqlen_q)
         work.p.lse[lse_index(work.p, work.tile.batch, head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
@@ -372,16 +389,17 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         if (pending && key >= all_begin && key + kBc <= all_end) {
             multiply_qk<Tile>(s, q, k);
             multiply_pv<Tile>(o, weights, v);
-            float sum[kRowTiles][2], largest = 0.f;
+            float sum[kRowTiles][2];
+            bool fits = true;  // false for a NaN too
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     sum[r][h] = weights_of_row<Tile>(s[r], h, scale, v_exp - m[r][h]);
-                    largest = fmaxf(largest, sum[r][h]);
+                    fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 }
             hand_over<Tile>(weights, s);
-            if (__all_sync(kWarpMask, largest <= Element<typename Tile::T>::kLargestSum)) {
+            if (__all_sync(kWarpMask, fits)) {
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
