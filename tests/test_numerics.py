@@ -107,6 +107,19 @@ def test_rising_maximum(target: Target, where: str, tile: int, step: float) -> N
         verify(target, q, k, v, Mask("bottom_right"), scale=1.0)
 
 
+def test_scores_far_below_zero(target: Target) -> None:
+    """No finite number stands for -inf: the largest scores are as low as the inputs' range lets them be."""
+    kernel, dtype = target
+    wide = dtype != torch.float16 and (dtype == operand_dtype(kernel, dtype) or kernel.auto_rank > 0)
+    low = 1e16 if wide else 2e4
+    for nk in (1, 40, 200):
+        key = torch.where(torch.arange(nk) % 2 == 0, low, 2 * low)
+        q, k, v = from_scores(target, torch.full((30,), -low), key)
+        verify(target, q, k, v, scale=1.0)
+        if "causal" in kernel.features:
+            verify(target, q, k, v, Mask("top_left"), scale=1.0)
+
+
 @pytest.mark.parametrize("value", [0.0, 1.0, -3.0, 30.0])
 @pytest.mark.parametrize("nk", [1, 16, 31, 64, 257])
 def test_equal_scores(target: Target, nk: int, value: float) -> None:
