@@ -7,8 +7,8 @@
 // entries are their own index, loaded as a fragment, tells each lane the row and column of each of its elements
 // (layout_is_known). With that:
 //   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
-//   * P goes from one product to the next in registers: element i of an accumulator and elements i and i + 8 of a
-//     matrix_a fragment are the same place of the 16x16 tile.
+//   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
+//     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8).
 // Hardware whose layout differs takes attend_opaque, which asks nothing of it.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
@@ -142,8 +142,8 @@ __device__ __forceinline__ void copy_tile_async(Target& target, const typename T
     }
 }
 
-/// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's elements
-/// i and i + 8 both at the accumulator's place i. The same answer in every lane of the warp.
+/// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's element i
+/// (and i + 8, where it has 16) at the accumulator's place i. The same answer in every lane of the warp.
 template <class Tile>
 __device__ bool layout_is_known(const typename SharedMemory<Tile>::Start& start) {
     AFragment<Tile> a;
@@ -151,15 +151,12 @@ __device__ bool layout_is_known(const typename SharedMemory<Tile>::Start& start)
     wmma::load_matrix_sync(a, &start.index[0][0], 16);
     wmma::load_matrix_sync(c, &start.index_f32[0][0], 16, wmma::mem_row_major);
     const int lane = static_cast<int>(threadIdx.x) % 32;
+    static_assert(Accumulator::num_elements == 8 && AFragment<Tile>::num_elements % 8 == 0);
     bool known = true;
-    if constexpr (AFragment<Tile>::num_elements == 16 && Accumulator::num_elements == 8) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const auto place = static_cast<float>(16 * row_of_element(lane, i) + column_of_element(lane, i));
-            known &= c.x[i] == place && static_cast<float>(a.x[i]) == place && static_cast<float>(a.x[i + 8]) == place;
-        }
-    } else {
-        known = false;
+    for (int i = 0; i < AFragment<Tile>::num_elements; ++i) {
+        const auto place = static_cast<float>(16 * row_of_element(lane, i % 8) + column_of_element(lane, i % 8));
+        known &= static_cast<float>(a.x[i]) == place && c.x[i % 8] == place;
     }
     return __all_sync(kWarpMask, known);
 }
@@ -307,8 +304,11 @@ __device__ __forceinline__ void hand_over(Weights<Tile>& weights,
 #pragma unroll
             for (int i = 0; i < 8; i += 2) {
                 const auto pair = Element<typename Tile::T>::pair(p[r][j].x[i], p[r][j].x[i + 1]);
-                weights[r][j].x[i] = weights[r][j].x[i + 8] = pair.x;
-                weights[r][j].x[i + 1] = weights[r][j].x[i + 9] = pair.y;
+#pragma unroll
+                for (int copy = i; copy < AFragment<Tile>::num_elements; copy += 8) {
+                    weights[r][j].x[copy] = pair.x;
+                    weights[r][j].x[copy + 1] = pair.y;
+                }
             }
 }
 
@@ -656,8 +656,8 @@ std::vector<Shape> compact_shapes() {
 }
 
 /// From sm_80 on: more registers and shared memory a block.
-// spills: at d = 96 to 192 up to a dozen registers of loop-invariant addresses go to local memory, written once a block
-// and read a few times a tile; the tiles that avoid it are slower (docs/tuning/wmma_v3.md).
+// spills: the tiles at the register limit keep up to a dozen loop-invariant values (addresses, bounds) in local memory,
+// written once a block and read a few times a tile; the tiles that avoid it are slower (docs/tuning/wmma_v3.md).
 template <class T>
 std::vector<Shape> wide_shapes() {
     return {
