@@ -23,9 +23,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-BUILD = ROOT / "build" / "tiles"
+
+
+def library_of(head_dim: int) -> Path:
+    """Where the sweep for a head dim is compiled to."""
+    return ROOT / "build" / "tiles" / f"tiles_d{head_dim}.so"
 
 
 @dataclass(frozen=True)
@@ -110,19 +118,20 @@ extern "C" int facts(int tile, int* registers, int* local_bytes, int* smem_bytes
 """
 
 
-def find_nvcc() -> str:
-    for candidate in (os.path.join(os.environ.get("CUDA_HOME", "/usr/local/cuda"), "bin", "nvcc"), shutil.which("nvcc")):
-        if candidate and os.path.exists(candidate):
-            return candidate
-    sys.exit("tiles.py build: nvcc not found; set CUDA_HOME or put nvcc on PATH")
+def find_nvcc() -> str | None:
+    """The toolkit's compiler, or None."""
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    return str(home) if home.exists() else shutil.which("nvcc")
 
 
-def build(head_dim: int, arch: str) -> Path:
-    """Compiles the sweep for one head dim into build/tiles/, split over processes. Returns the library."""
-    BUILD.mkdir(parents=True, exist_ok=True)
-    tiles = list(shapes(head_dim))
+def build(library: Path, head_dim: int, tiles: list[Shape], arch: str) -> None:
+    """Compiles these shapes into a library of their own."""
+    nvcc = find_nvcc()
+    if nvcc is None:
+        sys.exit("tiles.py build: nvcc not found; set CUDA_HOME or put nvcc on PATH")
+    library.parent.mkdir(parents=True, exist_ok=True)
     names = [tile.cpp(head_dim) for tile in tiles]
-    source = BUILD / f"tiles_d{head_dim}.cu"
+    source = library.with_suffix(".cu")
     source.write_text(
         SOURCE.format(
             root=ROOT,
@@ -131,11 +140,32 @@ def build(head_dim: int, arch: str) -> Path:
             smems=", ".join(f"smem<{n}>" for n in names),
         )
     )
-    library = source.with_suffix(".so")
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
-    subprocess.run([find_nvcc(), *flags, "--split-compile=0", str(source), "-o", str(library)], check=True)
-    print(f"{library}: {len(tiles)} shapes")
-    return library
+    subprocess.run([nvcc, *flags, "--split-compile=0", str(source), "-o", str(library)], check=True)
+
+
+class Library:
+    """A compiled sweep."""
+
+    def __init__(self, path: Path) -> None:
+        self._native = ctypes.CDLL(str(path))
+
+    def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> None:
+        """Runs shape `index` on contiguous fp16 tensors (B, H, N, d) and lse (B, H, N), on the current stream."""
+        import torch
+
+        pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]
+        lengths = [ctypes.c_longlong(n) for n in (q.size(0), q.size(1), k.size(1), q.size(2), k.size(2))]
+        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+        if self._native.run(index, *pointers, *lengths, q.size(3), int(causal), stream):
+            raise RuntimeError(f"shape {index}: launch failed")
+
+    def facts(self, index: int) -> tuple[int, int, int]:
+        """Registers a thread, bytes of local memory a thread, bytes of shared memory a block."""
+        numbers = [ctypes.c_int() for _ in range(3)]
+        self._native.facts(index, *(ctypes.byref(n) for n in numbers))
+        registers, local_bytes, smem_bytes = (n.value for n in numbers)
+        return registers, local_bytes, smem_bytes
 
 
 def run(args: argparse.Namespace) -> None:
@@ -143,19 +173,15 @@ def run(args: argparse.Namespace) -> None:
     import torch
     import torch.nn.functional as functional
 
-    library = ctypes.CDLL(str(BUILD / f"tiles_d{args.head_dim}.so"))
+    library = Library(library_of(args.head_dim))
     tiles = list(shapes(args.head_dim))
     size = (args.batch, args.heads, args.seq_len, args.head_dim)
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.float16) for _ in range(3))
     out, lse = torch.empty_like(q), torch.empty(size[:3], device="cuda")
-    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-    pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]
-    lengths = [ctypes.c_longlong(n) for n in (size[0], size[1], size[1], size[2], size[2])]
 
     def call(index: int) -> None:
-        if library.run(index, *pointers, *lengths, args.head_dim, int(args.causal), stream):
-            raise RuntimeError("launch failed")
+        library.forward(index, q, k, v, out, lse, args.causal)
 
     def sdpa() -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
@@ -189,29 +215,46 @@ def run(args: argparse.Namespace) -> None:
             times[i].append(start.elapsed_time(end) / args.calls)
     median = {i: statistics.median(values) for i, values in times.items()}
 
-    print(f"{torch.cuda.get_device_name()}, B={args.batch} H={args.heads} N={args.seq_len} d={args.head_dim} fp16"
-          f"{' causal' if args.causal else ''}; SDPA flash {median[-1] * 1e3:.1f} us, "
-          f"{flops / median[-1] / 1e9:.0f} TFLOP/s")
-    print(f"{'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>6} {'blk/SM':>6} {'P':>9} {'pad':>3} "
-          f"{'regs':>4} {'local':>5} {'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}")
+    print(
+        f"{torch.cuda.get_device_name()}, B={args.batch} H={args.heads} N={args.seq_len} d={args.head_dim} fp16"
+        f"{' causal' if args.causal else ''}; SDPA flash {median[-1] * 1e3:.1f} us, "
+        f"{flops / median[-1] / 1e9:.0f} TFLOP/s"
+    )
+    print(
+        f"{'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>6} {'blk/SM':>6} {'P':>9} {'pad':>3} "
+        f"{'regs':>4} {'local':>5} {'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}"
+    )
     rows = []
     for i in sorted(usable, key=lambda i: median[i])[: args.top]:
-        t, numbers = tiles[i], [ctypes.c_int() for _ in range(3)]
-        library.facts(i, *(ctypes.byref(n) for n in numbers))
-        registers, local, smem = (n.value for n in numbers)
-        print(f"{t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>6} "
-              f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {registers:4} {local:5} {smem:6} {median[i] * 1e3:8.1f} "
-              f"{flops / median[i] / 1e9:7.0f} {median[-1] / median[i]:12.2f}")
-        rows.append({**asdict(t), "br": t.br, "registers": registers, "local_bytes": local, "smem_bytes": smem,
-                     "us": median[i] * 1e3, "tflops": flops / median[i] / 1e9})
+        t = tiles[i]
+        registers, local, smem = library.facts(i)
+        print(
+            f"{t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>6} "
+            f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {registers:4} {local:5} {smem:6} {median[i] * 1e3:8.1f} "
+            f"{flops / median[i] / 1e9:7.0f} {median[-1] / median[i]:12.2f}"
+        )
+        rows.append(
+            {
+                **asdict(t),
+                "br": t.br,
+                "registers": registers,
+                "local_bytes": local,
+                "smem_bytes": smem,
+                "us": median[i] * 1e3,
+                "tflops": flops / median[i] / 1e9,
+            }
+        )
     if args.json:
-        Path(args.json).write_text(json.dumps({"size": size, "causal": args.causal, "sdpa_flash_us": median[-1] * 1e3,
-                                               "shapes": rows}, indent=1))
+        Path(args.json).write_text(
+            json.dumps(
+                {"size": size, "causal": args.causal, "sdpa_flash_us": median[-1] * 1e3, "shapes": rows}, indent=1
+            )
+        )
     if args.plot:
         plot(rows, args)
 
 
-def plot(rows: list[dict], args: argparse.Namespace) -> None:
+def plot(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
     """TFLOP/s over Br, a line per Bc: the best of each."""
     import matplotlib
 
@@ -224,7 +267,9 @@ def plot(rows: list[dict], args: argparse.Namespace) -> None:
         for row in (r for r in rows if r["bc"] == bc):
             best[row["br"]] = max(best.get(row["br"], 0), row["tflops"])
         axes.plot(sorted(best), [best[br] for br in sorted(best)], marker="o", label=f"Bc = {bc}")
-    axes.set(xlabel="Br (query rows a block)", ylabel="TFLOP/s", title=f"wmma_v3, d = {args.head_dim}, N = {args.seq_len}")
+    axes.set(
+        xlabel="Br (query rows a block)", ylabel="TFLOP/s", title=f"wmma_v3, d = {args.head_dim}, N = {args.seq_len}"
+    )
     axes.legend()
     figure.savefig(args.plot, dpi=150, bbox_inches="tight")
 
@@ -247,7 +292,9 @@ def main() -> None:
     runner.add_argument("--plot")
     args = parser.parse_args()
     if args.command == "build":
-        build(args.head_dim, args.arch)
+        tiles = list(shapes(args.head_dim))
+        build(library_of(args.head_dim), args.head_dim, tiles, args.arch)
+        print(f"{library_of(args.head_dim)}: {len(tiles)} shapes")
     else:
         run(args)
 

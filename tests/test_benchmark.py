@@ -300,7 +300,7 @@ def test_half_inputs_on_the_cpu(capsys, dtype, causal):
 @without_gpu
 def test_cuda_table(tmp_path):
     numbers = tmp_path / "result.json"
-    result = run_script("--lengths", "64", "256", "--repeats", "5", "--json", str(numbers))
+    result = run_script("--lengths", "64", "256", "--repeats", "5", "--graph", "on", "--json", str(numbers))
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
     row = json.loads(numbers.read_text())["rows"][0]

@@ -1,0 +1,48 @@
+"""Every CUDA kernel on small problems with edges, to be run under compute-sanitizer:
+
+compute-sanitizer --tool memcheck python tests/sanitize.py
+compute-sanitizer --tool racecheck python tests/sanitize.py --kernel wmma_v3
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import torch
+
+import flash_wmma
+
+CASES = (  # Nq, Nk, options
+    (1, 1, {}),
+    (17, 33, {"causal": True}),
+    (100, 255, {"causal": "bottom_right"}),
+    (130, 130, {"window": (40, 20)}),
+    (200, 300, {}),
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", action="append", default=[], help="that kernel alone; may be repeated")
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[32, 64, 72, 128, 192, 256])
+    names = parser.parse_args()
+    calls = 0
+    for kernel, head_dim in itertools.product(names.kernel or ["wmma_v1", "wmma_v2", "wmma_v3"], names.head_dims):
+        for dtype, (nq, nk, options) in itertools.product((torch.float32, torch.float16, torch.bfloat16), CASES):
+            q = torch.randn(1, 4, nq, head_dim, device="cuda", dtype=dtype)
+            k, v = (torch.randn(1, 2, nk, head_dim, device="cuda", dtype=dtype) for _ in range(2))
+            # scores that rise from tile to tile defeat the lagged maximum
+            k *= torch.linspace(0.5, 40, nk, device="cuda", dtype=dtype)[:, None]
+            try:
+                out = flash_wmma.forward(q, k, v, kernel=kernel, **options)
+            except ValueError:
+                continue  # not this dtype or head dim
+            assert not out.isnan().any()
+            calls += 1
+    torch.cuda.synchronize()
+    print(f"{calls} calls")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""The tile shapes of wmma_v3 that do not ship: P handed over through shared memory, as on hardware whose fragments are
+laid out otherwise, and other paddings and warps."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+import tiles
+
+SHAPES = [
+    tiles.Shape(4, 1, 32, True, 2, handover="Shared"),
+    tiles.Shape(2, 2, 64, False, 1, handover="Shared"),
+    tiles.Shape(1, 1, 16, True, 1, pad=0),
+    tiles.Shape(8, 1, 64, False, 1, pad=24),
+]
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> tiles.Library:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    if tiles.find_nvcc() is None:
+        pytest.skip("no nvcc")
+    path = tmp_path_factory.mktemp("tiles") / "tiles.so"
+    major, minor = torch.cuda.get_device_capability()
+    tiles.build(path, 64, SHAPES, f"sm_{major}{minor}")
+    return tiles.Library(path)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("index", range(len(SHAPES)), ids=[str(shape) for shape in SHAPES])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("nq", "nk", "head_dim"), [(1, 1, 64), (100, 255, 64), (257, 100, 40), (300, 300, 64)])
+def test_shape(library: tiles.Library, index: int, causal: bool, nq: int, nk: int, head_dim: int) -> None:
+    q = torch.randn(2, 4, nq, head_dim, device="cuda", dtype=torch.float16)
+    k, v = (torch.randn(2, 2, nk, head_dim, device="cuda", dtype=torch.float16) for _ in range(2))
+    k *= torch.linspace(0.5, 20, nk, device="cuda")[:, None].half()  # defeats the lagged maximum
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan, device="cuda")
+    library.forward(index, q, k, v, out, lse, causal)
+
+    scores = q.double() @ k.double().repeat_interleave(2, 1).mT / head_dim**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones(nq, nk, device="cuda").triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=4e-3)
+    torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-3)
+
+
+def test_every_sweep_has_shapes() -> None:
+    for head_dim in (32, 64, 96, 128, 192, 256):
+        found = list(tiles.shapes(head_dim))
+        assert len(found) == len(set(found)) > 4
