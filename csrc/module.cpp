@@ -25,8 +25,8 @@ const KernelInfo& kernel_named(const std::string& name) {
 
 py::dict instance_facts(const Instance& i) {
     return py::dict(py::arg("dtype") = registry::dtype_name(i.dtype), py::arg("head_dim") = i.head_dim,
-                    py::arg("br") = i.br, py::arg("bc") = i.bc, py::arg("warps") = i.warps, py::arg("stages") = i.stages,
-                    py::arg("smem_bytes") = i.smem_bytes);
+                    py::arg("br") = i.br, py::arg("bc") = i.bc, py::arg("warps") = i.warps,
+                    py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
 }
 
 py::dict kernel_facts(const KernelInfo& k) {
@@ -135,8 +135,7 @@ py::object function_facts(const std::string& name, std::size_t instance) {
     const FunctionFacts facts = runtime().function_facts(function);
     return py::dict(py::arg("binary_version") = facts.binary_version, py::arg("ptx_version") = facts.ptx_version,
                     py::arg("registers") = facts.registers, py::arg("local_bytes") = facts.local_bytes,
-                    py::arg("static_smem_bytes") = facts.static_smem_bytes,
-                    py::arg("max_threads") = facts.max_threads);
+                    py::arg("static_smem_bytes") = facts.static_smem_bytes, py::arg("max_threads") = facts.max_threads);
 }
 
 /// (toolkit version, architectures), or None for a build without CUDA kernels.

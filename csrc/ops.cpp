@@ -87,13 +87,13 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
 /// Arguments that the schema already carries and no kernel implements yet, refused by name.
 void check_not_yet(const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
                    const OptionalTensor& rng_state, double softcap, double dropout_p, int64_t num_splits) {
-    const char* name = attn_bias      ? "attn_bias"
-                       : alibi_slopes ? "alibi_slopes"
-                       : sinks        ? "sinks"
+    const char* name = attn_bias                       ? "attn_bias"
+                       : alibi_slopes                  ? "alibi_slopes"
+                       : sinks                         ? "sinks"
                        : (rng_state || dropout_p != 0) ? "dropout_p"
-                       : softcap != 0  ? "softcap"
-                       : num_splits > 1 ? "num_splits"
-                                        : nullptr;
+                       : softcap != 0                  ? "softcap"
+                       : num_splits > 1                ? "num_splits"
+                                                       : nullptr;
     if (name) invalid(std::string(name) + ": not yet built");
 }
 
@@ -168,7 +168,9 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     return {out, lse};
 }
 
-[[noreturn]] void not_yet(const char* op) { throw std::runtime_error(std::string("flash_wmma::") + op + ": not yet built"); }
+[[noreturn]] void not_yet(const char* op) {
+    throw std::runtime_error(std::string("flash_wmma::") + op + ": not yet built");
+}
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                                           const OptionalTensor&, const OptionalTensor&, int64_t, int64_t,
@@ -180,9 +182,9 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor&, const Tensor&, const Te
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> backward(const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
                                                     const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                                                    const OptionalTensor&, const OptionalTensor&,
-                                                    const OptionalTensor&, std::optional<double>, int64_t, int64_t,
-                                                    bool, double, double, bool, std::string) {
+                                                    const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                    std::optional<double>, int64_t, int64_t, bool, double, double, bool,
+                                                    std::string) {
     not_yet("backward");
 }
 
@@ -229,10 +231,10 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
 }
 
-#define FLASH_WMMA_IMPLEMENT(m)                                            \
-    (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                  \
-    (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));    \
-    (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                \
+#define FLASH_WMMA_IMPLEMENT(m)                                         \
+    (m).impl("forward", TORCH_BOX(&flash_wmma::forward));               \
+    (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen)); \
+    (m).impl("backward", TORCH_BOX(&flash_wmma::backward));             \
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
 
 STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CPU, m) { FLASH_WMMA_IMPLEMENT(m); }

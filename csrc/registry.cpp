@@ -21,8 +21,8 @@ struct FeatureName {
     const char* name;
 };
 constexpr FeatureName kFeatureNames[] = {
-    {kCausal, "causal"},   {kWindow, "window"}, {kBias, "attn_bias"},   {kAlibi, "alibi_slopes"},
-    {kSoftcap, "softcap"}, {kVarlen, "varlen"}, {kValueDim, "d_v != d"}, {kDropout, "dropout"},
+    {kCausal, "causal"},   {kWindow, "window"},      {kBias, "attn_bias"},     {kAlibi, "alibi_slopes"},
+    {kSoftcap, "softcap"}, {kVarlen, "varlen"},      {kValueDim, "d_v != d"},  {kDropout, "dropout"},
     {kSinks, "sinks"},     {kPagedKv, "page_table"}, {kSplitKv, "num_splits"},
 };
 

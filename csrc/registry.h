@@ -46,12 +46,12 @@ struct Instance {
 struct KernelInfo {
     const char* name;
     const char* summary;
-    int min_arch;          ///< 0: a CPU kernel
-    int bf16_min_arch;     ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
-    bool float32, float16; ///< input types it takes
+    int min_arch;           ///< 0: a CPU kernel
+    int bf16_min_arch;      ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
+    bool float32, float16;  ///< input types it takes
     int min_head_dim, max_head_dim;
-    unsigned features;     ///< Feature bits
-    int auto_rank;         ///< `auto` takes the highest rank that fits; 0: only by name
+    unsigned features;  ///< Feature bits
+    int auto_rank;      ///< `auto` takes the highest rank that fits; 0: only by name
     const Instance* instances;
     std::size_t instance_count;
     /// The instance that runs these params on that device; null on the CPU.
@@ -76,8 +76,8 @@ struct FunctionFacts {
 struct DeviceRuntime {
     DeviceFacts (*facts)(int device);
     FunctionFacts (*function_facts)(const void* function);
-    int toolkit_version;         ///< CUDART_VERSION of the build
-    const char* architectures;   ///< as built, e.g. "7.5;8.0;9.0;8.0+PTX"
+    int toolkit_version;        ///< CUDART_VERSION of the build
+    const char* architectures;  ///< as built, e.g. "7.5;8.0;9.0;8.0+PTX"
 };
 
 struct RuntimeRegistration {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ctypes
 import platform
 import sys
 from collections.abc import Sequence
@@ -72,7 +73,9 @@ def _driver() -> str:
     """Version of CUDA that the driver supports."""
     if not torch.cuda.is_available():
         return "none"
-    version = int(getattr(torch._C, "_cuda_getDriverVersion")())  # noqa: B009  (absent from a torch without CUDA)
+    number = ctypes.c_int()
+    ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(number))
+    version = number.value
     return f"CUDA {version // 1000}.{version % 1000 // 10}"
 
 

@@ -45,7 +45,8 @@ const IsaKernel& select_isa() {
         names += std::string(names.empty() ? "'" : ", '") + kernel->name + "'";
         if (!best || kernel->rank > best->rank) best = kernel;
     }
-    if (wanted) throw std::invalid_argument(std::string("FLASH_WMMA_CPU_ISA: got '") + wanted + "', allowed here: " + names);
+    if (wanted)
+        throw std::invalid_argument(std::string("FLASH_WMMA_CPU_ISA: got '") + wanted + "', allowed here: " + names);
     return *best;
 }
 
@@ -54,14 +55,14 @@ std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; 
 /// How the work is cut. Only `splits` and `split_keys` bear on the result; they depend on the shape alone.
 struct Plan {
     const IsaKernel* isa;
-    std::int64_t rows;        ///< packed rows of a key/value head
-    std::int64_t task_rows;   ///< of them, in one task
-    std::int64_t row_tasks;   ///< tasks over the rows of a head
+    std::int64_t rows;       ///< packed rows of a key/value head
+    std::int64_t task_rows;  ///< of them, in one task
+    std::int64_t row_tasks;  ///< tasks over the rows of a head
     std::int64_t splits, split_keys;
-    std::int64_t heads;       ///< batch * heads_k
+    std::int64_t heads;  ///< batch * heads_k
     std::int64_t workers, combine_workers;
-    std::int64_t scratch;     ///< floats, of one worker
-    std::int64_t partials;    ///< floats, of one split of one head
+    std::int64_t scratch;   ///< floats, of one worker
+    std::int64_t partials;  ///< floats, of one split of one head
 };
 
 Plan make_plan(const ForwardParams& p) {
@@ -82,9 +83,11 @@ Plan make_plan(const ForwardParams& p) {
         plan.split_keys = std::max(kMinSplitKeys, ceil_div(ceil_div(p.seqlen_k, kMaxSplits), kTileKeys) * kTileKeys);
     plan.splits = ceil_div(p.seqlen_k, plan.split_keys);
 
-    const double work = static_cast<double>(plan.heads) * std::max(plan.rows, kLeastRows) * p.seqlen_k * (p.head_dim + p.head_dim_v);
+    const double work =
+        static_cast<double>(plan.heads) * std::max(plan.rows, kLeastRows) * p.seqlen_k * (p.head_dim + p.head_dim_v);
     const std::int64_t threads = torch::stable::get_num_threads();
-    const std::int64_t useful = std::max(std::int64_t{1}, static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)));
+    const std::int64_t useful =
+        std::max(std::int64_t{1}, static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)));
     const std::int64_t tiles = ceil_div(plan.rows, plan.isa->tile_rows);
     const std::int64_t workers = std::min(threads, useful);
     // Large tasks share K/V tiles, small ones keep the threads evenly busy.
@@ -95,13 +98,15 @@ Plan make_plan(const ForwardParams& p) {
     plan.workers = std::min(workers, plan.heads * plan.splits * plan.row_tasks);
     plan.scratch = ceil_div(plan.isa->scratch_floats(p, task_tiles), 16) * 16;
     plan.partials = plan.splits > 1 ? plan.rows * partial_stride(p.head_dim_v) : 0;
-    plan.combine_workers = std::clamp(plan.heads * plan.splits * plan.partials / kCombineGrain, std::int64_t{1}, plan.workers);
+    plan.combine_workers =
+        std::clamp(plan.heads * plan.splits * plan.partials / kCombineGrain, std::int64_t{1}, plan.workers);
     return plan;
 }
 
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     const Plan plan = make_plan(p);
-    return (plan.workers * plan.scratch + plan.heads * plan.splits * plan.partials) * static_cast<std::int64_t>(sizeof(float));
+    return (plan.workers * plan.scratch + plan.heads * plan.splits * plan.partials) *
+           static_cast<std::int64_t>(sizeof(float));
 }
 
 /// Runs work(task, worker) for every task in [0, tasks), each as soon as a worker is free.
@@ -134,7 +139,8 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
         task.key_begin = split * plan.split_keys;
         task.key_end = std::min(task.key_begin + plan.split_keys, p.seqlen_k);
         if (plan.splits > 1)
-            task.partial = partials + (head * plan.splits + split) * plan.partials + task.row_begin * partial_stride(p.head_dim_v);
+            task.partial =
+                partials + (head * plan.splits + split) * plan.partials + task.row_begin * partial_stride(p.head_dim_v);
         plan.isa->attend(p, task, scratch + worker * plan.scratch);
     });
     if (plan.splits == 1) return;

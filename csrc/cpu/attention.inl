@@ -38,7 +38,9 @@ constexpr double kLog2E = 1.44269504088896340736;
 
 constexpr std::int64_t min64(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 constexpr std::int64_t max64(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
-constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+    return (n + multiple - 1) / multiple * multiple;
+}
 
 // ---- Elements -------------------------------------------------------------------------------------------------------
 
@@ -96,8 +98,10 @@ inline typename Isa::Int split_by_rounding(typename Isa::Vec x, typename Isa::Ve
 }
 
 /// Minimax polynomials of 2^f, c[0] f + c[1] f^2 + ... + 1: exact at 0, relative error 1e-7.
-constexpr float kExp2Nearest[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f, 0x1.5bba14p-10f};  // |f| <= 1/2
-constexpr float kExp2Floor[] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277856p-7f, 0x1.e974fap-10f};  // 0 <= f <= 1
+constexpr float kExp2Nearest[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f, 0x1.3cea88p-7f,
+                                  0x1.5bba14p-10f};  // |f| <= 1/2
+constexpr float kExp2Floor[] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277856p-7f,
+                                0x1.e974fap-10f};  // 0 <= f <= 1
 
 /// 2^x for x <= 0; 0 below 2^-126 (a subnormal weight would stall the FMA units); NaN for NaN.
 template <class Isa>
@@ -111,7 +115,9 @@ inline typename Isa::Vec exp2(typename Isa::Vec x) {
 
 /// The scale in two factors: that of Q (a zero scale makes all scores 0) and that of the differences of scores.
 inline float score_sign(float scale) { return scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f; }
-inline double score_scale(float scale) { return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale; }
+inline double score_scale(float scale) {
+    return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale;
+}
 
 /// `maximum`, or 0 where no score above -inf has been seen, so that a -inf score is still -inf less it.
 template <class Isa>
@@ -124,9 +130,9 @@ inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
 /// The state of one Q tile in scratch; with V = `vectors`, column c of row vector v is at [(c * V + v) * kLanes].
 /// A tile of few rows has V = 0 and row-major q and o.
 struct QTile {
-    float *q, *o;          ///< Q^T times the sign of scale; O^T, unnormalised
-    float *maximum, *sum;  ///< per row, of the scores before scaling and of the weights
-    std::int32_t *lo, *hi; ///< per row, the keys [lo, hi] it sees
+    float *q, *o;           ///< Q^T times the sign of scale; O^T, unnormalised
+    float *maximum, *sum;   ///< per row, of the scores before scaling and of the weights
+    std::int32_t *lo, *hi;  ///< per row, the keys [lo, hi] it sees
     int vectors, rows;
     std::int64_t row_begin;
     std::int32_t lo_min, lo_max, hi_min, hi_max;
@@ -171,7 +177,8 @@ void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first,
             for (int v = 0; v < kVectors; ++v) {
                 Vec x = acc[r][v];
                 if constexpr (kMasked) {
-                    const Int lo = Isa::load_int(tile.lo + v * Isa::kLanes), hi = Isa::load_int(tile.hi + v * Isa::kLanes);
+                    const Int lo = Isa::load_int(tile.lo + v * Isa::kLanes),
+                              hi = Isa::load_int(tile.hi + v * Isa::kLanes);
                     const Int index = Int{} + (first + static_cast<std::int32_t>(min64(j + r, n - 1)));
                     x = ((lo <= index) & (index <= hi)) ? x : Isa::broadcast(-kInfinity);
                 }
@@ -251,7 +258,8 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
         Isa::store(tile.maximum + i * Isa::kLanes, maximum[i]);
         Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
     }
-    if (kMasked && !all_finite(v, p.head_dim_v, n)) multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
+    if (kMasked && !all_finite(v, p.head_dim_v, n))
+        multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
     else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
 }
 
@@ -287,7 +295,8 @@ typename Isa::Vec dot_products(const float* q, KeyRows k, int head_dim, int j, i
             acc[r] = Isa::broadcast(0.f);
         }
         for (int c = 0; c < head_dim; c += kLanes)
-            for (int r = 0; r < kBlock; ++r) acc[r] = Isa::fma(Isa::load_part(key[r] + c, head_dim - c), Isa::load(q + c), acc[r]);
+            for (int r = 0; r < kBlock; ++r)
+                acc[r] = Isa::fma(Isa::load_part(key[r] + c, head_dim - c), Isa::load(q + c), acc[r]);
         for (int r = 0; r < kBlock; ++r) sums[i + r] = acc[r];
     }
     Isa::transpose(sums);
@@ -305,15 +314,16 @@ void accumulate_values(float* o, float alpha, const float* weights, KeyRows valu
     for (int j = 0; j < n; ++j) {
         const float* value = values.row(j) + c;
         for (int i = 0; i < kVectors; ++i)
-            acc[i] = Isa::fma(Isa::broadcast(weights[j]), Isa::load_part(value + i * Isa::kLanes, head_dim_v - c - i * Isa::kLanes), acc[i]);
+            acc[i] = Isa::fma(Isa::broadcast(weights[j]),
+                              Isa::load_part(value + i * Isa::kLanes, head_dim_v - c - i * Isa::kLanes), acc[i]);
     }
     for (int i = 0; i < kVectors; ++i) Isa::store(o + c + i * Isa::kLanes, acc[i]);
 }
 
 /// One step of the online softmax for one row: `n` keys, all of which it sees.
 template <class Isa>
-void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, KeyRows k, KeyRows v, const ForwardParams& p, int n,
-                float* s) {
+void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, KeyRows k, KeyRows v,
+                const ForwardParams& p, int n, float* s) {
     using Vec = typename Isa::Vec;
     constexpr int kLanes = Isa::kLanes, kColumns = 4 * kLanes;
     Vec maxima = Isa::broadcast(row_maximum);
@@ -411,7 +421,8 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
             Vec block[kLanes];
             for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(staging + i * d + c);
             Isa::transpose(block);
-            for (int i = 0; i < kLanes; ++i) Isa::store(tile.q + ((c + i) * tile.vectors + v) * kLanes, block[i] * sign);
+            for (int i = 0; i < kLanes; ++i)
+                Isa::store(tile.q + ((c + i) * tile.vectors + v) * kLanes, block[i] * sign);
         }
     }
     for (int r = 0; few && r < tile.rows; ++r) {
@@ -420,7 +431,8 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
         load_row<Isa>(row_pointer(p.q, p.dtype, task.batch, row.head, row.query), p.dtype, dst, p.head_dim);
         for (int c = 0; c < d; ++c) dst[c] = c < p.head_dim ? dst[c] * score_sign(p.scale) : 0.f;
     }
-    __builtin_memset(tile.o, 0, static_cast<std::size_t>(dv) * (few ? tile.rows : tile.vectors * kLanes) * sizeof(float));
+    __builtin_memset(tile.o, 0,
+                     static_cast<std::size_t>(dv) * (few ? tile.rows : tile.vectors * kLanes) * sizeof(float));
 }
 
 /// Writes one finished row and its LSE. A row that saw no key, or none of weight, is 0 with LSE -inf.
@@ -441,7 +453,8 @@ void store_tile_row(const QTile& tile, const ForwardParams& p, const Task& task,
         row[p.head_dim_v] = tile.maximum[r];
         row[p.head_dim_v + 1] = tile.sum[r];
     } else {
-        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), o, tile.maximum[r], tile.sum[r]);
+        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), o, tile.maximum[r],
+                          tile.sum[r]);
     }
 }
 
@@ -463,7 +476,8 @@ void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, flo
         for (int i = 0; i < kLanes; ++i) factor[i] = task.partial ? 1.f : normaliser(tile.sum[v * kLanes + i]);
         for (int c = 0; c < dv; c += kLanes) {
             Vec block[kLanes];
-            for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(tile.o + ((c + i) * tile.vectors + v) * kLanes) * factor;
+            for (int i = 0; i < kLanes; ++i)
+                block[i] = Isa::load(tile.o + ((c + i) * tile.vectors + v) * kLanes) * factor;
             Isa::transpose(block);
             for (int i = 0; i < kLanes; ++i) Isa::store(staging + i * dv + c, block[i]);
         }
@@ -493,8 +507,8 @@ std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
 }
 
 template <class Isa>
-KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n, int columns,
-                  float* dst) {
+KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n,
+                  int columns, float* dst) {
     if (p.dtype == DType::kFloat32)
         return {reinterpret_cast<const float*>(row_pointer(t, p.dtype, task.batch, task.head_k, first)), t.row};
     for (std::int64_t j = 0; j < n; ++j)
@@ -538,18 +552,21 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
         for (int t = 0; t < count; ++t) {
             const QTile& tile = tiles[t];
             for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
-                const std::int64_t from = max64(first, tile.lo[r]), to = min64(last, static_cast<std::int64_t>(tile.hi[r]) + 1);
+                const std::int64_t from = max64(first, tile.lo[r]),
+                                   to = min64(last, static_cast<std::int64_t>(tile.hi[r]) + 1);
                 if (from < to)
-                    attend_row<Isa>(tile.q + r * padded<Isa>(p.head_dim), tile.o + r * padded<Isa>(p.head_dim_v), tile.maximum[r],
-                                    tile.sum[r], {k.row(from - first), k.stride}, {v.row(from - first), v.stride}, p,
-                                    static_cast<int>(to - from), s);
+                    attend_row<Isa>(tile.q + r * padded<Isa>(p.head_dim), tile.o + r * padded<Isa>(p.head_dim_v),
+                                    tile.maximum[r], tile.sum[r], {k.row(from - first), k.stride},
+                                    {v.row(from - first), v.stride}, p, static_cast<int>(to - from), s);
             }
             if (tile.vectors == 0) continue;
-            const std::int64_t from = max64(first, tile.lo_min), to = min64(last, static_cast<std::int64_t>(tile.hi_max) + 1);
+            const std::int64_t from = max64(first, tile.lo_min),
+                               to = min64(last, static_cast<std::int64_t>(tile.hi_max) + 1);
             if (from >= to) continue;
             const bool masked = from < tile.lo_max || to - 1 > tile.hi_min;
-            attend_tile_for<Isa>(tile.vectors, masked)(tile, {k.row(from - first), k.stride}, {v.row(from - first), v.stride},
-                                                       p, static_cast<std::int32_t>(from), static_cast<int>(to - from), s);
+            attend_tile_for<Isa>(tile.vectors, masked)(tile, {k.row(from - first), k.stride},
+                                                       {v.row(from - first), v.stride}, p,
+                                                       static_cast<std::int32_t>(from), static_cast<int>(to - from), s);
         }
     }
     for (int t = 0; t < count; ++t) store_tile<Isa>(tiles[t], p, task, staging);

@@ -15,14 +15,18 @@ struct Avx2 {
     static Vec load(const float* p) { return _mm256_load_ps(p); }
     /// Unaligned; rows are whole vectors, so no part of one is ever asked for.
     static Vec load_part(const float* p, int) { return _mm256_loadu_ps(p); }
-    static Int load_int(const std::int32_t* p) { return reinterpret_cast<Int>(_mm256_load_ps(reinterpret_cast<const float*>(p))); }
+    static Int load_int(const std::int32_t* p) {
+        return reinterpret_cast<Int>(_mm256_load_ps(reinterpret_cast<const float*>(p)));
+    }
     static void store(float* p, Vec x) { _mm256_store_ps(p, x); }
     static Vec broadcast(float x) { return _mm256_set1_ps(x); }
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 
     /// The bits of 2^exponent; x is at least -127 (max keeps its second operand if that is NaN), where they are 0.
-    static Int split(Vec x, Vec& fraction) { return split_by_rounding<Avx2>(_mm256_max_ps(broadcast(-127.f), x), fraction); }
+    static Int split(Vec x, Vec& fraction) {
+        return split_by_rounding<Avx2>(_mm256_max_ps(broadcast(-127.f), x), fraction);
+    }
     static Vec scale(Vec p, Int exponent) { return p * reinterpret_cast<Vec>(exponent); }
 
     /// Pairs, quads, then 128-bit lanes.

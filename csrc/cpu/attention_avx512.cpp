@@ -65,7 +65,8 @@ struct Avx512 {
         int c = 0;
         for (; c + 16 <= n; c += 16)
             _mm512_storeu_ps(dst + c, _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(src + c))));
-        if (c < n) _mm256_storeu_ps(dst + c, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + c))));
+        if (c < n)
+            _mm256_storeu_ps(dst + c, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + c))));
     }
     static void float_to_half(const float* src, std::uint16_t* dst, int n) {
         int c = 0;
@@ -79,8 +80,8 @@ struct Avx512 {
 };
 
 bool supported() {
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
 
 constexpr IsaKernel kKernel = isa_kernel<Avx512>("avx512", 2, supported);

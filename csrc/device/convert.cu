@@ -44,8 +44,8 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     const std::int64_t block = blockIdx.x - c.first_block[which], tile = block % t.tiles, slice = block / t.tiles;
     const std::int64_t first_row = tile * kScaleRows;
     const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), t.rows - first_row));
-    const float* in = static_cast<const float*>(t.in.data) + slice / t.heads * t.in.batch + slice % t.heads * t.in.head +
-                      first_row * t.in.row;
+    const float* in = static_cast<const float*>(t.in.data) + slice / t.heads * t.in.batch +
+                      slice % t.heads * t.in.head + first_row * t.in.row;
     half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
     const int vectors = t.head_dim / kVector, tid = static_cast<int>(threadIdx.x);
 

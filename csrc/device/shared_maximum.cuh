@@ -56,10 +56,8 @@ class SharedMaximum {
         const float shared_factor = __shfl_sync(kWarp, factor, __ffs(static_cast<int>(rows_with_keys)) - 1);
         sum_ *= factor;
         p_sum_ *= factor;
-        if (__all_sync(kWarp, !had_key || factor == shared_factor))
-            scale_tile(o, shared_factor);
-        else
-            scale_rows(o, factor, staging);
+        if (__all_sync(kWarp, !had_key || factor == shared_factor)) scale_tile(o, shared_factor);
+        else scale_rows(o, factor, staging);
     }
 
     /// The unnormalised attention weight of a score.

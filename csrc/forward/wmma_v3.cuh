@@ -219,7 +219,8 @@ struct Work {
     __device__ Scales scales(float query_scale, int key) const {
         if (!k_exp || key > last_key) return {query_scale, 0.f};
         const float value = v_exp[key / kScaleRows];
-        return {query_scale * ptx::ex2(k_exp[key / kScaleRows]), value == INFINITY ? 0.f : fmaxf(value - v_unit, -20.f)};
+        return {query_scale * ptx::ex2(k_exp[key / kScaleRows]),
+                value == INFINITY ? 0.f : fmaxf(value - v_unit, -20.f)};
     }
 };
 
@@ -451,8 +452,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
             float total = l[r][h];
             total += __shfl_xor_sync(kWarpMask, total, 1);
             total += __shfl_xor_sync(kWarpMask, total, 2);
-            if (lane % 4 == 0)
-                finish_row(work, smem, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
+            if (lane % 4 == 0) finish_row(work, smem, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
         }
 }
 
@@ -472,8 +472,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
             __syncwarp();
 #pragma unroll
             for (int c = 0; c < kColumns / 16; ++c)
-                wmma::store_matrix_sync(&staged[0][16 * c], o[r][first / 16 + c], Tile::kOutPitch,
-                                        wmma::mem_row_major);
+                wmma::store_matrix_sync(&staged[0][16 * c], o[r][first / 16 + c], Tile::kOutPitch, wmma::mem_row_major);
             __syncwarp();
             for (int i = lane; i < 16 * kVectors; i += 32) {
                 const int row = i / kVectors, column = i % kVectors * kVector;
@@ -489,7 +488,8 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
                     x[e + 2] = four.z * inverse_l, x[e + 3] = four.w * inverse_l;
                 }
                 if (p.out_dtype == DType::kFloat32) {
-                    auto* out = reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, query) + first + column);
+                    auto* out =
+                        reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, query) + first + column);
                     out[0] = make_float4(x[0], x[1], x[2], x[3]);
                     out[1] = make_float4(x[4], x[5], x[6], x[7]);
                 } else {
@@ -499,7 +499,8 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
                     } out;
 #pragma unroll
                     for (int e = 0; e < 4; ++e) out.pairs[e] = Element<T>::pair(x[2 * e], x[2 * e + 1]);
-                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, query) + first + column) = out.vector;
+                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, query) + first + column) =
+                        out.vector;
                 }
             }
         }
@@ -507,6 +508,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
 
 /// The whole of a block's work for any fragment layout, once Q is in shared memory: S and P through shared memory, 16
 /// keys at a time, a lane pair on each row. Not inlined, so that it costs the common route no registers.
+// spills: sm_80 sm_90: as forward, whose registers bound it.
 template <class Tile>
 __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     using T = typename Tile::T;
@@ -591,6 +593,8 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     store_o(work, smem, o, warp_row);
 }
 
+// spills: sm_80 sm_90: the tiles at the register limit keep up to a dozen loop-invariant values (addresses, bounds) in
+// local memory, written once a block and read a few times a tile; tiles that avoid it are slower (docs/tuning).
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
@@ -656,13 +660,11 @@ std::vector<Shape> compact_shapes() {
 }
 
 /// From sm_80 on: more registers and shared memory a block.
-// spills: the tiles at the register limit keep up to a dozen loop-invariant values (addresses, bounds) in local memory,
-// written once a block and read a few times a tile; the tiles that avoid it are slower (docs/tuning/wmma_v3.md).
 template <class T>
 std::vector<Shape> wide_shapes() {
     return {
-        shape<Tile<T, 64, 4, 2, 64, true, 2>>(0.75f), shape<Tile<T, 64, 4, 1, 64, true, 3>>(0.f),
-        shape<Tile<T, 96, 4, 2, 32, true, 1>>(1.5f),  shape<Tile<T, 96, 4, 1, 64, true, 2>>(0.f),
+        shape<Tile<T, 64, 4, 2, 64, true, 2>>(0.75f),  shape<Tile<T, 64, 4, 1, 64, true, 3>>(0.f),
+        shape<Tile<T, 96, 4, 2, 32, true, 1>>(1.5f),   shape<Tile<T, 96, 4, 1, 64, true, 2>>(0.f),
         shape<Tile<T, 128, 4, 2, 32, false, 1>>(1.5f), shape<Tile<T, 192, 4, 1, 32, true, 1>>(0.f),
         shape<Tile<T, 256, 4, 1, 32, false, 1>>(0.f),
     };
