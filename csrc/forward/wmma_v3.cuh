@@ -142,6 +142,35 @@ __device__ __forceinline__ void copy_tile_async(Target& target, const typename T
     }
 }
 
+/// A fragment from shared memory. bf16's comes through half's, bit for bit: nvcc loads those by LDSM, but bf16's by plain
+/// loads and transposes (layout_is_known checks that both have the same layout).
+template <class Use, class Layout>
+__device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, half, Layout>& fragment, const half* from,
+                                              unsigned pitch) {
+    wmma::load_matrix_sync(fragment, from, pitch);
+}
+template <class Use, class Layout>
+__device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, bf16, Layout>& fragment, const bf16* from,
+                                              unsigned pitch) {
+    wmma::fragment<Use, 16, 16, 16, half, Layout> bits;
+    wmma::load_matrix_sync(bits, reinterpret_cast<const half*>(from), pitch);
+#pragma unroll
+    for (int i = 0; i < fragment.num_elements; ++i) fragment.x[i] = __ushort_as_bfloat16(__half_as_ushort(bits.x[i]));
+}
+
+/// Whether load_fragment gives what load_matrix_sync gives, in this lane.
+template <class Fragment, class T>
+__device__ bool loads_alike(const T* tile) {
+    Fragment ours, theirs;
+    load_fragment(ours, tile, 16);
+    wmma::load_matrix_sync(theirs, tile, 16);
+    bool alike = true;
+#pragma unroll
+    for (int i = 0; i < Fragment::num_elements; ++i)
+        alike &= static_cast<float>(ours.x[i]) == static_cast<float>(theirs.x[i]);
+    return alike;
+}
+
 /// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's element i
 /// (and i + 8, where it has 16) at the accumulator's place i. The same answer in every lane of the warp.
 template <class Tile>
@@ -152,7 +181,9 @@ __device__ bool layout_is_known(const typename SharedMemory<Tile>::Start& start)
     wmma::load_matrix_sync(c, &start.index_f32[0][0], 16, wmma::mem_row_major);
     const int lane = static_cast<int>(threadIdx.x) % 32;
     static_assert(Accumulator::num_elements == 8 && AFragment<Tile>::num_elements % 8 == 0);
-    bool known = true;
+    const auto* index = &start.index[0][0];
+    bool known = loads_alike<AFragment<Tile>>(index) && loads_alike<KFragment<Tile>>(index) &&
+                 loads_alike<VFragment<Tile>>(index);
 #pragma unroll
     for (int i = 0; i < AFragment<Tile>::num_elements; ++i) {
         const auto place = static_cast<float>(16 * row_of_element(lane, i % 8) + column_of_element(lane, i % 8));
@@ -239,10 +270,13 @@ struct QOperand {
                 for (int c = 0; c < Tile::kD / 16; ++c)
                     wmma::load_matrix_sync(fragments[r][c], rows + 16 * r * Tile::kPitch + 16 * c, Tile::kPitch);
     }
+    template <bool LayoutKnown>
     __device__ __forceinline__ AFragment<Tile> fragment(int r, int c) const {
         if constexpr (Tile::kQInRegisters) return fragments[r][c];
         AFragment<Tile> q;
-        wmma::load_matrix_sync(q, rows + 16 * r * Tile::kPitch + 16 * c, Tile::kPitch);
+        const auto* from = rows + 16 * r * Tile::kPitch + 16 * c;
+        if constexpr (LayoutKnown) load_fragment(q, from, Tile::kPitch);
+        else wmma::load_matrix_sync(q, from, Tile::kPitch);
         return q;
     }
 };
@@ -279,11 +313,11 @@ __device__ __forceinline__ void multiply_qk(Accumulator (&s)[Tile::kRowTiles][Ti
     for (int c = 0; c < Tile::kD / 16; ++c) {
         AFragment<Tile> qt[Tile::kRowTiles];
 #pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r) qt[r] = q.fragment(r, c);
+        for (int r = 0; r < Tile::kRowTiles; ++r) qt[r] = q.template fragment<true>(r, c);
 #pragma unroll
         for (int j = 0; j < Tile::kBc / 16; ++j) {
             KFragment<Tile> kt;
-            wmma::load_matrix_sync(kt, &k[16 * j][16 * c], Tile::kPitch);
+            load_fragment(kt, &k[16 * j][16 * c], Tile::kPitch);
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) wmma::mma_sync(s[r][j], qt[r], kt, s[r][j]);
         }
@@ -322,7 +356,7 @@ __device__ __forceinline__ void multiply_pv(OAccumulators<Tile>& o, const Weight
 #pragma unroll
         for (int c = 0; c < Tile::kD / 16; ++c) {
             VFragment<Tile> vt;
-            wmma::load_matrix_sync(vt, &v[16 * j][16 * c], Tile::kPitch);
+            load_fragment(vt, &v[16 * j][16 * c], Tile::kPitch);
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) wmma::mma_sync(o[r][c], weights[r][j], vt, o[r][c]);
         }
@@ -546,7 +580,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             for (int c = 0; c < Tile::kD / 16; ++c) {
                 KFragment<Tile> kt;
                 wmma::load_matrix_sync(kt, &k[0][16 * c], Tile::kPitch);
-                wmma::mma_sync(s, q.fragment(r, c), kt, s);
+                wmma::mma_sync(s, q.template fragment<false>(r, c), kt, s);
             }
             wmma::store_matrix_sync(&scratch.tile[0][0], s, 20, wmma::mem_row_major);
             __syncwarp();
