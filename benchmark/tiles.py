@@ -1,8 +1,8 @@
 """Sweep of wmma_v3's tile shapes: warps, row tiles (Br), Bc, Q in registers, padding, the way P is handed over.
 
-    python benchmark/tiles.py build --head-dim 64      # needs nvcc; no GPU
-    python benchmark/tiles.py run --head-dim 64        # needs the GPU; prints the table and the optimum
-    python benchmark/tiles.py run --head-dim 64 --plot tiles.png --json tiles.json
+    python benchmark/tiles.py build --head-dim 64 128     # needs nvcc; no GPU
+    python benchmark/tiles.py run --head-dim 64 128       # needs the GPU; prints the fastest shapes and the optimum
+    python benchmark/tiles.py run --head-dim 64 128 --plot tiles.png --json tiles.json
 
 `build` compiles every shape of the sweep into one small library of its own; the table of instances that ships in
 csrc/forward/wmma_v3.cu is what this program found.
@@ -17,13 +17,13 @@ import json
 import math
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -168,110 +168,118 @@ class Library:
         return registers, local_bytes, smem_bytes
 
 
-def run(args: argparse.Namespace) -> None:
-    """Times every shape of the sweep, in rotated order, and prints them fastest first, checked against SDPA."""
+@dataclass(frozen=True)
+class Result:
+    """One shape as measured."""
+
+    head_dim: int
+    shape: Shape
+    registers: int
+    local_bytes: int
+    smem_bytes: int
+    us: float
+    tflops: float
+    over_sdpa_flash: float
+
+    def row(self) -> str:
+        t = self.shape
+        return (
+            f"{self.head_dim:4} {t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>5} "
+            f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {self.registers:4} {self.local_bytes:5} "
+            f"{self.smem_bytes:6} {self.us:8.1f} {self.tflops:7.0f} {self.over_sdpa_flash:12.2f}"
+        )
+
+
+HEADING = (
+    f"{'d':>4} {'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>5} {'blk/SM':>6} {'P':>9} {'pad':>3} {'regs':>4} {'local':>5} "
+    f"{'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}"
+)
+
+
+def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
+    """Times every shape of one head dim together with SDPA's flash backend, checked against it; fastest first."""
+    import timing
     import torch
     import torch.nn.functional as functional
 
-    library = Library(library_of(args.head_dim))
-    tiles = list(shapes(args.head_dim))
-    size = (args.batch, args.heads, args.seq_len, args.head_dim)
+    library = Library(library_of(head_dim))
+    size = (args.batch, args.heads or max(1, 2048 // head_dim), args.seq_len, head_dim)
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.float16) for _ in range(3))
-    out, lse = torch.empty_like(q), torch.empty(size[:3], device="cuda")
+    lse = torch.empty(size[:3], device="cuda")
 
-    def call(index: int) -> None:
+    def forward(index: int) -> torch.Tensor:
+        out = torch.empty_like(q)
         library.forward(index, q, k, v, out, lse, args.causal)
+        return out
 
     def sdpa() -> torch.Tensor:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=args.causal)
 
-    expected, usable = sdpa().float(), []
-    for i in range(len(tiles)):
-        out.fill_(math.nan)
-        try:
-            call(i)
-            torch.cuda.synchronize()
-        except RuntimeError:
-            continue  # more shared memory or registers than the device has
-        if (error := (out.float() - expected).abs().max().item()) < 2e-2:
-            usable.append(i)
-        else:
-            print(f"WRONG {tiles[i]}: {error:.1e}")
+    tiles = list(shapes(head_dim))
+    contenders = {str(i): timing.Contender(partial(forward, i)) for i in range(len(tiles))}
+    # A shape that asks for more than the device has fails, and is left out.
+    measured = timing.measure(
+        {"sdpa": timing.Contender(sdpa), **contenders}, q.device, timing.Method(repeats=args.repeats)
+    )
+    expected, peer = sdpa().float(), measured.timings["sdpa"]
     flops = 4 * math.prod(size) * args.seq_len * (0.5 if args.causal else 1)
-    times: dict[int, list[float]] = {i: [] for i in (*usable, -1)}
-    contenders = [*usable, -1]
-    for repeat in range(args.rounds):
-        for i in contenders[repeat % len(contenders) :] + contenders[: repeat % len(contenders)]:
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            action = sdpa if i < 0 else (lambda i=i: call(i))
-            action()
-            start.record()
-            for _ in range(args.calls):
-                action()
-            end.record()
-            end.synchronize()
-            times[i].append(start.elapsed_time(end) / args.calls)
-    median = {i: statistics.median(values) for i, values in times.items()}
-
-    print(
-        f"{torch.cuda.get_device_name()}, B={args.batch} H={args.heads} N={args.seq_len} d={args.head_dim} fp16"
-        f"{' causal' if args.causal else ''}; SDPA flash {median[-1] * 1e3:.1f} us, "
-        f"{flops / median[-1] / 1e9:.0f} TFLOP/s"
-    )
-    print(
-        f"{'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>6} {'blk/SM':>6} {'P':>9} {'pad':>3} "
-        f"{'regs':>4} {'local':>5} {'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}"
-    )
-    rows = []
-    for i in sorted(usable, key=lambda i: median[i])[: args.top]:
-        t = tiles[i]
-        registers, local, smem = library.facts(i)
-        print(
-            f"{t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>6} "
-            f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {registers:4} {local:5} {smem:6} {median[i] * 1e3:8.1f} "
-            f"{flops / median[i] / 1e9:7.0f} {median[-1] / median[i]:12.2f}"
-        )
-        rows.append(
-            {
-                **asdict(t),
-                "br": t.br,
-                "registers": registers,
-                "local_bytes": local,
-                "smem_bytes": smem,
-                "us": median[i] * 1e3,
-                "tflops": flops / median[i] / 1e9,
-            }
-        )
-    if args.json:
-        Path(args.json).write_text(
-            json.dumps(
-                {"size": size, "causal": args.causal, "sdpa_flash_us": median[-1] * 1e3, "shapes": rows}, indent=1
+    results = []
+    for name, times in measured.timings.items():
+        if name == "sdpa":
+            continue
+        if not (measured.outputs[name].float() - expected).abs().max().item() < 2e-2:
+            sys.exit(f"wrong result: d = {head_dim}, {tiles[int(name)]}")
+        results.append(
+            Result(
+                head_dim,
+                tiles[int(name)],
+                *library.facts(int(name)),
+                us=times.median * 1e3,
+                tflops=flops / times.median / 1e9,
+                over_sdpa_flash=times.speedup_over(peer),
             )
         )
+    return sorted(results, key=lambda result: result.us)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Prints each head dim's shapes, fastest first, then the optimum of each."""
+    import torch
+
+    print(f"{torch.cuda.get_device_name()}, N = {args.seq_len}, fp16{', causal' if args.causal else ''}")
+    results = {head_dim: sweep(head_dim, args) for head_dim in args.head_dim}
+    print(HEADING)
+    for rows in results.values():
+        print("\n".join(result.row() for result in rows[: args.top]))
+    print(f"\nThe optimum of each head dim\n{HEADING}")
+    for rows in results.values():
+        print(rows[0].row())
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(r) for rows in results.values() for r in rows], indent=1))
     if args.plot:
-        plot(rows, args)
+        plot(results, args.plot)
 
 
-def plot(rows: list[dict[str, Any]], args: argparse.Namespace) -> None:
-    """TFLOP/s over Br, a line per Bc: the best of each."""
+def plot(results: dict[int, list[Result]], path: str) -> None:
+    """TFLOP/s over Br, a panel per head dim and a line per Bc (the best of each), the optimum marked."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(6, 4))
-    for bc in sorted({row["bc"] for row in rows}):
-        best = {}
-        for row in (r for r in rows if r["bc"] == bc):
-            best[row["br"]] = max(best.get(row["br"], 0), row["tflops"])
-        axes.plot(sorted(best), [best[br] for br in sorted(best)], marker="o", label=f"Bc = {bc}")
-    axes.set(
-        xlabel="Br (query rows a block)", ylabel="TFLOP/s", title=f"wmma_v3, d = {args.head_dim}, N = {args.seq_len}"
-    )
-    axes.legend()
-    figure.savefig(args.plot, dpi=150, bbox_inches="tight")
+    figure, panels = plt.subplots(1, len(results), figsize=(3 * len(results), 3.2), squeeze=False, layout="constrained")
+    for axes, (head_dim, rows) in zip(panels[0], results.items(), strict=True):
+        for bc in sorted({row.shape.bc for row in rows}):
+            best: dict[int, float] = {}
+            for row in (row for row in rows if row.shape.bc == bc):
+                best[row.shape.br] = max(best.get(row.shape.br, 0), row.tflops)
+            axes.plot(sorted(best), [best[br] for br in sorted(best)], marker="o", label=f"Bc = {bc}")
+        axes.plot(rows[0].shape.br, rows[0].tflops, marker="*", markersize=14, color="black", linestyle="none")
+        axes.set(title=f"d = {head_dim}", xlabel="Br", ylabel="TFLOP/s", ylim=(0, None))
+        axes.legend(fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 def main() -> None:
@@ -279,24 +287,24 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     builder, runner = commands.add_parser("build"), commands.add_parser("run")
     for command in (builder, runner):
-        command.add_argument("--head-dim", type=int, default=64)
+        command.add_argument("--head-dim", type=int, nargs="+", default=[64])
     builder.add_argument("--arch", default="sm_90", help="nvcc -arch (default sm_90)")
     runner.add_argument("--batch", type=int, default=8)
-    runner.add_argument("--heads", type=int, default=32)
+    runner.add_argument("--heads", type=int, help="default: hidden size 2048")
     runner.add_argument("--seq-len", type=int, default=2048)
     runner.add_argument("--causal", action="store_true")
-    runner.add_argument("--rounds", type=int, default=7)
-    runner.add_argument("--calls", type=int, default=4)
-    runner.add_argument("--top", type=int, default=1000, help="rows to print")
+    runner.add_argument("--repeats", type=int, default=11)
+    runner.add_argument("--top", type=int, default=8, help="shapes to print of each head dim")
     runner.add_argument("--json")
     runner.add_argument("--plot")
     args = parser.parse_args()
-    if args.command == "build":
-        tiles = list(shapes(args.head_dim))
-        build(library_of(args.head_dim), args.head_dim, tiles, args.arch)
-        print(f"{library_of(args.head_dim)}: {len(tiles)} shapes")
-    else:
+    if args.command == "run":
         run(args)
+        return
+    for head_dim in args.head_dim:
+        tiles = list(shapes(head_dim))
+        build(library_of(head_dim), head_dim, tiles, args.arch)
+        print(f"{library_of(head_dim)}: {len(tiles)} shapes")
 
 
 if __name__ == "__main__":
