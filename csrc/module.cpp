@@ -24,9 +24,9 @@ const KernelInfo& kernel_named(const std::string& name) {
 }
 
 py::dict instance_facts(const Instance& i) {
-    return py::dict(py::arg("dtype") = registry::dtype_name(i.dtype), py::arg("head_dim") = i.head_dim,
-                    py::arg("br") = i.br, py::arg("bc") = i.bc, py::arg("warps") = i.warps,
-                    py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
+    return py::dict(py::arg("dtype") = registry::dtype_name(i.dtype), py::arg("min_arch") = i.min_arch,
+                    py::arg("head_dim") = i.head_dim, py::arg("br") = i.br, py::arg("bc") = i.bc,
+                    py::arg("warps") = i.warps, py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
 }
 
 py::dict kernel_facts(const KernelInfo& k) {

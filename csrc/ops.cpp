@@ -73,6 +73,7 @@ void check_qkv(const Tensor& q, const Tensor& k, const Tensor& v) {
     const std::array<std::pair<const char*, const Tensor*>, 3> all{{{"q", &q}, {"k", &k}, {"v", &v}}};
     for (const auto& [name, t] : all) {
         if (t->dim() != 4) invalid(std::string(name) + ": got shape " + shape_of(*t) + ", allowed: (B, H, N, d)");
+        if (t->size(3) > kMaxSeqlen) invalid(std::string(name) + ": head dim is too large");
         if (t->scalar_type() != q.scalar_type()) invalid(std::string(name) + ".dtype differs from q's");
         if (t->device() != q.device()) invalid(std::string(name) + ".device differs from q's");
     }

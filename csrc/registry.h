@@ -36,6 +36,7 @@ enum Feature : unsigned {
 /// One compiled instance of a kernel template.
 struct Instance {
     DType dtype;           ///< of q, k and v as the instance reads them (after a conversion, if the kernel has one)
+    int min_arch;          ///< least arch it is compiled for
     int head_dim;          ///< the largest d it takes
     int br, bc;            ///< rows of the Q tile and of the K/V tile
     int warps, stages;     ///< warps a block; K/V tiles in flight

@@ -18,6 +18,8 @@ class Instance:
 
     dtype: torch.dtype
     """Of q, k and v as it reads them: a kernel that converts float32 inputs beforehand reads float16."""
+    min_arch: int
+    """Least architecture it is compiled for, 10 * major + minor."""
     head_dim: int
     """The largest d it takes."""
     br: int

@@ -27,8 +27,9 @@ def main() -> None:
     parser.add_argument("--kernel", action="append", default=[], help="that kernel alone; may be repeated")
     parser.add_argument("--head-dims", type=int, nargs="+", default=[32, 64, 72, 128, 192, 256])
     names = parser.parse_args()
-    calls = 0
-    for kernel, head_dim in itertools.product(names.kernel or ["wmma_v1", "wmma_v2", "wmma_v3"], names.head_dims):
+    kernels = names.kernel or ["wmma_v1", "wmma_v2", "wmma_v3"]
+    calls = dict.fromkeys(kernels, 0)
+    for kernel, head_dim in itertools.product(kernels, names.head_dims):
         for dtype, (nq, nk, options) in itertools.product((torch.float32, torch.float16, torch.bfloat16), CASES):
             q = torch.randn(1, 4, nq, head_dim, device="cuda", dtype=dtype)
             k, v = (torch.randn(1, 2, nk, head_dim, device="cuda", dtype=dtype) for _ in range(2))
@@ -39,9 +40,10 @@ def main() -> None:
             except ValueError:
                 continue  # not this dtype or head dim
             assert not out.isnan().any()
-            calls += 1
+            calls[kernel] += 1
     torch.cuda.synchronize()
-    print(f"{calls} calls")
+    print(", ".join(f"{kernel}: {count} calls" for kernel, count in calls.items()))
+    assert all(calls.values())
 
 
 if __name__ == "__main__":

@@ -91,6 +91,7 @@ def test_every_tile_that_auto_takes_fits(arch: int) -> None:
                             continue
                         taken += 1
                         assert answer.instance.smem_bytes <= device.smem_optin, f"{answer.kernel}: {answer.instance}"
+                        assert answer.instance.min_arch <= arch, f"{answer.kernel}: {answer.instance}"
                         assert answer.instance.dtype in (dtype, operand_dtype(kernel_named(answer.kernel), dtype))
                         assert answer.instance.head_dim >= d
     cuda = any(0 < kernel.min_arch <= arch for kernel in flash_wmma.kernels())

@@ -193,6 +193,20 @@ def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, whic
         verify((kernel, torch.float32), q, k, v, Mask("top_left"))
 
 
+@pytest.mark.parametrize("size", [1e2, 3e4, 1e9])
+def test_float32_large_value_without_weight(kernel: flash_wmma.Kernel, size: float) -> None:
+    """A value that no query takes shares its scale with its own 64 rows and must not shrink the weights of the others."""
+    if torch.float32 not in kernel.dtypes or kernel.auto_rank == 0:
+        pytest.skip(f"{kernel.name} does not promise it")
+    q, k, v = (normal((1, 2, 300, D), device=kernel.device, seed=s) for s in range(3))
+    q[..., 0] = 8
+    k[:, :, [5, 130], 0] = -1e4
+    v[:, :, [5, 130]] = size
+    out, _ = run(kernel, q, k, v)
+    expected, _ = attention(q.double(), k.double(), v.double())
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=4e-3)
+
+
 def compare_nonfinite(target: Target, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE) -> Tensor:
     """NaN where the written-out attention has it, close elsewhere. Returns where the rows are finite."""
     kernel, dtype = target

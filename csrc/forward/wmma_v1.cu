@@ -165,8 +165,8 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v1(const __grid_constan
 }
 
 const Instance kInstances[] = {
-    {DType::kFloat32, kD, kBr, kBc, 1, 1, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v1<float>)},
-    {DType::kFloat16, kD, kBr, kBc, 1, 1, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v1<half>)},
+    {DType::kFloat32, 75, kD, kBr, kBc, 1, 1, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v1<float>)},
+    {DType::kFloat16, 75, kD, kBr, kBc, 1, 1, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v1<half>)},
 };
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts&) { return kInstances[p.dtype == DType::kFloat16]; }

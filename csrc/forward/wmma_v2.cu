@@ -198,8 +198,8 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v2(const __grid_constan
 }
 
 const Instance kInstances[] = {
-    {DType::kFloat32, kD, kBr, kBc, 1, 2, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v2<float>)},
-    {DType::kFloat16, kD, kBr, kBc, 1, 2, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v2<half>)},
+    {DType::kFloat32, 75, kD, kBr, kBc, 1, 2, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v2<float>)},
+    {DType::kFloat16, 75, kD, kBr, kBc, 1, 2, sizeof(SharedMemory), reinterpret_cast<const void*>(wmma_v2<half>)},
 };
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts&) { return kInstances[p.dtype == DType::kFloat16]; }

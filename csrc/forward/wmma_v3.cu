@@ -12,8 +12,8 @@ namespace {
 
 /// Every shape of this build, by head dim, the largest tile first.
 const std::vector<Shape> kShapes = [] {
-    std::vector<Shape> all = compact_shapes<half>();
-    for (auto* more : {sm80_half_shapes, sm80_bf16_shapes})
+    std::vector<Shape> all = common_shapes<half>(75);
+    for (auto* more : {turing_shapes, sm80_half_shapes, sm80_bf16_shapes})
         if (more)
             for (const Shape& shape : more()) all.push_back(shape);
     std::stable_sort(all.begin(), all.end(), [](const Shape& a, const Shape& b) {
@@ -37,7 +37,8 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Shape* chosen = nullptr;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != dtype || tile.head_dim < d || tile.smem_bytes > device.smem_optin) continue;
+        if (tile.dtype != dtype || tile.head_dim < d) continue;
+        if (tile.min_arch > device.arch || tile.smem_bytes > device.smem_optin) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
         const auto blocks = static_cast<float>((p.seqlen_q + tile.br - 1) / tile.br * p.heads_q * p.batch);

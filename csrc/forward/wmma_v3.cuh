@@ -15,8 +15,9 @@
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
 // Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
 //
-// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S; V's exponent e joins the score, so that
-// P carries 2^e and O comes out in true units, and l takes it back by 2^-e, once per row and tile.
+// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S. O is kept in the unit 2^u of V's running
+// exponent u (ValueUnit): a tile whose exponent lies a little below u has its weights scaled down by as much, and l takes
+// that back; any other tile moves u, and O with it.
 //
 // Who owns what: warp w owns rows [w * kWarpRows, + kWarpRows) of the Q tile, their O (fragments), m and l. K and V
 // tiles belong to the block, loaded with 16-byte asynchronous copies one tile ahead. Rows are padded by 16 bytes, so
@@ -201,7 +202,6 @@ struct Work {
     BandMask mask;
     const T *k, *v;              // row 0 of the head's K and V
     const float *k_exp, *v_exp;  // exponents of converted inputs, one per kScaleRows keys; null: none
-    float v_unit;                // exponent of O's unit: about the least of V's exponents that the block may meet
     int first_key, last_key;     // visible to some row of the tile, first_key a multiple of Bc
 
     __device__ explicit Work(const ForwardParams& params)
@@ -216,22 +216,6 @@ struct Work {
         const std::int64_t k_tiles = (p.seqlen_k + kScaleRows - 1) / kScaleRows;
         k_exp = p.exponents.k ? p.exponents.k + k_head * k_tiles : nullptr;
         v_exp = p.exponents.v ? p.exponents.v + k_head * k_tiles : nullptr;
-        v_unit = v_exp ? value_unit() : 0.f;
-    }
-
-    /// The least, but for tiles so much smaller than others (2^-96) that nothing of them is left beside those.
-    __device__ float value_unit() const {
-        float least = INFINITY, greatest = -INFINITY;
-        for (int i = first_key / kScaleRows + static_cast<int>(threadIdx.x) % 32; i <= last_key / kScaleRows; i += 32) {
-            least = fminf(least, v_exp[i]);
-            if (v_exp[i] != INFINITY) greatest = fmaxf(greatest, v_exp[i]);
-        }
-#pragma unroll
-        for (int lane = 16; lane; lane /= 2) {
-            least = fminf(least, __shfl_xor_sync(kWarpMask, least, lane));
-            greatest = fmaxf(greatest, __shfl_xor_sync(kWarpMask, greatest, lane));
-        }
-        return least == INFINITY ? 0.f : fmaxf(least, greatest - 96.f);
     }
 
     /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
@@ -242,16 +226,32 @@ struct Work {
         const std::int64_t q_head = tile.batch * p.heads_q + tile.head;
         return scale * exp2f(p.exponents.q[q_head * q_tiles + (tile.first_row + row) / kScaleRows]);
     }
-    /// Scale of the scores against the K tile at `key`, and its V's exponent relative to O's unit. A V tile of zeros
-    /// counts as the smallest, so that its scores do not push the weights of the others out of T's range.
-    struct Scales {
-        float score, v_exp;
+    /// Scale of the scores against the K tile at `key`.
+    __device__ float score_scale(float query_scale, int key) const {
+        return k_exp && key <= last_key ? query_scale * ptx::ex2(k_exp[key / kScaleRows]) : query_scale;
+    }
+};
+
+/// The unit 2^exponent of O, as it follows V's exponents from tile to tile. It never falls far below the largest met, so
+/// that O cannot overflow when it is rescaled; what is lost then is nothing beside that tile.
+struct ValueUnit {
+    float exponent, largest = -INFINITY;  // -inf: no tile met yet, O is 0
+
+    __device__ explicit ValueUnit(bool converted) : exponent(converted ? -INFINITY : 0.f) {}
+
+    /// The step to a tile with V's exponent `e` (+inf: zeros, which need no step): P is to be multiplied by 2^weight,
+    /// O by 2^rescale first.
+    struct Step {
+        float weight, rescale;
     };
-    __device__ Scales scales(float query_scale, int key) const {
-        if (!k_exp || key > last_key) return {query_scale, 0.f};
-        const float value = v_exp[key / kScaleRows];
-        return {query_scale * ptx::ex2(k_exp[key / kScaleRows]),
-                value == INFINITY ? 0.f : fmaxf(value - v_unit, -20.f)};
+    __device__ Step step(float e) {
+        constexpr float kSlack = 4.f, kRange = 96.f, kLeast = -20.f;
+        if (e == INFINITY) return {0.f, 0.f};
+        if (e <= exponent && e >= exponent - kSlack) return {e - exponent, 0.f};
+        const float before = exponent;
+        exponent = fmaxf(e, largest - kRange);
+        largest = fmaxf(largest, exponent);
+        return {fmaxf(e - exponent, kLeast), before - exponent};
     }
 };
 
@@ -292,10 +292,11 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
         for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
 }
 
-/// Row's final 1/l and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
+/// Row's final 1/l, times O's unit, and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
 template <class Tile>
-__device__ void finish_row(const Work<Tile>& work, SharedMemory<Tile>& smem, int row, float m, float l) {
-    smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(work.v_unit) / l;
+__device__ void finish_row(const Work<Tile>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row, float m,
+                           float l) {
+    smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(unit.exponent) / l;
     const auto [query, head] = work.tile.row(row);
     if (query < work.p.seqlen_q)
         work.p.lse[lse_index(work.p, work.tile.batch, head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
@@ -401,6 +402,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         for (int h = 0; h < 2; ++h) m[r][h] = -INFINITY, l[r][h] = 0.f;
 
     // The second product runs one tile behind the first, so that it overlaps with the next tile's softmax.
+    ValueUnit unit(work.v_exp);
     Weights<Tile> weights;  // of the tile before `key`
     bool pending = false;   // whether they still wait for their product
     int slot = 0;           // of the K ring; the previous V is in the other one
@@ -416,12 +418,14 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
             copy_tile_async<Tile, kBc>(smem.loop.v[slot], work.v, p.v.row, first, seqlen_k, p.head_dim_v);
         ptx::cp_async_commit();
 
-        const auto [scale, v_exp] = work.scales(q_scale, key);
-        const float unit = ptx::ex2(-v_exp);
+        const float scale = work.score_scale(q_scale, key);
+        const bool visible = key < some_end && key + kBc > some_begin && key <= work.last_key;
+        ValueUnit::Step value{0.f, 0.f};
+        if (work.v_exp && visible) value = unit.step(work.v_exp[key / kScaleRows]);
         Accumulator s[kRowTiles][kBc / 16];
 
         // A tile that every row sees, after another: the old m serves if no weight overflows
-        if (pending && key >= all_begin && key + kBc <= all_end) {
+        if (pending && key >= all_begin && key + kBc <= all_end && value.rescale == 0.f) {
             multiply_qk<Tile>(s, q, k);
             multiply_pv<Tile>(o, weights, v);
             float sum[kRowTiles][2];
@@ -430,7 +434,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    sum[r][h] = weights_of_row<Tile>(s[r], h, scale, v_exp - m[r][h]);
+                    sum[r][h] = weights_of_row<Tile>(s[r], h, scale, value.weight - m[r][h]);
                     fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 }
             hand_over<Tile>(weights, s);
@@ -438,14 +442,14 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) l[r][h] = fmaf(sum[r][h], unit, l[r][h]);
+                    for (int h = 0; h < 2; ++h) l[r][h] = fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]);
                 continue;
             }
         } else if (pending) {
             multiply_pv<Tile>(o, weights, v);
         }
-        pending = key < some_end && key + kBc > some_begin && key <= work.last_key;
-        if (!pending) continue;
+        pending = visible;
+        if (!visible) continue;
 
         // Any other tile: S masked and scaled, m exact, O and l rescaled to it
         multiply_qk<Tile>(s, q, k);
@@ -462,19 +466,20 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
                     for (int e = 0; e < 4; ++e) {
                         const int i = element_of_row(h, e), column = 16 * j + column_of_element(lane, i);
                         float& score = s[r][j].x[i];
-                        score = column >= begin && column < end ? fmaf(score, scale, v_exp) : -INFINITY;
+                        score = column >= begin && column < end ? score * scale : -INFINITY;
                         top = fmaxf(top, score);
                     }
                 top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
                 top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 2));
                 const float base = top == -INFINITY ? 0.f : top;  // no visible key yet
-                const float rescale = ptx::ex2(m[r][h] - base);
+                const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
                 m[r][h] = top;
-                l[r][h] = fmaf(weights_of_row<Tile>(s[r], h, 1.f, -base), unit, l[r][h] * rescale);
+                l[r][h] = fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight - base), ptx::ex2(-value.weight),
+                               l[r][h] * rescale);
 #pragma unroll
                 for (int c = 0; c < Tile::kD / 16; ++c)
 #pragma unroll
-                    for (int e = 0; e < 4; ++e) o[r][c].x[element_of_row(h, e)] *= rescale;
+                    for (int e = 0; e < 4; ++e) o[r][c].x[element_of_row(h, e)] *= rescale_o;
             }
         hand_over<Tile>(weights, s);
     }
@@ -486,7 +491,8 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
             float total = l[r][h];
             total += __shfl_xor_sync(kWarpMask, total, 1);
             total += __shfl_xor_sync(kWarpMask, total, 2);
-            if (lane % 4 == 0) finish_row(work, smem, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
+            if (lane % 4 == 0)
+                finish_row(work, smem, unit, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
         }
 }
 
@@ -559,6 +565,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     auto& [k, v, warps] = smem.opaque;
     auto& scratch = warps[threadIdx.x / 32];
 
+    ValueUnit unit(work.v_exp);
     float m[Tile::kRowTiles], l[Tile::kRowTiles];  // of row lane / 2; both lanes of the pair hold the whole sum
     for (int r = 0; r < Tile::kRowTiles; ++r) m[r] = -INFINITY, l[r] = 0.f;
 
@@ -570,7 +577,8 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
         ptx::cp_async_commit();
         ptx::cp_async_wait<0>();
         __syncthreads();
-        const auto [scale, v_exp] = work.scales(q_scale, key);
+        const float scale = work.score_scale(q_scale, key);
+        const ValueUnit::Step value = work.v_exp ? unit.step(work.v_exp[key / kScaleRows]) : ValueUnit::Step{0.f, 0.f};
 
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r) {
@@ -590,19 +598,20 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             float score[8], top = m[r], sum = 0.f;
             for (int i = 0; i < 8; ++i) {
                 const int column = first_column + i;
-                score[i] = column >= begin && column < end ? scratch.tile[row][column] * scale + v_exp : -INFINITY;
+                score[i] = column >= begin && column < end ? scratch.tile[row][column] * scale : -INFINITY;
                 top = fmaxf(top, score[i]);
             }
             top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
             const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(m[r] - base);
             for (int i = 0; i < 8; ++i) {
-                const float weight = ptx::ex2(score[i] - base);
+                const float weight = ptx::ex2(score[i] + value.weight - base);
                 scratch.p[row][first_column + i] = Element<T>::from(weight);
                 sum += weight;
             }
             sum += __shfl_xor_sync(kWarpMask, sum, 1);
             m[r] = top;
-            l[r] = l[r] * rescale + sum * ptx::ex2(-v_exp);
+            l[r] = l[r] * rescale + sum * ptx::ex2(-value.weight);
+            const float rescale_o = rescale * ptx::ex2(value.rescale);
             __syncwarp();
 
             AFragment<Tile> weights;
@@ -611,7 +620,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             for (int c = 0; c < Tile::kD / 16; ++c) {
                 wmma::store_matrix_sync(&scratch.tile[0][0], o[r][c], 20, wmma::mem_row_major);
                 __syncwarp();
-                for (int i = 0; i < 8; ++i) scratch.tile[row][first_column + i] *= rescale;
+                for (int i = 0; i < 8; ++i) scratch.tile[row][first_column + i] *= rescale_o;
                 __syncwarp();
                 wmma::load_matrix_sync(o[r][c], &scratch.tile[0][0], 20, wmma::mem_row_major);
                 VFragment<Tile> vt;
@@ -622,7 +631,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
         }
     }
     for (int r = 0; r < Tile::kRowTiles; ++r)
-        if (lane % 2 == 0) finish_row(work, smem, warp_row + 16 * r + row, m[r], l[r]);
+        if (lane % 2 == 0) finish_row(work, smem, unit, warp_row + 16 * r + row, m[r], l[r]);
     __syncthreads();
     store_o(work, smem, o, warp_row);
 }
@@ -671,25 +680,33 @@ void launch_tile(const ForwardParams& p, Stream stream) {
 }
 
 template <class Tile>
-Shape shape(float blocks_per_sm) {
-    return {{Element<typename Tile::T>::kDType, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
+Shape shape(int min_arch, float blocks_per_sm) {
+    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile>)},
             blocks_per_sm,
             launch_tile<Tile>};
 }
 
 // The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and the
-// fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
-// blocks an SM from which the shape pays.
+// fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the least
+// architecture of the source, and the blocks an SM from which the shape pays.
 
-/// For every architecture: at most 64 KiB of shared memory.
+/// At most 64 KiB of shared memory: for every architecture.
 template <class T>
-std::vector<Shape> compact_shapes() {
+std::vector<Shape> common_shapes(int min_arch) {
     return {
-        shape<Tile<T, 32, 4, 2, 64, true, 2>>(0.75f), shape<Tile<T, 32, 4, 1, 64, true, 2>>(0.f),
-        shape<Tile<T, 64, 4, 2, 32, true, 2>>(0.75f), shape<Tile<T, 64, 4, 1, 64, true, 2>>(0.f),
-        shape<Tile<T, 96, 4, 1, 32, true, 2>>(0.f),   shape<Tile<T, 128, 4, 1, 32, true, 2>>(0.f),
-        shape<Tile<T, 192, 4, 1, 16, false, 1>>(0.f), shape<Tile<T, 256, 2, 1, 16, false, 1>>(0.f),
+        shape<Tile<T, 32, 4, 2, 64, true, 2>>(min_arch, 0.75f), shape<Tile<T, 32, 4, 1, 64, true, 2>>(min_arch, 0.f),
+        shape<Tile<T, 64, 4, 1, 64, true, 2>>(min_arch, 0.f),   shape<Tile<T, 128, 4, 1, 32, true, 2>>(min_arch, 0.f),
+        shape<Tile<T, 256, 2, 1, 16, false, 1>>(min_arch, 0.f),
+    };
+}
+
+/// In place of the wide shapes on sm_75, where those would not keep their registers.
+inline std::vector<Shape> turing_shapes() {
+    return {
+        shape<Tile<half, 64, 4, 2, 32, true, 2>>(75, 0.75f),
+        shape<Tile<half, 96, 4, 1, 32, true, 2>>(75, 0.f),
+        shape<Tile<half, 192, 4, 1, 16, false, 1>>(75, 0.f),
     };
 }
 
@@ -697,10 +714,9 @@ std::vector<Shape> compact_shapes() {
 template <class T>
 std::vector<Shape> wide_shapes() {
     return {
-        shape<Tile<T, 64, 4, 2, 64, true, 2>>(0.75f),  shape<Tile<T, 64, 4, 1, 64, true, 3>>(0.f),
-        shape<Tile<T, 96, 4, 2, 32, true, 1>>(1.5f),   shape<Tile<T, 96, 4, 1, 64, true, 2>>(0.f),
-        shape<Tile<T, 128, 4, 2, 32, false, 1>>(1.5f), shape<Tile<T, 192, 4, 1, 32, true, 1>>(0.f),
-        shape<Tile<T, 256, 4, 1, 32, false, 1>>(0.f),
+        shape<Tile<T, 64, 4, 2, 64, true, 2>>(80, 0.75f), shape<Tile<T, 96, 4, 2, 32, true, 1>>(80, 1.5f),
+        shape<Tile<T, 96, 4, 1, 64, true, 2>>(80, 0.f),   shape<Tile<T, 128, 4, 2, 32, false, 1>>(80, 1.5f),
+        shape<Tile<T, 192, 4, 1, 32, true, 1>>(80, 0.f),  shape<Tile<T, 256, 4, 1, 32, false, 1>>(80, 0.f),
     };
 }
 
