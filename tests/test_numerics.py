@@ -195,7 +195,7 @@ def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, whic
 
 @pytest.mark.parametrize("size", [1e2, 3e4, 1e9])
 def test_float32_large_value_without_weight(kernel: flash_wmma.Kernel, size: float) -> None:
-    """A value that no query takes shares its scale with its own 64 rows and must not shrink the weights of the others."""
+    """A value that no query takes shares its scale with its own 64 rows, and shrinks the weights of no others."""
     if torch.float32 not in kernel.dtypes or kernel.auto_rank == 0:
         pytest.skip(f"{kernel.name} does not promise it")
     q, k, v = (normal((1, 2, 300, D), device=kernel.device, seed=s) for s in range(3))
