@@ -59,8 +59,7 @@ GROUPS = (
     Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
     Group("csrc/*/mma_sm75*.cu", cuda="7.5+PTX"),
-    Group("csrc/*/mma_sm80*.cu", cuda="8.0+PTX;9.0"),
-    Group("csrc/*/*_sm80_*.cu", cuda="8.0+PTX;9.0"),
+    Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )
 SOURCES = ("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/device/*.cu", "csrc/forward/*.cu", "csrc/backward/*.cu")

@@ -80,7 +80,7 @@ def forward(
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
         k: (B, Hk, Nk, d), q's dtype and device. Hq is a multiple of Hk: query head h reads head h // (Hq // Hk).
-        v: (B, Hk, Nk, d_v), likewise. Most kernels want d_v = d.
+        v: (B, Hk, Nk, d_v), likewise. ``wmma_v1`` and ``wmma_v2`` want d_v = d.
         causal: ``True`` or ``"top_left"``: query i sees keys j <= i. ``"bottom_right"``: j <= i + Nk - Nq, so that the
             last query sees every key.
         scale: factor on the scores; default 1 / sqrt(d).

@@ -28,7 +28,6 @@ CODE = {
     "csrc/*/wgmma_sm90*.cu": {"sm_90a"},
     "csrc/*/mma_sm75*.cu": {"sm_75", "compute_75"},
     "csrc/*/*_sm80*.cu": {"sm_80", "sm_90", "compute_80"},
-    "csrc/*/*_sm80_*.cu": {"sm_80", "sm_90", "compute_80"},
     "csrc/*/*.cu": {"sm_75", "sm_80", "sm_90", "compute_80"},
 }
 
