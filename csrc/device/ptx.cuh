@@ -2,7 +2,11 @@
 // has its own definition of each. Operands are pointers and values, never raw shared-memory addresses.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
+#include <type_traits>
 
 namespace flash_wmma::ptx {
 
@@ -19,7 +23,75 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
+/// D += A B for one 16x8 tile: A 16x8 (row), B 8x8 (column), of half; the tensor-core shape of Turing
+/// (mma.sync.m16n8k8). With g = lane / 4 and t = lane % 4, a lane holds, in pairs along a row of A (along k):
+///     a[i]: A[g + 8 i][2 t, 2 t + 1];   b: B[2 t, 2 t + 1][g];   d[i]: D[g + 8 (i / 2)][2 t + i % 2].
+__device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b) {
+    asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(b));
+}
+
+/// Loads four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address of row l % 8 of matrix l / 8,
+/// 16-byte aligned (ldmatrix.x4). Lane l gets, of matrix i in r[i], elements 2 (l % 4) and + 1 of row l / 4.
+__device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], const void* shared_row) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared_row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+/// The same of the transposed matrices: lane l gets rows 2 (l % 4) and + 1 of column l / 4 (ldmatrix.x4.trans).
+__device__ __forceinline__ void ldmatrix_x4_trans(std::uint32_t (&r)[4], const void* shared_row) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared_row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(address)
+                 : "memory");
+}
+/// Two matrices; lanes 0 to 15 give the addresses (ldmatrix.x2 and ldmatrix.x2.trans).
+__device__ __forceinline__ void ldmatrix_x2(std::uint32_t (&r)[2], const void* shared_row) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared_row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(address)
+                 : "memory");
+}
+__device__ __forceinline__ void ldmatrix_x2_trans(std::uint32_t (&r)[2], const void* shared_row) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared_row));
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(r[0]), "=r"(r[1])
+                 : "r"(address)
+                 : "memory");
+}
+
+/// Waits at named barrier `id` (1 to 15; 0 is __syncthreads) until `threads` threads, a multiple of 32, have arrived,
+/// this one among them (bar.sync).
+__device__ __forceinline__ void named_barrier_sync(int id, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+/// Arrives there without waiting (bar.arrive).
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+    asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
 #if __CUDA_ARCH__ >= 800
+
+/// D += A B for one 16x8 tile: A 16x16 (row), B 16x8 (column), of half or bf16 (mma.sync.m16n8k16). Lanes as in
+/// mma_m16n8k8; a[i] is at row g + 8 (i % 2), columns from 8 (i / 2) + 2 t; b[i] at rows from 8 i + 2 t.
+template <class T>
+__device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const std::uint32_t (&a)[4], const std::uint32_t (&b)[2]) {
+    if constexpr (std::is_same_v<T, __half>)
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    else
+        asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+            "{%0, %1, %2, %3};"
+            : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
 
 /// Copies 16 bytes from global to shared memory without registers; lands at its cp_async_wait (cp.async.cg).
 /// `bytes` is 16, or 0 to write zeros and read nothing.
