@@ -2,6 +2,7 @@
 
   flash_wmma/libflash_wmma.so   ops and kernels: no Python in it, torch's stable ABI, static CUDA runtime
   flash_wmma/_C.*.so            small pybind11 module beside it
+  flash_wmma/kernels.json       registers and so on of every CUDA kernel, as ptxas said; empty without CUDA
 
 Why not torch's BuildExtension: it finds no nvcc under a CPU build of torch and refuses a toolkit whose CUDA version is
 not torch's. Neither matters here: kernels see no torch header, and the stable ABI and the static runtime make one
@@ -15,6 +16,7 @@ TORCH_CUDA_ARCH_LIST (as torch reads it: narrows the architectures), MAX_JOBS.
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import platform
 import re
@@ -23,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import NamedTuple
@@ -222,12 +225,15 @@ def escape(path: object) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
-def ninja_file(build: Path, library: Path, module: Path) -> str:
-    """The build as ninja text. `library` and `module`: where libflash_wmma.so and _C are linked to."""
+def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path]]:
+    """The build as ninja text, and the logs of ptxas that it leaves.
+
+    `library` and `module`: where libflash_wmma.so and _C are linked to.
+    """
     torch, toolkit = find_torch(), cuda_toolkit()
     wanted = codes(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     objects: dict[str, list[Path]] = {"library": [], "module": []}
-    edges, built = [], set()
+    edges, logs, built = [], [], set()
     # Ninja starts in this order, and the last rungs of the ladder take longest.
     for source in sorted((p.relative_to(ROOT) for pattern in SOURCES for p in ROOT.glob(pattern)), reverse=True):
         group = next(g for g in GROUPS if fnmatch(str(source), g.pattern))
@@ -243,6 +249,7 @@ def ninja_file(build: Path, library: Path, module: Path) -> str:
                 continue
             built |= generated
             flags = f"{flags} {gencode(generated)}".strip()
+            logs.append(Path(f"{target}.log"))
         if source == Path("csrc/device/runtime.cu"):
             flags += " $architectures"
         edges.append(f"build {escape(target)}: {'nvcc' if group.cuda else 'cxx'} {escape(source)}\n  flags = {flags}")
@@ -277,7 +284,57 @@ def ninja_file(build: Path, library: Path, module: Path) -> str:
     ):
         inputs = " ".join(map(escape, objects[kind]))
         edges.append(f"build {escape(target)}: link {inputs}{f' || {needs}' if needs else ''}\n  flags = {flags}")
-    return f"builddir = {escape(build)}\n{rules}\n" + "\n".join(edges) + "\n"
+    return f"builddir = {escape(build)}\n{rules}\n" + "\n".join(edges) + "\n", logs
+
+
+# ------------------------------------------------------------------------------------------------------ what ptxas said
+
+
+class Compiled(NamedTuple):
+    """What ptxas made of one function for one architecture: bytes a thread, of shared memory a block."""
+
+    function: str  # mangled
+    arch: str  # "sm_80"
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    static_smem_bytes: int = 0
+    registers: int | None = None  # a kernel's, enough for what it calls; None: a function that kernels call
+
+
+def compiled_functions(log: str) -> Iterator[Compiled]:
+    """Every kernel, and every function that was not inlined, from what ptxas -v wrote."""
+    for entry in log.split("Compiling entry function ")[1:]:
+        kernel, arch = re.findall(r"'(\w+)'", entry.partition("\n")[0])
+        for function, *numbers in re.findall(
+            r"Function properties for (\w+)\n"
+            r" +(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads",
+            entry,
+        ):
+            facts = Compiled(function, arch, *map(int, numbers))
+            if function == kernel and (used := re.search(r"Used (\d+) registers(?:.*, (\d+) bytes smem)?", entry)):
+                facts = facts._replace(registers=int(used[1]), static_smem_bytes=int(used[2] or 0))
+            yield facts
+
+
+def demangled(names: Iterable[str]) -> list[str]:
+    """The names without parameters: the same whether nvcc or g++ mangled them, anonymous namespaces included."""
+    filt = shutil.which("c++filt")
+    if filt is None:
+        notice("no c++filt (of binutils) was found: kernels.json has mangled names, which nothing will find")
+        return list(names)
+    run = subprocess.run([filt, "-p"], input="\n".join(names), stdout=subprocess.PIPE, text=True, check=True)
+    return run.stdout.splitlines()
+
+
+def kernel_table(logs: Iterable[str]) -> dict[str, dict[str, dict[str, object]]]:
+    """The facts of every kernel by its name and architecture. Sources that share an instance compile it alike."""
+    kernels = [function for log in logs for function in compiled_functions(log) if function.registers is not None]
+    table: dict[str, dict[str, dict[str, object]]] = {}
+    for name, kernel in zip(demangled(k.function for k in kernels), kernels, strict=True):
+        facts = {key: value for key, value in kernel._asdict().items() if key not in ("function", "arch")}
+        table.setdefault(name, {})[kernel.arch] = facts
+    return table
 
 
 class NinjaBuild(build_ext):
@@ -288,29 +345,35 @@ class NinjaBuild(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         name: str = super().get_ext_filename(fullname)
-        return str(Path(name).with_name("libflash_wmma.so")) if "libflash_wmma" in fullname else name
+        plain = {"libflash_wmma": "libflash_wmma.so", "kernels": "kernels.json"}.get(fullname.rpartition(".")[2])
+        return str(Path(name).with_name(plain)) if plain else name
 
     def build_extensions(self) -> None:
         build = Path(self.build_temp)
         (ROOT / build).mkdir(parents=True, exist_ok=True)
-        links = [build / Path(self.get_ext_filename(ext.name)).name for ext in self.extensions]
+        products = [build / Path(self.get_ext_filename(ext.name)).name for ext in self.extensions]
+        library, module, table = products
         script = build / "build.ninja"
-        (ROOT / script).write_text(ninja_file(build, *links))
+        text, logs = ninja_file(build, library, module)
+        (ROOT / script).write_text(text)
         ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else [shutil.which("ninja") or ""]
         if not ninja[-1]:
             raise SetupError("ninja is needed to build flash_wmma: pip install ninja")
         jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
         if subprocess.run([*ninja, "-f", script, "-j", jobs], cwd=ROOT, check=False).returncode:
             raise SetupError("the native build failed: the compiler's messages are above")
-        for ext, link in zip(self.extensions, links, strict=True):
+        facts = kernel_table((ROOT / log).read_text() for log in logs)
+        (ROOT / table).write_text(json.dumps(facts, indent=1) + "\n")
+        for ext, product in zip(self.extensions, products, strict=True):
             target = Path(self.get_ext_fullpath(ext.name))
             target.parent.mkdir(parents=True, exist_ok=True)
             target.unlink(missing_ok=True)  # a process that has the old one mapped keeps it
-            shutil.copy2(ROOT / link, target)
+            shutil.copy2(ROOT / product, target)
 
 
 if __name__ == "__main__":
     setup(
-        ext_modules=[Extension("flash_wmma.libflash_wmma", []), Extension("flash_wmma._C", [])],
+        # Two libraries and a table: "extensions" are what setuptools puts beside the Python files, editable or not.
+        ext_modules=[Extension(f"flash_wmma.{name}", []) for name in ("libflash_wmma", "_C", "kernels")],
         cmdclass={"build_ext": NinjaBuild},
     )

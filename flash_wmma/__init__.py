@@ -1,23 +1,29 @@
 """Exact attention whose kernels are written by hand in CUDA C++, from the first WMMA kernel on."""
 
-from ._build import BuildInfo, build_info
+from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._explain import DeviceFacts, Explanation, device_facts, explain
 from ._forward import forward
+from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
 from ._table import FunctionFacts, Instance, Kernel, function_facts, kernels
 from ._version import __version__
 
 __all__ = [
     "BuildInfo",
+    "CompiledKernel",
     "DeviceFacts",
     "Explanation",
     "FunctionFacts",
     "Instance",
     "Kernel",
+    "Occupancy",
     "__version__",
     "build_info",
+    "compiled_kernels",
     "device_facts",
     "explain",
     "forward",
     "function_facts",
+    "kernel_occupancy",
     "kernels",
+    "theoretical_occupancy",
 ]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -36,3 +39,39 @@ def build_info() -> BuildInfo:
         cuda=None if cuda is None else f"{cuda // 1000}.{cuda % 1000 // 10}",
         architectures=tuple(filter(None, architectures.split(";"))),
     )
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """What ptxas made of one CUDA kernel for one architecture; no GPU is asked. The registers are enough for the
+    functions that it calls, whose stack and spills are not in here."""
+
+    registers: int
+    """A thread."""
+    stack_bytes: int
+    """A thread: arrays that are indexed, and what a call saves."""
+    spill_store_bytes: int
+    """A thread: written to local memory for want of registers."""
+    spill_load_bytes: int
+    """A thread: read back."""
+    static_smem_bytes: int
+    """A block, in addition to the dynamic shared memory of the launch."""
+
+
+@functools.cache
+def compiled_kernels() -> Mapping[str, Mapping[str, CompiledKernel]]:
+    """Every CUDA kernel of this build, by its demangled name without parameters, such as
+    ``"flash_wmma::(anonymous namespace)::wmma_v2<__half>"``, and by the architecture of its machine code, such as
+    ``"sm_80"`` or ``"sm_90a"``. Empty in a build without CUDA kernels.
+    """
+    table = Path(__file__).with_name("kernels.json")  # setup.py writes it from the compiler's log
+    kernels = json.loads(table.read_text()) if table.exists() else {}
+    return {name: {code: CompiledKernel(**facts) for code, facts in by.items()} for name, by in kernels.items()}
+
+
+def compiled_kernel(function: str, arch: int) -> CompiledKernel | None:
+    """The machine code of that kernel that runs on ``arch`` (10 * major + minor). ``None``: it has none; it runs there
+    from PTX, which the driver compiles, or not at all."""
+    codes = compiled_kernels().get(function, {})
+    earlier = range(arch, arch // 10 * 10 - 1, -1)  # machine code also runs on later minors of its major
+    return next((codes[code] for code in (f"sm_{arch}a", *(f"sm_{a}" for a in earlier)) if code in codes), None)

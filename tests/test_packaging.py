@@ -12,7 +12,6 @@ import sys
 import sysconfig
 from collections import defaultdict
 from fnmatch import fnmatch
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
@@ -144,24 +143,70 @@ def kernel_comments(source: Path) -> dict[str, str]:
     return comments
 
 
-def test_ptxas_output(ptxas_logs: dict[str, str]) -> None:
+def test_ptxas_output(ptxas_logs: dict[str, str], setup_py: ModuleType) -> None:
     """No spills unless a comment above the kernel says why (`// spills: sm_75: ...`), no wgmma or setmaxnreg undone."""
     findings = []
     for source, log in ptxas_logs.items():
-        lines = log.splitlines()
-        findings += [line for line in lines if re.search(r"C75\d\d|wgmma.*serializ|setmaxnreg.*ignored", line)]
+        findings += re.findall(r".*(?:C75\d\d|wgmma.*serializ|setmaxnreg.*ignored).*", log)
         comments = kernel_comments(ROOT / source)
-        arch = ""
-        for line, facts in pairwise([*lines, ""]):
-            if entry := re.search(r"Compiling entry function .* for '(\w+)'", line):
-                arch = entry[1]
-            function = re.search(r"Function properties for (\S+)", line)
-            spills = re.search(r"(\d+) bytes spill stores, (\d+) bytes spill loads", facts)
-            if function and spills and (spills[1], spills[2]) != ("0", "0"):
-                above = "".join(text for name, text in comments.items() if f"{len(name)}{name}" in function[1])
-                if not re.search(rf"// spills:.*\b{arch}\b", above):
-                    findings.append(f"{source}, {arch}: {function[1]}: {facts.strip()}")
+        for compiled in setup_py.compiled_functions(log):
+            if compiled.spill_store_bytes or compiled.spill_load_bytes:
+                above = "".join(text for name, text in comments.items() if f"{len(name)}{name}" in compiled.function)
+                if not re.search(rf"// spills:.*\b{compiled.arch}\b", above):
+                    findings.append(f"{source}: {compiled}")
     assert not findings, "\n".join(findings)
+
+
+def test_compiled_kernels(ptxas_logs: dict[str, str], setup_py: ModuleType) -> None:
+    """The table that ships has every kernel of the library, with the registers that stand in the binary itself."""
+    dump = run(tool("cuobjdump"), "-res-usage", LIBRARY)
+    arch, found = "", []
+    for line in dump.splitlines():
+        if line.startswith("arch = "):
+            arch = line.removeprefix("arch = ")
+        elif function := re.match(r" Function (\w+):", line):
+            found.append([function[1], arch])
+        elif usage := re.match(r"  REG:(\d+) STACK:(\d+) ", line):
+            found[-1] += [int(usage[1]), int(usage[2])]
+    names = setup_py.demangled(function for function, *_ in found)
+    table = flash_wmma.compiled_kernels()
+    shipped = {
+        (name, code, kernel.registers, kernel.stack_bytes)
+        for name, codes in table.items()
+        for code, kernel in codes.items()
+    }
+    assert shipped == {(name, *facts) for name, (_, *facts) in zip(names, found, strict=True)}
+    assert len(shipped) == sum(map(len, table.values()))  # no two sources compile one name differently
+
+
+# As in wmma_v2.cu and wmma_v3.cuh: kernels of an anonymous namespace, and every kind of template argument.
+NAMES = """
+struct __half {};
+namespace flash_wmma {
+struct ForwardParams {};
+namespace {
+template <class T> void __attribute__((used)) wmma_v2(ForwardParams) {}
+template void wmma_v2<__half>(ForwardParams);
+template void wmma_v2<float>(ForwardParams);
+}
+namespace wmma_v3 {
+enum class Handover { kRegisters, kShared };
+template <class Scalar, int, int, int, int, bool, int, Handover, int> struct Tile {};
+template <class Tile> void forward(ForwardParams) {}
+template void forward<Tile<__half, 256, 2, 1, 16, false, 1, Handover::kRegisters, 8>>(ForwardParams);
+}
+}
+"""
+
+
+def test_names_of_kernels(cuda_sources: list[str], setup_py: ModuleType, tmp_path: Path) -> None:
+    """A kernel that g++ compiles has the name under which the table has what nvcc compiled."""
+    (tmp_path / "names.cpp").write_text(NAMES)
+    run(tool("g++"), "-std=c++17", "-c", tmp_path / "names.cpp", "-o", tmp_path / "names.o")
+    mangled = [line.split()[-1] for line in run(tool("nm"), tmp_path / "names.o").splitlines()]
+    names = setup_py.demangled(mangled)
+    assert len(names) == 3
+    assert set(names) <= set(flash_wmma.compiled_kernels())
 
 
 def test_kernels_see_no_torch_header() -> None:
