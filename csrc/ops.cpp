@@ -14,8 +14,10 @@
 #include <optional>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "attention.h"
+#include "emulation.h"
 #include "registry.h"
 
 // From torch's C shim; absent from a torch without CUDA, hence weak.
@@ -55,6 +57,13 @@ bool kernel_readable(const Tensor& t) {
 }
 
 int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+/// The memory of a tensor, for the emulator. The tensor has elements.
+emulator::Buffer buffer_of(const char* name, const Tensor& t, bool writable) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < t.dim(); ++i) elements += (t.size(i) - 1) * t.stride(i);
+    return {name, t.data_ptr(), static_cast<std::size_t>(elements) * t.element_size(), writable};
+}
 
 Tensor empty(std::initializer_list<int64_t> sizes, ScalarType dtype, const Tensor& like) {
     return torch::stable::empty(sizes, dtype, std::nullopt, like.device());
@@ -116,6 +125,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
                 "flash_wmma was built without CUDA kernels: install nvcc and rebuild it (README, Installation)");
         device = runtime->facts(q.get_device_index());
     }
+    // A CUDA kernel by name on CPU tensors runs in the emulator
+    std::optional<Emulation> emulation;
+    if (!cuda && kernel_name != "auto" && !registry::is_cpu_kernel(kernel_name)) {
+        emulation.emplace(kernel_name);
+        if (*emulation) device = emulation->device();
+        else emulation.reset();
+    }
 
     ForwardParams p{};
     p.dtype = p.out_dtype = dtype_of(q, "q");
@@ -131,7 +147,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     p.band = {bound(window_left), bound(window_right), bottom_right};
     p.partials.num_splits = 1;
     p.batch_invariant = batch_invariant;
-    const KernelInfo& kernel = registry::select(kernel_name, p, device);
+    const KernelInfo& kernel =
+        registry::select(kernel_name, p, device, emulation ? emulation->kernels() : registry::kernels());
 
     Tensor lse = empty({p.batch, p.heads_q, p.seqlen_q}, ScalarType::Float, q);
     const int64_t padded_v = round_up(p.head_dim_v, 8);
@@ -154,7 +171,13 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
             workspace = empty({bytes}, ScalarType::Byte, q);
             p.workspace = workspace->data_ptr();
         }
-        if (cuda) {
+        if (emulation) {
+            std::vector<emulator::Buffer> buffers{buffer_of("q", readable_q, false), buffer_of("k", readable_k, false),
+                                                  buffer_of("v", readable_v, false), buffer_of("o", out, true),
+                                                  buffer_of("lse", lse, true)};
+            if (workspace) buffers.push_back(buffer_of("workspace", *workspace, true));
+            emulation->run(kernel, p, buffers);
+        } else if (cuda) {
             const torch::stable::accelerator::DeviceGuard guard(q.get_device_index());
             void* stream = nullptr;
             STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream &&

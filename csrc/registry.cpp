@@ -41,6 +41,11 @@ const DeviceRuntime* device_runtime() { return g_runtime; }
 
 const std::vector<const KernelInfo*>& kernels() { return table(); }
 
+bool is_cpu_kernel(const std::string& name) {
+    return std::any_of(kernels().begin(), kernels().end(),
+                       [&](const KernelInfo* kernel) { return kernel->min_arch == 0 && name == kernel->name; });
+}
+
 const char* dtype_name(DType dtype) {
     switch (dtype) {
         case DType::kFloat32: return "float32";
@@ -78,7 +83,7 @@ unsigned features_of(const ForwardParams& p) {
 std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const DeviceFacts& device) {
     const bool cpu_kernel = kernel.min_arch == 0, cpu_tensors = device.arch == 0;
     if (cpu_kernel && !cpu_tensors) return "runs on cpu tensors, these are on a cuda device";
-    if (!cpu_kernel && cpu_tensors) return "runs on cuda tensors, these are on the cpu";
+    if (!cpu_kernel && cpu_tensors) return "runs on cuda tensors, and on cpu tensors by name, in the emulator";
     if (device.arch < kernel.min_arch)
         return "needs " + arch_name(kernel.min_arch) + " or later, the device is " + arch_name(device.arch);
 
@@ -109,10 +114,11 @@ std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const Devi
     return "";
 }
 
-const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device) {
+const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
+                         const std::vector<const KernelInfo*>& kernels) {
     if (name != "auto") {
         std::string names;
-        for (const KernelInfo* kernel : kernels()) {
+        for (const KernelInfo* kernel : kernels) {
             if (name != kernel->name) {
                 names += std::string(", '") + kernel->name + "'";
                 continue;
@@ -125,7 +131,7 @@ const KernelInfo& select(const std::string& name, const ForwardParams& params, c
     }
     const KernelInfo* best = nullptr;
     std::string reasons;
-    for (const KernelInfo* kernel : kernels()) {
+    for (const KernelInfo* kernel : kernels) {
         if (kernel->auto_rank == 0 || (best && kernel->auto_rank <= best->auto_rank)) continue;
         const std::string why_not = refusal(*kernel, params, device);
         if (why_not.empty()) best = kernel;

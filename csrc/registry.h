@@ -93,6 +93,9 @@ const DeviceRuntime* device_runtime();
 /// All kernels of this build, by name.
 const std::vector<const KernelInfo*>& kernels();
 
+/// Whether this build has a CPU kernel of that name.
+bool is_cpu_kernel(const std::string& name);
+
 /// "float32" and so on.
 const char* dtype_name(DType dtype);
 
@@ -105,9 +108,10 @@ unsigned features_of(const ForwardParams& params);
 /// Why `kernel` cannot run `params` (with the dtype the user passed) on that device; empty if it can.
 std::string refusal(const KernelInfo& kernel, const ForwardParams& params, const DeviceFacts& device);
 
-/// The kernel for `name` ("auto" or a kernel's name). A named kernel never falls back.
+/// The kernel for `name` ("auto" or a kernel's name) among those given. A named kernel never falls back.
 /// Throws std::invalid_argument that says what is allowed.
-const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device);
+const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
+                         const std::vector<const KernelInfo*>& kernels = registry::kernels());
 
 }  // namespace registry
 }  // namespace flash_wmma

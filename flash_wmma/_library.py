@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from pathlib import Path
 
 import torch
@@ -20,3 +21,16 @@ if not PATH.exists():
 torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
 
 ops = torch.ops.flash_wmma
+
+# How the library asks for a CUDA kernel that is to run on CPU tensors: the emulator is loaded when it is first needed.
+_Resolver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@_Resolver  # type: ignore[untyped-decorator]
+def _emulated(name: bytes, target: int) -> int:
+    from .emulator._runtime import Target, fill
+
+    return fill(name, Target.from_address(target))
+
+
+ctypes.CDLL(str(PATH)).flash_wmma_set_emulator_resolver(_emulated)

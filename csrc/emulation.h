@@ -1,0 +1,48 @@
+// CUDA kernels on CPU tensors: finds a kernel's library for the emulator (csrc/emulator) and runs the kernel in it.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "emulator/api.h"
+#include "registry.h"
+
+namespace flash_wmma {
+
+/// Where a kernel runs and what the emulator is told. Filled in by Python, which compiles the library at first use.
+struct EmulatorTarget {
+    char library[4096];                       ///< path of the kernel's library
+    char error[16384];                        ///< why there is none
+    std::int32_t arch, sm_count, smem_optin;  ///< the device that the emulator stands for
+    emulator::Config config;
+};
+
+/// Fills in the target of the kernel named. 1: done; 0: no kernel has that name; -1: the error says why not.
+using EmulatorResolver = int (*)(const char* kernel, EmulatorTarget* target);
+
+/// A kernel's source, compiled for the emulator.
+class Emulation {
+  public:
+    /// Throws std::runtime_error if the library cannot be made or loaded. False (see operator bool): no such kernel.
+    explicit Emulation(const std::string& kernel);
+    explicit operator bool() const { return kernels_ != nullptr; }
+
+    const DeviceFacts& device() const { return device_; }
+    /// The kernels in the library.
+    const std::vector<const KernelInfo*>& kernels() const { return *kernels_; }
+
+    /// Runs a kernel on memory that consists of these buffers. Throws std::runtime_error with the emulator's finding.
+    void run(const KernelInfo& kernel, const ForwardParams& params, const std::vector<emulator::Buffer>& buffers) const;
+
+  private:
+    const std::vector<const KernelInfo*>* kernels_ = nullptr;
+    void (*configure_)(const emulator::Config*) = nullptr;
+    void (*set_buffers_)(const emulator::Buffer*, std::size_t) = nullptr;
+    emulator::Config config_;
+    DeviceFacts device_;
+};
+
+}  // namespace flash_wmma
+
+extern "C" __attribute__((visibility("default"))) void flash_wmma_set_emulator_resolver(
+    flash_wmma::EmulatorResolver resolver);

@@ -1,0 +1,280 @@
+// Every access of kernel code: whose memory is it, is it in bounds and aligned, does it race. Accesses arrive as the
+// callbacks that g++'s -fsanitize=thread puts beside loads and stores (this file takes libtsan's place), as basic
+// blocks from -fsanitize-coverage=trace-pc, and from the bricks.
+#include <link.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "machine.h"
+
+namespace flash_wmma::emulator {
+namespace {
+
+const char* verb(Access a) {
+    switch (a) {
+        case Access::kStore:
+        case Access::kAsyncStore: return "writes";
+        case Access::kAtomic: return "updates";
+        default: return "reads";
+    }
+}
+
+bool writes(Access a) { return a == Access::kStore || a == Access::kAtomic || a == Access::kAsyncStore; }
+
+Instruction instruction_of(Access access, bool shared) {
+    switch (access) {
+        case Access::kLdmatrix: return Instruction::kLdmatrix;
+        case Access::kAtomic: return Instruction::kAtomic;
+        case Access::kAsyncLoad:
+        case Access::kAsyncStore: return Instruction::kAsyncCopy;
+        case Access::kLoad: return shared ? Instruction::kLoadShared : Instruction::kLoadGlobal;
+        case Access::kStore: return shared ? Instruction::kStoreShared : Instruction::kStoreGlobal;
+    }
+    return Instruction::kCount;
+}
+
+/// Constants and tables of the libraries of this process: a kernel may read what the compiler put there for it.
+bool in_a_library(std::uintptr_t address) {
+    struct Search {
+        std::uintptr_t address;
+        bool found;
+    } search{address, false};
+    dl_iterate_phdr(
+        [](dl_phdr_info* info, std::size_t, void* data) {
+            auto& s = *static_cast<Search*>(data);
+            for (int i = 0; i < info->dlpi_phnum; ++i) {
+                const auto& segment = info->dlpi_phdr[i];
+                if (segment.p_type == PT_LOAD && s.address - (info->dlpi_addr + segment.p_vaddr) < segment.p_memsz)
+                    s.found = true;
+            }
+            return s.found ? 1 : 0;
+        },
+        &search);
+    return search.found;
+}
+
+std::string where(const Worker& worker, std::uintptr_t address, bool shared) {
+    if (shared) return "shared memory at byte " + std::to_string(worker.arena.offset(address));
+    GlobalMemory::Watched* buffer = g_memory.find(address, 1);
+    return buffer ? buffer->name + " at byte " + std::to_string(address - buffer->begin) : "global memory";
+}
+
+}  // namespace
+
+void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc) {
+    const bool shared = arena.contains(address);
+    const auto text = [&](const std::string& what) {
+        return what + ": " + describe(lane) + " " + verb(kind) + " " + std::to_string(bytes) + " bytes of " +
+               where(*this, address, shared) + "\n  at " + source_line(pc);
+    };
+    Accessor who = accessor(lane);
+    if (collective) who.lane = -1;
+    Conflict conflict;
+    if (shared) {
+        if (arena.offset(address) + static_cast<std::size_t>(bytes) > arena.bytes_per_block())
+            stop(text("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)"));
+        if (kind == Access::kAsyncStore) conflict = arena.begin_async(address, bytes, who, pc);
+        else if (writes(kind)) conflict = arena.write(address, bytes, who, pc, kind == Access::kAtomic);
+        else conflict = arena.read(address, bytes, who, pc);
+    } else if (g_memory.known()) {
+        GlobalMemory::Watched* buffer = g_memory.find(address, bytes);
+        if (!buffer) {
+            if (!writes(kind) && in_a_library(address)) return;
+            stop(text("out of bounds of global memory, " + g_memory.nearest(address)));
+        }
+        if (writes(kind) && !buffer->writable) stop(text("write to an input"));
+        if (buffer->writable)
+            conflict = writes(kind) ? g_memory.write(*buffer, address, bytes, who, pc, kind == Access::kAtomic)
+                                    : g_memory.read(*buffer, address, bytes, who, pc);
+    }
+    if (address % static_cast<std::uintptr_t>(bytes)) stop(text("misaligned access"));
+    if (!conflict) return;
+    std::string message = text(std::string(conflict.kind) + (shared ? ", shared memory" : ", global memory"));
+    if (conflict.pc) {
+        std::string other = conflict.lane < 0 ? "lanes" : "lane " + std::to_string(conflict.lane);
+        other += " of warp " + std::to_string(conflict.warp);
+        if (!shared && conflict.block != who.block) other += " of block " + std::to_string(conflict.block);
+        message += "\n  and " + other + ", at " + source_line(conflict.pc) + ": nothing orders the two";
+    }
+    stop(message);
+}
+
+void Worker::access(std::uintptr_t address, int bytes, Access kind, const void* pc) {
+    Lane& lane = *t_lane;
+    if (config.checks) check(lane, false, address, bytes, kind, pc);
+    if (config.counters)
+        lane.log.records.push_back({pc, lane.log.node, address, static_cast<std::uint32_t>(bytes),
+                                    instruction_of(kind, arena.contains(address))});
+}
+
+void Worker::warp_access(Access kind, const void* const* address, LaneMask mask, int bytes) {
+    Warp& warp = warp_of(*t_lane);
+    const void* pc = running->pc;
+    std::uintptr_t at[64] = {};
+    for (LaneMask rest = mask; rest; rest &= rest - 1) {
+        const auto l = static_cast<std::size_t>(__builtin_ctzll(rest));
+        at[l] = reinterpret_cast<std::uintptr_t>(address[l]);
+        if (stacks.contain(at[l])) return;  // a local array: no request of the memory system
+        if (config.checks) check(lanes[static_cast<std::size_t>(warp.first_lane) + l], true, at[l], bytes, kind, pc);
+    }
+    if (!config.counters) return;
+    const bool shared = arena.contains(at[__builtin_ctzll(mask)]);
+    warp.log.time += counters.request(pc, instruction_of(kind, shared), at, mask, bytes);
+}
+
+void Worker::async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc) {
+    Lane& lane = *t_lane;
+    const auto to = reinterpret_cast<std::uintptr_t>(shared);
+    if (!arena.contains(to))
+        stop("asynchronous copy to an address outside shared memory, at " + source_line(pc) + "; " + describe(lane));
+    if (source_bytes) access(reinterpret_cast<std::uintptr_t>(global), source_bytes, Access::kAsyncLoad, pc);
+    access(to, bytes, Access::kAsyncStore, pc);
+    lane.copies.push_back({shared, global, bytes, source_bytes, lane.copy_group, pc});
+}
+
+void Worker::async_wait(int pending) {
+    Lane& lane = *t_lane;
+    const int landing = lane.copy_group - pending;
+    std::size_t kept = 0;
+    for (const AsyncCopy& copy : lane.copies) {
+        if (copy.group >= landing) {
+            lane.copies[kept++] = copy;
+            continue;
+        }
+        std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.source_bytes));
+        std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0,
+                    static_cast<std::size_t>(copy.bytes - copy.source_bytes));
+        if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes, accessor(lane));
+    }
+    lane.copies.resize(kept);
+}
+
+// --- the interface of runtime.h ---------------------------------------------------------------------------------------
+
+Index thread_index() { return t_lane->index; }
+Index block_index() { return t_worker->blocks[static_cast<std::size_t>(t_lane->block)].index; }
+Index block_size() { return t_worker->launch.block; }
+Index grid_size() { return t_worker->launch.grid; }
+int warp_size() { return t_worker->config.warp_size; }
+int lane_index() { return t_lane->lane; }
+
+void collective(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc) {
+    t_worker->enter(what, mask, arguments, site, pc);
+}
+int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
+    return t_worker->barrier(id, threads, predicate, wait, name, site, pc);
+}
+void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site, const void*) {
+    t_worker->wait_until(ready, argument, name, site);
+}
+void release(const void* object) { t_worker->release(object); }
+void acquire(const void* object) { t_worker->acquire(object); }
+
+void* shared_memory(std::size_t map_bytes) {
+    if (map_bytes > t_worker->launch.smem_bytes)
+        t_worker->stop("a map of shared memory of " + std::to_string(map_bytes) + " bytes, but the launch asked for " +
+                       std::to_string(t_worker->launch.smem_bytes) + "; " + t_worker->describe(*t_lane));
+    return t_worker->arena.of_block(t_lane->block);
+}
+
+bool in_shared_memory(const void* address) {
+    return t_worker->arena.contains(reinterpret_cast<std::uintptr_t>(address));
+}
+
+void warp_access(Access kind, const void* const* address, LaneMask lanes, int bytes) {
+    if (t_worker->config.checks || t_worker->config.counters) t_worker->warp_access(kind, address, lanes, bytes);
+}
+void atomic_access(const void* address, int bytes, const void* pc) {
+    t_worker->access(reinterpret_cast<std::uintptr_t>(address), bytes, Access::kAtomic, pc);
+}
+void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc) {
+    t_worker->async_copy(shared, global, bytes, source_bytes, pc);
+}
+void async_commit() { ++t_lane->copy_group; }
+void async_wait(int pending_groups) { t_worker->async_wait(pending_groups); }
+
+void note(Instruction instruction) {
+    if (t_worker->config.counters)
+        t_lane->log.records.push_back({__builtin_return_address(0), t_lane->log.node, 0, 0, instruction});
+}
+
+void fail(const char* what, const void* pc) {
+    t_worker->stop(std::string(what) + ": " + t_worker->describe(*t_lane) + "\n  at " + source_line(pc));
+}
+void fail_collective(const char* what) {
+    const Gathering& g = *t_worker->running;
+    t_worker->stop(std::string(g.what->name) + ": " + what + "; " + t_worker->describe(*t_lane) + "\n  at " +
+                   source_line(g.site));
+}
+
+void multiply(float* __restrict__ c, const float* __restrict__ a, const float* __restrict__ b, int depth, int columns) {
+    for (int i = 0; i < 16; ++i)
+        for (int k = 0; k < depth; ++k) {
+            const float x = a[i * depth + k];
+            for (int j = 0; j < columns; ++j) c[i * columns + j] += x * b[k * columns + j];
+        }
+}
+
+}  // namespace flash_wmma::emulator
+
+// --- callbacks of the instrumented code ---------------------------------------------------------------------------------
+
+namespace {
+using namespace flash_wmma::emulator;
+
+inline void touched(const void* p, int bytes, Access kind, const void* pc) {
+    if (!t_lane) return;  // host code of the kernel's file
+    const auto address = reinterpret_cast<std::uintptr_t>(p);
+    if (t_worker->stacks.contain(address)) return;
+    t_worker->access(address, bytes, kind, pc);
+}
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+// g++ names the size in bytes; an access that it cannot prove aligned has a name of its own.
+void __tsan_read1(void* p) { touched(p, 1, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_read2(void* p) { touched(p, 2, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_read4(void* p) { touched(p, 4, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_read8(void* p) { touched(p, 8, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_read16(void* p) { touched(p, 16, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_write1(void* p) { touched(p, 1, Access::kStore, __builtin_return_address(0)); }
+void __tsan_write2(void* p) { touched(p, 2, Access::kStore, __builtin_return_address(0)); }
+void __tsan_write4(void* p) { touched(p, 4, Access::kStore, __builtin_return_address(0)); }
+void __tsan_write8(void* p) { touched(p, 8, Access::kStore, __builtin_return_address(0)); }
+void __tsan_write16(void* p) { touched(p, 16, Access::kStore, __builtin_return_address(0)); }
+void __tsan_unaligned_read2(void* p) { touched(p, 2, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_unaligned_read4(void* p) { touched(p, 4, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_unaligned_read8(void* p) { touched(p, 8, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_unaligned_read16(void* p) { touched(p, 16, Access::kLoad, __builtin_return_address(0)); }
+void __tsan_unaligned_write2(void* p) { touched(p, 2, Access::kStore, __builtin_return_address(0)); }
+void __tsan_unaligned_write4(void* p) { touched(p, 4, Access::kStore, __builtin_return_address(0)); }
+void __tsan_unaligned_write8(void* p) { touched(p, 8, Access::kStore, __builtin_return_address(0)); }
+void __tsan_unaligned_write16(void* p) { touched(p, 16, Access::kStore, __builtin_return_address(0)); }
+void __tsan_init() {}
+// The guard of a function's static variable, in host code.
+unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
+void __tsan_vptr_update(void**, void*) {}
+void __tsan_vptr_read(void**) {}
+// Bytes of a struct: seen a byte at a time, as the hardware would not; kernels move vectors instead.
+void __tsan_read_range(void* p, unsigned long bytes) {
+    for (unsigned long i = 0; i < bytes; ++i)
+        touched(static_cast<char*>(p) + i, 1, Access::kLoad, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, unsigned long bytes) {
+    for (unsigned long i = 0; i < bytes; ++i)
+        touched(static_cast<char*>(p) + i, 1, Access::kStore, __builtin_return_address(0));
+}
+void __tsan_func_entry(void* pc) {
+    if (t_lane && t_worker->config.counters) t_lane->log.node = t_lane->log.node->enter(pc);
+}
+void __tsan_func_exit() {
+    if (t_lane && t_worker->config.counters && t_lane->log.node->caller) t_lane->log.node = t_lane->log.node->caller;
+}
+void __sanitizer_cov_trace_pc() {
+    if (t_lane && t_worker->config.counters)
+        t_lane->log.records.push_back({__builtin_return_address(0), t_lane->log.node, 0, 0, Instruction::kBasicBlock});
+}
+}
+#pragma GCC visibility pop

@@ -1,0 +1,37 @@
+// What the library and Python ask of the emulator: configuration, the tensors of a launch, the profile.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace flash_wmma::emulator {
+
+struct Config {
+    int warp_size = 32;      ///< 32 or 64
+    int threads = 1;         ///< OS threads that share the blocks of a launch
+    bool checks = true;      ///< races, bounds, uninitialised reads (a checked build of the kernel alone sees them)
+    bool counters = false;   ///< requests, conflicts, sectors, instructions: see take_profile
+    std::uint64_t seed = 0;  ///< order in which warps run; 0: by their number
+};
+
+/// Memory that a launch may touch: one tensor argument.
+struct Buffer {
+    const char* name;
+    const void* data;
+    std::size_t bytes;
+    bool writable;
+};
+
+}  // namespace flash_wmma::emulator
+
+#pragma GCC visibility push(default)
+extern "C" {
+void flash_wmma_emulator_configure(const flash_wmma::emulator::Config* config);
+
+/// The buffers of the launches to come. None: bounds of global memory are not checked.
+void flash_wmma_emulator_buffers(const flash_wmma::emulator::Buffer* buffers, std::size_t count);
+
+/// Counters of the launches since the last call, as JSON; valid until the next call. Lines are those of the source.
+const char* flash_wmma_emulator_take_profile();
+}
+#pragma GCC visibility pop

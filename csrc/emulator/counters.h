@@ -1,0 +1,93 @@
+// A profiler's counters. Lanes log what they do; where the warp comes together again the logs are merged into warp-wide
+// requests, as the hardware would issue them: of the lanes' next records those with the lowest call path and address of
+// code go first, and lanes at the same place go together. Records of basic blocks take part, so that lanes meet again
+// where branches join.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "runtime.h"
+
+namespace flash_wmma::emulator {
+
+/// A node of the tree of calls that lanes are in; its path orders records across inlined and called functions.
+struct CallNode {
+    CallNode* caller;
+    const void* pc;
+    int depth;
+    std::vector<std::unique_ptr<CallNode>> callees;
+    CallNode* enter(const void* pc);
+};
+
+/// One lane's access, instruction or basic block.
+struct Record {
+    const void* pc;
+    const CallNode* node;
+    std::uintptr_t address;
+    std::uint32_t bytes;
+    Instruction what;
+};
+struct LaneLog {
+    std::vector<Record> records;
+    CallNode* node;
+};
+
+/// The place of a warp in logical time: warp instructions, a wavefront of shared memory each.
+struct WarpLog {
+    std::uint64_t time = 0;
+};
+
+/// What was counted of one class of instruction at one place.
+struct Count {
+    std::uint64_t instructions = 0, lanes = 0, bytes = 0;  ///< bytes: each lane's, summed
+    std::uint64_t wavefronts = 0, ideal_wavefronts = 0;    ///< shared memory
+    std::uint64_t sectors = 0, ideal_sectors = 0;          ///< global memory, 32 bytes each
+    std::uint64_t divergent = 0;                           ///< basic blocks: the warp's lanes parted after it
+    // The request with most wavefronts or sectors, for plots
+    std::uint64_t worst = 0;
+    LaneMask worst_lanes = 0;
+    std::uint32_t worst_bytes = 0;
+    std::vector<std::uint64_t> worst_addresses;
+
+    void add(const Count& other);
+};
+
+/// A warp's wait at a barrier, in logical time.
+struct Wait {
+    int warp;
+    std::uint64_t arrived, released;
+    const void* pc;
+};
+
+class Counters {
+  public:
+    CallNode root{nullptr, nullptr, 0, {}};
+    std::map<std::pair<const void*, Instruction>, Count> counts;
+    std::vector<Wait> timeline;  ///< of block 0
+    std::uintptr_t shared_base = 0, shared_size = 0;
+    std::uint64_t shared_block = 1;  ///< addresses repeat after that many bytes
+
+    /// Turns the logs of a warp's lanes into requests and clears them. Returns the logical time that they took.
+    std::uint64_t merge(LaneLog* const* lanes, int count);
+    /// One warp-wide request; returns its wavefronts (global memory: 1).
+    std::uint64_t request(const void* pc, Instruction what, const std::uintptr_t* address, LaneMask lanes, int bytes);
+    void add(const void* pc, Instruction what, int instructions);
+};
+
+/// A launch's counters, by source line, for take_profile.
+struct LaunchProfile {
+    std::string kernel;
+    Index grid, block;
+    std::size_t smem_bytes;
+    std::uint64_t warps;
+    std::map<std::pair<const void*, Instruction>, Count> counts;
+    std::vector<Wait> timeline;
+};
+void add_profile(LaunchProfile profile);
+
+}  // namespace flash_wmma::emulator

@@ -1,0 +1,484 @@
+// Lanes run as fibers until they park in a collective, at a barrier or in a wait; the last lane to arrive performs the
+// operation for all. One warp runs till all its lanes are parked, then another; a seed shuffles the warps.
+#include "machine.h"
+
+#include <algorithm>
+#include <atomic>
+#include <exception>
+#include <map>
+#include <mutex>
+#include <stdexcept>
+#include <thread>
+
+namespace flash_wmma::emulator {
+
+thread_local Worker* t_worker;
+thread_local Lane* t_lane;
+
+namespace {
+
+Config g_config;
+
+Index index_of(std::uint64_t i, Index size) {
+    return {static_cast<unsigned>(i % size.x), static_cast<unsigned>(i / size.x % size.y),
+            static_cast<unsigned>(i / size.x / size.y)};
+}
+
+std::uint64_t volume(Index size) { return std::uint64_t{size.x} * size.y * size.z; }
+
+LaneMask first_lanes(int count) { return count >= 64 ? ~LaneMask{0} : (LaneMask{1} << count) - 1; }
+
+std::string text(Index i) {
+    return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
+}
+
+/// "0-3 7" of a set of numbers in order.
+std::string ranges(const std::vector<int>& numbers) {
+    std::string out;
+    for (std::size_t i = 0; i < numbers.size();) {
+        std::size_t j = i;
+        while (j + 1 < numbers.size() && numbers[j + 1] == numbers[j] + 1) ++j;
+        out += (out.empty() ? "" : " ") + std::to_string(numbers[i]);
+        if (j > i) out += "-" + std::to_string(numbers[j]);
+        i = j + 1;
+    }
+    return out;
+}
+
+}  // namespace
+
+// --- a worker's run ---------------------------------------------------------------------------------------------------
+
+void Worker::begin(const Launch& launch_, const Config& config_) {
+    launch = launch_;
+    config = config_;
+    random_.seed(config.seed);
+    counters = Counters();
+}
+
+void Worker::set_up(std::uint64_t first_block, int count) {
+    const auto threads = static_cast<int>(volume(launch.block));
+    const int width = config.warp_size, warps_a_block = (threads + width - 1) / width;
+    const auto total_lanes = static_cast<std::size_t>(count) * static_cast<std::size_t>(threads);
+    const auto total_warps = static_cast<std::size_t>(count) * static_cast<std::size_t>(warps_a_block);
+    arena.begin(count, launch.smem_bytes, static_cast<int>(total_warps), config.checks);
+    counters.shared_base = reinterpret_cast<std::uintptr_t>(arena.of_block(0));
+    counters.shared_size = static_cast<std::uintptr_t>(count) * SharedArena::kBytesPerBlock;
+    counters.shared_block = SharedArena::kBytesPerBlock;
+    stacks.reserve(total_lanes);
+    lanes.resize(total_lanes);
+    warps.resize(total_warps);
+    blocks.resize(static_cast<std::size_t>(count));
+    sync_objects_.clear();
+    error_.clear();
+    failed_ = false;
+    live_ = static_cast<int>(total_lanes);
+
+    for (int b = 0; b < count; ++b) {
+        blocks[static_cast<std::size_t>(b)] = {index_of(first_block + static_cast<std::uint64_t>(b), launch.grid),
+                                               b * threads,
+                                               b * warps_a_block,
+                                               threads,
+                                               threads,
+                                               {}};
+        for (int w = 0; w < warps_a_block; ++w) {
+            Warp& warp = warps[static_cast<std::size_t>(b * warps_a_block + w)];
+            warp.block = b;
+            warp.first_lane = b * threads + w * width;
+            warp.exists = first_lanes(std::min(width, threads - w * width));
+            warp.exited = 0;
+            warp.gatherings.clear();
+            warp.clock.assign(total_warps, 0);
+            warp.clock[static_cast<std::size_t>(b * warps_a_block + w)] = arena.first_epoch();
+            warp.log = {};
+        }
+    }
+    for (std::size_t i = 0; i < total_lanes; ++i) {
+        Lane& lane = lanes[i];
+        lane.block = static_cast<int>(i) / threads;
+        lane.thread = static_cast<int>(i) % threads;
+        lane.lane = lane.thread % width;
+        lane.warp = lane.block * warps_a_block + lane.thread / width;
+        lane.index = index_of(static_cast<std::uint64_t>(lane.thread), launch.block);
+        lane.state = Lane::State::kReady;
+        lane.at = "the start";
+        lane.site = {"", 0};
+        lane.copies.clear();
+        lane.copy_group = 0;
+        lane.log.records.clear();
+        lane.log.node = &counters.root;
+        start(lane.fiber, stacks.bottom(i), stacks.top(i), lane_main);
+    }
+}
+
+void Worker::lane_main() {
+    Worker& worker = *t_worker;
+    worker.launch.body(worker.launch.arguments);
+    worker.exit(*t_lane);
+    switch_fiber(t_lane->fiber, worker.scheduler_);
+    __builtin_unreachable();  // an exited lane is never resumed
+}
+
+/// Runs the ready lanes of a warp until all are parked. Whether any ran.
+bool Worker::run_warp(Warp& warp) {
+    const int count = __builtin_popcountll(warp.exists);
+    bool ran = false;
+    for (bool again = true; again;) {
+        again = false;
+        for (int l = 0; l < count; ++l) {
+            Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + l)];
+            if (lane.state == Lane::State::kWaiting && lane.ready(lane.ready_argument))
+                lane.state = Lane::State::kReady;
+            if (lane.state != Lane::State::kReady) continue;
+            t_lane = &lane;
+            switch_fiber(scheduler_, lane.fiber);
+            t_lane = nullptr;
+            if (failed_) throw Finding{error_};
+            again = ran = true;
+        }
+    }
+    return ran;
+}
+
+void Worker::run(std::uint64_t first_block, int count) {
+    set_up(first_block, count);
+    std::vector<std::size_t> order(warps.size());
+    for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
+    while (live_ > 0) {
+        if (config.seed) std::shuffle(order.begin(), order.end(), random_);
+        bool ran = false;
+        for (const std::size_t w : order) {
+            ran |= run_warp(warps[w]);
+            if (config.seed && ran && random_() % 2) break;  // not always each warp once a round
+        }
+        if (!ran) throw Finding{deadlock()};
+    }
+    std::uint32_t last = 0;
+    for (const Warp& warp : warps) {
+        if (config.counters) {
+            LaneLog* logs[64];
+            const int n = __builtin_popcountll(warp.exists);
+            for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warp.first_lane + l)].log;
+            counters.merge(logs, n);
+        }
+        for (const std::uint32_t epoch : warp.clock) last = std::max(last, epoch);
+    }
+    arena.finish(last);
+}
+
+void Worker::park(Lane& lane) { switch_fiber(lane.fiber, scheduler_); }
+
+void Worker::stop(std::string what) {
+    error_ = std::move(what);
+    failed_ = true;
+    switch_fiber(t_lane->fiber, scheduler_);
+    __builtin_unreachable();
+}
+
+std::string Worker::describe(const Lane& lane) const {
+    const Block& block = blocks[static_cast<std::size_t>(lane.block)];
+    return "lane " + std::to_string(lane.lane) + " of warp " + std::to_string(lane.warp - block.first_warp) +
+           ", block " + text(block.index);
+}
+
+std::string Worker::deadlock() const {
+    // Who waits where: (warp, place) -> lanes
+    std::map<std::pair<int, std::string>, std::vector<int>> waiting;
+    int exited = 0;
+    for (const Lane& lane : lanes) {
+        if (lane.state == Lane::State::kExited) ++exited;
+        else waiting[{lane.warp, std::string(lane.at) + " at " + source_line(lane.site)}].push_back(lane.lane);
+    }
+    std::string out = "deadlock in block " + text(blocks[0].index) + ": nothing can run";
+    for (const auto& [place, who] : waiting)
+        out += "\n  warp " + std::to_string(place.first) + ", lanes " + ranges(who) + ": wait in " + place.second;
+    if (exited) out += "\n  " + std::to_string(exited) + " threads have exited";
+    return out;
+}
+
+Accessor Worker::accessor(const Lane& lane) const {
+    const Index i = blocks[static_cast<std::size_t>(lane.block)].index;
+    const std::uint64_t block = i.x + std::uint64_t{launch.grid.x} * (i.y + std::uint64_t{launch.grid.y} * i.z);
+    return {static_cast<std::uint32_t>(block), lane.warp, lane.lane, &warps[static_cast<std::size_t>(lane.warp)].clock};
+}
+
+// --- collectives --------------------------------------------------------------------------------------------------------
+
+void Worker::enter(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc) {
+    Lane& me = *t_lane;
+    const int per_warp = config.warp_size;
+    // A collective of several warps gathers in the first of them.
+    const int group = what.width > per_warp ? what.width / per_warp : 1;
+    const Block& block = blocks[static_cast<std::size_t>(me.block)];
+    const int leader = block.first_warp + (me.warp - block.first_warp) / group * group;
+    Warp& warp = warps[static_cast<std::size_t>(leader)];
+    const int place = (me.warp - leader) * per_warp + me.lane;
+    const LaneMask bit = LaneMask{1} << me.lane;
+    if (what.width) mask = first_lanes(per_warp);
+    else mask &= warp.exists;
+    if (!(mask & bit))
+        stop(std::string(what.name) + " at " + source_line(site) + ": the mask leaves out its own lane; " +
+             describe(me));
+
+    auto g = std::find_if(warp.gatherings.begin(), warp.gatherings.end(), [&](const Gathering& x) {
+        return x.mask == mask && (x.what->width > per_warp) == (group > 1);
+    });
+    if (g == warp.gatherings.end()) g = warp.gatherings.emplace(warp.gatherings.end(), &what, mask, site);
+    if (g->what != &what || g->site.line != site.line)
+        stop("lanes of a warp disagree on a collective: " + describe(me) + " is at " + what.name + " " +
+             source_line(site) + ", others wait in " + g->what->name + " at " + source_line(g->site));
+    const LaneMask missing = mask & (what.width ? ~warp.exists | warp.exited : warp.exited);
+    if (missing) {
+        std::vector<int> gone;
+        for (int l = 0; l < per_warp; ++l)
+            if (missing >> l & 1) gone.push_back(l);
+        stop(std::string(what.name) + " at " + source_line(site) +
+             " names lanes that have exited or do not exist: lanes " + ranges(gone) + "; " + describe(me));
+    }
+    ++g->arrived_count;
+    if (leader == me.warp) g->arrived |= bit;
+    g->arguments[static_cast<std::size_t>(place)] = arguments;
+    g->pc = pc;
+    me.at = what.name, me.site = site;
+    if (g->arrived_count == __builtin_popcountll(mask) * group) {
+        fire(warp, static_cast<std::size_t>(g - warp.gatherings.begin()));
+        return;
+    }
+    me.state = Lane::State::kCollective;
+    park(me);
+}
+
+void Worker::fire(Warp& warp, std::size_t gathering) {
+    Gathering& g = warp.gatherings[gathering];
+    const int group = g.what->width > config.warp_size ? g.what->width / config.warp_size : 1;
+    const auto first_warp = static_cast<std::size_t>(&warp - warps.data());
+    if (config.counters) {
+        if (g.mask == warp.exists)
+            for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
+                LaneLog* logs[64];
+                const int n = __builtin_popcountll(warps[w].exists);
+                for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warps[w].first_lane + l)].log;
+                warps[w].log.time += counters.merge(logs, n) + static_cast<std::uint64_t>(g.what->instructions);
+            }
+        if (g.what->instructions) counters.add(g.pc, g.what->instruction, g.what->instructions * group);
+    }
+    running = &g;
+    g.what->run(g.arguments.data(), g.mask);
+    running = nullptr;
+    for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
+        if (g.what->orders_memory) ++warps[w].clock[w];
+        for (LaneMask rest = g.mask; rest; rest &= rest - 1) {
+            Lane& lane = lanes[static_cast<std::size_t>(warps[w].first_lane + __builtin_ctzll(rest))];
+            if (lane.state == Lane::State::kCollective) lane.state = Lane::State::kReady;
+        }
+    }
+    if (gathering + 1 != warp.gatherings.size()) std::swap(g, warp.gatherings.back());
+    warp.gatherings.pop_back();
+}
+
+// --- barriers -------------------------------------------------------------------------------------------------------------
+
+int Worker::barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
+    Lane& me = *t_lane;
+    Block& block = blocks[static_cast<std::size_t>(me.block)];
+    if (id < 0 || id >= static_cast<int>(block.barriers.size()) || threads % config.warp_size != 0)
+        stop(std::string(name) + " at " + source_line(site) + ": barrier " + std::to_string(id) + " for " +
+             std::to_string(threads) + " threads: allowed are barriers 0 to 15 and whole warps; " + describe(me));
+    Barrier& b = block.barriers[static_cast<std::size_t>(id)];
+    if (b.arrived && b.expected != threads)
+        stop(std::string(name) + " at " + source_line(site) + ": barrier " + std::to_string(id) + " for " +
+             std::to_string(threads) + " threads, but others have arrived there for " + std::to_string(b.expected) +
+             "; " + describe(me));
+    // The lanes of one warp must come to a barrier together.
+    const Warp& warp = warp_of(me);
+    const int lanes_in_warp = __builtin_popcountll(warp.exists);
+    for (int l = 0; l < lanes_in_warp; ++l) {
+        const Lane& other = lanes[static_cast<std::size_t>(warp.first_lane + l)];
+        if (other.state == Lane::State::kBarrier && (other.barrier != id || other.site.line != site.line))
+            stop("barrier divergence: " + describe(me) + " is at " + name + " " + source_line(site) + ", lane " +
+                 std::to_string(other.lane) + " of its warp waits in " + other.at + " at " + source_line(other.site));
+    }
+    b.expected = threads;
+    ++b.arrived;
+    b.predicates += predicate;
+    me.at = name, me.site = site, me.pc = pc, me.barrier = id;
+    if (config.checks) join(b.clock, warp.clock);
+    if (config.counters && me.lane == lanes_in_warp - 1) counters.add(pc, Instruction::kBarrier, 1);
+    me.state = wait ? Lane::State::kBarrier : Lane::State::kReady;
+    if (!wait && me.lane == lanes_in_warp - 1) ++warp_of(me).clock[static_cast<std::size_t>(me.warp)];
+    const int needed = threads ? threads : block.live;
+    if (b.arrived == needed) complete(block, id);
+    else if (wait) park(me);
+    return me.barrier_result;
+}
+
+void Worker::complete(Block& block, int id) {
+    Barrier& b = block.barriers[static_cast<std::size_t>(id)];
+    const int per_warp = config.warp_size, count = (block.threads + per_warp - 1) / per_warp;
+    std::uint64_t released = 0;
+    std::vector<Wait> waits;
+    for (int w = block.first_warp; w < block.first_warp + count; ++w) {
+        Warp& warp = warps[static_cast<std::size_t>(w)];
+        LaneLog* logs[64];
+        const int n = __builtin_popcountll(warp.exists);
+        const Lane* waiting = nullptr;
+        for (int l = 0; l < n; ++l) {
+            Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + l)];
+            logs[l] = &lane.log;
+            if (lane.state != Lane::State::kBarrier || lane.barrier != id) continue;
+            waiting = &lane;
+            lane.state = Lane::State::kReady;
+            lane.barrier_result = b.predicates;
+        }
+        if (!waiting) continue;
+        if (config.checks) join(warp.clock, b.clock);
+        ++warp.clock[static_cast<std::size_t>(w)];
+        if (config.counters) {
+            warp.log.time += counters.merge(logs, n);
+            released = std::max(released, warp.log.time);
+            waits.push_back({w - block.first_warp, warp.log.time, 0, waiting->pc});
+        }
+    }
+    const bool first_block = block.index.x + block.index.y + block.index.z == 0;
+    for (Wait& wait : waits) {
+        wait.released = warps[static_cast<std::size_t>(block.first_warp + wait.warp)].log.time = released;
+        if (first_block) counters.timeline.push_back(wait);
+    }
+    b = {};
+}
+
+void Worker::exit(Lane& lane) {
+    if (!lane.copies.empty())
+        stop("asynchronous copies under way at exit, from " + source_line(lane.copies[0].pc) + "; " + describe(lane));
+    lane.state = Lane::State::kExited;
+    --live_;
+    Block& block = blocks[static_cast<std::size_t>(lane.block)];
+    --block.live;
+    Warp& warp = warp_of(lane);
+    warp.exited |= LaneMask{1} << lane.lane;
+    for (const Gathering& g : warp.gatherings)
+        if (g.mask >> lane.lane & 1)
+            stop(std::string(g.what->name) + " at " + source_line(g.site) +
+                 " names a lane that exits: " + describe(lane));
+    const Barrier& all = block.barriers[0];
+    if (block.live && all.arrived && all.expected == 0 && all.arrived == block.live) complete(block, 0);
+}
+
+void Worker::wait_until(bool (*ready)(void*), void* argument, const char* name, Site site) {
+    if (ready(argument)) return;
+    Lane& me = *t_lane;
+    me.at = name, me.site = site, me.ready = ready, me.ready_argument = argument;
+    me.state = Lane::State::kWaiting;
+    park(me);
+}
+
+void Worker::release(const void* object) {
+    Warp& warp = warp_of(*t_lane);
+    join(sync_objects_[object], warp.clock);
+    ++warp.clock[static_cast<std::size_t>(t_lane->warp)];
+}
+
+void Worker::acquire(const void* object) { join(warp_of(*t_lane).clock, sync_objects_[object]); }
+
+// --- a launch -----------------------------------------------------------------------------------------------------------
+
+namespace {
+
+/// Workers keep their stacks and arenas from launch to launch.
+class WorkerPool {
+  public:
+    std::unique_ptr<Worker> take() {
+        const std::lock_guard lock(mutex_);
+        if (idle_.empty()) return std::make_unique<Worker>();
+        std::unique_ptr<Worker> worker = std::move(idle_.back());
+        idle_.pop_back();
+        return worker;
+    }
+    void give_back(std::unique_ptr<Worker> worker) {
+        const std::lock_guard lock(mutex_);
+        idle_.push_back(std::move(worker));
+    }
+
+  private:
+    std::mutex mutex_;
+    std::vector<std::unique_ptr<Worker>> idle_;
+};
+WorkerPool g_pool;
+
+void refuse(const std::string& what, const Launch& l) {
+    throw std::runtime_error("emulator: " + function_name(l.kernel) + ": " + what);
+}
+
+}  // namespace
+
+void launch(const Launch& l) {
+    const std::uint64_t blocks = volume(l.grid), threads = volume(l.block);
+    if (blocks == 0 || threads == 0 || threads > 1024)
+        refuse("launch: a grid of " + text(l.grid) + " blocks of " + text(l.block) + " threads", l);
+    if (l.cluster < 1 || l.grid.x % static_cast<unsigned>(l.cluster))
+        refuse("launch: a cluster of " + std::to_string(l.cluster) + " blocks does not divide the grid", l);
+    constexpr std::size_t kMostSharedMemory = 227 << 10;
+    if (l.smem_bytes > kMostSharedMemory)
+        refuse("launch: " + std::to_string(l.smem_bytes) + " bytes of shared memory", l);
+
+    const Config config = g_config;
+    g_memory.begin_launch(config.checks);
+    const auto cluster = static_cast<std::uint64_t>(l.cluster), clusters = blocks / cluster;
+    std::atomic<std::uint64_t> next{0};
+    std::mutex mutex;
+    std::string finding;  // of the first block, in the grid's order, that has one
+    std::uint64_t found_at = clusters;
+    std::exception_ptr error;
+    LaunchProfile profile{"", l.grid, l.block, l.smem_bytes, 0, {}, {}};
+
+    const auto work = [&] {
+        std::unique_ptr<Worker> worker = g_pool.take();
+        worker->begin(l, config);
+        t_worker = worker.get();
+        for (std::uint64_t c; (c = next++) < clusters;) {
+            try {
+                worker->run(c * cluster, l.cluster);
+            } catch (const Finding& f) {
+                const std::lock_guard lock(mutex);
+                if (c < found_at) found_at = c, finding = f.what;
+                next = clusters;
+            } catch (...) {
+                const std::lock_guard lock(mutex);
+                error = std::current_exception();
+                next = clusters;
+            }
+        }
+        t_worker = nullptr;
+        t_lane = nullptr;
+        if (config.counters) {
+            const std::lock_guard lock(mutex);
+            for (const auto& [place, count] : worker->counters.counts) profile.counts[place].add(count);
+            if (profile.timeline.empty()) profile.timeline = std::move(worker->counters.timeline);
+        }
+        g_pool.give_back(std::move(worker));
+    };
+    const auto workers =
+        static_cast<int>(std::min<std::uint64_t>(static_cast<std::uint64_t>(std::max(config.threads, 1)), clusters));
+    std::vector<std::thread> others;
+    for (int i = 1; i < workers; ++i) others.emplace_back(work);
+    work();
+    for (std::thread& other : others) other.join();
+    if (error) std::rethrow_exception(error);
+    if (found_at < clusters) refuse(finding, l);
+    if (config.counters) {
+        profile.kernel = function_name(l.kernel);
+        profile.warps = blocks * ((threads + static_cast<unsigned>(config.warp_size) - 1) /
+                                  static_cast<unsigned>(config.warp_size));
+        add_profile(std::move(profile));
+    }
+}
+
+}  // namespace flash_wmma::emulator
+
+extern "C" void flash_wmma_emulator_configure(const flash_wmma::emulator::Config* config) {
+    flash_wmma::emulator::g_config = *config;
+}
+
+extern "C" void flash_wmma_emulator_buffers(const flash_wmma::emulator::Buffer* buffers, std::size_t count) {
+    flash_wmma::emulator::g_memory.set(buffers, count);
+}

@@ -1,0 +1,218 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+namespace flash_wmma::emulator {
+
+GlobalMemory g_memory;
+
+void join(Clock& clock, const Clock& other) {
+    if (clock.size() < other.size()) clock.resize(other.size());
+    for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+}
+
+namespace {
+
+char* map_pages(std::size_t bytes) {
+    void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (p == MAP_FAILED) throw std::bad_alloc();
+    return static_cast<char*>(p);
+}
+
+/// Whether an access of `warp` in `epoch` by `lane` (-1: several lanes) comes before what `who` does now.
+bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
+    if (warp != who.warp) return epoch <= (*who.clock)[static_cast<std::size_t>(warp)];
+    return (lane >= 0 && lane == who.lane) || epoch < who.epoch();
+}
+
+}  // namespace
+
+// --- shared memory ------------------------------------------------------------------------------------------------
+
+void SharedArena::Unmap::operator()(char* p) const { munmap(p, bytes); }
+
+void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
+    const std::size_t size = static_cast<std::size_t>(blocks) * kBytesPerBlock;
+    if (size > size_) {
+        memory_ = {map_pages(size + kBase), Unmap{size + kBase}};
+        const auto address = reinterpret_cast<std::uintptr_t>(memory_.get());
+        base_ = memory_.get() + (kBase - address % kBase) % kBase;
+        size_ = size;
+    }
+    bytes_ = bytes;
+    for (int i = 0; i < blocks; ++i) std::memset(of_block(i), 0xff, bytes);  // NaN in every floating type
+    if (!checks) return;
+    const std::size_t granules = size_ / kGranule;
+    constexpr std::uint32_t kLastStart = 1u << 23;  // leaves a run as many epochs again before 24 bits are full
+    if (granules != granules_ || warps > warps_ || first_epoch_ > kLastStart) {
+        granules_ = granules, warps_ = std::max(warps, warps_), first_epoch_ = 1;
+        writers_.assign(granules, {});
+        writer_pcs_.resize(granules);
+        reader_pcs_.resize(granules);
+        readers_.assign(granules * static_cast<std::size_t>(warps_), {});
+    }
+}
+
+Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
+    const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
+    for (std::size_t g = granule(address); g < end; ++g) {
+        const Writer& w = writers_[g];
+        if (w.epoch < first_epoch_) return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
+        if (w.pending)
+            return {"read of an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
+        if (!ordered(who, w.warp, w.lane, w.epoch)) return {"read after write", 0, w.warp, w.lane, writer_pcs_[g]};
+        Reader& r = reader(who.warp, g);
+        if (r.epoch != who.epoch()) r.epoch = who.epoch() & 0xffffff, r.many = who.lane < 0, r.lane = who.lane & 63;
+        else if (r.lane != static_cast<unsigned>(who.lane)) r.many = 1;
+        reader_pcs_[g] = pc;
+    }
+    return {};
+}
+
+Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& who, const void* pc, bool atomic) {
+    const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
+    for (std::size_t g = granule(address); g < end; ++g) {
+        Writer& w = writers_[g];
+        if (w.epoch >= first_epoch_) {
+            if (w.pending)
+                return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
+            if (!(atomic && w.atomic) && !ordered(who, w.warp, w.lane, w.epoch))
+                return {"write after write", 0, w.warp, w.lane, writer_pcs_[g]};
+        }
+        for (int warp = 0; warp < warps_; ++warp) {
+            const Reader r = reader(warp, g);
+            if (r.epoch < first_epoch_ || ordered(who, warp, r.many ? -1 : static_cast<int>(r.lane), r.epoch)) continue;
+            return {"write after read", 0, warp, r.many ? -1 : static_cast<int>(r.lane), reader_pcs_[g]};
+        }
+        w = {who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0};
+        writer_pcs_[g] = pc;
+    }
+    return {};
+}
+
+Conflict SharedArena::begin_async(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
+    const Conflict conflict = write(address, bytes, who, pc, false);
+    for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
+        writers_[g].pending = 1;
+    return conflict;
+}
+
+void SharedArena::landed(std::uintptr_t address, int bytes, const Accessor& who) {
+    for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
+        writers_[g].pending = 0, writers_[g].epoch = who.epoch();
+}
+
+// --- global memory ------------------------------------------------------------------------------------------------
+
+namespace {
+
+// A record of an access, in 64 bits. Of readers the last is kept, and whether blocks besides its own have read.
+struct Record {
+    std::uint32_t block;  // + 1; 0: no access
+    int warp, lane;       // lane -1: several of the warp
+    bool flag;            // of a writer: atomic; of readers: of several blocks
+    std::uint32_t epoch;
+
+    static constexpr std::uint32_t kSeveral = 127;
+    static Record unpack(std::uint64_t r) {
+        const auto lane = static_cast<std::uint32_t>(r >> 25 & 127);
+        return {static_cast<std::uint32_t>(r >> 40), static_cast<int>(r >> 32 & 255),
+                lane == kSeveral ? -1 : static_cast<int>(lane), (r >> 24 & 1) != 0,
+                static_cast<std::uint32_t>(r & 0xffffff)};
+    }
+    std::uint64_t pack() const {
+        return std::uint64_t{block} << 40 | static_cast<std::uint64_t>(warp & 255) << 32 |
+               static_cast<std::uint64_t>(static_cast<std::uint32_t>(lane) & 127) << 25 | std::uint64_t{flag} << 24 |
+               (epoch & 0xffffff);
+    }
+    bool before(const Accessor& who) const {
+        return block == 0 || (block == who.block + 1 && ordered(who, warp, lane, epoch));
+    }
+};
+
+Record record(const Accessor& who, bool flag) { return {who.block + 1, who.warp, who.lane, flag, who.epoch()}; }
+
+}  // namespace
+
+void GlobalMemory::set(const Buffer* buffers, std::size_t count) {
+    buffers_.clear();
+    for (std::size_t i = 0; i < count; ++i) {
+        const auto begin = reinterpret_cast<std::uintptr_t>(buffers[i].data);
+        buffers_.emplace_back();
+        Watched& b = buffers_.back();
+        b.name = buffers[i].name, b.begin = begin, b.end = begin + buffers[i].bytes, b.writable = buffers[i].writable;
+    }
+}
+
+void GlobalMemory::begin_launch(bool checks) {
+    for (Watched& b : buffers_) {
+        if (!checks || !b.writable) continue;
+        const std::size_t granules = (b.end - b.begin) / kGranule + 2;
+        const auto zeros = [&](auto* type) {
+            return static_cast<decltype(type)>(std::calloc(granules, sizeof(*type)));
+        };
+        b.writers = {zeros(static_cast<std::uint64_t*>(nullptr)), [](std::uint64_t* p) { std::free(p); }};
+        b.readers = {zeros(static_cast<std::uint64_t*>(nullptr)), [](std::uint64_t* p) { std::free(p); }};
+        b.pcs = {zeros(static_cast<const void**>(nullptr)), [](const void** p) { std::free(p); }};
+        if (!b.writers || !b.readers || !b.pcs) throw std::bad_alloc();
+    }
+}
+
+GlobalMemory::Watched* GlobalMemory::find(std::uintptr_t address, int bytes) {
+    // A writable buffer first: tensors may overlap, as the views of a packed tensor do
+    Watched* found = nullptr;
+    for (Watched& b : buffers_)
+        if (address >= b.begin && address + static_cast<std::uintptr_t>(bytes) <= b.end && (!found || b.writable))
+            found = &b;
+    return found;
+}
+
+std::string GlobalMemory::nearest(std::uintptr_t address) const {
+    std::uintptr_t least = ~std::uintptr_t{0};
+    std::string text = "far from every argument";
+    for (const Watched& b : buffers_) {
+        const bool before = address < b.begin;
+        const std::uintptr_t distance = before ? b.begin - address : address >= b.end ? address - b.end : 0;
+        if (distance >= least || distance > (1u << 20)) continue;
+        least = distance;
+        text = !before && address < b.end ? "across the end of " + b.name
+                                          : std::to_string(distance) + " bytes " +
+                                                (before ? "before the start of " : "past the end of ") + b.name;
+    }
+    return text;
+}
+
+Conflict GlobalMemory::read(Watched& b, std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
+    const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
+    for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
+        const Record w = Record::unpack(__atomic_load_n(&b.writers[g], __ATOMIC_RELAXED));
+        if (!w.before(who)) return {"read after write", w.block - 1, w.warp, w.lane, b.pcs[g]};
+        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_RELAXED));
+        Record now = record(who, r.block != 0 && (r.flag || r.block != who.block + 1));
+        if (r.block == now.block && r.warp == who.warp && r.epoch == who.epoch() && r.lane != who.lane) now.lane = -1;
+        __atomic_store_n(&b.readers[g], now.pack(), __ATOMIC_RELAXED);
+        if (w.block == 0) __atomic_store_n(&b.pcs[g], pc, __ATOMIC_RELAXED);
+    }
+    return {};
+}
+
+Conflict GlobalMemory::write(Watched& b, std::uintptr_t address, int bytes, const Accessor& who, const void* pc,
+                             bool atomic) {
+    const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
+    for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
+        const Record w =
+            Record::unpack(__atomic_exchange_n(&b.writers[g], record(who, atomic).pack(), __ATOMIC_RELAXED));
+        const void* other = __atomic_exchange_n(&b.pcs[g], pc, __ATOMIC_RELAXED);
+        if (!(atomic && w.flag) && !w.before(who)) return {"write after write", w.block - 1, w.warp, w.lane, other};
+        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_RELAXED));
+        if (r.flag || !r.before(who)) return {"write after read", r.block - 1, r.warp, r.lane, other};
+    }
+    return {};
+}
+
+}  // namespace flash_wmma::emulator

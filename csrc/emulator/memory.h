@@ -1,0 +1,124 @@
+// What is known of each piece of memory: whose it is, who wrote and read it last, and whether that was in order.
+//
+// Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that w has synchronised with;
+// a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is ordered before what w
+// does now if e <= clock_w[u], and, within one warp, if e < clock_w[w], or the lane is the same.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "api.h"
+#include "runtime.h"
+
+namespace flash_wmma::emulator {
+
+using Clock = std::vector<std::uint32_t>;  ///< newest epoch known of each warp of the cluster
+void join(Clock& clock, const Clock& other);
+
+/// Who accesses.
+struct Accessor {
+    std::uint32_t block;  ///< in the grid
+    int warp, lane;       ///< warp in the cluster; lane -1: any of the warp's, as in a collective
+    const Clock* clock;   ///< the warp's
+    std::uint32_t epoch() const { return (*clock)[static_cast<std::size_t>(warp)]; }
+};
+
+/// What an access ran into: nothing if `kind` is null.
+struct Conflict {
+    const char* kind = nullptr;  ///< "read after write" ...
+    std::uint32_t block = 0;     ///< of the other access
+    int warp = 0, lane = 0;      ///< lane -1: several
+    const void* pc = nullptr;
+    explicit operator bool() const { return kind; }
+};
+
+inline constexpr int kGranule = 2;  ///< bytes that share one record: races between single bytes are seen as on both
+
+/// The shared memory of the blocks of a cluster, and who touched it.
+class SharedArena {
+  public:
+    static constexpr std::size_t kBytesPerBlock = 256 << 10, kBase = 1024;
+
+    /// Room for `blocks` blocks of `bytes` bytes, poisoned, and for the clocks of `warps` warps.
+    void begin(int blocks, std::size_t bytes, int warps, bool checks);
+    char* of_block(int block) const { return base_ + static_cast<std::size_t>(block) * kBytesPerBlock; }
+    bool contains(std::uintptr_t a) const { return a - reinterpret_cast<std::uintptr_t>(base_) < size_; }
+    /// Offset in its block's memory.
+    std::size_t offset(std::uintptr_t a) const {
+        return (a - reinterpret_cast<std::uintptr_t>(base_)) % kBytesPerBlock;
+    }
+    std::size_t bytes_per_block() const { return bytes_; }
+
+    /// Records a read or write and says what it conflicts with. The range lies inside a block's bytes.
+    Conflict read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
+    Conflict write(std::uintptr_t address, int bytes, const Accessor& who, const void* pc, bool atomic);
+    /// A write that is under way until landed() of the same bytes.
+    Conflict begin_async(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
+    void landed(std::uintptr_t address, int bytes, const Accessor& who);
+
+  private:
+    struct Writer {
+        std::uint32_t epoch;  // 0 or before first_epoch_: never written by these blocks
+        std::uint16_t warp;
+        std::int8_t lane;  // -1: any of the warp's, as in a collective
+        std::uint8_t atomic : 1, pending : 1;
+    };
+    struct Reader {  // of one warp
+        std::uint32_t epoch : 24, many : 1, lane : 6;
+    };
+    struct Unmap {
+        std::size_t bytes;
+        void operator()(char* p) const;
+    };
+    std::unique_ptr<char, Unmap> memory_{nullptr, Unmap{0}};
+    char* base_ = nullptr;
+    std::size_t size_ = 0, bytes_ = 0, granules_ = 0;
+    int warps_ = 0;
+    std::uint32_t first_epoch_ = 1;
+    std::vector<Writer> writers_;
+    std::vector<Reader> readers_;  // warp by warp
+    std::vector<const void*> writer_pcs_, reader_pcs_;
+
+    std::size_t granule(std::uintptr_t a) const { return (a - reinterpret_cast<std::uintptr_t>(base_)) / kGranule; }
+    Reader& reader(int warp, std::size_t g) { return readers_[static_cast<std::size_t>(warp) * granules_ + g]; }
+
+  public:
+    /// The epoch that warps of this run start with.
+    std::uint32_t first_epoch() const { return first_epoch_; }
+    void finish(std::uint32_t last_epoch) { first_epoch_ = last_epoch + 1; }
+};
+
+/// The tensors of a launch. Those that may be written are watched for races between blocks and between threads, by all
+/// OS threads at once.
+class GlobalMemory {
+  public:
+    struct Watched {
+        std::string name;
+        std::uintptr_t begin, end;
+        bool writable;
+        std::unique_ptr<std::uint64_t[], void (*)(std::uint64_t*)> writers{nullptr, nullptr}, readers{nullptr, nullptr};
+        std::unique_ptr<const void*[], void (*)(const void**)> pcs{nullptr, nullptr};
+    };
+
+    void set(const Buffer* buffers, std::size_t count);
+    /// Forgets what earlier launches did: a launch waits for the ones before it.
+    void begin_launch(bool checks);
+    bool known() const { return !buffers_.empty(); }
+    Watched* find(std::uintptr_t address, int bytes);
+    /// "12 bytes past the end of k".
+    std::string nearest(std::uintptr_t address) const;
+
+    Conflict read(Watched& buffer, std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
+    Conflict write(Watched& buffer, std::uintptr_t address, int bytes, const Accessor& who, const void* pc,
+                   bool atomic);
+
+  private:
+    std::vector<Watched> buffers_;
+};
+
+extern GlobalMemory g_memory;
+
+}  // namespace flash_wmma::emulator

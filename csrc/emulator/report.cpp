@@ -1,0 +1,110 @@
+// From addresses of code to source lines and names, by addr2line, which comes with g++. Asked only when something is
+// reported; every answer is kept.
+#include <dlfcn.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "machine.h"
+
+namespace flash_wmma::emulator {
+namespace {
+
+struct Place {
+    std::string function, line;
+};
+
+/// A path as the project names it: from csrc on, without detours and without what addr2line adds.
+std::string tidy(std::string path) {
+    if (const std::size_t at = path.find(" (discriminator"); at != std::string::npos) path.erase(at);
+    if (const std::size_t at = path.rfind("csrc/"); at != std::string::npos) path.erase(0, at);
+    return std::filesystem::path(path).lexically_normal().string();
+}
+
+/// Of addresses in one library, the innermost function that is not a brick of the emulator or of the standard library.
+void look_up(const std::string& library, std::uintptr_t base, const std::vector<const void*>& addresses,
+             std::map<const void*, Place>& places) {
+    constexpr std::size_t kAtOnce = 2000;  // a command line holds that many
+    for (std::size_t first = 0; first < addresses.size(); first += kAtOnce) {
+        const std::size_t last = std::min(addresses.size(), first + kAtOnce);
+        std::string command = "addr2line -a -C -f -i -e '" + library + "'";
+        for (std::size_t i = first; i < last; ++i) {
+            char number[32];
+            std::snprintf(number, sizeof number, " 0x%zx", reinterpret_cast<std::uintptr_t>(addresses[i]) - base);
+            command += number;
+        }
+        FILE* pipe = popen((command + " 2>/dev/null").c_str(), "r");
+        if (!pipe) return;
+        // For each address a line "0x...", then pairs of lines, function and place, from the innermost outwards
+        std::size_t next = first;
+        Place* place = nullptr;
+        std::string line, function;
+        for (int c; (c = std::fgetc(pipe)) != EOF;) {
+            if (c != '\n') {
+                line += static_cast<char>(c);
+                continue;
+            }
+            if (line.rfind("0x", 0) == 0 && next < last) {
+                place = &places[addresses[next++]];
+                function.clear();
+            } else if (function.empty()) {
+                function = line;
+            } else {
+                const bool brick = line.find("csrc/emulator/") != std::string::npos || line.rfind("/usr/", 0) == 0;
+                if (place && place->line.empty() && !brick) *place = {function, tidy(line)};
+                function.clear();
+            }
+            line.clear();
+        }
+        pclose(pipe);
+    }
+}
+
+std::mutex g_places_mutex;
+std::map<const void*, Place> g_places;
+
+Place place_of(const void* address) {
+    const std::lock_guard lock(g_places_mutex);
+    if (const auto found = g_places.find(address); found != g_places.end()) return found->second;
+    Dl_info info{};
+    if (dladdr(address, &info) && info.dli_fname)
+        look_up(info.dli_fname, reinterpret_cast<std::uintptr_t>(info.dli_fbase), {address}, g_places);
+    Place& place = g_places[address];
+    if (place.line.empty()) place = {"?", "?"};
+    return place;
+}
+
+}  // namespace
+
+std::string source_line(const void* pc) {
+    return pc ? place_of(static_cast<const char*>(pc) - 1).line
+              : "an unknown place";  // pc is where the call returns to
+}
+
+void prepare_source_lines(const std::vector<const void*>& pcs) {
+    const std::lock_guard lock(g_places_mutex);
+    std::map<std::pair<std::string, std::uintptr_t>, std::vector<const void*>> by_library;
+    for (const void* pc : pcs) {
+        const void* address = static_cast<const char*>(pc) - 1;
+        Dl_info info{};
+        if (pc && !g_places.count(address) && dladdr(address, &info) && info.dli_fname)
+            by_library[{info.dli_fname, reinterpret_cast<std::uintptr_t>(info.dli_fbase)}].push_back(address);
+    }
+    for (const auto& [library, addresses] : by_library) look_up(library.first, library.second, addresses, g_places);
+}
+
+std::string source_line(Site site) { return tidy(site.file) + ":" + std::to_string(site.line); }
+
+std::string function_name(const void* function) {
+    std::string name = place_of(function).function;
+    name.erase(std::min(name.size(), name.rfind('(')));
+    if (name.rfind("void ", 0) == 0) name.erase(0, 5);  // a template's name comes with what it returns
+    return name;
+}
+
+}  // namespace flash_wmma::emulator

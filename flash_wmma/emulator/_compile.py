@@ -1,0 +1,177 @@
+"""Compiles kernel sources for the emulator with g++ alone, at first use, into a cache."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Literal
+
+Mode = Literal["fast", "checked"]
+
+_PACKAGE = Path(__file__).resolve().parent.parent
+CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_dir()), _PACKAGE / "csrc")
+"""The C++ sources: in the package where it is installed, beside it in a source folder."""
+
+_COMMON = [
+    *("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden"),
+    *(["-march=x86-64-v3"] if platform.machine() == "x86_64" else []),
+]
+_KERNEL = [
+    *_COMMON,
+    *("-O2", "-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
+    *(f"-I{CSRC / 'emulator' / 'include'}", f"-I{CSRC / 'device'}", "-include", "cuda_runtime.h", "-x", "c++"),
+]
+_CHECKED = [
+    *("-DFLASH_WMMA_CHECKED", "-fsanitize=thread", "-fsanitize-coverage=trace-pc"),
+    # An access of 16 bytes stays one, and addresses of code follow the order of the source.
+    *("-fno-tree-sra", "-fno-ipa-sra", "-fno-reorder-blocks", "-fno-reorder-blocks-and-partition"),
+]
+
+
+class EmulatorError(RuntimeError):
+    """What the emulator found wrong with a kernel, or why a kernel could not be compiled for it."""
+
+
+def cache_folder() -> Path:
+    """Where compiled kernels are kept: ``FLASH_WMMA_CACHE``, or ``flash_wmma`` in the user's cache folder."""
+    named = os.environ.get("FLASH_WMMA_CACHE")
+    if named:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_wmma"
+
+
+@functools.cache
+def compiler() -> tuple[str, str]:
+    """g++ and its version. clang++ will not do: it splits 16-byte accesses.
+
+    Raises:
+        EmulatorError: there is none.
+    """
+    command = os.environ.get("FLASH_WMMA_GXX") or "g++"
+    path = shutil.which(command)
+    if path is None:
+        raise EmulatorError(
+            f"running a CUDA kernel on the CPU needs {command}, which was not found: install it (Debian, Ubuntu: "
+            "apt-get install g++), or set FLASH_WMMA_GXX to its path"
+        )
+    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    if "clang" in version:
+        raise EmulatorError(f"running a CUDA kernel on the CPU needs g++, {path} is {version}")
+    return path, version
+
+
+@functools.cache
+def kernel_sources() -> dict[str, tuple[Path, ...]]:
+    """The sources of each CUDA kernel, by its name: the file that states it and those whose names begin as its does."""
+    files = sorted(p for folder in ("forward", "backward") for p in (CSRC / folder).glob("*.cu"))
+    stated = {path: re.findall(r'/\*name=\*/\s*"(\w+)"', path.read_text()) for path in files}
+    return {
+        name: (path, *(p for p in files if not stated[p] and p.stem.startswith(f"{path.stem}_")))
+        for path, names in stated.items()
+        for name in names
+    }
+
+
+def _run(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise EmulatorError(f"compiling for the emulator failed:\n$ {shlex.join(command)}\n{done.stderr.strip()}")
+
+
+def _dependencies(depfile: Path) -> list[str]:
+    """The project's files that a make rule names, not the system's."""
+    words = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
+    return [word for word in words if not word.startswith("/usr/")]
+
+
+def _digest(files: list[str], salt: str) -> str:
+    digest = hashlib.sha256(salt.encode())
+    for name in files:
+        digest.update(name.encode())
+        digest.update(Path(name).read_bytes() if Path(name).exists() else b"")
+    return digest.hexdigest()[:20]
+
+
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: list[str]) -> Path:
+    """The shared library ``name`` of these sources: from the cache, if nothing that it was made of has changed."""
+    path, version = compiler()
+    folder = cache_folder()
+    salt = "\n".join([version, name, *map(str, sources), *compile_flags, *link_flags])
+    listed = folder / f"{name}-{hashlib.sha256(salt.encode()).hexdigest()[:12]}.files"
+    with _locked(folder):
+        if listed.exists():
+            library = folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.so"
+            if library.exists():
+                return library
+        print(f"flash_wmma: compiling {name} for the emulator", file=sys.stderr, flush=True)
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            objects = [Path(work) / f"{i}.o" for i in range(len(sources))]
+            commands = [
+                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD"]
+                for source, target in zip(sources, objects, strict=True)
+            ]
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                list(pool.map(_run, commands))
+            files = sorted({name for o in objects for name in _dependencies(o.with_suffix(".d"))})
+            built = Path(work) / "library.so"
+            _run([path, "-shared", "-o", str(built), *map(str, objects), *link_flags])
+            library = folder / f"{name}-{_digest(files, salt)}.so"
+            built.replace(library)
+        listed.write_text("\n".join(files))
+    return library
+
+
+def runtime() -> Path:
+    """The emulator's own library, which every kernel's library needs."""
+    flags = [*_COMMON, "-O3", "-Wall", "-Wextra"]
+    sources = sorted(p for p in (CSRC / "emulator").glob("*.cpp") if p.name != "kernel_library.cpp")
+    return _link("libemulator", sources, flags, ["-ldl", "-pthread"])
+
+
+def build(name: str, sources: list[Path], mode: Mode) -> Path:
+    """A library of CUDA sources, for the emulator.
+
+    Args:
+        name: begins the library's file name.
+        sources: .cu and .cpp files; ``<launch.h>`` and the like are the emulator's.
+        mode: ``"fast"`` runs them, ``"checked"`` also watches every access to memory.
+
+    Raises:
+        EmulatorError: no g++, or the compiler's messages.
+    """
+    flags = _KERNEL + (_CHECKED if mode == "checked" else [])
+    emulator = runtime()
+    return _link(f"{name}.{mode}", sources, flags, [str(emulator), f"-Wl,-rpath,{emulator.parent}"])
+
+
+def kernel_library(kernel: str, mode: Mode) -> Path:
+    """The library of a kernel of this project.
+
+    Raises:
+        KeyError: no kernel has that name.
+        EmulatorError: as :func:`build`.
+    """
+    bricks = [p for p in sorted((CSRC / "device").glob("*.cu")) if p.name != "runtime.cu"]
+    files = [*kernel_sources()[kernel], *bricks, CSRC / "registry.cpp", CSRC / "emulator" / "kernel_library.cpp"]
+    return build(kernel_sources()[kernel][0].stem, files, mode)

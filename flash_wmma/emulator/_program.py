@@ -1,0 +1,92 @@
+"""Stand-alone programs of kernels: a .cu file whose host functions Python calls by name."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+from torch import Tensor
+
+from .. import _checks
+from ._compile import EmulatorError, Mode, build
+from ._runtime import configure, take_profile
+from ._settings import settings
+
+
+class Argument(ctypes.Union):
+    """``Argument`` (csrc/device/entry.h)."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("integer", ctypes.c_int64), ("real", ctypes.c_double))
+
+
+def argument_of(name: str, value: object) -> Argument:
+    """A tensor's address, an integer or a floating number."""
+    if isinstance(value, Tensor):
+        if value.device.type != "cpu":
+            _checks.refuse(f"{name}.device", value.device, "cpu")
+        return Argument(pointer=value.data_ptr())
+    if isinstance(value, int):
+        return Argument(integer=value)
+    if isinstance(value, float):
+        return Argument(real=value)
+    return _checks.refuse(name, type(value).__name__, "torch.Tensor, int, float", TypeError)
+
+
+class Program:
+    """A .cu file, compiled for the emulator.
+
+    The file registers host functions with ``Entry`` (csrc/device/entry.h), which launch its kernels with ``launch`` of
+    ``<launch.h>``. It needs no GPU, no CUDA toolkit and no torch::
+
+        #include <entry.h>
+        #include <launch.h>
+
+        __global__ void scale(float* x, float factor, int n) {
+            const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+            if (i < n) x[i] *= factor;
+        }
+        void run(float* x, float factor, int n) {
+            flash_wmma::launch(scale, {dim3((n + 127) / 128), dim3(128)}, nullptr, x, factor, n);
+        }
+        const flash_wmma::Entry kScale("scale", run);
+
+    >>> program = flash_wmma.emulator.Program("scale.cu")
+    >>> program.call("scale", x, 2.0, x.numel())
+    """
+
+    def __init__(self, source: str | Path, *, mode: Mode = "checked") -> None:
+        """Compiles ``source``, unless the cache has it.
+
+        Raises:
+            EmulatorError: there is no g++, or the compiler's messages.
+        """
+        path = Path(source).resolve()
+        if not path.is_file():
+            raise FileNotFoundError(f"source: got {source}, which is no file")
+        self.mode: Mode = mode
+        self.library = build(path.stem, [path], mode)
+        self._call = ctypes.CDLL(str(self.library)).flash_wmma_call
+        self._call.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: Tensor | int | float) -> None:
+        """Calls an entry. Tensors, on the CPU, are passed as the address of their first element; kernels may touch them
+        from there to the end of their storage and no other memory.
+
+        Raises:
+            EmulatorError: what the emulator found, or what the entry threw.
+        """
+        rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
+        tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]
+        with settings(mode=self.mode):
+            configure(tensors)
+            error: bytes | None = self._call(name.encode(), (Argument * len(rows))(*rows), ctypes.c_size_t(len(rows)))
+        configure([])
+        if error is not None:
+            raise EmulatorError(error.decode())
+
+    def counts(self, name: str, *arguments: Tensor | int | float) -> str:
+        """As :meth:`call`, and returns the counters of its launches as JSON (``docs/emulator.md``)."""
+        with settings(counters=True):
+            take_profile()
+            self.call(name, *arguments)
+        return take_profile()

@@ -1,0 +1,90 @@
+"""What the emulator stands for and how it runs."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, get_args
+
+import torch
+
+from .. import _checks
+from ._compile import Mode
+
+SMEM_OPTIN = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
+"""KiB of shared memory that a block may opt in to, by architecture."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Of the launches to come in this process. :func:`settings` changes them for a while."""
+
+    mode: Mode = "fast"
+    """``"fast"`` runs kernels; ``"checked"`` also watches every access to memory and every wait."""
+    arch: int = 90
+    """Architecture that kernels choose their tiles for, 10 * major + minor."""
+    sm_count: int = 2
+    """Multiprocessors; few, so that kernels whose blocks take several tiles do."""
+    smem_optin: int | None = None
+    """Bytes of shared memory that a block may opt in to; ``None``: as the architecture has."""
+    warp_size: int = 32
+    """32, or 64 as on AMD's CDNA."""
+    threads: int | None = None
+    """OS threads that share the blocks of a launch; ``None``: as many as torch uses."""
+    seed: int = 0
+    """Order in which warps run; 0: by their number."""
+    counters: bool = False
+    """Count requests, conflicts and instructions, which :func:`flash_wmma.profile` reports."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            _checks.refuse("mode", repr(self.mode), "'fast', 'checked'")
+        if self.arch not in SMEM_OPTIN:
+            _checks.refuse("arch", self.arch, ", ".join(map(str, SMEM_OPTIN)))
+        if self.warp_size not in (32, 64):
+            _checks.refuse("warp_size", self.warp_size, "32, 64")
+        for name in ("sm_count", "threads"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                _checks.refuse(name, getattr(self, name), "a positive number")
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory that a block may opt in to."""
+        return SMEM_OPTIN[self.arch] * 1024 if self.smem_optin is None else self.smem_optin
+
+    @property
+    def os_threads(self) -> int:
+        """OS threads that share the blocks of a launch."""
+        return self.threads or torch.get_num_threads()
+
+
+_changes: dict[str, Any] = {}
+
+
+def current() -> Settings:
+    """The settings in force: ``FLASH_WMMA_EMULATOR`` gives the mode unless :func:`settings` does."""
+    mode = os.environ.get("FLASH_WMMA_EMULATOR") or "fast"
+    if mode not in get_args(Mode):
+        _checks.refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
+    return replace(Settings(), **{"mode": mode, **_changes})
+
+
+@contextlib.contextmanager
+def settings(**changes: Any) -> Iterator[Settings]:
+    """Changes fields of :class:`Settings` within a ``with`` block, for the whole process.
+
+    >>> with flash_wmma.emulator.settings(mode="checked", arch=75, seed=3):
+    ...     flash_wmma.forward(q, k, v, kernel="wmma_v3")
+
+    Raises:
+        TypeError, ValueError: no such field, or a value that it cannot have.
+    """
+    before = _changes.copy()
+    _changes.update(changes)
+    try:
+        yield current()
+    finally:
+        _changes.clear()
+        _changes.update(before)
