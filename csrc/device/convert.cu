@@ -29,7 +29,7 @@ struct Conversion {
 };
 
 struct SharedMemory {
-    float warp_maximum[kThreads / 32];
+    float4 warp_maximum[kThreads / 32 / 4];
 };
 
 __device__ void load(const float* from, float (&x)[kVector]) {
@@ -59,10 +59,11 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     }
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
-    if (tid % 32 == 0) smem.warp_maximum[tid / 32] = largest;
+    if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
     __syncthreads();
 #pragma unroll
-    for (float maximum : smem.warp_maximum) largest = fmaxf(largest, maximum);
+    for (const float4 four : smem.warp_maximum)
+        largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
 
     // The largest value goes to [2^14, 2^15): 30 binades of full precision below it. The scale itself stays normal.
     const bool zero = largest == 0.f;

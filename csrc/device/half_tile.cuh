@@ -40,9 +40,13 @@ struct HalfTile {
                 *reinterpret_cast<uint4*>(to) = pieces[i];
             } else {
                 const uint4& x = pieces[i];
-                auto* pairs = reinterpret_cast<__half2*>(to);
-                pairs[0] = __floats2half2_rn(__uint_as_float(x.x), __uint_as_float(x.y));
-                pairs[1] = __floats2half2_rn(__uint_as_float(x.z), __uint_as_float(x.w));
+                union {
+                    uint2 vector;
+                    __half2 pairs[2];
+                } rounded;
+                rounded.pairs[0] = __floats2half2_rn(__uint_as_float(x.x), __uint_as_float(x.y));
+                rounded.pairs[1] = __floats2half2_rn(__uint_as_float(x.z), __uint_as_float(x.w));
+                *reinterpret_cast<uint2*>(to) = rounded.vector;
             }
         }
     }

@@ -26,7 +26,7 @@ Instruction instruction_of(Access access, bool shared) {
     switch (access) {
         case Access::kLdmatrix: return Instruction::kLdmatrix;
         case Access::kAtomic: return Instruction::kAtomic;
-        case Access::kAsyncLoad:
+        case Access::kAsyncLoad: return Instruction::kAsyncLoad;
         case Access::kAsyncStore: return Instruction::kAsyncCopy;
         case Access::kLoad: return shared ? Instruction::kLoadShared : Instruction::kLoadGlobal;
         case Access::kStore: return shared ? Instruction::kStoreShared : Instruction::kStoreGlobal;

@@ -32,7 +32,8 @@ constexpr int kMaxLanes = 64, kBanks = 32;
 
 /// Order of two records in the program: their call paths from the outermost call, then their own place.
 int compare(const Record& a, const Record& b) {
-    if (a.node == b.node) return a.pc < b.pc ? -1 : a.pc > b.pc;
+    if (a.node == b.node && a.pc == b.pc) return a.what < b.what ? -1 : a.what > b.what;
+    if (a.node == b.node) return a.pc < b.pc ? -1 : 1;
     const CallNode *x = a.node, *y = b.node;
     const void *pc_a = a.pc, *pc_b = b.pc;  // what is called in x and in y
     while (x->depth > y->depth) pc_a = x->pc, x = x->caller;
@@ -101,12 +102,10 @@ std::uint64_t Counters::request(const void* pc, Instruction what, const std::uin
     Count& c = counts[{pc, what}];
     const auto first = static_cast<std::size_t>(__builtin_ctzll(lanes));
     const bool shared = address[first] - shared_base < shared_size;
-    if (what != Instruction::kAsyncCopy || shared) {  // which is one instruction with two accesses
-        const auto active = static_cast<std::uint64_t>(__builtin_popcountll(lanes));
-        ++c.instructions;
-        c.lanes += active;
-        c.bytes += active * static_cast<std::uint64_t>(bytes);
-    }
+    const auto active = static_cast<std::uint64_t>(__builtin_popcountll(lanes));
+    ++c.instructions;
+    c.lanes += active;
+    c.bytes += active * static_cast<std::uint64_t>(bytes);
     const auto [cost, ideal] = shared ? wavefronts(address, lanes, bytes) : sectors(address, lanes, bytes);
     (shared ? c.wavefronts : c.sectors) += cost;
     (shared ? c.ideal_wavefronts : c.ideal_sectors) += ideal;
@@ -139,7 +138,7 @@ std::uint64_t Counters::merge(LaneLog* const* logs, int count) {
         for (LaneMask rest = pending & (pending - 1); rest; rest &= rest - 1) {
             const auto l = static_cast<std::size_t>(__builtin_ctzll(rest));
             const Record &a = *next[l], &b = *next[lead];
-            const int order = a.pc == b.pc && a.node == b.node ? 0 : compare(a, b);
+            const int order = a.pc == b.pc && a.node == b.node && a.what == b.what ? 0 : compare(a, b);
             if (order < 0) lead = l, at = LaneMask{1} << l;
             else if (order == 0) at |= LaneMask{1} << l;
         }
@@ -174,8 +173,8 @@ std::vector<LaunchProfile> g_profiles;
 
 const char* name(Instruction what) {
     static constexpr const char* kNames[] = {"mma",          "ldmatrix", "shared_load", "shared_store", "global_load",
-                                             "global_store", "atomic",   "async_copy",  "shuffle",      "vote",
-                                             "syncwarp",     "barrier",  "exp2",        "basic_block"};
+                                             "global_store", "atomic",   "async_load",  "async_copy",   "shuffle",
+                                             "vote",         "syncwarp", "barrier",     "exp2",         "basic_block"};
     static_assert(std::size(kNames) == static_cast<std::size_t>(Instruction::kCount));
     return kNames[static_cast<std::size_t>(what)];
 }

