@@ -43,10 +43,20 @@ int compare(const Record& a, const Record& b) {
     return a.node->depth < b.node->depth ? 1 : -1;
 }
 
-/// Wavefronts of a shared-memory request: 8-byte accesses go in two halves, 16-byte ones in four quarters; in each part
-/// a bank gives one word a wavefront, the same word to every lane that wants it.
-std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes) {
-    const int lanes_at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
+/// Whether neighbours want the same: lanes l and l ^ distance, for every l.
+bool in_pairs(const std::uintptr_t* address, LaneMask lanes, int distance) {
+    for (int l = 0; l < kMaxLanes; ++l)
+        if ((lanes >> l & 1) && (lanes >> (l ^ distance) & 1) && address[l] != address[l ^ distance]) return false;
+    return true;
+}
+
+/// Wavefronts of a shared-memory request, and the fewest there could be. An 8-byte request goes in two halves of the
+/// warp, a 16-byte one in four quarters, or in half as many parts where lanes read the same in pairs. In each part a bank
+/// gives one word a wavefront, the same word to every lane that wants it.
+std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes,
+                                                   bool load) {
+    int lanes_at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
+    if (load && bytes > 4 && (in_pairs(address, lanes, 1) || in_pairs(address, lanes, 2))) lanes_at_once *= 2;
     std::uint64_t total = 0, ideal = 0;
     for (int first = 0; first < kMaxLanes; first += lanes_at_once) {
         if (!(lanes >> first & ((lanes_at_once == 32 ? 0xffffffffull : (1ull << lanes_at_once) - 1)))) continue;
@@ -106,7 +116,8 @@ std::uint64_t Counters::request(const void* pc, Instruction what, const std::uin
     ++c.instructions;
     c.lanes += active;
     c.bytes += active * static_cast<std::uint64_t>(bytes);
-    const auto [cost, ideal] = shared ? wavefronts(address, lanes, bytes) : sectors(address, lanes, bytes);
+    const auto [cost, ideal] =
+        shared ? wavefronts(address, lanes, bytes, what == Instruction::kLoadShared) : sectors(address, lanes, bytes);
     (shared ? c.wavefronts : c.sectors) += cost;
     (shared ? c.ideal_wavefronts : c.ideal_sectors) += ideal;
     if (cost > c.worst) {
