@@ -49,13 +49,14 @@ void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
     if (!checks) return;
     const std::size_t granules = size_ / kGranule;
     constexpr std::uint32_t kLastStart = 1u << 23;  // leaves a run as many epochs again before 24 bits are full
-    if (granules != granules_ || warps > warps_ || first_epoch_ > kLastStart) {
+    if (granules != granules_ || warps > warps_ || first_epoch_ > kLastStart || !finished_) {
         granules_ = granules, warps_ = std::max(warps, warps_), first_epoch_ = 1;
         writers_.assign(granules, {});
         writer_pcs_.resize(granules);
         reader_pcs_.resize(granules);
         readers_.assign(granules * static_cast<std::size_t>(warps_), {});
     }
+    finished_ = false;
 }
 
 Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {

@@ -78,6 +78,7 @@ class SharedArena {
     std::size_t size_ = 0, bytes_ = 0, granules_ = 0;
     int warps_ = 0;
     std::uint32_t first_epoch_ = 1;
+    bool finished_ = false;
     std::vector<Writer> writers_;
     std::vector<Reader> readers_;  // warp by warp
     std::vector<const void*> writer_pcs_, reader_pcs_;
@@ -88,7 +89,8 @@ class SharedArena {
   public:
     /// The epoch that warps of this run start with.
     std::uint32_t first_epoch() const { return first_epoch_; }
-    void finish(std::uint32_t last_epoch) { first_epoch_ = last_epoch + 1; }
+    /// Ends a run, if nothing ended it early, so that the next one need not clear what is known.
+    void finish(std::uint32_t last_epoch) { first_epoch_ = last_epoch + 1, finished_ = true; }
 };
 
 /// The tensors of a launch. Those that may be written are watched for races between blocks and between threads, by all
