@@ -71,9 +71,11 @@ void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, in
     Accessor who = accessor(lane);
     if (collective) who.lane = -1;
     Conflict conflict;
+    const bool aligned = address % static_cast<std::uintptr_t>(bytes) == 0;
     if (shared) {
         if (arena.offset(address) + static_cast<std::size_t>(bytes) > arena.bytes_per_block())
             stop(text("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)"));
+        if (!aligned) stop(text("misaligned access"));
         if (kind == Access::kAsyncStore) conflict = arena.begin_async(address, bytes, who, pc);
         else if (writes(kind)) conflict = arena.write(address, bytes, who, pc, kind == Access::kAtomic);
         else conflict = arena.read(address, bytes, who, pc);
@@ -83,17 +85,18 @@ void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, in
             if (!writes(kind) && in_a_library(address)) return;
             stop(text("out of bounds of global memory, " + g_memory.nearest(address)));
         }
+        if (!aligned) stop(text("misaligned access"));
         if (writes(kind) && !buffer->writable) stop(text("write to an input"));
         if (buffer->writable)
             conflict = writes(kind) ? g_memory.write(*buffer, address, bytes, who, pc, kind == Access::kAtomic)
                                     : g_memory.read(*buffer, address, bytes, who, pc);
     }
-    if (address % static_cast<std::uintptr_t>(bytes)) stop(text("misaligned access"));
     if (!conflict) return;
-    std::string message = text(std::string(conflict.kind) + (shared ? ", shared memory" : ", global memory"));
+    std::string message = text(conflict.kind);
     if (conflict.pc) {
+        const int warps_a_block = static_cast<int>(warps.size() / blocks.size());
         std::string other = conflict.lane < 0 ? "lanes" : "lane " + std::to_string(conflict.lane);
-        other += " of warp " + std::to_string(conflict.warp);
+        other += " of warp " + std::to_string(conflict.warp % warps_a_block);
         if (!shared && conflict.block != who.block) other += " of block " + std::to_string(conflict.block);
         message += "\n  and " + other + ", at " + source_line(conflict.pc) + ": nothing orders the two";
     }
@@ -127,7 +130,7 @@ void Worker::async_copy(void* shared, const void* global, int bytes, int source_
     Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(shared);
     if (!arena.contains(to))
-        stop("asynchronous copy to an address outside shared memory, at " + source_line(pc) + "; " + describe(lane));
+        stop("asynchronous copy to an address outside shared memory: " + describe(lane) + "\n  at " + source_line(pc));
     if (source_bytes) access(reinterpret_cast<std::uintptr_t>(global), source_bytes, Access::kAsyncLoad, pc);
     access(to, bytes, Access::kAsyncStore, pc);
     lane.copies.push_back({shared, global, bytes, source_bytes, lane.copy_group, pc});
@@ -171,10 +174,11 @@ void wait_until(bool (*ready)(void*), void* argument, const char* name, Site sit
 void release(const void* object) { t_worker->release(object); }
 void acquire(const void* object) { t_worker->acquire(object); }
 
-void* shared_memory(std::size_t map_bytes) {
+void* shared_memory(std::size_t map_bytes, const void* pc) {
     if (map_bytes > t_worker->launch.smem_bytes)
         t_worker->stop("a map of shared memory of " + std::to_string(map_bytes) + " bytes, but the launch asked for " +
-                       std::to_string(t_worker->launch.smem_bytes) + "; " + t_worker->describe(*t_lane));
+                       std::to_string(t_worker->launch.smem_bytes) + ": " + t_worker->describe(*t_lane) + "\n  at " +
+                       source_line(pc));
     return t_worker->arena.of_block(t_lane->block);
 }
 
@@ -202,10 +206,13 @@ void note(Instruction instruction) {
 void fail(const char* what, const void* pc) {
     t_worker->stop(std::string(what) + ": " + t_worker->describe(*t_lane) + "\n  at " + source_line(pc));
 }
-void fail_collective(const char* what) {
+void fail_collective(const char* what, int lane) {
     const Gathering& g = *t_worker->running;
-    t_worker->stop(std::string(g.what->name) + ": " + what + "; " + t_worker->describe(*t_lane) + "\n  at " +
-                   source_line(g.site));
+    const Warp& warp = t_worker->warp_of(*t_lane);
+    const std::string who = lane < 0
+                                ? t_worker->describe(warp)
+                                : t_worker->describe(t_worker->lanes[static_cast<std::size_t>(warp.first_lane + lane)]);
+    t_worker->stop(std::string(what) + ": " + who + " in " + g.what->name + "\n  at " + source_line(g.site));
 }
 
 void multiply(float* __restrict__ c, const float* __restrict__ a, const float* __restrict__ b, int depth, int columns) {

@@ -140,7 +140,7 @@ std::uint64_t Counters::merge(LaneLog* const* logs, int count) {
     }
     std::uint64_t time = 0;
     LaneMask together = pending;   // the lanes of the step before
-    const void* before = nullptr;  // and its place, if it was a basic block
+    const void* before = nullptr;  // and the basic block that they are in
     while (pending) {
         // The lowest place, and who is there
         const auto first = static_cast<std::size_t>(__builtin_ctzll(pending));
@@ -168,7 +168,8 @@ std::uint64_t Counters::merge(LaneLog* const* logs, int count) {
         } else {
             time += request(r.pc, r.what, address.data(), at, static_cast<int>(r.bytes));
         }
-        before = r.what == Instruction::kBasicBlock ? r.pc : nullptr;
+        if (r.what == Instruction::kBasicBlock) before = r.pc;
+        else if (at != together) before = nullptr;
         together = at;
     }
     for (int l = 0; l < count; ++l) logs[l]->records.clear();

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cstdio>
 #include <exception>
 #include <map>
 #include <mutex>
@@ -32,15 +33,27 @@ std::string text(Index i) {
     return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
 
-/// "0-3 7" of a set of numbers in order.
-std::string ranges(const std::vector<int>& numbers) {
-    std::string out;
-    for (std::size_t i = 0; i < numbers.size();) {
-        std::size_t j = i;
-        while (j + 1 < numbers.size() && numbers[j + 1] == numbers[j] + 1) ++j;
-        out += (out.empty() ? "" : " ") + std::to_string(numbers[i]);
-        if (j > i) out += "-" + std::to_string(numbers[j]);
-        i = j + 1;
+/// The text of a finding: what, who, where, and where the others are.
+std::string finding(const std::string& kind, const std::string& who, const std::string& line,
+                    const std::string& others = "") {
+    return kind + ": " + who + "\n  at " + line + (others.empty() ? "" : "\n  and " + others);
+}
+
+std::string hex(LaneMask mask) {
+    char text[24];
+    std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(mask));
+    return text;
+}
+
+/// "lanes 0-3 7" of a mask.
+std::string named_lanes(LaneMask lanes) {
+    std::string out = lanes & (lanes - 1) ? "lanes" : "lane";
+    for (int first = 0; first < 64; ++first) {
+        if (!(lanes >> first & 1)) continue;
+        int last = first;
+        while (last < 63 && lanes >> (last + 1) & 1) ++last;
+        out += " " + std::to_string(first) + (last > first ? "-" + std::to_string(last) : "");
+        first = last;
     }
     return out;
 }
@@ -57,6 +70,8 @@ void Worker::begin(const Launch& launch_, const Config& config_) {
 }
 
 void Worker::set_up(std::uint64_t first_block, int count) {
+    // Of the run before, also if it ended with a finding
+    for (const Warp& warp : warps) arena.finish(warp.clock[static_cast<std::size_t>(&warp - warps.data())]);
     const auto threads = static_cast<int>(volume(launch.block));
     const int width = config.warp_size, warps_a_block = (threads + width - 1) / width;
     const auto total_lanes = static_cast<std::size_t>(count) * static_cast<std::size_t>(threads);
@@ -88,6 +103,9 @@ void Worker::set_up(std::uint64_t first_block, int count) {
             warp.exists = first_lanes(std::min(width, threads - w * width));
             warp.exited = 0;
             warp.gatherings.clear();
+            warp.visiting = 0;
+            warp.floor = arena.first_epoch() - 1;
+            warp.seen.clear();
             warp.clock.assign(total_warps, 0);
             warp.clock[static_cast<std::size_t>(b * warps_a_block + w)] = arena.first_epoch();
             warp.log = {};
@@ -153,17 +171,15 @@ void Worker::run(std::uint64_t first_block, int count) {
         }
         if (!ran) throw Finding{deadlock()};
     }
-    std::uint32_t last = 0;
-    for (const Warp& warp : warps) {
-        if (config.counters) {
-            LaneLog* logs[64];
-            const int n = __builtin_popcountll(warp.exists);
-            for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warp.first_lane + l)].log;
-            counters.merge(logs, n);
-        }
-        for (const std::uint32_t epoch : warp.clock) last = std::max(last, epoch);
-    }
-    arena.finish(last);
+    for (Warp& warp : warps) merge_logs(warp);
+}
+
+void Worker::merge_logs(Warp& warp) {
+    if (!config.counters) return;
+    LaneLog* logs[64];
+    const int n = __builtin_popcountll(warp.exists);
+    for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warp.first_lane + l)].log;
+    warp.log.time += counters.merge(logs, n);
 }
 
 void Worker::park(Lane& lane) { switch_fiber(lane.fiber, scheduler_); }
@@ -176,22 +192,26 @@ void Worker::stop(std::string what) {
 }
 
 std::string Worker::describe(const Lane& lane) const {
-    const Block& block = blocks[static_cast<std::size_t>(lane.block)];
-    return "lane " + std::to_string(lane.lane) + " of warp " + std::to_string(lane.warp - block.first_warp) +
-           ", block " + text(block.index);
+    return "lane " + std::to_string(lane.lane) + " of " + describe(warps[static_cast<std::size_t>(lane.warp)]);
+}
+
+std::string Worker::describe(const Warp& warp) const {
+    const Block& block = blocks[static_cast<std::size_t>(warp.block)];
+    return "warp " + std::to_string(&warp - warps.data() - block.first_warp) + ", block " + text(block.index);
 }
 
 std::string Worker::deadlock() const {
     // Who waits where: (warp, place) -> lanes
-    std::map<std::pair<int, std::string>, std::vector<int>> waiting;
+    std::map<std::pair<int, std::string>, LaneMask> waiting;
     int exited = 0;
     for (const Lane& lane : lanes) {
         if (lane.state == Lane::State::kExited) ++exited;
-        else waiting[{lane.warp, std::string(lane.at) + " at " + source_line(lane.site)}].push_back(lane.lane);
+        else waiting[{lane.warp, std::string(lane.at) + " at " + source_line(lane.site)}] |= LaneMask{1} << lane.lane;
     }
-    std::string out = "deadlock in block " + text(blocks[0].index) + ": nothing can run";
+    std::string out = "deadlock: nothing can run";
     for (const auto& [place, who] : waiting)
-        out += "\n  warp " + std::to_string(place.first) + ", lanes " + ranges(who) + ": wait in " + place.second;
+        out += "\n  " + named_lanes(who) + " of " + describe(warps[static_cast<std::size_t>(place.first)]) + ": in " +
+               place.second;
     if (exited) out += "\n  " + std::to_string(exited) + " threads have exited";
     return out;
 }
@@ -199,7 +219,13 @@ std::string Worker::deadlock() const {
 Accessor Worker::accessor(const Lane& lane) const {
     const Index i = blocks[static_cast<std::size_t>(lane.block)].index;
     const std::uint64_t block = i.x + std::uint64_t{launch.grid.x} * (i.y + std::uint64_t{launch.grid.y} * i.z);
-    return {static_cast<std::uint32_t>(block), lane.warp, lane.lane, &warps[static_cast<std::size_t>(lane.warp)].clock};
+    const Warp& warp = warps[static_cast<std::size_t>(lane.warp)];
+    return {static_cast<std::uint32_t>(block),
+            lane.warp,
+            lane.lane,
+            &warp.clock,
+            warp.floor,
+            warp.seen.empty() ? nullptr : &warp.seen[static_cast<std::size_t>(lane.lane) * 64]};
 }
 
 // --- collectives --------------------------------------------------------------------------------------------------------
@@ -212,29 +238,35 @@ void Worker::enter(const Collective& what, LaneMask mask, void* arguments, Site 
     const Block& block = blocks[static_cast<std::size_t>(me.block)];
     const int leader = block.first_warp + (me.warp - block.first_warp) / group * group;
     Warp& warp = warps[static_cast<std::size_t>(leader)];
+    if (what.width && what.width < per_warp)
+        stop(finding("a collective of " + std::to_string(what.width) + " lanes",
+                     describe(me) + " in " + what.name + ", but warps have " + std::to_string(per_warp),
+                     source_line(site)));
     const int place = (me.warp - leader) * per_warp + me.lane;
     const LaneMask bit = LaneMask{1} << me.lane;
     if (what.width) mask = first_lanes(per_warp);
     else mask &= warp.exists;
     if (!(mask & bit))
-        stop(std::string(what.name) + " at " + source_line(site) + ": the mask leaves out its own lane; " +
-             describe(me));
+        stop(finding("a mask leaves out its own lane", describe(me) + " in " + what.name + " with mask " + hex(mask),
+                     source_line(site)));
 
     auto g = std::find_if(warp.gatherings.begin(), warp.gatherings.end(), [&](const Gathering& x) {
         return x.mask == mask && (x.what->width > per_warp) == (group > 1);
     });
+    for (const Gathering& x : warp.gatherings)
+        if (group == 1 && x.mask != mask && (x.mask & bit) && (x.arrived & mask))
+            stop(finding("lanes of a warp disagree on a mask",
+                         describe(me) + " in " + what.name + " with mask " + hex(mask), source_line(site),
+                         named_lanes(x.arrived) + " in " + x.what->name + " with mask " + hex(x.mask) + ", at " +
+                             source_line(x.site)));
     if (g == warp.gatherings.end()) g = warp.gatherings.emplace(warp.gatherings.end(), &what, mask, site);
     if (g->what != &what || g->site.line != site.line)
-        stop("lanes of a warp disagree on a collective: " + describe(me) + " is at " + what.name + " " +
-             source_line(site) + ", others wait in " + g->what->name + " at " + source_line(g->site));
+        stop(finding("lanes of a warp disagree on a collective", describe(me) + " in " + what.name, source_line(site),
+                     named_lanes(g->arrived) + " in " + g->what->name + ", at " + source_line(g->site)));
     const LaneMask missing = mask & (what.width ? ~warp.exists | warp.exited : warp.exited);
-    if (missing) {
-        std::vector<int> gone;
-        for (int l = 0; l < per_warp; ++l)
-            if (missing >> l & 1) gone.push_back(l);
-        stop(std::string(what.name) + " at " + source_line(site) +
-             " names lanes that have exited or do not exist: lanes " + ranges(gone) + "; " + describe(me));
-    }
+    if (missing)
+        stop(finding("a collective of lanes that have exited or do not exist",
+                     describe(me) + " in " + what.name + " with " + named_lanes(missing), source_line(site)));
     ++g->arrived_count;
     if (leader == me.warp) g->arrived |= bit;
     g->arguments[static_cast<std::size_t>(place)] = arguments;
@@ -253,12 +285,10 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
     const int group = g.what->width > config.warp_size ? g.what->width / config.warp_size : 1;
     const auto first_warp = static_cast<std::size_t>(&warp - warps.data());
     if (config.counters) {
-        if (g.mask == warp.exists)
+        if (g.mask == live(warp))
             for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
-                LaneLog* logs[64];
-                const int n = __builtin_popcountll(warps[w].exists);
-                for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warps[w].first_lane + l)].log;
-                warps[w].log.time += counters.merge(logs, n) + static_cast<std::uint64_t>(g.what->instructions);
+                merge_logs(warps[w]);
+                warps[w].log.time += static_cast<std::uint64_t>(g.what->instructions);
             }
         if (g.what->instructions) counters.add(g.pc, g.what->instruction, g.what->instructions * group);
     }
@@ -266,7 +296,7 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
     g.what->run(g.arguments.data(), g.mask);
     running = nullptr;
     for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
-        if (g.what->orders_memory) ++warps[w].clock[w];
+        if (g.what->orders_memory) synchronise(warps[w], g.mask);
         for (LaneMask rest = g.mask; rest; rest &= rest - 1) {
             Lane& lane = lanes[static_cast<std::size_t>(warps[w].first_lane + __builtin_ctzll(rest))];
             if (lane.state == Lane::State::kCollective) lane.state = Lane::State::kReady;
@@ -276,40 +306,74 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
     warp.gatherings.pop_back();
 }
 
+/// What `lanes` have done so far is ordered before what they do from now on. An exit orders nothing.
+void Worker::synchronise(Warp& warp, LaneMask lanes) {
+    const std::uint32_t epoch = warp.clock[static_cast<std::size_t>(&warp - warps.data())]++;
+    if (lanes == warp.exists) {
+        warp.floor = epoch;
+        warp.seen.clear();
+        return;
+    }
+    constexpr std::size_t kRow = 64;
+    if (warp.seen.empty()) warp.seen.resize(kRow * kRow, 0);
+    std::array<std::uint32_t, kRow> newest{};
+    for (std::size_t l = 0; l < kRow; ++l)
+        if (lanes >> l & 1)
+            for (std::size_t other = 0; other < kRow; ++other)
+                newest[other] = std::max(newest[other], lanes >> other & 1 ? epoch : warp.seen[l * kRow + other]);
+    for (std::size_t l = 0; l < kRow; ++l)
+        if (lanes >> l & 1) std::copy(newest.begin(), newest.end(), &warp.seen[l * kRow]);
+}
+
 // --- barriers -------------------------------------------------------------------------------------------------------------
 
 int Worker::barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
     Lane& me = *t_lane;
-    Block& block = blocks[static_cast<std::size_t>(me.block)];
-    if (id < 0 || id >= static_cast<int>(block.barriers.size()) || threads % config.warp_size != 0)
-        stop(std::string(name) + " at " + source_line(site) + ": barrier " + std::to_string(id) + " for " +
-             std::to_string(threads) + " threads: allowed are barriers 0 to 15 and whole warps; " + describe(me));
-    Barrier& b = block.barriers[static_cast<std::size_t>(id)];
-    if (b.arrived && b.expected != threads)
-        stop(std::string(name) + " at " + source_line(site) + ": barrier " + std::to_string(id) + " for " +
-             std::to_string(threads) + " threads, but others have arrived there for " + std::to_string(b.expected) +
-             "; " + describe(me));
-    // The lanes of one warp must come to a barrier together.
-    const Warp& warp = warp_of(me);
-    const int lanes_in_warp = __builtin_popcountll(warp.exists);
-    for (int l = 0; l < lanes_in_warp; ++l) {
-        const Lane& other = lanes[static_cast<std::size_t>(warp.first_lane + l)];
-        if (other.state == Lane::State::kBarrier && (other.barrier != id || other.site.line != site.line))
-            stop("barrier divergence: " + describe(me) + " is at " + name + " " + source_line(site) + ", lane " +
-                 std::to_string(other.lane) + " of its warp waits in " + other.at + " at " + source_line(other.site));
-    }
-    b.expected = threads;
-    ++b.arrived;
-    b.predicates += predicate;
+    Warp& warp = warp_of(me);
+    if (id < 0 || id >= kBarriers || threads < 0 || threads % config.warp_size != 0)
+        stop(finding("barriers 0 to 15 exist, for whole warps",
+                     describe(me) + " in " + name + " of barrier " + std::to_string(id) + " for " +
+                         std::to_string(threads) + " threads",
+                     source_line(site)));
+    if (!warp.visiting) warp.visit = {id, threads, 0, wait, name, site, pc};
+    else if (warp.visit.id != id || warp.visit.threads != threads || warp.visit.site.line != site.line)
+        stop(finding("barrier divergence", describe(me) + " in " + name, source_line(site),
+                     named_lanes(warp.visiting) + " in " + warp.visit.name + ", at " + source_line(warp.visit.site)));
+    warp.visiting |= LaneMask{1} << me.lane;
+    warp.visit.predicates += predicate;
     me.at = name, me.site = site, me.pc = pc, me.barrier = id;
-    if (config.checks) join(b.clock, warp.clock);
-    if (config.counters && me.lane == lanes_in_warp - 1) counters.add(pc, Instruction::kBarrier, 1);
-    me.state = wait ? Lane::State::kBarrier : Lane::State::kReady;
-    if (!wait && me.lane == lanes_in_warp - 1) ++warp_of(me).clock[static_cast<std::size_t>(me.warp)];
-    const int needed = threads ? threads : block.live;
-    if (b.arrived == needed) complete(block, id);
-    else if (wait) park(me);
+    me.state = Lane::State::kBarrier;
+    if (warp.visiting == live(warp)) arrive(warp);
+    if (me.state == Lane::State::kBarrier) park(me);
     return me.barrier_result;
+}
+
+/// The warp has come to the barrier; an unfinished warp counts as a whole one, if threads are counted.
+void Worker::arrive(Warp& warp) {
+    const Visit& visit = warp.visit;
+    Block& block = blocks[static_cast<std::size_t>(warp.block)];
+    Barrier& b = block.barriers[static_cast<std::size_t>(visit.id)];
+    if (!b.arrived) b.first = visit;
+    else if (b.first.threads != visit.threads)
+        stop(finding("warps disagree on a barrier's threads",
+                     describe(warp) + " in " + visit.name + " of barrier " + std::to_string(visit.id) + " for " +
+                         std::to_string(visit.threads),
+                     source_line(visit.site),
+                     "others for " + std::to_string(b.first.threads) + ", at " + source_line(b.first.site)));
+    else if (visit.threads == 0 && b.first.site.line != visit.site.line)
+        stop(finding("barrier divergence", describe(warp) + " in " + visit.name, source_line(visit.site),
+                     "other warps in " + std::string(b.first.name) + ", at " + source_line(b.first.site)));
+    b.arrived += visit.threads ? config.warp_size : __builtin_popcountll(warp.visiting);
+    b.predicates += visit.predicates;
+    if (config.checks) join(b.clock, warp.clock);
+    merge_logs(warp);
+    if (config.counters) counters.add(visit.pc, Instruction::kBarrier, 1);
+    synchronise(warp, warp.exists);
+    warp.visiting = 0;
+    if (!visit.wait)
+        for (LaneMask rest = live(warp); rest; rest &= rest - 1)
+            lanes[static_cast<std::size_t>(warp.first_lane + __builtin_ctzll(rest))].state = Lane::State::kReady;
+    if (b.arrived == (visit.threads ? visit.threads : block.live)) complete(block, visit.id);
 }
 
 void Worker::complete(Block& block, int id) {
@@ -319,37 +383,30 @@ void Worker::complete(Block& block, int id) {
     std::vector<Wait> waits;
     for (int w = block.first_warp; w < block.first_warp + count; ++w) {
         Warp& warp = warps[static_cast<std::size_t>(w)];
-        LaneLog* logs[64];
-        const int n = __builtin_popcountll(warp.exists);
-        const Lane* waiting = nullptr;
-        for (int l = 0; l < n; ++l) {
-            Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + l)];
-            logs[l] = &lane.log;
+        const void* pc = nullptr;
+        for (LaneMask rest = warp.visiting ? 0 : live(warp); rest; rest &= rest - 1) {
+            Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + __builtin_ctzll(rest))];
             if (lane.state != Lane::State::kBarrier || lane.barrier != id) continue;
-            waiting = &lane;
             lane.state = Lane::State::kReady;
             lane.barrier_result = b.predicates;
+            pc = lane.pc;
         }
-        if (!waiting) continue;
+        if (!pc) continue;
         if (config.checks) join(warp.clock, b.clock);
-        ++warp.clock[static_cast<std::size_t>(w)];
-        if (config.counters) {
-            warp.log.time += counters.merge(logs, n);
-            released = std::max(released, warp.log.time);
-            waits.push_back({w - block.first_warp, warp.log.time, 0, waiting->pc});
-        }
+        released = std::max(released, warp.log.time);
+        waits.push_back({w - block.first_warp, warp.log.time, 0, pc});
     }
     const bool first_block = block.index.x + block.index.y + block.index.z == 0;
     for (Wait& wait : waits) {
         wait.released = warps[static_cast<std::size_t>(block.first_warp + wait.warp)].log.time = released;
-        if (first_block) counters.timeline.push_back(wait);
+        if (config.counters && first_block) counters.timeline.push_back(wait);
     }
     b = {};
 }
 
 void Worker::exit(Lane& lane) {
     if (!lane.copies.empty())
-        stop("asynchronous copies under way at exit, from " + source_line(lane.copies[0].pc) + "; " + describe(lane));
+        stop(finding("asynchronous copy under way at exit", describe(lane), source_line(lane.copies[0].pc)));
     lane.state = Lane::State::kExited;
     --live_;
     Block& block = blocks[static_cast<std::size_t>(lane.block)];
@@ -358,10 +415,13 @@ void Worker::exit(Lane& lane) {
     warp.exited |= LaneMask{1} << lane.lane;
     for (const Gathering& g : warp.gatherings)
         if (g.mask >> lane.lane & 1)
-            stop(std::string(g.what->name) + " at " + source_line(g.site) +
-                 " names a lane that exits: " + describe(lane));
-    const Barrier& all = block.barriers[0];
-    if (block.live && all.arrived && all.expected == 0 && all.arrived == block.live) complete(block, 0);
+            stop(finding("a collective of lanes that have exited or do not exist",
+                         describe(lane) + ", which exits, in " + g.what->name, source_line(g.site)));
+    if (warp.visiting && warp.visiting == live(warp)) arrive(warp);
+    for (int id = 0; id < kBarriers; ++id) {
+        const Barrier& all = block.barriers[static_cast<std::size_t>(id)];
+        if (all.arrived && all.first.threads == 0 && all.arrived == block.live) complete(block, id);
+    }
 }
 
 void Worker::wait_until(bool (*ready)(void*), void* argument, const char* name, Site site) {

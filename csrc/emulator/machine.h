@@ -56,23 +56,39 @@ struct Gathering {
         : what(what_), mask(mask_), arrived_count(0), arrived(0), site(site_), pc(nullptr) {}
 };
 
+/// A visit to a barrier, by the lanes of a warp, which come together, or by the warps of a block.
+struct Visit {
+    int id, threads, predicates;  ///< threads 0: all that have not exited
+    bool wait;
+    const char* name;
+    Site site;
+    const void* pc;
+};
+
 struct Warp {
     int block, first_lane;  ///< index into the worker's lanes
     LaneMask exists, exited;
     std::vector<Gathering> gatherings;
+    Visit visit;
+    LaneMask visiting;  ///< lanes that have come to the barrier, while others have not
     Clock clock;
+    std::uint32_t floor;              ///< newest epoch that all lanes have synchronised since
+    std::vector<std::uint32_t> seen;  ///< see Accessor, of lane l from l * 64 on; empty if floor says all
     WarpLog log;
 };
 
 struct Barrier {
-    int expected = 0, arrived = 0, predicates = 0;  ///< expected 0: all threads that have not exited
+    Visit first;  ///< of those that have come
+    int arrived = 0, predicates = 0;
     Clock clock;
 };
+
+inline constexpr int kBarriers = 16;
 
 struct Block {
     Index index;
     int first_lane, first_warp, threads, live;
-    std::array<Barrier, 16> barriers;
+    std::array<Barrier, kBarriers> barriers;
 };
 
 /// Thrown out of a launch: a finding. Fibers never throw; they stop, and the scheduler throws in their place.
@@ -99,6 +115,7 @@ class Worker {
     void warp_access(Access access, const void* const* address, LaneMask lanes, int bytes);
     [[noreturn]] void stop(std::string what);
 
+    std::string describe(const Warp& warp) const;
     std::string describe(const Lane& lane) const;
     Accessor accessor(const Lane& lane) const;
     Warp& warp_of(const Lane& lane) { return warps[static_cast<std::size_t>(lane.warp)]; }
@@ -126,7 +143,11 @@ class Worker {
     void set_up(std::uint64_t first_block, int count);
     void park(Lane& lane);
     void fire(Warp& warp, std::size_t gathering);
+    void synchronise(Warp& warp, LaneMask lanes);
+    void arrive(Warp& warp);
     void complete(Block& block, int id);
+    static LaneMask live(const Warp& warp) { return warp.exists & ~warp.exited; }
+    void merge_logs(Warp& warp);
     void exit(Lane& lane);
     bool run_warp(Warp& warp);
     std::string deadlock() const;

@@ -16,47 +16,50 @@ void join(Clock& clock, const Clock& other) {
     for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
 }
 
-namespace {
-
-char* map_pages(std::size_t bytes) {
+void* map(std::size_t bytes) {
+    if (bytes == 0) return nullptr;
     void* p = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (p == MAP_FAILED) throw std::bad_alloc();
-    return static_cast<char*>(p);
+    return p;
 }
+
+void unmap(void* pages, std::size_t bytes) {
+    if (pages) munmap(pages, bytes);
+}
+
+namespace {
 
 /// Whether an access of `warp` in `epoch` by `lane` (-1: several lanes) comes before what `who` does now.
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
     if (warp != who.warp) return epoch <= (*who.clock)[static_cast<std::size_t>(warp)];
-    return (lane >= 0 && lane == who.lane) || epoch < who.epoch();
+    if (epoch <= who.floor || (lane >= 0 && lane == who.lane)) return true;
+    // Of several lanes: since they and this one may have synchronised. A race may so be missed, none is made up.
+    return who.seen && epoch <= who.seen[lane >= 0 ? lane : who.lane];
 }
 
 }  // namespace
 
 // --- shared memory ------------------------------------------------------------------------------------------------
 
-void SharedArena::Unmap::operator()(char* p) const { munmap(p, bytes); }
-
 void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
     const std::size_t size = static_cast<std::size_t>(blocks) * kBytesPerBlock;
     if (size > size_) {
-        memory_ = {map_pages(size + kBase), Unmap{size + kBase}};
-        const auto address = reinterpret_cast<std::uintptr_t>(memory_.get());
-        base_ = memory_.get() + (kBase - address % kBase) % kBase;
+        memory_ = Pages<char>(size + kBase);
+        const auto address = reinterpret_cast<std::uintptr_t>(&memory_[0]);
+        base_ = &memory_[0] + (kBase - address % kBase) % kBase;
         size_ = size;
     }
-    bytes_ = bytes;
+    bytes_ = bytes, warps_ = warps;
     for (int i = 0; i < blocks; ++i) std::memset(of_block(i), 0xff, bytes);  // NaN in every floating type
     if (!checks) return;
     const std::size_t granules = size_ / kGranule;
     constexpr std::uint32_t kLastStart = 1u << 23;  // leaves a run as many epochs again before 24 bits are full
-    if (granules != granules_ || warps > warps_ || first_epoch_ > kLastStart || !finished_) {
-        granules_ = granules, warps_ = std::max(warps, warps_), first_epoch_ = 1;
-        writers_.assign(granules, {});
-        writer_pcs_.resize(granules);
-        reader_pcs_.resize(granules);
-        readers_.assign(granules * static_cast<std::size_t>(warps_), {});
+    if (granules != granules_ || warps > room_ || first_epoch_ > kLastStart) {
+        granules_ = granules, room_ = std::max(warps, room_), first_epoch_ = 1;
+        writers_ = Pages<Writer>(granules);
+        writer_pcs_ = Pages<const void*>(granules);
+        readers_ = Pages<Reader>(granules * static_cast<std::size_t>(room_));
     }
-    finished_ = false;
 }
 
 Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
@@ -68,9 +71,12 @@ Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& wh
             return {"read of an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
         if (!ordered(who, w.warp, w.lane, w.epoch)) return {"read after write", 0, w.warp, w.lane, writer_pcs_[g]};
         Reader& r = reader(who.warp, g);
-        if (r.epoch != who.epoch()) r.epoch = who.epoch() & 0xffffff, r.many = who.lane < 0, r.lane = who.lane & 63;
-        else if (r.lane != static_cast<unsigned>(who.lane)) r.many = 1;
-        reader_pcs_[g] = pc;
+        // A lane that has synchronised with the readers before stands for them
+        const bool replaces = r.epoch <= who.floor || ordered(who, who.warp, r.who(), r.epoch);
+        r.many = replaces ? who.lane < 0 : 1;
+        r.lane = who.lane & 63;
+        r.epoch = who.epoch() & 0xffffff;
+        r.pc = pc;
     }
     return {};
 }
@@ -84,11 +90,13 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
                 return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
             if (!(atomic && w.atomic) && !ordered(who, w.warp, w.lane, w.epoch))
                 return {"write after write", 0, w.warp, w.lane, writer_pcs_[g]};
+        } else if (atomic) {
+            return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
         }
         for (int warp = 0; warp < warps_; ++warp) {
-            const Reader r = reader(warp, g);
-            if (r.epoch < first_epoch_ || ordered(who, warp, r.many ? -1 : static_cast<int>(r.lane), r.epoch)) continue;
-            return {"write after read", 0, warp, r.many ? -1 : static_cast<int>(r.lane), reader_pcs_[g]};
+            const Reader& r = reader(warp, g);
+            if (r.epoch < first_epoch_ || ordered(who, warp, r.who(), r.epoch)) continue;
+            return {"write after read", 0, warp, r.who(), r.pc};
         }
         w = {who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0};
         writer_pcs_[g] = pc;
@@ -154,13 +162,8 @@ void GlobalMemory::begin_launch(bool checks) {
     for (Watched& b : buffers_) {
         if (!checks || !b.writable) continue;
         const std::size_t granules = (b.end - b.begin) / kGranule + 2;
-        const auto zeros = [&](auto* type) {
-            return static_cast<decltype(type)>(std::calloc(granules, sizeof(*type)));
-        };
-        b.writers = {zeros(static_cast<std::uint64_t*>(nullptr)), [](std::uint64_t* p) { std::free(p); }};
-        b.readers = {zeros(static_cast<std::uint64_t*>(nullptr)), [](std::uint64_t* p) { std::free(p); }};
-        b.pcs = {zeros(static_cast<const void**>(nullptr)), [](const void** p) { std::free(p); }};
-        if (!b.writers || !b.readers || !b.pcs) throw std::bad_alloc();
+        b.writers = Pages<std::uint64_t>(granules), b.readers = Pages<std::uint64_t>(granules);
+        b.writer_pcs = Pages<const void*>(granules), b.reader_pcs = Pages<const void*>(granules);
     }
 }
 
@@ -191,13 +194,20 @@ std::string GlobalMemory::nearest(std::uintptr_t address) const {
 Conflict GlobalMemory::read(Watched& b, std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
     const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
     for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
-        const Record w = Record::unpack(__atomic_load_n(&b.writers[g], __ATOMIC_RELAXED));
-        if (!w.before(who)) return {"read after write", w.block - 1, w.warp, w.lane, b.pcs[g]};
-        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_RELAXED));
-        Record now = record(who, r.block != 0 && (r.flag || r.block != who.block + 1));
-        if (r.block == now.block && r.warp == who.warp && r.epoch == who.epoch() && r.lane != who.lane) now.lane = -1;
-        __atomic_store_n(&b.readers[g], now.pack(), __ATOMIC_RELAXED);
-        if (w.block == 0) __atomic_store_n(&b.pcs[g], pc, __ATOMIC_RELAXED);
+        // Recorded first, then checked, as in write(): of a reader and a writer at the same time one sees the other
+        std::uint64_t before = __atomic_load_n(&b.readers[g], __ATOMIC_RELAXED), after;
+        do {
+            const Record r = Record::unpack(before);
+            Record now = record(who, r.block != 0 && (r.flag || r.block != who.block + 1));
+            if (r.block == now.block && r.warp == who.warp && r.lane != who.lane && !r.before(who)) now.lane = -1;
+            after = now.pack();
+        } while (before != after && !__atomic_compare_exchange_n(&b.readers[g], &before, after, false, __ATOMIC_SEQ_CST,
+                                                                 __ATOMIC_RELAXED));
+        __atomic_store_n(&b.reader_pcs[g], pc, __ATOMIC_RELAXED);
+        const Record w = Record::unpack(__atomic_load_n(&b.writers[g], __ATOMIC_SEQ_CST));
+        if (!w.before(who))
+            return {"read after write", w.block - 1, w.warp, w.lane,
+                    __atomic_load_n(&b.writer_pcs[g], __ATOMIC_RELAXED)};
     }
     return {};
 }
@@ -207,11 +217,13 @@ Conflict GlobalMemory::write(Watched& b, std::uintptr_t address, int bytes, cons
     const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
     for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
         const Record w =
-            Record::unpack(__atomic_exchange_n(&b.writers[g], record(who, atomic).pack(), __ATOMIC_RELAXED));
-        const void* other = __atomic_exchange_n(&b.pcs[g], pc, __ATOMIC_RELAXED);
+            Record::unpack(__atomic_exchange_n(&b.writers[g], record(who, atomic).pack(), __ATOMIC_SEQ_CST));
+        const void* other = __atomic_exchange_n(&b.writer_pcs[g], pc, __ATOMIC_RELAXED);
         if (!(atomic && w.flag) && !w.before(who)) return {"write after write", w.block - 1, w.warp, w.lane, other};
-        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_RELAXED));
-        if (r.flag || !r.before(who)) return {"write after read", r.block - 1, r.warp, r.lane, other};
+        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_SEQ_CST));
+        if (r.flag || !r.before(who))
+            return {"write after read", r.block - 1, r.warp, r.lane,
+                    __atomic_load_n(&b.reader_pcs[g], __ATOMIC_RELAXED)};
     }
     return {};
 }

@@ -2,12 +2,13 @@
 //
 // Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that w has synchronised with;
 // a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is ordered before what w
-// does now if e <= clock_w[u], and, within one warp, if e < clock_w[w], or the lane is the same.
+// does now if e <= clock_w[u], and, within one warp, if the lane is the same or the lanes have synchronised since e.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
-#include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "api.h"
@@ -20,9 +21,11 @@ void join(Clock& clock, const Clock& other);
 
 /// Who accesses.
 struct Accessor {
-    std::uint32_t block;  ///< in the grid
-    int warp, lane;       ///< warp in the cluster; lane -1: any of the warp's, as in a collective
-    const Clock* clock;   ///< the warp's
+    std::uint32_t block;        ///< in the grid
+    int warp, lane;             ///< warp in the cluster; lane -1: any of the warp's, as in a collective
+    const Clock* clock;         ///< the warp's
+    std::uint32_t floor;        ///< newest epoch of the warp that all its lanes have synchronised since
+    const std::uint32_t* seen;  ///< for each lane of the warp its newest epoch that this lane knows; null: as floor
     std::uint32_t epoch() const { return (*clock)[static_cast<std::size_t>(warp)]; }
 };
 
@@ -35,6 +38,25 @@ struct Conflict {
     explicit operator bool() const { return kind; }
 };
 
+void* map(std::size_t bytes);
+void unmap(void* pages, std::size_t bytes);
+/// Zeros, of which only those take memory that are touched.
+template <class T>
+class Pages {
+  public:
+    explicit Pages(std::size_t count = 0) : bytes_(count * sizeof(T)), p_(static_cast<T*>(map(bytes_))) {}
+    Pages(Pages&& other) noexcept : bytes_(other.bytes_), p_(std::exchange(other.p_, nullptr)) {}
+    Pages& operator=(Pages&& other) noexcept {
+        std::swap(bytes_, other.bytes_), std::swap(p_, other.p_);
+        return *this;
+    }
+    ~Pages() { unmap(p_, bytes_); }
+    T& operator[](std::size_t i) const { return p_[i]; }
+
+  private:
+    std::size_t bytes_;
+    T* p_;
+};
 inline constexpr int kGranule = 2;  ///< bytes that share one record: races between single bytes are seen as on both
 
 /// The shared memory of the blocks of a cluster, and who touched it.
@@ -67,21 +89,18 @@ class SharedArena {
         std::uint8_t atomic : 1, pending : 1;
     };
     struct Reader {  // of one warp
+        const void* pc;
         std::uint32_t epoch : 24, many : 1, lane : 6;
+        int who() const { return many ? -1 : static_cast<int>(lane); }
     };
-    struct Unmap {
-        std::size_t bytes;
-        void operator()(char* p) const;
-    };
-    std::unique_ptr<char, Unmap> memory_{nullptr, Unmap{0}};
+    Pages<char> memory_;
     char* base_ = nullptr;
     std::size_t size_ = 0, bytes_ = 0, granules_ = 0;
-    int warps_ = 0;
+    int warps_ = 0, room_ = 0;  // of this run; that readers_ holds
     std::uint32_t first_epoch_ = 1;
-    bool finished_ = false;
-    std::vector<Writer> writers_;
-    std::vector<Reader> readers_;  // warp by warp
-    std::vector<const void*> writer_pcs_, reader_pcs_;
+    Pages<Writer> writers_;
+    Pages<Reader> readers_;  // warp by warp
+    Pages<const void*> writer_pcs_;
 
     std::size_t granule(std::uintptr_t a) const { return (a - reinterpret_cast<std::uintptr_t>(base_)) / kGranule; }
     Reader& reader(int warp, std::size_t g) { return readers_[static_cast<std::size_t>(warp) * granules_ + g]; }
@@ -89,8 +108,8 @@ class SharedArena {
   public:
     /// The epoch that warps of this run start with.
     std::uint32_t first_epoch() const { return first_epoch_; }
-    /// Ends a run, if nothing ended it early, so that the next one need not clear what is known.
-    void finish(std::uint32_t last_epoch) { first_epoch_ = last_epoch + 1, finished_ = true; }
+    /// Epochs up to this one are of the past: begin() follows.
+    void finish(std::uint32_t last_epoch) { first_epoch_ = std::max(first_epoch_, last_epoch + 1); }
 };
 
 /// The tensors of a launch. Those that may be written are watched for races between blocks and between threads, by all
@@ -101,8 +120,8 @@ class GlobalMemory {
         std::string name;
         std::uintptr_t begin, end;
         bool writable;
-        std::unique_ptr<std::uint64_t[], void (*)(std::uint64_t*)> writers{nullptr, nullptr}, readers{nullptr, nullptr};
-        std::unique_ptr<const void*[], void (*)(const void**)> pcs{nullptr, nullptr};
+        Pages<std::uint64_t> writers, readers;
+        Pages<const void*> writer_pcs, reader_pcs;
     };
 
     void set(const Buffer* buffers, std::size_t count);

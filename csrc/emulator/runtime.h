@@ -79,7 +79,7 @@ void acquire(const void* object);
 
 // --- memory -------------------------------------------------------------------------------------------------------
 /// The block's shared memory; finds fault with a map that is larger than the launch asked for.
-void* shared_memory(std::size_t map_bytes);
+void* shared_memory(std::size_t map_bytes, const void* pc);
 bool in_shared_memory(const void* address);
 
 enum class Access : std::uint8_t { kLoad, kStore, kLdmatrix, kAtomic, kAsyncLoad, kAsyncStore };
@@ -101,8 +101,8 @@ void note(Instruction instruction);
 
 /// Ends the launch with an error about the running lane: `what`, at pc.
 [[noreturn]] void fail(const char* what, const void* pc);
-/// The same from within Collective::run.
-[[noreturn]] void fail_collective(const char* what);
+/// The same from within Collective::run, about a lane of the warp or, -1, all of them.
+[[noreturn]] void fail_collective(const char* what, int lane = -1);
 
 /// c += a b, of 16 x depth, depth x columns and 16 x columns floats, row-major and dense.
 void multiply(float* c, const float* a, const float* b, int depth, int columns);

@@ -85,8 +85,8 @@ template <class T>
 EMULATOR_UNSEEN void shuffle(Arguments arguments, LaneMask lanes) {
     for (LaneMask rest = lanes; rest; rest &= rest - 1) {
         auto& me = *static_cast<ShuffleArgument<T>*>(arguments[__builtin_ctzll(rest)]);
-        // A lane outside the mask gives nothing defined; here the own value, as a lane beyond the width does
-        me.result = lanes >> me.source & 1 ? static_cast<ShuffleArgument<T>*>(arguments[me.source])->value : me.value;
+        if (lanes >> me.source & 1) me.result = static_cast<ShuffleArgument<T>*>(arguments[me.source])->value;
+        else __builtin_memset(&me.result, 0xff, sizeof(T));  // a lane outside the mask: undefined, so NaN
     }
 }
 template <class T>

@@ -48,7 +48,7 @@ EMULATOR_UNSEEN void ldmatrix(Arguments arguments, LaneMask) {
     for (int l = 0; l < 32; ++l) {
         row[l] = static_cast<LdmatrixArgument*>(arguments[l])->row;
         if (l < 8 * Matrices && reinterpret_cast<std::uintptr_t>(row[l]) % 16)
-            fail_collective("the address of a row is not 16-byte aligned");
+            fail_collective("the address of a row is not 16-byte aligned", l);
     }
     warp_access(Access::kLdmatrix, row, (LaneMask{1} << (8 * Matrices)) - 1, 16);
     for (int l = 0; l < 32; ++l)

@@ -9,7 +9,7 @@ namespace flash_wmma {
 template <class Map>
 EMULATOR_BRICK Map& shared_memory() {
     static_assert(alignof(Map) <= 1024, "the base of shared memory is 1024-byte aligned");
-    return *static_cast<Map*>(emulator::shared_memory(sizeof(Map)));
+    return *static_cast<Map*>(emulator::shared_memory(sizeof(Map), EMULATOR_PC));
 }
 
 }  // namespace flash_wmma
