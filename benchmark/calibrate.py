@@ -1,0 +1,211 @@
+#!/usr/bin/env python3
+"""The emulator's counters beside Nsight Compute's, launch by launch.
+
+    python benchmark/calibrate.py measure gpu.json    on a machine with a GPU and ncu
+    python benchmark/calibrate.py compare gpu.json    anywhere: runs the same launches in the emulator, prints a table
+
+Launches of the kernels, and of the micro-kernels in tests/emulator/micro.cu. For those, ``measure`` takes the folder with
+micro.so, which nvcc makes of it anywhere:
+
+    nvcc -std=c++17 -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
+        -o FOLDER/micro.so tests/emulator/micro.cu
+    python benchmark/calibrate.py measure gpu.json --programs FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import ctypes
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+import flash_wmma
+from flash_wmma import emulator
+from flash_wmma.emulator._program import Argument, argument_of
+from flash_wmma.emulator._runtime import take_profile
+
+ROOT = Path(__file__).resolve().parent.parent
+MICRO = ROOT / "tests" / "emulator" / "micro.cu"
+
+Counts = dict[str, float]
+
+
+class Metric(NamedTuple):
+    """One figure of both sides."""
+
+    ncu: str
+    classes: tuple[str, ...]  # of the emulator's counts
+    field: str
+
+
+_T, _WAVEFRONTS = (
+    "l1tex__t_{}_pipe_lsu_mem_global_op_{}.sum",
+    "smsp__sass_l1tex_data_pipe_lsu_wavefronts_mem_shared_op_{}.sum",
+)
+METRICS = {
+    "shared load requests": Metric("smsp__sass_inst_executed_op_shared_ld.sum", ("shared_load",), "instructions"),
+    "shared load wavefronts": Metric(_WAVEFRONTS.format("ld"), ("shared_load",), "wavefronts"),
+    "shared store requests": Metric("smsp__sass_inst_executed_op_shared_st.sum", ("shared_store",), "instructions"),
+    "shared store wavefronts": Metric(_WAVEFRONTS.format("st"), ("shared_store",), "wavefronts"),
+    "ldmatrix requests": Metric("smsp__sass_inst_executed_op_ldsm.sum", ("ldmatrix",), "instructions"),
+    "ldmatrix wavefronts": Metric(_WAVEFRONTS.format("ldsm"), ("ldmatrix",), "wavefronts"),
+    "global load requests": Metric(_T.format("requests", "ld"), ("global_load", "async_load"), "instructions"),
+    "global load sectors": Metric(_T.format("sectors", "ld"), ("global_load", "async_load"), "sectors"),
+    "global store requests": Metric(_T.format("requests", "st"), ("global_store",), "instructions"),
+    "global store sectors": Metric(_T.format("sectors", "st"), ("global_store",), "sectors"),
+    "MMA": Metric("sm__inst_executed_pipe_tensor_op_hmma.sum", ("mma",), "instructions"),
+    "divergent branches": Metric("smsp__sass_branch_targets_threads_divergent.sum", ("basic_block",), "divergent"),
+}
+
+
+class Case(NamedTuple):
+    """One call of ``forward`` on (1, 1, n, d)."""
+
+    kernel: str
+    dtype: str
+    n: int
+    d: int
+    causal: bool
+
+    def __str__(self) -> str:
+        return f"{self.kernel} {self.dtype} N={self.n} d={self.d}{' causal' if self.causal else ''}"
+
+
+CASES = (
+    Case("wmma_v1", "float16", 256, 64, False),
+    Case("wmma_v1", "float32", 200, 64, True),
+    Case("wmma_v2", "float16", 256, 64, False),
+    Case("wmma_v2", "float32", 200, 64, True),
+    Case("wmma_v3", "float16", 256, 64, False),
+    Case("wmma_v3", "float16", 1000, 40, True),
+    Case("wmma_v3", "bfloat16", 1024, 128, False),
+    Case("wmma_v3", "float32", 256, 64, False),
+)
+
+
+def run_case(case: Case, device: str) -> None:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 1, case.n, case.d).to(device, getattr(torch, case.dtype))
+    flash_wmma.forward(q, k, v, causal=case.causal, kernel=case.kernel)
+
+
+def micro_entries() -> list[str]:
+    """Names of the entries of micro.cu; each takes (const float* in, float* out)."""
+    return [line.split('"')[1] for line in MICRO.read_text().splitlines() if line.startswith("const Entry ")]
+
+
+def micro_arguments(device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(65536, dtype=torch.float32, device=device) % 1024, torch.zeros(65536, device=device)
+
+
+def run_micro(library: Path, entry: str) -> None:
+    """Calls an entry of micro.so on the GPU."""
+    tensors = micro_arguments("cuda")
+    call = ctypes.CDLL(str(library)).flash_wmma_call
+    call.restype = ctypes.c_char_p
+    arguments = (Argument * len(tensors))(*(argument_of("argument", t.data_ptr()) for t in tensors))
+    if error := call(entry.encode(), arguments, ctypes.c_size_t(len(tensors))):
+        raise RuntimeError(error.decode())
+
+
+def ncu(arguments: list[str]) -> list[Counts]:
+    """Counters of the project's launches of a call of this program."""
+    metrics = ",".join(metric.ncu for metric in METRICS.values())
+    command = ["ncu", "--clock-control", "none", "--csv", "--metrics", metrics, "--kernel-name-base", "function"]
+    command += ["-k", "regex:^(?!.*(at::|elementwise|reduce|distribution|vectorized|arange))"]
+    text = subprocess.run(
+        [*command, sys.executable, __file__, *arguments], capture_output=True, text=True, check=False
+    ).stdout
+    names = {metric.ncu: name for name, metric in METRICS.items()}
+    launches: dict[str, Counts] = defaultdict(dict)
+    for row in csv.DictReader(text[text.find('"ID"') :].splitlines()):
+        value = row["Metric Value"].replace(",", "")
+        launches[row["ID"]][names[row["Metric Name"]]] = float(value) if value != "n/a" else float("nan")
+    if not launches:
+        raise SystemExit(f"ncu gave no counters:\n{text}")
+    return list(launches.values())
+
+
+def measure(output: Path, programs: Path | None) -> None:
+    result = {str(case): ncu(["run", json.dumps(case)]) for case in CASES}
+    if programs:
+        for entry in micro_entries():
+            result[entry] = ncu(["run-micro", entry, "--programs", str(programs)])
+    output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "launches": result}, indent=1))
+
+
+def emulated(profile: str) -> list[Counts]:
+    """The same counters of each launch, from the emulator's profile."""
+    result = []
+    for launch in json.loads(profile):
+        counts: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+        for row in launch["counts"]:
+            for name, value in row.items():
+                if isinstance(value, int):
+                    counts[row["what"]][name] += value
+        result.append({n: sum(counts[c][m.field] for c in m.classes) for n, m in METRICS.items()})
+    return result
+
+
+def compare(path: Path) -> None:
+    """Prints, per metric, both sides' figures for every launch; equal ones are summed up."""
+    measured: dict[str, Any] = json.loads(path.read_text())
+    program = emulator.Program(MICRO)
+    equal = near = 0
+    rows = []
+    for name, launches in measured["launches"].items():
+        case = next((c for c in CASES if str(c) == name), None)
+        if case:
+            with emulator.settings(mode="checked", counters=True, sm_count=132):
+                take_profile()
+                run_case(case, "cpu")
+            ours = emulated(take_profile())
+        else:
+            ours = emulated(program.counts(name, *micro_arguments("cpu")))
+        if len(ours) != len(launches):
+            raise SystemExit(f"{name}: {len(launches)} launches on the GPU, {len(ours)} in the emulator")
+        for i, (theirs, mine) in enumerate(zip(launches, ours, strict=True)):
+            for metric in METRICS:
+                a, b = theirs[metric], mine[metric]
+                if a == b:
+                    equal += a != 0
+                elif abs(a - b) <= 0.02 * max(a, b):
+                    near += 1
+                else:
+                    launch = f", launch {i + 1}" if len(ours) > 1 else ""
+                    rows.append(f"| {name}{launch} | {metric} | {a:,.0f} | {b:,.0f} |")
+    print(f"{measured['device']}: {equal} figures equal (zeros apart), {near} within 2 %, {len(rows)} further apart:\n")
+    print("| launch | figure | GPU | emulator |\n|---|---|---|---|", *rows, sep="\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name in ("measure", "compare"):
+        commands.add_parser(name).add_argument("json", type=Path)
+    commands.add_parser("run").add_argument("case")
+    commands.add_parser("run-micro").add_argument("entry")
+    for name in ("measure", "run-micro"):
+        commands.choices[name].add_argument("--programs", type=Path, help="folder with micro.so")
+    arguments = parser.parse_args()
+    if arguments.command == "measure":
+        measure(arguments.json, arguments.programs)
+    elif arguments.command == "compare":
+        compare(arguments.json)
+    elif arguments.command == "run":
+        run_case(Case(*json.loads(arguments.case)), "cuda")
+        torch.cuda.synchronize()
+    else:
+        run_micro(arguments.programs / "micro.so", arguments.entry)
+        torch.cuda.synchronize()
+
+
+if __name__ == "__main__":
+    main()
