@@ -3,6 +3,7 @@
   flash_wmma/libflash_wmma.so   ops and kernels: no Python in it, torch's stable ABI, static CUDA runtime
   flash_wmma/_C.*.so            small pybind11 module beside it
   flash_wmma/kernels.json       registers and so on of every CUDA kernel, as ptxas said; empty without CUDA
+  flash_wmma/csrc/              in a wheel alone: the sources that flash_wmma.emulator compiles
 
 Why not torch's BuildExtension: it finds no nvcc under a CPU build of torch and refuses a toolkit whose CUDA version is
 not torch's. Neither matters here: kernels see no torch header, and the stable ABI and the static runtime make one
@@ -32,6 +33,7 @@ from typing import NamedTuple
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parent
@@ -66,6 +68,7 @@ GROUPS = (
     Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )
+SHIPPED = ("csrc/*.h", "csrc/registry.cpp", "csrc/emulator/**/*", "csrc/device/*", "csrc/forward/*", "csrc/backward/*")
 SOURCES = ("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/device/*.cu", "csrc/forward/*.cu", "csrc/backward/*.cu")
 
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
@@ -338,6 +341,20 @@ def kernel_table(logs: Iterable[str]) -> dict[str, dict[str, dict[str, object]]]
     return table
 
 
+class ShipSources(build_py):
+    """A wheel also holds the sources that flash_wmma.emulator compiles, as flash_wmma/csrc. An editable install and a
+    source folder have them beside the package."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for source in sorted(p for pattern in SHIPPED for p in ROOT.glob(pattern) if p.is_file()):
+            target = Path(self.build_lib, "flash_wmma", source.relative_to(ROOT))
+            self.mkpath(str(target.parent))
+            self.copy_file(str(source), str(target), preserve_mode=False)
+
+
 class NinjaBuild(build_ext):
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -376,5 +393,5 @@ if __name__ == "__main__":
     setup(
         # Two libraries and a table: "extensions" are what setuptools puts beside the Python files, editable or not.
         ext_modules=[Extension(f"flash_wmma.{name}", []) for name in ("libflash_wmma", "_C", "kernels")],
-        cmdclass={"build_ext": NinjaBuild},
+        cmdclass={"build_ext": NinjaBuild, "build_py": ShipSources},
     )

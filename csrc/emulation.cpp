@@ -2,7 +2,7 @@
 
 #include <dlfcn.h>
 
-#include <cstring>
+#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -13,25 +13,41 @@ namespace {
 EmulatorResolver g_resolver = nullptr;
 std::mutex g_run_mutex;  // the emulator knows the buffers of one launch at a time
 
-/// The function `name` of a library that is loaded, and stays so.
+[[noreturn]] void loading_failed() { throw std::runtime_error(std::string("emulator: ") + dlerror()); }
+
+/// A library, loaded for good.
+void* load(const std::string& path) {
+    void* library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+    if (!library) loading_failed();
+    return library;
+}
+
 template <class Function>
 Function symbol(void* library, const char* name) {
     void* address = dlsym(library, name);
-    if (!address) throw std::runtime_error(std::string("flash_wmma: emulator library: ") + dlerror());
+    if (!address) loading_failed();
     return reinterpret_cast<Function>(address);
+}
+
+const std::vector<const KernelInfo*>& kernels_in(void* library) {
+    return *symbol<const std::vector<const KernelInfo*>* (*)()>(library, "flash_wmma_emulated_kernels")();
+}
+
+std::vector<const KernelInfo*>& known() {
+    static std::vector<const KernelInfo*> all = registry::kernels();
+    return all;
 }
 
 }  // namespace
 
 Emulation::Emulation(const std::string& kernel) {
-    if (!g_resolver) return;
+    if (!g_resolver) registry::unknown(kernel, registry::kernels());
     const auto target = std::make_unique<EmulatorTarget>();
     const int answer = g_resolver(kernel.c_str(), target.get());
-    if (answer == 0) return;
+    if (answer == 0) registry::unknown(kernel, registry::kernels(), target->error);
     if (answer < 0) throw std::runtime_error(target->error);
-    void* library = dlopen(target->library, RTLD_NOW | RTLD_LOCAL);
-    if (!library) throw std::runtime_error(std::string("flash_wmma: emulator library: ") + dlerror());
-    kernels_ = symbol<const std::vector<const KernelInfo*>* (*)()>(library, "flash_wmma_emulated_kernels")();
+    void* library = load(target->library);
+    kernels_ = &kernels_in(library);
     configure_ = symbol<void (*)(const emulator::Config*)>(library, "flash_wmma_emulator_configure");
     set_buffers_ = symbol<void (*)(const emulator::Buffer*, std::size_t)>(library, "flash_wmma_emulator_buffers");
     config_ = target->config;
@@ -49,6 +65,18 @@ void Emulation::run(const KernelInfo& kernel, const ForwardParams& params,
     kernel.launch(params, device_, nullptr);
 }
 
+namespace emulation {
+
+const std::vector<const KernelInfo*>& kernels() { return known(); }
+
+void add_library(const std::string& path) {
+    const auto by_name = [](const KernelInfo* a, const KernelInfo* b) { return std::string(a->name) < b->name; };
+    for (const KernelInfo* kernel : kernels_in(load(path)))
+        if (!std::binary_search(known().begin(), known().end(), kernel, by_name))
+            known().insert(std::lower_bound(known().begin(), known().end(), kernel, by_name), kernel);
+}
+
+}  // namespace emulation
 }  // namespace flash_wmma
 
 void flash_wmma_set_emulator_resolver(flash_wmma::EmulatorResolver resolver) { flash_wmma::g_resolver = resolver; }

@@ -12,20 +12,19 @@ namespace flash_wmma {
 /// Where a kernel runs and what the emulator is told. Filled in by Python, which compiles the library at first use.
 struct EmulatorTarget {
     char library[4096];                       ///< path of the kernel's library
-    char error[16384];                        ///< why there is none
+    char error[16384];                        ///< why there is none; for an unknown kernel, the names there are
     std::int32_t arch, sm_count, smem_optin;  ///< the device that the emulator stands for
     emulator::Config config;
 };
 
-/// Fills in the target of the kernel named. 1: done; 0: no kernel has that name; -1: the error says why not.
+/// Fills in the target of the kernel named. 1: done; 0: no kernel has that name; -1: the error says why there is none.
 using EmulatorResolver = int (*)(const char* kernel, EmulatorTarget* target);
 
 /// A kernel's source, compiled for the emulator.
 class Emulation {
   public:
-    /// Throws std::runtime_error if the library cannot be made or loaded. False (see operator bool): no such kernel.
+    /// Throws std::invalid_argument if no kernel has that name, std::runtime_error if its library cannot be made.
     explicit Emulation(const std::string& kernel);
-    explicit operator bool() const { return kernels_ != nullptr; }
 
     const DeviceFacts& device() const { return device_; }
     /// The kernels in the library.
@@ -42,6 +41,15 @@ class Emulation {
     DeviceFacts device_;
 };
 
+namespace emulation {
+
+/// All kernels that are known: those of this build and those of the libraries that were added, by name.
+__attribute__((visibility("default"))) const std::vector<const KernelInfo*>& kernels();
+
+/// Adds the kernels of an emulator's library, except those whose name is known. Throws std::runtime_error.
+__attribute__((visibility("default"))) void add_library(const std::string& path);
+
+}  // namespace emulation
 }  // namespace flash_wmma
 
 extern "C" __attribute__((visibility("default"))) void flash_wmma_set_emulator_resolver(

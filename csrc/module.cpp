@@ -1,5 +1,5 @@
 // flash_wmma._C: what is not a tensor op. The kernel table, the choice of a kernel, and facts of the build, the device
-// and the compiled functions. Everything here asks the registry inside libflash_wmma.so; forward works without it.
+// and the compiled functions. Everything here asks libflash_wmma.so; forward works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "emulation.h"
 #include "registry.h"
 
 namespace py = pybind11;
@@ -18,7 +19,7 @@ namespace flash_wmma {
 namespace {
 
 const KernelInfo& kernel_named(const std::string& name) {
-    for (const KernelInfo* kernel : registry::kernels())
+    for (const KernelInfo* kernel : emulation::kernels())
         if (name == kernel->name) return *kernel;
     throw py::key_error(name);
 }
@@ -46,7 +47,7 @@ py::dict kernel_facts(const KernelInfo& k) {
 
 py::list kernels() {
     py::list all;
-    for (const KernelInfo* kernel : registry::kernels()) all.append(kernel_facts(*kernel));
+    for (const KernelInfo* kernel : emulation::kernels()) all.append(kernel_facts(*kernel));
     return all;
 }
 
@@ -95,11 +96,11 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
 
     const KernelInfo* taken = nullptr;
     try {
-        taken = &registry::select(name, params, device);
+        taken = &registry::select(name, params, device, emulation::kernels());
     } catch (const std::invalid_argument&) {  // the reasons say it
     }
     std::map<std::string, std::string> reasons;
-    for (const KernelInfo* kernel : registry::kernels()) {
+    for (const KernelInfo* kernel : emulation::kernels()) {
         if (kernel == taken || (name != "auto" && name != kernel->name)) continue;
         std::string why_not = registry::refusal(*kernel, params, device);
         if (why_not.empty()) why_not = kernel->auto_rank == 0 ? "runs by name only" : "ranks below the kernel taken";
@@ -152,6 +153,7 @@ PYBIND11_MODULE(_C, m) {
     using namespace pybind11::literals;
     m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
     m.def("kernels", &flash_wmma::kernels);
+    m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "attn_bias"_a, "alibi_slopes"_a,
           "softcap"_a, "device_facts"_a);
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);

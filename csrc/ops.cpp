@@ -129,8 +129,7 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q, const Tensor& k, const Tenso
     std::optional<Emulation> emulation;
     if (!cuda && kernel_name != "auto" && !registry::is_cpu_kernel(kernel_name)) {
         emulation.emplace(kernel_name);
-        if (*emulation) device = emulation->device();
-        else emulation.reset();
+        device = emulation->device();
     }
 
     ForwardParams p{};

@@ -2,6 +2,9 @@
 
 #include <algorithm>
 #include <cstring>
+#include <iterator>
+#include <set>
+#include <sstream>
 #include <stdexcept>
 
 namespace flash_wmma {
@@ -114,20 +117,25 @@ std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const Devi
     return "";
 }
 
+void unknown(const std::string& name, const std::vector<const KernelInfo*>& kernels, const std::string& others) {
+    std::istringstream words(others);
+    std::set<std::string> names{std::istream_iterator<std::string>(words), {}};
+    for (const KernelInfo* kernel : kernels) names.insert(kernel->name);
+    std::string text;
+    for (const std::string& known : names) text += ", '" + known + "'";
+    throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + text);
+}
+
 const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
                          const std::vector<const KernelInfo*>& kernels) {
     if (name != "auto") {
-        std::string names;
         for (const KernelInfo* kernel : kernels) {
-            if (name != kernel->name) {
-                names += std::string(", '") + kernel->name + "'";
-                continue;
-            }
+            if (name != kernel->name) continue;
             const std::string why_not = refusal(*kernel, params, device);
             if (why_not.empty()) return *kernel;
             throw std::invalid_argument("kernel '" + name + "' cannot run this: " + why_not);
         }
-        throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + names);
+        unknown(name, kernels);
     }
     const KernelInfo* best = nullptr;
     std::string reasons;

@@ -105,6 +105,10 @@ std::vector<std::string> feature_names(unsigned features);
 /// The features that these params use, as Feature bits.
 unsigned features_of(const ForwardParams& params);
 
+/// Throws std::invalid_argument: none of these kernels, nor of those named beside them, is called `name`.
+[[noreturn]] void unknown(const std::string& name, const std::vector<const KernelInfo*>& kernels,
+                          const std::string& others = "");
+
 /// Why `kernel` cannot run `params` (with the dtype the user passed) on that device; empty if it can.
 std::string refusal(const KernelInfo& kernel, const ForwardParams& params, const DeviceFacts& device);
 

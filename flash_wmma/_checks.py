@@ -131,8 +131,13 @@ def forward(q: object, k: object, v: object, causal: object, scale: object, wind
         refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
 
 
-def choice(error: Exception) -> None:
-    """The library's refusal to choose a kernel is a ``ValueError``, whatever torch has made of it."""
+def library(error: Exception) -> None:
+    """What the library said, whatever torch has made of it: its refusal to choose a kernel is a ``ValueError``, what
+    the emulator found an ``EmulatorError``."""
     message = str(error)
     if message.startswith("kernel"):
         raise ValueError(message) from None
+    if message.startswith("emulator: "):
+        from .emulator import EmulatorError
+
+        raise EmulatorError(message) from None

@@ -12,6 +12,7 @@ from ._checks import Causal, Window
 from ._forward import band
 from ._native import native
 from ._table import Instance, instance_of, kernel_named
+from .emulator import current
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,12 @@ class Explanation:
     reasons: dict[str, str]
     """For each kernel that was considered and not taken: why."""
     device: DeviceFacts
+    emulated: bool = False
+    """Whether a CUDA kernel is asked for on the CPU: ``device`` is then what the emulator stands for."""
 
     def __str__(self) -> str:
-        lines = [f"device   {self.device}", f"kernel   {self.kernel or 'none can run this'}"]
+        device = f"CPU, in the emulator: {self.device}" if self.emulated else self.device
+        lines = [f"device   {device}", f"kernel   {self.kernel or 'none can run this'}"]
         if self.instance is not None:
             lines.append(f"tile     {self.instance}")
         width = max(map(len, self.reasons), default=0)
@@ -86,7 +90,8 @@ def explain(
     """Which kernel and which tile :func:`flash_wmma.forward` takes for the same arguments, and why not the others.
 
     Nothing is computed, so q (B, Hq, Nq, d), k (B, Hk, Nk, d) and v (B, Hk, Nk, d_v) may be on the ``"meta"`` device
-    if ``device_facts`` is given: it stands for a device that need not be there.
+    if ``device_facts`` is given: it stands for a device that need not be there. For a CUDA kernel by name on the CPU it
+    is the device that the emulator stands for (:func:`flash_wmma.emulator.settings`).
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
@@ -97,8 +102,9 @@ def explain(
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
         device_facts = _facts(q.device)
-    if kernel != "auto":
-        kernel_named(kernel)
+    emulated = kernel != "auto" and kernel_named(kernel).device == "cuda" and device_facts.arch == 0
+    if emulated:
+        device_facts = _emulated_facts()
     sizes = {
         "batch": q.shape[0],
         "heads_q": q.shape[1],
@@ -124,7 +130,14 @@ def explain(
         instance=None if tile is None else instance_of(tile),
         reasons=answer["reasons"],
         device=device_facts,
+        emulated=emulated,
     )
+
+
+def _emulated_facts() -> DeviceFacts:
+    """The device that the emulator stands for."""
+    now = current()
+    return DeviceFacts(now.arch, now.sm_count, now.shared_memory, now.warp_size)
 
 
 _facts = device_facts

@@ -90,7 +90,8 @@ def forward(
         alibi_slopes: not yet.
         softcap: not yet.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
-            back. :func:`flash_wmma.explain` says what ``"auto"`` takes.
+            back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
+            :mod:`flash_wmma.emulator` then runs its source.
         return_lse: also return the logarithm of the softmax's denominator.
 
     Returns:
@@ -102,6 +103,7 @@ def forward(
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
         NotImplementedError: an input requires grad or is a dual tensor, or no kernel has the feature yet.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
+        flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
@@ -129,6 +131,6 @@ def forward(
             )
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.forward(q, k, v, causal, scale, window, kernel)
-        _checks.choice(error)
+        _checks.library(error)
         raise
     return (out, lse) if return_lse else out

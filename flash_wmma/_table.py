@@ -10,6 +10,7 @@ import torch
 
 from . import _checks
 from ._native import native
+from .emulator import EmulatorError, kernel_library, kernel_sources
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,23 @@ def instance_of(facts: dict[str, Any]) -> Instance:
 
 
 @functools.cache
+def not_built() -> dict[str, str]:
+    """The CUDA kernels that are not in :func:`kernels`, each with the reason. A build without CUDA kernels has their
+    facts from their sources, which are compiled for the emulator if that has not been done."""
+    if native().cuda_build() is not None:
+        return {}
+    missing = {}
+    for name in kernel_sources():
+        try:
+            native().add_library(str(kernel_library(name, "fast")))
+        except (EmulatorError, OSError, RuntimeError) as error:
+            missing[name] = str(error)
+    return missing
+
+
+@functools.cache
 def _kernels() -> tuple[Kernel, ...]:
+    not_built()
     return tuple(
         Kernel(
             **{
@@ -101,7 +118,8 @@ def _kernels() -> tuple[Kernel, ...]:
 
 
 def kernels() -> list[Kernel]:
-    """All kernels of this build, by name.
+    """All kernels, by name. In a build without CUDA, the kernels for it run on CPU tensors alone, in the emulator: the
+    first call compiles them, if that has not been done. That needs g++; without it they are not listed.
 
     Raises:
         ImportError: ``flash_wmma._C`` was not built for this Python.

@@ -1,18 +1,28 @@
-"""Which kernels the tests run: every kernel of the build, on every dtype it lists; a new kernel needs no edit here."""
+"""Which kernels the tests run: every kernel, on every dtype it lists; a new kernel needs no edit here.
+
+CUDA kernels run on the GPU if there is one. Without one, the same tests run their source on CPU tensors, in the
+emulator.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import subprocess
 import sys
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from reference import emulated
 
 import flash_wmma
 from flash_wmma._library import PATH as LIBRARY
+from flash_wmma._table import not_built
+from flash_wmma.emulator import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -25,7 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device")
     try:
-        flash_wmma.kernels()
+        flash_wmma.build_info()
     except ImportError:
         build_native(config)
 
@@ -34,7 +44,7 @@ def build_native(config: pytest.Config) -> None:
     """Compiles flash_wmma._C for a Python that the package was not built for; libflash_wmma.so serves every Python."""
     folder = ROOT / "build" / f"tests-{sysconfig.get_config_var('SOABI')}"
     module = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    sources = [ROOT / "csrc" / name for name in ("module.cpp", "registry.h", "attention.h")]
+    sources = [ROOT / "csrc" / name for name in ("module.cpp", "emulation.h", "registry.h", "attention.h")]
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, LIBRARY]):
         folder.mkdir(parents=True, exist_ok=True)
         includes = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
@@ -51,16 +61,47 @@ def build_native(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    names = ", ".join(kernel.name for kernel in flash_wmma.kernels())
-    return f"flash_wmma {flash_wmma.__version__}, torch {torch.__version__}, {device}; kernels: {names}"
+    names = ", ".join(kernel.name + " (emulated)" * emulated(kernel) for kernel in kernels_under_test(config))
+    lines = [f"flash_wmma {flash_wmma.__version__}, torch {torch.__version__}, {device}; kernels: {names}"]
+    return lines + [f"flash_wmma: {name} is not tested: {why}" for name, why in not_built().items()]
+
+
+def on_gpu() -> bool:
+    """Whether this machine runs CUDA kernels."""
+    return torch.cuda.is_available() and flash_wmma.build_info().cuda is not None
+
+
+@dataclasses.dataclass(frozen=True)
+class Emulated(flash_wmma.Kernel):
+    """A CUDA kernel that runs in the emulator: its ``device`` is the tensors', the CPU."""
+
+    mode: Mode = "checked"
+    arch: int = 90
+    seed: int = 0
+
+
+def emulated_kernel(kernel: flash_wmma.Kernel, **changes: Any) -> Emulated:
+    facts = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(flash_wmma.Kernel)}
+    return Emulated(**{**facts, "device": "cpu", **changes})
+
+
+@pytest.fixture(autouse=True)
+def emulation(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The emulator's settings for the kernel that the test is about."""
+    values = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
+    kernels = [value[0] if isinstance(value, tuple) and value else value for value in values]
+    kernel = next((kernel for kernel in kernels if isinstance(kernel, Emulated)), None)
+    if kernel is None:
+        yield
+    else:
+        with flash_wmma.emulator.settings(mode=kernel.mode, arch=kernel.arch, seed=kernel.seed):
+            yield
 
 
 def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str:
     """Why this machine cannot run the kernel; empty if it can."""
     if kernel.device == "cpu":
         return ""
-    if not torch.cuda.is_available():
-        return "no CUDA device"
     arch = flash_wmma.device_facts().arch
     least = kernel.bf16_min_arch if dtype == torch.bfloat16 else kernel.min_arch
     return f"needs sm_{least}, the device is sm_{arch}" if arch < least else ""
@@ -68,7 +109,8 @@ def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str
 
 def kernels_under_test(config: pytest.Config) -> list[flash_wmma.Kernel]:
     only = config.getoption("--kernel")
-    return [kernel for kernel in flash_wmma.kernels() if not only or kernel.name in only]
+    kernels = [kernel for kernel in flash_wmma.kernels() if not only or kernel.name in only]
+    return [kernel if kernel.device == "cpu" or on_gpu() else emulated_kernel(kernel) for kernel in kernels]
 
 
 def targets(config: pytest.Config) -> list[tuple[flash_wmma.Kernel, torch.dtype]]:
@@ -78,27 +120,33 @@ def targets(config: pytest.Config) -> list[tuple[flash_wmma.Kernel, torch.dtype]
 
 def marks(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> list[pytest.MarkDecorator]:
     why_not = obstacle(kernel, dtype)
-    on_gpu = [pytest.mark.gpu] if kernel.device == "cuda" else []
-    return [*on_gpu, pytest.mark.skip(reason=f"{kernel.name}: {why_not}")] if why_not else on_gpu
+    gpu = [pytest.mark.gpu] if kernel.device == "cuda" else []
+    return [*gpu, pytest.mark.skip(reason=f"{kernel.name}: {why_not}")] if why_not else gpu
+
+
+def label(kernel: flash_wmma.Kernel) -> str:
+    return f"{kernel.name}.{kernel.mode}" if isinstance(kernel, Emulated) else kernel.name
 
 
 def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-NO_CUDA_KERNEL = pytest.param(None, id="cuda", marks=pytest.mark.skip(reason="built without CUDA kernels"))
+NO_CUDA_KERNEL = pytest.param(
+    None, id="cuda", marks=pytest.mark.skip(reason="no CUDA kernel: built without, and no g++ for the emulator")
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`kernel`: every kernel. `target`: every (kernel, dtype)."""
-    without_cuda = not any(kernel.device == "cuda" for kernel in flash_wmma.kernels())
+    without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
     absent = [NO_CUDA_KERNEL] if without_cuda else []
     if "kernel" in metafunc.fixturenames:
-        rows = [pytest.param(k, id=k.name, marks=marks(k)) for k in kernels_under_test(metafunc.config)]
+        rows = [pytest.param(k, id=label(k), marks=marks(k)) for k in kernels_under_test(metafunc.config)]
         metafunc.parametrize("kernel", rows + absent)
     if "target" in metafunc.fixturenames:
         rows = [
-            pytest.param((k, dtype), id=f"{k.name}-{name(dtype)}", marks=marks(k, dtype))
+            pytest.param((k, dtype), id=f"{label(k)}-{name(dtype)}", marks=marks(k, dtype))
             for k, dtype in targets(metafunc.config)
         ]
         metafunc.parametrize("target", rows + absent)
@@ -107,8 +155,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def cuda() -> torch.device:
     """A CUDA device with kernels for it."""
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    if flash_wmma.build_info().cuda is None:
-        pytest.skip("built without CUDA kernels")
+    if not on_gpu():
+        pytest.skip("built without CUDA kernels" if torch.cuda.is_available() else "no CUDA device")
     return torch.device("cuda")

@@ -61,9 +61,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float 
     return weights @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
 
 
+def emulated(kernel: flash_wmma.Kernel) -> bool:
+    """Whether it is a CUDA kernel that the tests run on CPU tensors, in the emulator."""
+    return kernel.min_arch > 0 and kernel.device == "cpu"
+
+
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
     """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16."""
-    tensor_cores = kernel.device == "cuda" and not kernel.name.startswith("simt")
+    tensor_cores = kernel.min_arch > 0 and not kernel.name.startswith("simt")
     return torch.float16 if dtype == torch.float32 and tensor_cores else dtype
 
 
@@ -105,7 +110,7 @@ def reference(
     out, lse = attention(*multiplied, mask, scale)
     plain, _ = attention(*(t.to(operand) for t in multiplied), mask, scale)
     rounding = torch.finfo(operand).eps / 2
-    eps = torch.finfo(operand).eps if kernel.device == "cuda" else torch.finfo(torch.float32).eps
+    eps = torch.finfo(operand).eps if kernel.min_arch else torch.finfo(torch.float32).eps
     return Reference(out, lse, max(head_error(plain, out), rounding), eps)
 
 

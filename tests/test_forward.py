@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NO_CUDA_KERNEL, marks, name, obstacle, targets
+from conftest import NO_CUDA_KERNEL, label, marks, name, obstacle, targets
 from pairwise import every, pairwise
-from reference import LAYOUTS, Mask, check, normal, reference, run
+from reference import LAYOUTS, Mask, check, emulated, normal, reference, run
 
 import flash_wmma
 
@@ -24,7 +24,8 @@ def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
     """What the kernel says it can do."""
     low, high = kernel.head_dims
     head_dims = tuple(sorted({d for d in HEAD_DIMS if low <= d <= high} | {low, high}))
-    lengths = LENGTHS if kernel.device == "cuda" else tuple(n for n in LENGTHS if n <= 255)
+    longest = 160 if emulated(kernel) else LENGTHS[-1] if kernel.device == "cuda" else 255
+    lengths = tuple(n for n in LENGTHS if n <= longest)
     masks = tuple(
         Mask(causal, window)
         for causal in (False, "top_left", "bottom_right")
@@ -72,12 +73,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         rows += [
             pytest.param(
                 (kernel, dtype, case),
-                id=f"{kernel.name}-{name(dtype)}-{identifier(case)}",
+                id=f"{label(kernel)}-{name(dtype)}-{identifier(case)}",
                 marks=marks(kernel, dtype),
             )
             for case in cases
         ]
-    without_cuda = not any(kernel.device == "cuda" for kernel in flash_wmma.kernels())
+    without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
     metafunc.parametrize("case", rows + ([NO_CUDA_KERNEL] if without_cuda else []))
 
 

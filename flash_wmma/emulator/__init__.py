@@ -4,8 +4,20 @@
 only runs; ``checked`` also raises :class:`EmulatorError` at races, accesses out of bounds, deadlocks and the like.
 """
 
-from ._compile import EmulatorError, kernel_sources
+from ._compile import EmulatorError, Mode, compiler, kernel_library, kernel_sources
 from ._program import Program
 from ._settings import Settings, current, settings
 
-__all__ = ["EmulatorError", "Program", "Settings", "current", "kernel_sources", "settings"]
+EmulatorError.__module__ = __name__  # as it is caught, and as tracebacks call it
+
+__all__ = [
+    "EmulatorError",
+    "Mode",
+    "Program",
+    "Settings",
+    "compiler",
+    "current",
+    "kernel_library",
+    "kernel_sources",
+    "settings",
+]

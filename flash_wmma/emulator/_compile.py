@@ -94,7 +94,7 @@ def _run(command: list[str]) -> None:
 def _dependencies(depfile: Path) -> list[str]:
     """The project's files that a make rule names, not the system's."""
     words = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    return [word for word in words if not word.startswith("/usr/")]
+    return [word for word in words if not word.startswith("/usr/") or Path(word).is_relative_to(CSRC)]
 
 
 def _digest(files: list[str], salt: str) -> str:
@@ -106,9 +106,9 @@ def _digest(files: list[str], salt: str) -> str:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / "lock").open("w") as lock:
+def _locked(path: Path) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
@@ -116,10 +116,12 @@ def _locked(folder: Path) -> Iterator[None]:
 def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: list[str]) -> Path:
     """The shared library ``name`` of these sources: from the cache, if nothing that it was made of has changed."""
     path, version = compiler()
+    if os.environ.get("FLASH_WMMA_WERROR") == "1":
+        compile_flags = [*compile_flags, "-Werror"]
     folder = cache_folder()
     salt = "\n".join([version, name, *map(str, sources), *compile_flags, *link_flags])
     listed = folder / f"{name}-{hashlib.sha256(salt.encode()).hexdigest()[:12]}.files"
-    with _locked(folder):
+    with _locked(folder / f"{name}.lock"):
         if listed.exists():
             library = folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.so"
             if library.exists():

@@ -88,6 +88,7 @@ def fill(name: bytes, target: Target) -> int:
     try:
         kernel = name.decode()
         if kernel not in kernel_sources():
+            target.error = " ".join(kernel_sources()).encode()
             return 0
         now = current()
         target.library = str(kernel_library(kernel, now.mode)).encode()

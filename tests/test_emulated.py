@@ -1,0 +1,231 @@
+"""CUDA kernels on CPU tensors, as the library offers them: by name, with errors of their own, compiled when asked."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import emulated_kernel, name, on_gpu
+from reference import Mask, check, normal, reference, run
+from torch import Tensor
+
+import flash_wmma
+from flash_wmma.emulator import EmulatorError, _compile, _runtime, kernel_sources, settings
+from flash_wmma.emulator.__main__ import main
+
+CUDA_KERNELS = [kernel for kernel in flash_wmma.kernels() if kernel.min_arch]
+SMOKE = [kernel for kernel in CUDA_KERNELS if not on_gpu() or kernel.name == "wmma_v2"]
+ARCHITECTURES = (75, 80, 86, 90)
+
+
+@pytest.fixture(autouse=True)
+def compiler() -> None:
+    try:
+        _compile.compiler()
+    except EmulatorError as error:
+        pytest.skip(str(error))
+
+
+def inputs(n: int = 50, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (normal((1, 2, n, 64), dtype=dtype, seed=s) for s in (1, 2, 3))
+    return q, k, v
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+
+
+@pytest.mark.parametrize("mode", ["fast", "checked"])
+@pytest.mark.parametrize("cuda_kernel", SMOKE, ids=lambda kernel: kernel.name)
+def test_by_name(cuda_kernel: flash_wmma.Kernel, mode: str) -> None:
+    """On any machine, whatever the build; in both builds of the kernel, to the same bit."""
+    q, k, v = inputs(dtype=cuda_kernel.dtypes[0])
+    with settings(mode=mode):
+        out, lse = run(cuda_kernel, q, k, v, Mask("top_left"))
+    check(out, lse, reference(emulated_kernel(cuda_kernel), q, k, v, Mask("top_left")))
+    with settings(mode="fast"):
+        again = run(cuda_kernel, q, k, v, Mask("top_left"))
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
+
+
+def devices(instance: flash_wmma.Instance) -> list[flash_wmma.DeviceFacts]:
+    """Those of the emulator that have the instance, of all sizes: the number of blocks an SM decides between tiles."""
+    return [
+        flash_wmma.DeviceFacts(arch, sm_count, smem_optin=shared_memory(arch))
+        for arch in ARCHITECTURES
+        if arch >= instance.min_arch
+        for sm_count in (1, 2, 8, 1000)
+    ]
+
+
+def shared_memory(arch: int) -> int:
+    with settings(arch=arch) as now:
+        return now.shared_memory
+
+
+@pytest.mark.skipif(on_gpu(), reason="the GPU runs them")
+@pytest.mark.parametrize(
+    ("cuda_kernel", "instance"),
+    [
+        pytest.param(k, i, id=f"{k.name}-{name(i.dtype)}-{i.br}x{i.bc}x{i.head_dim}-sm{i.min_arch}")
+        for k in CUDA_KERNELS
+        for i in k.instances
+    ],
+)
+def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Instance) -> None:
+    """Each tile of each kernel runs, on a device and with a number of heads for which it is chosen: several tiles of
+    keys, free, masked and partial."""
+    mask = Mask("bottom_right") if "causal" in cuda_kernel.features else Mask()
+    for device in devices(instance):
+        for heads in (1, 2, 4, 8):
+            q = normal((1, heads, instance.br + 5, instance.head_dim), dtype=instance.dtype, seed=1)
+            k = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=2)
+            v = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=3)
+            options = {"causal": mask.causal, "kernel": cuda_kernel.name}
+            if flash_wmma.explain(q, k, v, device_facts=device, **options).instance == instance:
+                with settings(mode="checked", arch=device.arch, sm_count=device.sm_count):
+                    assert flash_wmma.explain(q, k, v, **options).instance == instance
+                    check(*run(cuda_kernel, q, k, v, mask), reference(emulated_kernel(cuda_kernel), q, k, v, mask))
+                return
+    pytest.fail(f"{instance} is chosen on no device")
+
+
+def test_explain() -> None:
+    q, k, v = inputs()
+    for kernel in CUDA_KERNELS:
+        with settings(arch=86, sm_count=5):
+            answer = flash_wmma.explain(q, k, v, kernel=kernel.name)
+        assert answer.kernel == kernel.name
+        assert answer.emulated
+        assert answer.device == flash_wmma.DeviceFacts(86, 5, 99 * 1024)
+        assert answer.instance in kernel.instances
+        assert "CPU, in the emulator: sm_86, 5 multiprocessors" in str(answer)
+    assert not flash_wmma.explain(q, k, v).emulated
+    assert not flash_wmma.explain(q, k, v, kernel="cpu").emulated
+
+
+def test_device_is_respected() -> None:
+    q, k, v = inputs(dtype=torch.bfloat16)
+    with (
+        settings(arch=75),
+        pytest.raises(ValueError, match="kernel 'wmma_v3' cannot run this: dtype: bfloat16 needs sm_80 or later"),
+    ):
+        flash_wmma.forward(q, k, v, kernel="wmma_v3")
+    with pytest.raises(ValueError, match="arch: got 76, allowed: 70, 75"), settings(arch=76):
+        pass
+
+
+def test_every_kernel_is_listed() -> None:
+    assert {kernel.name for kernel in CUDA_KERNELS} >= set(kernel_sources())
+
+
+def test_unknown_kernel() -> None:
+    q, k, v = inputs()
+    with pytest.raises(ValueError) as caught:
+        flash_wmma.forward(q, k, v, kernel="wmma_v0")
+    names = sorted({"cpu", *kernel_sources()})
+    assert str(caught.value) == "kernel: got 'wmma_v0', allowed: 'auto', " + ", ".join(map(repr, names))
+
+
+def broken(monkeypatch: pytest.MonkeyPatch, source: Path, changes: dict[str, str]) -> str:
+    """wmma_v2 with other text in it, as a kernel of another name."""
+    original = _compile.CSRC / "forward" / "wmma_v2.cu"
+    text = original.read_text().replace('"../', f'"{_compile.CSRC}/').replace('"wmma_v2"', '"broken"')
+    for old, new in changes.items():
+        assert text.count(old) >= 1, old
+        text = text.replace(old, new, 1)
+    source.write_text(text)
+    for module in (_compile, _runtime):
+        monkeypatch.setattr(module, "kernel_sources", lambda: {"broken": (source,)})
+    return "broken"
+
+
+def test_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the checks find is an EmulatorError, which says where; and the next run is clean."""
+    kernel = broken(
+        monkeypatch, tmp_path / "broken.cu", {"p.seqlen_q) - tile.first_row": "p.seqlen_q) + 1 - tile.first_row"}
+    )
+    q, k, v = (t[:, :1] for t in inputs())  # one head: what lies beyond its rows is nothing
+    with (
+        settings(mode="checked"),
+        pytest.raises(EmulatorError, match=r"^emulator: .*wmma_v2<__half>: out of bounds .* of q: ") as caught,
+    ):
+        flash_wmma.forward(q, k, v, kernel=kernel)
+    assert isinstance(caught.value, RuntimeError)
+    assert "at csrc/device/half_tile.cuh:" in str(caught.value)
+    monkeypatch.undo()
+    with settings(mode="checked"):
+        check(*run(emulated_kernel(CUDA_KERNELS[0]), q, k, v), reference(emulated_kernel(CUDA_KERNELS[0]), q, k, v))
+
+
+def test_source_that_does_not_compile(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    kernel = broken(monkeypatch, tmp_path / "broken.cu", {"__global__": "__global__ no_such_type"})
+    q, k, v = inputs()
+    with pytest.raises(EmulatorError, match=r"^emulator: compiling for the emulator failed:(.|\n)*no_such_type"):
+        flash_wmma.forward(q, k, v, kernel=kernel)
+
+
+WITHOUT_COMPILER = """
+import torch, flash_wmma
+q = torch.randn(1, 2, 10, 64)
+flash_wmma.forward(q, q, q)
+try:
+    flash_wmma.forward(q, q, q, kernel="wmma_v2")
+except flash_wmma.emulator.EmulatorError as error:
+    print(error)
+print(*(kernel.name for kernel in flash_wmma.kernels()))
+"""
+
+
+def test_without_compiler(tmp_path: Path) -> None:
+    done = python(WITHOUT_COMPILER, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    error, names = done.stdout.splitlines()
+    assert error.startswith("emulator: running a CUDA kernel on the CPU needs no-such-compiler, which was not found")
+    built = flash_wmma.build_info().cuda is not None
+    assert names == " ".join(kernel.name for kernel in flash_wmma.kernels()) if built else "cpu"
+    if not built:
+        code = "from flash_wmma.__main__ import main; main(['info'])"
+        done = python(code, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
+        assert "not compiled: wmma_v1, wmma_v2, wmma_v3: running a CUDA kernel on the CPU needs" in done.stdout
+
+
+AUTO = """
+import torch, flash_wmma
+q = torch.randn(1, 2, 10, 64)
+flash_wmma.forward(q, q, q)
+flash_wmma.forward(q, q, q, causal=True, kernel="cpu")
+try:
+    flash_wmma.forward(q, q, q, kernel="unknown")
+except ValueError:
+    pass
+"""
+
+
+def test_auto_compiles_nothing(tmp_path: Path) -> None:
+    done = python(AUTO, FLASH_WMMA_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert "compiling" not in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_mode_from_the_environment() -> None:
+    code = "from flash_wmma.emulator import current; print(current().mode)"
+    assert python(code, FLASH_WMMA_EMULATOR="checked").stdout == "checked\n"
+    assert python(code, FLASH_WMMA_EMULATOR="").stdout == "fast\n"
+    assert (
+        "FLASH_WMMA_EMULATOR: got 'slow', allowed: 'fast', 'checked'" in python(code, FLASH_WMMA_EMULATOR="slow").stderr
+    )
+
+
+@pytest.mark.skipif(on_gpu(), reason="takes a minute if nothing is compiled yet")
+def test_command_build(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["build", "--mode", "fast"]) == 0
+    out = capsys.readouterr().out
+    assert all(f"{kernel} " in out for kernel in kernel_sources())
