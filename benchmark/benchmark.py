@@ -5,8 +5,9 @@
     python benchmark/benchmark.py --dtype fp16 --batch 8 --heads 32 --lengths 2048 --tflops
     python benchmark/benchmark.py --json result.json --plot latency.png
 
-`timing.py` says how time is taken, `accuracy.py` how the timed results are checked. Exit status: 0; 1 if a result of
-flash_wmma is wrong or a kernel fails; 2 if the benchmark cannot run as asked.
+`timing.py` says how time is taken, `accuracy.py` how the timed results are checked. On a CPU the CUDA kernels are not
+timed, but run in the emulator at a small N (`emulated.py`). Exit status: 0; 1 if a result of flash_wmma is wrong or a
+kernel fails; 2 if the benchmark cannot run as asked.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ try:
         sdpa_choice,
         why_not,
     )
+    from emulated import Emulated, emulate, kernel_names, obstacle, print_emulated
     from environment import CompiledKernel, compiled_kernels, describe
     from report import ABSENT, Curve, Table, milliseconds, plot_latency, progress, with_lengths
     from timing import Contender, DeviceLost, Measurement, Method, Timing, measure
@@ -156,11 +158,12 @@ def load_library() -> ModuleType:
 
 def run(library: ModuleType, options: argparse.Namespace) -> int:
     device = choose_device(options.device)
+    timed, emulated = emulated_apart(library, device, options.kernels)
     try:
-        implementations = peers(device, options.peers) + flash_wmma_kernels(library, device, options.kernels)
+        implementations = peers(device, options.peers) + flash_wmma_kernels(library, device, timed)
     except UnknownName as error:
         raise CannotRun(str(error)) from error
-    if not any(i.ours for i in implementations):
+    if not any(i.ours for i in implementations) and not emulated:
         raise CannotRun(
             "flash_wmma was built without CUDA kernels, but there is a GPU.\nInstall nvcc (./dev bench does it) and "
             "build again, or ask for a table of the CPU kernel with --device cpu."
@@ -195,11 +198,36 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
         if rows:
             print_tables(rows, implementations, options.tflops)
 
+    found = run_emulator(library, emulated, options) if emulated else []
     if options.json:
-        write_json(options.json, options, environment.to_json(), method, compiled, implementations, rows)
+        write_json(options.json, options, environment.to_json(), method, compiled, implementations, rows, found)
     if options.plot:
         draw(options.plot, environment.device, implementations, rows)
-    return verdict(rows, implementations)
+    return verdict(rows, implementations, found)
+
+
+def emulated_apart(
+    library: ModuleType, device: torch.device, names: Sequence[str] | None
+) -> tuple[Sequence[str] | None, list[str]]:
+    """The kernels to time, as `flash_wmma_kernels` takes them, and on the CPU those for CUDA, which are emulated."""
+    if device.type != "cpu":
+        return names, []
+    cuda = kernel_names(library)
+    if names is None:
+        return None, cuda
+    return [n for n in names if n not in cuda], [n for n in names if n in cuda]
+
+
+def run_emulator(library: ModuleType, names: Sequence[str], options: argparse.Namespace) -> list[Emulated]:
+    """Prints the table of the emulated kernels, or the line that says why there is none."""
+    print()
+    why_not = obstacle(library)
+    if why_not:
+        print(f"The CUDA kernels were not emulated: {why_not}", flush=True)
+        return []
+    rows = emulate(library, names, options.head_dim, DTYPES[options.dtype], options.causal, options.seed)
+    print_emulated(rows, options.head_dim, options.dtype, options.causal, library.emulator.current().arch)
+    return rows
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -369,14 +397,14 @@ def notes(rows: Sequence[Row], names: Sequence[str]) -> list[str]:
     ]
 
 
-def verdict(rows: Sequence[Row], implementations: Sequence[Implementation]) -> int:
+def verdict(rows: Sequence[Row], implementations: Sequence[Implementation], emulated: Sequence[Emulated]) -> int:
     """1 if a kernel of flash_wmma was wrong or failed in any row. Peers are shown, not judged."""
     wrong = [
         f"{i.name} at N = {row.problem.length}"
         for row in rows
         for i in implementations
         if i.ours and row.cells[i.name].right is False
-    ]
+    ] + [f"{row.kernel} in the emulator" for row in emulated if row.right is False]
     if wrong:
         print(f"wrong: {'; '.join(wrong)}", file=sys.stderr)
     return 1 if wrong else 0
@@ -390,6 +418,7 @@ def write_json(
     compiled: Sequence[CompiledKernel],
     implementations: Sequence[Implementation],
     rows: Sequence[Row],
+    emulated: Sequence[Emulated],
 ) -> None:
     document = {
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -399,6 +428,7 @@ def write_json(
         "contenders": [{"name": i.name, "family": i.family} for i in implementations],
         "compiled_kernels": [asdict(kernel) for kernel in compiled],
         "rows": [asdict(row) for row in rows],
+        "emulated": [asdict(row) for row in emulated],
     }
     path.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
 

@@ -60,7 +60,7 @@ def flash_wmma_kernels(library: ModuleType, device: torch.device, names: Sequenc
     for name in names:
         if known and name != "auto" and name not in allowed:
             raise UnknownName(f"kernel {name!r}: allowed are {', '.join(map(repr, [*allowed, 'auto']))}")
-    return [_flash_wmma(library, name, device) for name in names]
+    return [flash_wmma_kernel(library, name, device) for name in names]
 
 
 def peers(device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
@@ -102,7 +102,9 @@ def why_not(implementation: Implementation, error: Exception, inputs: Sequence[t
     return lines[0] if lines else type(error).__name__
 
 
-def _flash_wmma(library: ModuleType, name: str, device: torch.device) -> Implementation:
+def flash_wmma_kernel(library: ModuleType, name: str, device: torch.device) -> Implementation:
+    """The kernel of that name, whether or not it is listed."""
+
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         out: torch.Tensor = library.forward(q, k, v, causal=causal, kernel=name)
         return out

@@ -1,4 +1,4 @@
-"""``python -m flash_wmma info`` and ``python -m flash_wmma explain``."""
+"""``python -m flash_wmma info``, ``python -m flash_wmma explain`` and ``python -m flash_wmma profile``."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import ctypes
 import platform
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
 import flash_wmma
+from flash_wmma import _table
 
 CARDS = {  # multiprocessors, KiB of shared memory that a block may opt in to
     70: (80, 96),  # V100
@@ -36,6 +38,9 @@ def _kernel_lines() -> list[str]:
         lines.append(f"  {'':12} {where}; {dtypes}; d {low if low == high else f'{low} to {high}'}")
         features = ", ".join(sorted(k.features)) or "dense attention alone"
         lines.append(f"  {'':12} {features}; {len(k.instances)} instances")
+    missing = _table.not_built()
+    for reason in dict.fromkeys(missing.values()):
+        lines.append(f"  not compiled: {', '.join(name for name, why in missing.items() if why == reason)}: {reason}")
     return lines
 
 
@@ -82,7 +87,7 @@ def _driver() -> str:
 def info() -> None:
     """Prints versions, build, kernels and devices."""
     build = flash_wmma.build_info()
-    cuda = f"CUDA {build.cuda}, {' '.join(build.architectures)}" if build.cuda else "CPU kernels alone"
+    cuda = f"CUDA {build.cuda}, {' '.join(build.architectures)}" if build.cuda else "CPU; CUDA kernels in the emulator"
     print(f"flash_wmma {build.version} ({cuda})")
     print(f"torch      {torch.__version__}")
     print(f"Python     {platform.python_version()} on {platform.platform()}")
@@ -114,6 +119,36 @@ def explain(arguments: argparse.Namespace) -> None:
     print(flash_wmma.explain(q, k, k, causal=causal, window=window, kernel=arguments.kernel, device_facts=facts))
 
 
+def profile(arguments: argparse.Namespace) -> None:
+    """Prints, writes and draws a kernel's profile."""
+    generator = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, arguments.dtype)
+
+    def tensor(length: int) -> torch.Tensor:
+        shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    q, k, v = (tensor(n) for n in (arguments.seq_len, *[arguments.kv_length or arguments.seq_len] * 2))
+    causal = arguments.causal or False
+    result = flash_wmma.profile(
+        q, k, v, kernel=arguments.kernel, arch=arguments.arch, seed=arguments.seed, causal=causal
+    )
+    print(result)
+    if arguments.json:
+        arguments.json.write_text(result.to_json() + "\n", encoding="utf-8")
+    if arguments.plot and arguments.timeline:
+        result.plot_timeline(arguments.plot)
+    elif arguments.plot:
+        result.plot_banks(arguments.banks, arguments.plot)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: 1 or more")
+    return number
+
+
 def _shape(text: str) -> tuple[int, ...]:
     sizes = tuple(int(size) for size in text.split(","))
     if len(sizes) != 4 or min(sizes) < 0:
@@ -138,13 +173,30 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--arch", type=int, choices=CARDS, help="a card that need not be there: 10 * major + minor")
     p.add_argument("--sm-count", type=int, help="its multiprocessors (default: as a usual one has)")
     p.add_argument("--smem-optin", type=int, help="bytes of shared memory a block may opt in to (default: likewise)")
+    p = commands.add_parser("profile", help="a kernel's figures, as a profiler shows them, from the emulator: no GPU")
+    p.add_argument("--kernel", required=True, help="the name of a CUDA kernel")
+    p.add_argument("--seq-len", type=_positive, default=64, metavar="N", help="of q (default: 64)")
+    p.add_argument("--kv-length", type=_positive, metavar="N", help="length of k and v (default: q's)")
+    p.add_argument("--batch", type=_positive, default=1, metavar="B")
+    p.add_argument("--heads", type=_positive, default=1, metavar="H")
+    p.add_argument("--head-dim", type=_positive, default=64, metavar="d")
+    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
+    p.add_argument("--causal", nargs="?", const="top_left", choices=("top_left", "bottom_right"))
+    p.add_argument("--arch", type=int, choices=CARDS, help="10 * major + minor (default: 90)")
+    p.add_argument("--seed", type=int, help="of the order in which warps run (default: by their number)")
+    p.add_argument("--json", type=Path, metavar="FILE", help="write all figures")
+    p.add_argument(
+        "--plot", type=Path, metavar="FILE", help="draw the banks of --banks, or the timeline, as .png, .svg, …"
+    )
+    what = p.add_mutually_exclusive_group()
+    what.add_argument("--banks", metavar="LINE", help="120 or wmma_v2.cu:120 (default: that with most bank conflicts)")
+    what.add_argument("--timeline", action="store_true", help="the warps of a block and its barriers")
     arguments = parser.parse_args(argv)
+    if arguments.command == "profile" and (arguments.banks or arguments.timeline) and not arguments.plot:
+        p.error("--banks and --timeline say what to draw: --plot FILE is needed too")
     try:
-        if arguments.command == "info":
-            info()
-        else:
-            explain(arguments)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        {"info": lambda _: info(), "explain": explain, "profile": profile}[arguments.command](arguments)
+    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -286,6 +287,49 @@ def test_cpu_table(tmp_path):
     for row in json.loads(numbers.read_text())["rows"]:
         assert row["cells"]["cpu"]["right"]
         assert row["cells"]["sdpa"]["speedup_over_sdpa"] == 1
+    if shutil.which("g++") is None:
+        return
+    assert "CUDA kernels in the emulator, as on sm_90: B=1 H=1 N=64 d=64, fp32 inputs" in result.stdout
+    emulated = {row["kernel"]: row for row in json.loads(numbers.read_text())["emulated"]}
+    assert {"wmma_v1", "wmma_v2", "wmma_v3"} <= emulated.keys()
+    assert all(row["right"] and row["mma"] == 256 for row in emulated.values() if row["kernel"].startswith("wmma_"))
+    assert emulated["wmma_v2"]["bank_conflicts"] > emulated["wmma_v3"]["bank_conflicts"]
+
+
+def test_without_a_compiler_there_is_no_emulation(tmp_path):
+    numbers = tmp_path / "result.json"
+    result = run_script(
+        *("--device", "cpu", "--lengths", "17", "--repeats", "2", "--json", str(numbers)), FLASH_WMMA_GXX="no-such-g++"
+    )
+    assert result.returncode == 0, result.stderr
+    assert "The CUDA kernels were not emulated: running a CUDA kernel on the CPU needs no-such-g++" in result.stdout
+    assert json.loads(numbers.read_text())["emulated"] == []
+
+
+def test_named_cuda_kernels_are_emulated_not_timed(capsys):
+    pytest.importorskip("flash_wmma")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    assert benchmark.main([*ARGUMENTS, "--kernels", "wmma_v2", "--dtype", "bf16"]) == 0
+    out = capsys.readouterr().out
+    assert "wmma_v2: kernel 'wmma_v2' cannot run this: dtype: got bfloat16" in out
+    assert "| wmma_v2 |" in out
+    assert "wmma_v2 |   timed by" not in out
+
+
+def test_a_kernel_that_the_emulator_faults_is_wrong(monkeypatch, capsys):
+    library = benchmark.load_library()
+
+    def faulty(*arguments, **options):
+        raise library.emulator.EmulatorError("race in shared memory\nsomewhere")
+
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    monkeypatch.setattr(library, "profile", faulty)
+    assert benchmark.main([*ARGUMENTS, "--kernels", "wmma_v2"]) == 1
+    out, err = capsys.readouterr()
+    assert "wmma_v2: race in shared memory" in out
+    assert "wrong: wmma_v2 in the emulator" in err
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "bf16"])

@@ -8,9 +8,10 @@ from pathlib import Path
 from torch import Tensor
 
 from .. import _checks
+from .._profile import Profile, launches_of
 from ._compile import EmulatorError, Mode, build
 from ._runtime import configure, take_profile
-from ._settings import settings
+from ._settings import current, settings
 
 
 class Argument(ctypes.Union):
@@ -63,6 +64,7 @@ class Program:
         path = Path(source).resolve()
         if not path.is_file():
             raise FileNotFoundError(f"source: got {source}, which is no file")
+        self.source = path
         self.mode: Mode = mode
         self.library = build(path.stem, [path], mode)
         self._call = ctypes.CDLL(str(self.library)).flash_wmma_call
@@ -85,8 +87,28 @@ class Program:
             raise EmulatorError(error.decode())
 
     def counts(self, name: str, *arguments: Tensor | int | float) -> str:
-        """As :meth:`call`, and returns the counters of its launches as JSON (``docs/emulator.md``)."""
+        """As :meth:`call`, and returns the counters of its launches as JSON, from which :meth:`profile` is made."""
         with settings(counters=True):
             take_profile()
             self.call(name, *arguments)
         return take_profile()
+
+    def profile(self, name: str, *arguments: Tensor | int | float) -> Profile:
+        """As :meth:`call`, and returns the figures of its launches: see :func:`flash_wmma.profile`. What the ideal
+        traffic of global memory is, is unknown here.
+
+        Raises:
+            ValueError: the program was compiled with ``mode="fast"``, which counts nothing.
+            EmulatorError: as :meth:`call`.
+        """
+        if self.mode != "checked":
+            _checks.refuse("mode", repr(self.mode), "'checked' in a program that is profiled")
+        arch = current().arch
+        return Profile(
+            kernel=name,
+            inputs="",
+            arch=arch,
+            launches=launches_of(self.counts(name, *arguments), arch, self.source.parent),
+            ideal_read_bytes=None,
+            ideal_written_bytes=None,
+        )

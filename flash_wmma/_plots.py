@@ -1,0 +1,153 @@
+"""Draws profiles, with matplotlib."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path, PurePath
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ._profile import Launch, Line, Request
+
+_BANKS = 32
+_SECTOR = 32
+
+
+def _pyplot() -> Any:
+    try:
+        from matplotlib import pyplot
+    except ImportError as error:
+        raise ImportError(f"plots need matplotlib ({error}): pip install 'flash_wmma[profile]'") from error
+    return pyplot
+
+
+def _done(figure: Any, path: str | Path | None) -> Any:
+    if path is not None:
+        figure.savefig(path, dpi=150)
+        _pyplot().close(figure)
+    return figure
+
+
+def banks(lines: Sequence[Line], kernel: str, path: str | Path | None) -> Any:
+    """A panel for each class of access at one line of source."""
+    plt = _pyplot()
+    worst: dict[tuple[str, str], Request] = {}
+    for request in (request for line in lines for request in line.requests):
+        key = request.instruction, request.space
+        if key not in worst or request.cost > worst[key].cost:
+            worst[key] = request
+    figure, panels = plt.subplots(1, len(worst), figsize=(8.5 * len(worst), 7.6), layout="constrained", squeeze=False)
+    for axes, request in zip(panels[0], worst.values(), strict=True):
+        (_draw_shared if request.space == "shared" else _draw_global)(figure, axes, request)
+    figure.suptitle(f"{kernel}, {lines[0].source}\n{lines[0].text}", fontsize=11)
+    return _done(figure, path)
+
+
+def _title(axes: Any, request: Request, unit: str, ideal: int) -> None:
+    cost = request.cost
+    beside = "the fewest possible" if cost == ideal else f"{ideal} would do"
+    what = request.instruction.replace("_", " ")
+    units = f"{cost} {unit}{'s' * (cost != 1)}"
+    axes.set_title(f"{what}: {request.lanes} lanes x {request.bytes} bytes, {units} ({beside})", fontsize=11)
+    axes.set_ylabel("lane")
+    axes.set_ylim(len(request.addresses) - 0.5, -0.5)
+    axes.set_yticks(range(0, len(request.addresses), 4))
+
+
+def _grid(axes: Any, columns: int, rows: int) -> None:
+    axes.set_xticks([c - 0.5 for c in range(columns + 1)], minor=True)
+    axes.set_yticks([r - 0.5 for r in range(rows + 1)], minor=True)
+    axes.grid(which="minor", color="#e4e4e4", linewidth=0.5)
+    axes.tick_params(which="minor", length=0)
+    axes.set_axisbelow(True)
+
+
+def _squares(axes: Any, cells: Sequence[tuple[int, int]], colors: Sequence[Any]) -> None:
+    import matplotlib.collections
+    import matplotlib.patches
+
+    squares = [matplotlib.patches.Rectangle((x - 0.46, y - 0.46), 0.92, 0.92) for x, y in cells]
+    axes.add_collection(matplotlib.collections.PatchCollection(squares, facecolors=list(colors), edgecolors="none"))
+
+
+def _draw_shared(figure: Any, axes: Any, request: Request) -> None:
+    import matplotlib.cm
+    import matplotlib.colors
+
+    touched = request.touched
+    turns = max(touch.turn for touch in touched) + 1
+    lanes_at_once = request.lanes_at_once
+    active = [lane for lane, address in enumerate(request.addresses) if address is not None]
+    parts = len({lane // lanes_at_once for lane in active})
+    palette = matplotlib.colormaps["viridis"].resampled(turns)
+    norm = matplotlib.colors.BoundaryNorm([i + 0.5 for i in range(turns + 1)], turns) if turns > 1 else None
+    _grid(axes, _BANKS, len(request.addresses))
+    _squares(axes, [(t.unit, t.lane) for t in touched], [palette(t.turn) for t in touched])
+    _title(axes, request, "wavefront", parts)
+    for lane in range(lanes_at_once, len(request.addresses), lanes_at_once):
+        axes.axhline(lane - 0.5, color="black", linewidth=1, linestyle="--")
+    axes.set_xlim(-0.5, _BANKS - 0.5)
+    axes.set_xticks(range(0, _BANKS, 4))
+    apart = f"; lanes between dashed lines go together, {lanes_at_once} at a time" if parts > 1 else ""
+    axes.set_xlabel(f"bank of shared memory, 4 bytes wide{apart}")
+    if norm is not None:
+        scale = figure.colorbar(matplotlib.cm.ScalarMappable(norm, palette), ax=axes, shrink=0.6, pad=0.02)
+        step = -(-turns // 8)
+        scale.set_ticks([i for i in range(1, turns + 1) if (i - 1) % step == 0 or i == turns])
+        scale.set_label("wavefront in which the lane is served")
+
+
+def _draw_global(figure: Any, axes: Any, request: Request) -> None:
+    sectors = sorted({touch.unit for touch in request.touched})
+    column = {sector: i for i, sector in enumerate(sectors)}
+    cells = [(column[t.unit], t.lane) for t in request.touched]
+    _grid(axes, len(sectors), len(request.addresses))
+    _squares(axes, cells, ["#0072b2"] * len(cells))
+    distinct = {address for address in request.addresses if address is not None}
+    _title(axes, request, "sector", -(-len(distinct) * request.bytes // _SECTOR))
+    axes.set_xlim(-0.5, max(len(sectors), 8) - 0.5)
+    step = -(-len(sectors) // 8)
+    shown = range(0, len(sectors), step)
+    axes.set_xticks(list(shown), [f"+{_SECTOR * (sectors[i] - sectors[0]):,}" for i in shown])
+    axes.set_xlabel("sector of 32 bytes, by its distance in bytes from the first")
+
+
+def timeline(launches: Sequence[Launch], kernel: str, path: str | Path | None) -> Any:
+    """A panel for each function with barriers: the warps of block 0 over logical time."""
+    plt = _pyplot()
+    shown = [launch for launch in launches if launch.timeline]
+    if not shown:
+        raise ValueError(f"{kernel}: no warp arrives at a barrier of its block, so there is nothing to draw")
+    heights = [1.2 + 0.3 * len({wait.warp for wait in launch.timeline}) for launch in shown]
+    figure, panels = plt.subplots(
+        *(len(shown), 1),
+        figsize=(11, 1 + sum(heights)),
+        layout="constrained",
+        squeeze=False,
+        gridspec_kw={"height_ratios": heights},
+    )
+    colors = ["#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"]
+    for axes, launch in zip(panels[:, 0], shown, strict=True):
+        sources = list(dict.fromkeys(wait.source for wait in launch.timeline))
+        last: dict[int, int] = {}
+        for wait in launch.timeline:
+            start = last.get(wait.warp, 0)
+            color = colors[sources.index(wait.source) % len(colors)]
+            axes.broken_barh([(start, wait.arrived - start)], (wait.warp - 0.35, 0.7), color="#0072b2", alpha=0.75)
+            waited = [(wait.arrived, wait.released - wait.arrived)]
+            axes.broken_barh(waited, (wait.warp - 0.35, 0.7), color=color, alpha=0.45)
+            axes.vlines(wait.arrived, wait.warp - 0.42, wait.warp + 0.42, color=color, linewidth=2)
+            last[wait.warp] = wait.released
+        axes.plot([], [], color="#0072b2", alpha=0.75, linewidth=6, label="runs")
+        for i, source in enumerate(sources):
+            axes.plot([], [], color=colors[i % len(colors)], linewidth=2, label=f"barrier at {PurePath(source).name}")
+        axes.set_title(f"{launch.name}: block 0 up to its last barrier", fontsize=11)
+        axes.set_ylabel("warp")
+        axes.set_ylim(max(last) + 0.6, -0.6)
+        axes.set_yticks(sorted(last) if len(last) <= 16 else sorted(last)[::4])
+        axes.set_xlim(left=0)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    panels[-1, 0].set_xlabel("logical time: instructions (for shared memory: wavefronts) and basic blocks")
+    figure.suptitle(kernel, fontsize=11)
+    return _done(figure, path)

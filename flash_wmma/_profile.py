@@ -1,0 +1,639 @@
+"""What a profiler shows of a kernel, without a GPU: figures that the emulator counted while it ran the kernel's source.
+
+Counts are those of hardware events, not of time: see docs/emulator.md for what is modelled and how the figures compare
+with Nsight Compute's.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from torch import Tensor
+
+from . import _checks, _plots, _report
+from ._checks import Causal, Window
+from ._forward import forward
+from ._occupancy import _MULTIPROCESSORS, Occupancy, kernel_occupancy
+
+SECTOR = 32
+"""Bytes of global memory that move together."""
+BANKS = 32
+"""Of shared memory, each 4 bytes wide."""
+SHARED_KINDS = ("load", "store", "ldmatrix", "async_copy", "atomic")
+GLOBAL_KINDS = ("load", "store", "async_copy", "atomic")
+
+# The emulator's classes of instruction
+_KINDS = {
+    "shared_load": "load",
+    "shared_store": "store",
+    "global_load": "load",
+    "global_store": "store",
+    "async_load": "async_copy",
+}
+_NO_INSTRUCTIONS = ("basic_block", "async_load")  # the latter is the read of an "async_copy"
+
+
+@dataclass(frozen=True)
+class SharedRequests:
+    """Accesses to shared memory."""
+
+    requests: int = 0
+    """Warp instructions."""
+    wavefronts: int = 0
+    """Passes over the memory that they take. A pass gives one 4-byte word of each of the 32 banks, to every lane that
+    wants it."""
+    ideal_wavefronts: int = 0
+    """The passes without bank conflicts: one a request, two where lanes access 8 bytes, four where they access 16."""
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Passes more than the ideal ones, because different words of a bank were wanted at a time."""
+        return self.wavefronts - self.ideal_wavefronts
+
+    def __add__(self, other: SharedRequests) -> SharedRequests:
+        return SharedRequests(
+            self.requests + other.requests,
+            self.wavefronts + other.wavefronts,
+            self.ideal_wavefronts + other.ideal_wavefronts,
+        )
+
+
+@dataclass(frozen=True)
+class GlobalRequests:
+    """Accesses to global memory, as they leave the multiprocessors; caches are not modelled."""
+
+    requests: int = 0
+    """Warp instructions."""
+    sectors: int = 0
+    """Aligned pieces of 32 bytes that they touch, each counted once a request."""
+    ideal_sectors: int = 0
+    """The fewest sectors a request that could hold the bytes it asks for."""
+
+    @property
+    def sectors_per_request(self) -> float:
+        """4 for a warp that accesses 4 consecutive bytes a lane, 16 for 16 bytes. NaN without requests."""
+        return self.sectors / self.requests if self.requests else math.nan
+
+    @property
+    def coalescing(self) -> float:
+        """Ideal sectors over touched ones: 1 if no byte moves in vain. NaN without requests."""
+        return self.ideal_sectors / self.sectors if self.sectors else math.nan
+
+    @property
+    def bytes(self) -> int:
+        """Bytes moved: 32 a sector."""
+        return SECTOR * self.sectors
+
+    def __add__(self, other: GlobalRequests) -> GlobalRequests:
+        return GlobalRequests(
+            self.requests + other.requests, self.sectors + other.sectors, self.ideal_sectors + other.ideal_sectors
+        )
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What was counted at a source line, in a launch, or in all of a profile."""
+
+    instructions: Mapping[str, int]
+    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"ldmatrix"``,
+    ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``, ``"atomic"``, ``"async_copy"``,
+    ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``, ``"exp2"``. Arithmetic and branches are not counted."""
+    shared_memory: Mapping[str, SharedRequests]
+    """By kind: ``"load"``, ``"store"``, ``"ldmatrix"``, ``"async_copy"`` (its writes), ``"atomic"``."""
+    global_memory: Mapping[str, GlobalRequests]
+    """By kind: ``"load"``, ``"store"``, ``"async_copy"`` (its reads), ``"atomic"``."""
+    divergent_branches: int
+    """How often a warp's lanes parted at a branch."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Mapping[str, Any]]) -> Counts:
+        """From rows of the emulator's JSON, one for each class of instruction at a place."""
+        instructions: dict[str, int] = {}
+        shared = dict.fromkeys(SHARED_KINDS, SharedRequests())
+        device = dict.fromkeys(GLOBAL_KINDS, GlobalRequests())
+        divergent = 0
+        for row in rows:
+            what, number = row["what"], row["instructions"]
+            divergent += row["divergent"]
+            if what not in _NO_INSTRUCTIONS:
+                instructions[what] = instructions.get(what, 0) + number
+            kind = _KINDS.get(what, what)
+            if row["wavefronts"]:
+                shared[kind] += SharedRequests(number, row["wavefronts"], row["ideal_wavefronts"])
+            if row["sectors"]:
+                device[kind] += GlobalRequests(number, row["sectors"], row["ideal_sectors"])
+        return cls(instructions, shared, device, divergent)
+
+    @property
+    def mma(self) -> int:
+        """Tensor-core instructions."""
+        return self.instructions.get("mma", 0)
+
+    @property
+    def barriers(self) -> int:
+        """Warps' arrivals at barriers of their block."""
+        return self.instructions.get("barrier", 0)
+
+    @property
+    def shared(self) -> SharedRequests:
+        """All kinds together."""
+        return sum(self.shared_memory.values(), SharedRequests())
+
+    @property
+    def bank_conflicts(self) -> int:
+        """Of all kinds together."""
+        return self.shared.bank_conflicts
+
+    @property
+    def global_(self) -> GlobalRequests:
+        """All kinds together."""
+        return sum(self.global_memory.values(), GlobalRequests())
+
+    @property
+    def read_bytes(self) -> int:
+        """From global memory: loads, asynchronous copies and atomics, 32 a sector."""
+        return sum(self.global_memory[kind].bytes for kind in ("load", "async_copy", "atomic"))
+
+    @property
+    def written_bytes(self) -> int:
+        """To global memory: stores and atomics, 32 a sector."""
+        return sum(self.global_memory[kind].bytes for kind in ("store", "atomic"))
+
+    def __add__(self, other: Counts) -> Counts:
+        return Counts(
+            {
+                key: self.instructions.get(key, 0) + other.instructions.get(key, 0)
+                for key in (*self.instructions, *(k for k in other.instructions if k not in self.instructions))
+            },
+            {kind: self.shared_memory[kind] + other.shared_memory[kind] for kind in SHARED_KINDS},
+            {kind: self.global_memory[kind] + other.global_memory[kind] for kind in GLOBAL_KINDS},
+            self.divergent_branches + other.divergent_branches,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: with the derived figures, without kinds that did not occur."""
+        return {
+            "instructions": dict(self.instructions),
+            "shared_memory": {
+                kind: {**asdict(r), "bank_conflicts": r.bank_conflicts}
+                for kind, r in self.shared_memory.items()
+                if r.requests
+            },
+            "global_memory": {
+                kind: {**asdict(r), "sectors_per_request": r.sectors_per_request, "coalescing": r.coalescing}
+                for kind, r in self.global_memory.items()
+                if r.requests
+            },
+            "bank_conflicts": self.bank_conflicts,
+            "divergent_branches": self.divergent_branches,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class Request:
+    """One warp-wide access to memory."""
+
+    instruction: str
+    """Its class, as in :attr:`Counts.instructions`."""
+    space: Literal["shared", "global"]
+    bytes: int
+    """That each lane accesses."""
+    addresses: tuple[int | None, ...]
+    """Of each lane, in bytes, from the start of the block's shared memory, or of the emulated run's global memory.
+    ``None``: a lane that takes no part."""
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that take part."""
+        return sum(address is not None for address in self.addresses)
+
+    @property
+    def lanes_at_once(self) -> int:
+        """Lanes that shared memory serves together: fewer where they access 8 or 16 bytes, but for loads in which
+        lanes want the same in pairs."""
+        lanes = {8: 16, 16: 8}.get(self.bytes, 32)
+        paired = any(
+            all(
+                a == b or a is None or b is None for a, b in zip(self.addresses, self._exchanged(distance), strict=True)
+            )
+            for distance in (1, 2)
+        )
+        return 2 * lanes if self.instruction == "shared_load" and lanes < 32 and paired else lanes
+
+    def _exchanged(self, distance: int) -> list[int | None]:
+        """The address of each lane's partner in a butterfly."""
+        return [self.addresses[lane ^ distance] for lane in range(len(self.addresses))]
+
+    @property
+    def touched(self) -> tuple[Touch, ...]:
+        """Each lane's banks, or sectors, and in which pass it is served: see :class:`Touch`."""
+        unit = 4 if self.space == "shared" else SECTOR
+        served: dict[tuple[int, int], list[int]] = {}  # the words of a bank, in the order that lanes ask for them
+        found = []
+        for lane, address in enumerate(self.addresses):
+            if address is None:
+                continue
+            for number in range(address // unit, (address + self.bytes - 1) // unit + 1):
+                if self.space == "global":
+                    found.append(Touch(lane, number, 0))
+                    continue
+                words = served.setdefault((lane // self.lanes_at_once, number % BANKS), [])
+                if number not in words:
+                    words.append(number)
+                found.append(Touch(lane, number % BANKS, words.index(number)))
+        return tuple(found)
+
+    @property
+    def cost(self) -> int:
+        """Wavefronts of a request to shared memory, sectors of one to global memory."""
+        if self.space == "global":
+            return len({touch.unit for touch in self.touched})
+        passes: dict[int, int] = {}
+        for lane, _, turn in self.touched:
+            part = lane // self.lanes_at_once
+            passes[part] = max(passes.get(part, 0), turn + 1)
+        return sum(passes.values())
+
+
+class Touch(NamedTuple):
+    """A lane's access to one bank of shared memory, or to one sector of global memory."""
+
+    lane: int
+    unit: int
+    """The bank; or the address in global memory divided by 32."""
+    turn: int
+    """0 if the bank gives this word in its first pass over these lanes, 1 in its second, …"""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of the kernel's source."""
+
+    source: str
+    """``"csrc/forward/wmma_v2.cu:115"``."""
+    text: str
+    """The line, without indentation; empty if its file is not there."""
+    counts: Counts
+    requests: tuple[Request, ...] = field(repr=False)
+    """The one with most wavefronts, or sectors, of each class that there is here."""
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A warp's wait at a barrier, in logical time: the instructions that were counted, where one to shared memory takes
+    as long as it has wavefronts, and the basic blocks."""
+
+    warp: int
+    arrived: int
+    released: int
+    source: str
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Of one function, with one grid: how often that may have happened is in :attr:`launches`."""
+
+    function: str
+    """Demangled, without parameters: ``"flash_wmma::(anonymous namespace)::wmma_v2<__half>"``."""
+    launches: int
+    grid: tuple[int, int, int]
+    """Blocks."""
+    block: tuple[int, int, int]
+    """Threads."""
+    smem_bytes: int
+    """Dynamic shared memory a block."""
+    warps: int
+    """That ran, of all blocks and launches."""
+    occupancy: Occupancy | None
+    """Theoretical, with the registers of this build's machine code; ``None``: the architecture's limits are unknown."""
+    counts: Counts = field(repr=False)
+    """Of all lines."""
+    lines: tuple[Line, ...] = field(repr=False)
+    """By file and number."""
+    timeline: tuple[Wait, ...] = field(repr=False)
+    """The waits of the first launch's block 0, in the order of its barriers."""
+
+    @property
+    def name(self) -> str:
+        """The function's name alone: ``"wmma_v2"``."""
+        return re.sub(r"<.*", "", self.function).rpartition("::")[2]
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Figures of a kernel's run in the emulator: the answer of :func:`flash_wmma.profile`. ``print`` shows them."""
+
+    kernel: str
+    inputs: str
+    """What it ran on, in words."""
+    arch: int
+    """The architecture that it chose its tiles for, and of the occupancy, 10 * major + minor."""
+    launches: tuple[Launch, ...] = field(repr=False)
+    """The functions that it launched, in order."""
+    ideal_read_bytes: int | None
+    """Of q, k and v, each read once; ``None``: unknown."""
+    ideal_written_bytes: int | None
+    """Of the output and the logarithms of the softmax's denominators, each written once; ``None``: unknown."""
+
+    @property
+    def counts(self) -> Counts:
+        """Of all launches."""
+        return sum((launch.counts for launch in self.launches), Counts.of(()))
+
+    @property
+    def lines(self) -> tuple[Line, ...]:
+        """Of all launches. A line that several functions run, such as one of a header, is there once for each."""
+        return tuple(line for launch in self.launches for line in launch.lines)
+
+    def at(self, line: int | str | None) -> tuple[Line, ...]:
+        """The lines that ``line`` means: a number, ``"wmma_v2.cu:115"``, or the whole of :attr:`Line.source`. ``None``:
+        that with most bank conflicts, or else with most sectors beyond the ideal ones.
+
+        Raises:
+            ValueError: memory is accessed in no such line, or in several files' line of that number.
+        """
+        lines = [known for known in self.lines if known.requests]
+        if not lines:
+            raise ValueError(f"{self.kernel} accesses no memory")
+        if line is None:
+            worst = max(lines, key=_waste)
+            return tuple(known for known in lines if known.source == worst.source)
+        wanted = str(line)
+        found = [known for known in lines if _means(wanted, known.source)]
+        sources = list(dict.fromkeys(known.source for known in found))
+        if len(sources) != 1:
+            allowed = sources or list(dict.fromkeys(known.source for known in lines))
+            _checks.refuse("line", repr(line), ", ".join(allowed))
+        return tuple(found)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures, in plain types."""
+        return {
+            "kernel": self.kernel,
+            "inputs": self.inputs,
+            "arch": self.arch,
+            "ideal_read_bytes": self.ideal_read_bytes,
+            "ideal_written_bytes": self.ideal_written_bytes,
+            "counts": self.counts.to_dict(),
+            "launches": [
+                {
+                    "function": launch.function,
+                    "launches": launch.launches,
+                    "grid": launch.grid,
+                    "block": launch.block,
+                    "smem_bytes": launch.smem_bytes,
+                    "warps": launch.warps,
+                    "occupancy": None
+                    if launch.occupancy is None
+                    else {**asdict(launch.occupancy), "percent": launch.occupancy.percent},
+                    "counts": launch.counts.to_dict(),
+                    "lines": [
+                        {
+                            "source": line.source,
+                            "text": line.text,
+                            "counts": line.counts.to_dict(),
+                            "worst_requests": [asdict(request) for request in line.requests],
+                        }
+                        for line in launch.lines
+                    ],
+                    "timeline": [asdict(wait) for wait in launch.timeline],
+                }
+                for launch in self.launches
+            ],
+        }
+
+    def to_json(self, indent: int | None = 1) -> str:
+        """All figures, derived ones included, in total, by launch and by source line."""
+        return json.dumps(self.to_dict(), indent=indent, allow_nan=False)
+
+    def __str__(self) -> str:
+        return _report.text(self)
+
+    def __rich__(self) -> object:
+        return _report.renderable(self)
+
+    def plot_banks(self, line: int | str | None = None, path: str | Path | None = None) -> Any:
+        """Draws which lane touches which bank of shared memory, and which sector of global memory, in the request of
+        that line that needs most of them: lanes downwards, banks or sectors to the right, and, where banks conflict,
+        the pass in which a lane is served as the colour.
+
+        Args:
+            line: as in :meth:`at`.
+            path: a file to write, such as ``"banks.png"``.
+
+        Returns:
+            The matplotlib figure. Without ``path`` it is pyplot's too, and ``matplotlib.pyplot.show()`` shows it.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: as :meth:`at`.
+        """
+        return _plots.banks(self.at(line), self.kernel, path)
+
+    def plot_timeline(self, path: str | Path | None = None) -> Any:
+        """Draws when the warps of block 0 run and when they wait at a barrier, over logical time (:class:`Wait`).
+
+        Args and returns: as :meth:`plot_banks`.
+
+        Raises:
+            ImportError: matplotlib is missing.
+            ValueError: no function that was launched has barriers.
+        """
+        return _plots.timeline(self.launches, self.kernel, path)
+
+
+def _waste(line: Line) -> tuple[int, int]:
+    both = line.counts.global_
+    return line.counts.bank_conflicts, both.sectors - both.ideal_sectors
+
+
+def _means(wanted: str, source: str) -> bool:
+    return wanted == source or source.endswith((f"/{wanted}", f":{wanted}"))
+
+
+# --- from the emulator's JSON -----------------------------------------------------------------------------------------
+
+
+def _request(row: Mapping[str, Any]) -> Request:
+    worst = row["worst"]
+    addresses = worst["addresses"]
+    while len(addresses) > 32 and addresses[-1] is None:  # lanes that a warp of 32 does not have
+        addresses = addresses[:-1]
+    # The atomics of a line may be to both; offsets in shared memory are far below any address.
+    shared = row["wavefronts"] and max(a for a in addresses if a is not None) < 2**20
+    return Request(row["what"], "shared" if shared else "global", worst["bytes"], tuple(addresses))
+
+
+def _place(source: str) -> tuple[str, int]:
+    path, _, number = source.rpartition(":")
+    return path, int(number) if number.isdecimal() else 0
+
+
+def _lines(rows: Sequence[Mapping[str, Any]], sources: Path) -> tuple[Line, ...]:
+    """Of a launch, from the rows of its classes of instruction. Those alone in which something was counted."""
+    by_source: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        if row["what"] != "basic_block" or row["divergent"]:
+            by_source.setdefault(row["line"], []).append(row)
+    texts: dict[str, list[str]] = {}
+    lines = []
+    for source in sorted(by_source, key=_place):
+        path, number = _place(source)
+        if path not in texts:
+            file = sources / path
+            texts[path] = file.read_text(errors="replace").splitlines() if file.is_file() else []
+        known = number <= len(texts[path]) and number > 0
+        lines.append(
+            Line(
+                source=source or "an unknown place",
+                text=texts[path][number - 1].strip() if known else "",
+                counts=Counts.of(by_source[source]),
+                requests=tuple(_request(row) for row in by_source[source] if "worst" in row),
+            )
+        )
+    return tuple(lines)
+
+
+def _merged(a: Line, b: Line) -> Line:
+    worst: dict[tuple[str, str], Request] = {}
+    for request in (*a.requests, *b.requests):
+        key = request.instruction, request.space
+        if key not in worst or request.cost > worst[key].cost:
+            worst[key] = request
+    return Line(a.source, a.text, a.counts + b.counts, tuple(worst.values()))
+
+
+def _again(first: Launch, second: Launch) -> Launch:
+    """Both together, which launched the same function alike."""
+    lines = {line.source: line for line in first.lines}
+    for line in second.lines:
+        lines[line.source] = _merged(lines[line.source], line) if line.source in lines else line
+    return replace(
+        first,
+        launches=first.launches + second.launches,
+        warps=first.warps + second.warps,
+        counts=first.counts + second.counts,
+        lines=tuple(lines[source] for source in sorted(lines, key=_place)),
+    )
+
+
+def _function(name: str) -> str:
+    """Without parameters, or what is left of them."""
+    depth = 0
+    for i in range(len(name) - 1, -1, -1):
+        depth += (name[i] == ")") - (name[i] == "(")
+        if depth < 0:
+            return name[:i]
+    return name
+
+
+def launches_of(text: str, arch: int, sources: Path) -> tuple[Launch, ...]:
+    """From the emulator's JSON. ``sources``: the folder that its paths start from."""
+    found: dict[object, Launch] = {}
+    for row in json.loads(text):
+        function, block = _function(row["kernel"]), row["block"]
+        threads, smem = block[0] * block[1] * block[2], row["smem_bytes"]
+        launch = Launch(
+            function=function,
+            launches=1,
+            grid=tuple(row["grid"]),
+            block=tuple(block),
+            smem_bytes=smem,
+            warps=row["warps"],
+            occupancy=kernel_occupancy(function, arch, threads, smem) if arch in _MULTIPROCESSORS else None,
+            counts=Counts.of(row["counts"]),
+            lines=_lines(row["counts"], sources),
+            timeline=tuple(
+                Wait(wait["warp"], wait["arrived"], wait["released"], wait["line"]) for wait in row["timeline"]
+            ),
+        )
+        key = (launch.function, launch.grid, launch.block, launch.smem_bytes)
+        found[key] = _again(found[key], launch) if key in found else launch
+    return tuple(found.values())
+
+
+def profile(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    kernel: str,
+    arch: int | None = None,
+    seed: int | None = None,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+) -> Profile:
+    """Runs a CUDA kernel's own source on the CPU, checked, and counts what a profiler would: requests, bank conflicts,
+    sectors, tensor-core instructions, divergence, in total and by source line.
+
+    Needs g++, no GPU and no CUDA toolkit. The first call compiles the kernel, which takes seconds. Work grows with
+    B H N², so small inputs are the thing to profile: B = H = 1 and N = 1024 take about a second.
+
+    >>> q, k, v = torch.randn(3, 1, 1, 64, 64).half()
+    >>> result = flash_wmma.profile(q, k, v, kernel="wmma_v2")
+    >>> print(result)
+    >>> result.counts.shared_memory["ldmatrix"].bank_conflicts
+    4224
+    >>> result.plot_banks(line="wmma_v2.cu:115", path="banks.png")
+
+    Args:
+        q, k, v, causal, scale, window, attn_bias, alibi_slopes, softcap: as :func:`flash_wmma.forward` takes them.
+            Tensors on a GPU are copied to the CPU; nothing runs on the GPU.
+        kernel: the name of a CUDA kernel.
+        arch: architecture that the kernel chooses its tile for, and that the occupancy is of, 10 * major + minor: 75
+            for 7.5. ``None``: that of :func:`flash_wmma.emulator.settings`, 90 unless they say otherwise.
+        seed: of the order in which warps run; ``None``: that of :func:`flash_wmma.emulator.settings`.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as :func:`flash_wmma.forward`; or no CUDA kernel has that name.
+        EmulatorError: there is no g++, or the emulator found the kernel at fault.
+    """
+    # The emulator's programs have profiles too, so it cannot be imported before this module.
+    from .emulator import EmulatorError, kernel_sources, settings
+    from .emulator._compile import CSRC
+    from .emulator._runtime import take_profile
+
+    _checks.forward(q, k, v, causal, scale, window, kernel)
+    if q.device.type not in ("cpu", "cuda"):
+        _checks.refuse("q.device", q.device, "cpu, cuda")
+    if not kernel_sources():
+        raise EmulatorError(f"no CUDA kernel can run on the CPU: this installation has no kernel sources in {CSRC}")
+    if kernel not in kernel_sources():
+        _checks.refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources())))
+    tensors = [t.cpu() if t.device.type == "cuda" else t for t in (q, k, v)]
+    changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
+    with settings(mode="checked", counters=True, **changes) as now:
+        take_profile()  # of whatever ran before
+        out, lse = forward(
+            *tensors,
+            causal=causal,
+            scale=scale,
+            window=window,
+            attn_bias=attn_bias,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            kernel=kernel,
+            return_lse=True,
+        )
+        text = take_profile()
+    shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", tensors, strict=True))
+    return Profile(
+        kernel=kernel,
+        inputs=f"{shapes}, {str(q.dtype).removeprefix('torch.')}",
+        arch=now.arch,
+        launches=launches_of(text, now.arch, CSRC.parent),
+        ideal_read_bytes=sum(t.nbytes for t in tensors),
+        ideal_written_bytes=out.nbytes + lse.nbytes,
+    )
