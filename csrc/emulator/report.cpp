@@ -102,7 +102,14 @@ std::string source_line(Site site) { return tidy(site.file) + ":" + std::to_stri
 
 std::string function_name(const void* function) {
     std::string name = place_of(function).function;
-    name.erase(std::min(name.size(), name.rfind('(')));
+    int depth = 0;  // of parentheses, from the end: the arguments may have some of their own
+    for (std::size_t i = name.size(); i-- > 0;) {
+        depth += (name[i] == ')') - (name[i] == '(');
+        if (depth == 0 && name[i] == '(') {
+            name.erase(i);
+            break;
+        }
+    }
     if (name.rfind("void ", 0) == 0) name.erase(0, 5);  // a template's name comes with what it returns
     return name;
 }
