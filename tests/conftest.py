@@ -13,7 +13,6 @@ import sys
 import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +21,6 @@ from reference import emulated
 import flash_wmma
 from flash_wmma._library import PATH as LIBRARY
 from flash_wmma._table import not_built
-from flash_wmma.emulator import Mode
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -71,31 +69,17 @@ def on_gpu() -> bool:
     return torch.cuda.is_available() and flash_wmma.build_info().cuda is not None
 
 
-@dataclasses.dataclass(frozen=True)
-class Emulated(flash_wmma.Kernel):
-    """A CUDA kernel that runs in the emulator: its ``device`` is the tensors', the CPU."""
-
-    mode: Mode = "checked"
-    arch: int = 90
-    seed: int = 0
-
-
-def emulated_kernel(kernel: flash_wmma.Kernel, **changes: Any) -> Emulated:
-    facts = {field.name: getattr(kernel, field.name) for field in dataclasses.fields(flash_wmma.Kernel)}
-    return Emulated(**{**facts, "device": "cpu", **changes})
+def emulated_kernel(kernel: flash_wmma.Kernel) -> flash_wmma.Kernel:
+    """The kernel as the tests run it in the emulator: its device is the tensors', the CPU."""
+    return dataclasses.replace(kernel, device="cpu")
 
 
 @pytest.fixture(autouse=True)
-def emulation(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The emulator's settings for the kernel that the test is about."""
-    values = request.node.callspec.params.values() if hasattr(request.node, "callspec") else ()
-    kernels = [value[0] if isinstance(value, tuple) and value else value for value in values]
-    kernel = next((kernel for kernel in kernels if isinstance(kernel, Emulated)), None)
-    if kernel is None:
+def checked(request: pytest.FixtureRequest) -> Iterator[None]:
+    """The kernels that the tests are given are checked where they are emulated, unless the test says otherwise."""
+    given = {"kernel", "target", "case"} & set(request.fixturenames)
+    with flash_wmma.emulator.settings(**{"mode": "checked"} if given else {}):
         yield
-    else:
-        with flash_wmma.emulator.settings(mode=kernel.mode, arch=kernel.arch, seed=kernel.seed):
-            yield
 
 
 def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str:
@@ -125,7 +109,7 @@ def marks(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> list[p
 
 
 def label(kernel: flash_wmma.Kernel) -> str:
-    return f"{kernel.name}.{kernel.mode}" if isinstance(kernel, Emulated) else kernel.name
+    return f"{kernel.name}.emulated" if emulated(kernel) else kernel.name
 
 
 def name(dtype: torch.dtype) -> str:

@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -64,6 +65,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float 
 def emulated(kernel: flash_wmma.Kernel) -> bool:
     """Whether it is a CUDA kernel that the tests run on CPU tensors, in the emulator."""
     return kernel.min_arch > 0 and kernel.device == "cpu"
+
+
+EMULATED_ROWS = 400
+
+
+def few(kernel: flash_wmma.Kernel, number: int) -> int:
+    """That many heads, batch entries or repetitions; one in the emulator, which takes a thousand times a GPU's time."""
+    return 1 if emulated(kernel) else number
+
+
+def skip_large(kernel: flash_wmma.Kernel, rows: int) -> None:
+    """Skips a test whose sequences are too long for the emulator."""
+    if emulated(kernel) and rows > EMULATED_ROWS:
+        pytest.skip(f"{rows} rows: too many for the emulator")
 
 
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:

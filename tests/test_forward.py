@@ -10,40 +10,50 @@ import pytest
 import torch
 from conftest import NO_CUDA_KERNEL, label, marks, name, obstacle, targets
 from pairwise import every, pairwise
-from reference import LAYOUTS, Mask, check, emulated, normal, reference, run
+from reference import LAYOUTS, Mask, check, emulated, few, normal, reference, run
 
 import flash_wmma
+from flash_wmma.emulator import settings
 
+EMULATED_LENGTHS = (1, 15, 16, 17, 33, 64, 65, 100, 160)
 LENGTHS = (1, 15, 16, 17, 31, 33, 63, 64, 65, 100, 255, 1000, 2048)
 HEAD_DIMS = (1, 7, 8, 16, 31, 33, 40, 64, 72, 80, 96, 100, 128, 160, 192, 256, 512)
 HEADS = ((1, 1), (4, 4), (4, 2), (6, 2), (5, 1))
+EMULATED_HEADS = ((1, 1), (2, 2), (4, 2), (3, 1))
+EMULATED_WINDOWS = (None, (0, 0), (3, None), (16, 7), (40, -1))
 WINDOWS = (None, (0, 0), (3, None), (None, 5), (16, 7), (40, -1), (100, 100))
+# Every tile table, an SM count that gives blocks several tiles, and orders in which warps run.
+EMULATED_DEVICES = tuple(
+    {"arch": arch, "seed": seed, "sm_count": sm_count}
+    for arch, seed, sm_count in ((75, 0, 2), (75, 1, 1), (80, 2, 1), (86, 3, 4), (90, 4, 2), (90, 5, 100))
+)
 
 
 def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
     """What the kernel says it can do."""
     low, high = kernel.head_dims
     head_dims = tuple(sorted({d for d in HEAD_DIMS if low <= d <= high} | {low, high}))
-    longest = 160 if emulated(kernel) else LENGTHS[-1] if kernel.device == "cuda" else 255
-    lengths = tuple(n for n in LENGTHS if n <= longest)
+    small = emulated(kernel)
+    lengths = LENGTHS if kernel.device == "cuda" else tuple(n for n in LENGTHS if n <= 255)
     masks = tuple(
         Mask(causal, window)
         for causal in (False, "top_left", "bottom_right")
-        for window in WINDOWS
+        for window in (EMULATED_WINDOWS if small else WINDOWS)
         if (not causal or "causal" in kernel.features) and (window is None or "window" in kernel.features)
     )
     return {
-        "nq": lengths,
-        "nk": lengths,
+        "nq": EMULATED_LENGTHS if small else lengths,
+        "nk": EMULATED_LENGTHS if small else lengths,
         "d": head_dims,
         "dv": (None, *head_dims[:: max(1, len(head_dims) // 3)]) if "d_v != d" in kernel.features else (None,),
         "mask": masks,
-        "heads": HEADS,
-        "batch": (1, 2, 3),
+        "heads": EMULATED_HEADS if small else HEADS,
+        "batch": (1, 2) if small else (1, 2, 3),
         "layout_q": LAYOUTS,
         "layout_k": LAYOUTS,
         "layout_v": LAYOUTS,
         "scale": (None, 0.25),
+        **({"device": EMULATED_DEVICES} if small else {}),
     }
 
 
@@ -56,6 +66,7 @@ def identifier(case: dict[str, Any]) -> str:
     parts += ["b{}h{}/{}".format(case["batch"], *case["heads"])]
     parts += [case["layout_q"], case["layout_k"], case["layout_v"]]
     parts += [f"scale{case['scale']}"] if case["scale"] else []
+    parts += ["sm{arch}-seed{seed}".format(**case["device"])] if "device" in case else []
     return "-".join(parts)
 
 
@@ -90,7 +101,15 @@ def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, A
     k = normal((c["batch"], hk, c["nk"], c["d"]), c["layout_k"], seed=2, **shape)
     v = normal((c["batch"], hk, c["nk"], c["dv"] or c["d"]), c["layout_v"], seed=3, **shape)
     expected = reference(kernel, q, k, v, c["mask"], c["scale"])
-    check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
+    if not emulated(kernel):
+        check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
+        return
+    device = c["device"]
+    if dtype == torch.bfloat16 and device["arch"] < kernel.bf16_min_arch:
+        device = {**device, "arch": kernel.bf16_min_arch}
+    for mode in ("checked", "fast"):
+        with settings(mode=mode, **device):
+            check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
 
 
 MASKS = (
@@ -117,12 +136,13 @@ def test_one_hot_values(target: tuple[flash_wmma.Kernel, torch.dtype], nq: int, 
     if not supported(kernel, mask):
         pytest.skip(f"{kernel.name} has no such mask")
     d = 64
-    q = normal((1, 2, nq, d), dtype=dtype, device=kernel.device, seed=4)
-    k = normal((1, 2, nk, d), dtype=dtype, device=kernel.device, seed=5)
+    heads = few(kernel, 2)
+    q = normal((1, heads, nq, d), dtype=dtype, device=kernel.device, seed=4)
+    k = normal((1, heads, nk, d), dtype=dtype, device=kernel.device, seed=5)
     visible = mask.visible(nq, nk, kernel.device)
-    for first in {0, max(0, nk - d), max(0, nk // 2 - d // 2)}:
+    for first in sorted({0, max(0, nk - d), max(0, nk // 2 - d // 2)}):
         count = min(d, nk - first)
-        v = torch.zeros(1, 2, nk, d, dtype=dtype, device=kernel.device)
+        v = torch.zeros(1, heads, nk, d, dtype=dtype, device=kernel.device)
         v[:, :, first : first + count, :count] = torch.eye(count, dtype=dtype, device=kernel.device)
         out, lse = run(kernel, q, k, v, mask)
         check(out, lse, reference(kernel, q, k, v, mask))
@@ -199,10 +219,11 @@ def test_window_far_beyond_the_keys(target: tuple[flash_wmma.Kernel, torch.dtype
 
 def test_equal_from_run_to_run(target: tuple[flash_wmma.Kernel, torch.dtype]) -> None:
     kernel, dtype = target
-    q, k, v = (normal((3, 4, 333, 64), dtype=dtype, device=kernel.device, seed=s) for s in (1, 2, 3))
+    shape = (few(kernel, 3), few(kernel, 4), 333, 64)
+    q, k, v = (normal(shape, dtype=dtype, device=kernel.device, seed=s) for s in (1, 2, 3))
     mask = Mask("top_left") if "causal" in kernel.features else Mask()
     first = run(kernel, q, k, v, mask)
-    for _ in range(5):
+    for _ in range(few(kernel, 5)):
         again = run(kernel, q, k, v, mask)
         assert torch.equal(again[0], first[0])
         assert torch.equal(again[1], first[1])

@@ -18,6 +18,7 @@ from types import ModuleType
 import pytest
 
 import flash_wmma
+from flash_wmma.emulator import kernel_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = flash_wmma.build_info().library
@@ -281,3 +282,14 @@ def test_every_source_has_its_flags(setup_py: ModuleType) -> None:
         assert bool(group.cuda) == (source.suffix == ".cu")
         if group.cuda:
             assert {str(c) for c in setup_py.codes(group.cuda)} == expected_code(str(source))
+
+
+def test_sources_that_ship(setup_py: ModuleType) -> None:
+    """A wheel holds every source but those of the native libraries, and that is all the emulator asks for."""
+    every = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
+    shipped = {str(p.relative_to(ROOT)) for pattern in setup_py.SHIPPED for p in ROOT.glob(pattern) if p.is_file()}
+    native = {"csrc/ops.cpp", "csrc/module.cpp", "csrc/emulation.cpp"}
+    assert every - shipped == native | {source for source in every if source.startswith("csrc/cpu/")}
+    kernels = {str(p.relative_to(ROOT)) for paths in kernel_sources().values() for p in paths}
+    assert kernels == {source for source in every if fnmatch(source, "csrc/*ward/*.cu")}
+    assert kernels <= shipped
