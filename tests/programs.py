@@ -1,0 +1,62 @@
+"""Programs of small kernels in tests/emulator: on a GPU as nvcc makes them, and the lines of their source."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from flash_wmma.emulator._program import Argument
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDER = Path(__file__).resolve().parent / "emulator"
+
+
+def marked_lines(source: Path, word: str) -> dict[str, int]:
+    """Line numbers of comments ``// word: label``, by their label."""
+    found: dict[str, int] = {}
+    for number, line in enumerate(source.read_text().splitlines(), 1):
+        if match := re.search(rf"// {word}: (.+)$", line):
+            assert match[1] not in found, f"{source.name}: two lines are marked {match[1]}"
+            found[match[1]] = number
+    return found
+
+
+class GpuProgram:
+    """A program of kernels that nvcc has compiled into a shared library; as ``flash_wmma.emulator.Program``."""
+
+    def __init__(self, library: Path) -> None:
+        self._call = ctypes.CDLL(str(library)).flash_wmma_call
+        self._call.restype = ctypes.c_char_p
+
+    def call(self, name: str, *arguments: torch.Tensor) -> None:
+        rows = (Argument * len(arguments))(*(Argument(pointer=x.data_ptr()) for x in arguments))
+        torch.cuda.synchronize()
+        error = self._call(name.encode(), rows, ctypes.c_size_t(len(arguments)))
+        assert error is None, error.decode()
+        torch.cuda.synchronize()
+
+
+def gpu_program(name: str, folder: Path) -> GpuProgram:
+    """tests/emulator/NAME.cu for this machine's GPU: from the folder that FLASH_WMMA_TEST_PROGRAMS names, for machines
+    without nvcc, or compiled into ``folder``. Skips the test without a GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    prebuilt = os.environ.get("FLASH_WMMA_TEST_PROGRAMS")
+    if prebuilt:
+        return GpuProgram(Path(prebuilt) / f"{name}.so")
+    nvcc = shutil.which("nvcc", path=os.pathsep.join([os.environ.get("PATH", ""), "/usr/local/cuda/bin"]))
+    if nvcc is None:
+        pytest.skip("no nvcc, and FLASH_WMMA_TEST_PROGRAMS is not set")
+    arch = "".join(map(str, torch.cuda.get_device_capability()))
+    library = folder / f"{name}.so"
+    command = [nvcc, "-std=c++17", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", "-lineinfo"]
+    command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}", str(FOLDER / f"{name}.cu"), "-o", str(library)]
+    subprocess.run(command, check=True)
+    return GpuProgram(library)
