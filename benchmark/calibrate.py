@@ -18,6 +18,7 @@ import argparse
 import csv
 import ctypes
 import json
+import re
 import subprocess
 import sys
 from collections import defaultdict
@@ -92,26 +93,33 @@ CASES = (
 
 def run_case(case: Case, device: str) -> None:
     torch.manual_seed(0)
-    q, k, v = torch.randn(3, 1, 1, case.n, case.d).to(device, getattr(torch, case.dtype))
+    q, k, v = torch.randn(3, 1, 1, case.n, case.d).to(getattr(torch, case.dtype)).to(device)
     flash_wmma.forward(q, k, v, causal=case.causal, kernel=case.kernel)
 
 
 def micro_entries() -> list[str]:
-    """Names of the entries of micro.cu; each takes (const float* in, float* out)."""
-    return [line.split('"')[1] for line in MICRO.read_text().splitlines() if line.startswith("const Entry ")]
+    """Names of the entries of micro.cu."""
+    return re.findall(r'const Entry \w+\("(\w+)"', MICRO.read_text())
 
 
-def micro_arguments(device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.arange(65536, dtype=torch.float32, device=device) % 1024, torch.zeros(65536, device=device)
+def micro_arguments(entry: str, device: str) -> list[torch.Tensor | int]:
+    """Most take (out, in), 4-byte elements."""
+    out = torch.zeros(65536).to(device)
+    if entry == "divergent_loop" or entry.startswith("accumulator"):
+        return [out]
+    if entry == "shared_broadcast":
+        return [out, 3]
+    count = {"global_broadcast": 2, "partial_warp": 40, "divergent_branch": 5, "uniform_branch": 5, "products": 4}
+    return [out, (torch.arange(65536.0) % 1024).to(device), *([count[entry]] if entry in count else [])]
 
 
 def run_micro(library: Path, entry: str) -> None:
     """Calls an entry of micro.so on the GPU."""
-    tensors = micro_arguments("cuda")
+    arguments = micro_arguments(entry, "cuda")
     call = ctypes.CDLL(str(library)).flash_wmma_call
     call.restype = ctypes.c_char_p
-    arguments = (Argument * len(tensors))(*(argument_of("argument", t.data_ptr()) for t in tensors))
-    if error := call(entry.encode(), arguments, ctypes.c_size_t(len(tensors))):
+    rows = [argument_of("argument", a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments]
+    if error := call(entry.encode(), (Argument * len(rows))(*rows), ctypes.c_size_t(len(rows))):
         raise RuntimeError(error.decode())
 
 
@@ -136,8 +144,9 @@ def ncu(arguments: list[str]) -> list[Counts]:
 def measure(output: Path, programs: Path | None) -> None:
     result = {str(case): ncu(["run", json.dumps(case)]) for case in CASES}
     if programs:
-        for entry in micro_entries():
-            result[entry] = ncu(["run-micro", entry, "--programs", str(programs)])
+        entries = micro_entries()
+        launches = ncu(["run-micro", "--programs", str(programs)])  # one each
+        result |= {entry: [launch] for entry, launch in zip(entries, launches, strict=True)}
     output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "launches": result}, indent=1))
 
 
@@ -169,7 +178,7 @@ def compare(path: Path) -> None:
             ours = emulated(take_profile())
         else:
             assert program is not None
-            ours = emulated(program.counts(name, *micro_arguments("cpu")))
+            ours = emulated(program.counts(name, *micro_arguments(name, "cpu")))
         if len(ours) != len(launches):
             raise SystemExit(f"{name}: {len(launches)} launches on the GPU, {len(ours)} in the emulator")
         for i, (theirs, mine) in enumerate(zip(launches, ours, strict=True)):
@@ -192,7 +201,7 @@ def main() -> None:
     for name in ("measure", "compare"):
         commands.add_parser(name).add_argument("json", type=Path)
     commands.add_parser("run").add_argument("case")
-    commands.add_parser("run-micro").add_argument("entry")
+    commands.add_parser("run-micro")
     for name in ("measure", "run-micro"):
         commands.choices[name].add_argument("--programs", type=Path, help="folder with micro.so")
     arguments = parser.parse_args()
@@ -204,7 +213,8 @@ def main() -> None:
         run_case(Case(*json.loads(arguments.case)), "cuda")
         torch.cuda.synchronize()
     else:
-        run_micro(arguments.programs / "micro.so", arguments.entry)
+        for entry in micro_entries():
+            run_micro(arguments.programs / "micro.so", entry)
         torch.cuda.synchronize()
 
 
