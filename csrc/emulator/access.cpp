@@ -92,7 +92,8 @@ void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, in
                                     : g_memory.read(*buffer, address, bytes, who, pc);
     }
     if (!conflict) return;
-    std::string message = text(conflict.kind);
+    const bool race = std::strstr(conflict.kind, " after ");
+    std::string message = text(conflict.kind + std::string(race ? shared ? ", shared memory" : ", global memory" : ""));
     if (conflict.pc) {
         const int warps_a_block = static_cast<int>(warps.size() / blocks.size());
         std::string other = conflict.lane < 0 ? "lanes" : "lane " + std::to_string(conflict.lane);
