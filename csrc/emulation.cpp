@@ -1,3 +1,4 @@
+// Loading a kernel's library for the emulator, once, and running a kernel in it.
 #include "emulation.h"
 
 #include <dlfcn.h>

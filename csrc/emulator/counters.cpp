@@ -1,3 +1,4 @@
+// Merging lane logs into requests, what a request costs, and the profile as JSON.
 #include "counters.h"
 
 #include <algorithm>

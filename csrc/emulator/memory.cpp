@@ -1,3 +1,4 @@
+// The records of shared and global memory, and the rules by which two accesses are in order or in conflict.
 #include "memory.h"
 
 #include <sys/mman.h>
