@@ -55,9 +55,14 @@ struct Exponents {
 };
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
+/// With cu_seqlens_q, q and o are (Hq, total_q, d) by their strides (batch stride 0), ForwardParams::seqlen_q is the
+/// longest sequence allowed, lse is contiguous (Hq, total_q), and what lies in no sequence behind the last one is
+/// written as 0 and -inf. With cu_seqlens_k, k and v are (Hk, total_k, d) likewise. batch is the number of sequences.
+/// Kernels clamp every entry on the device, so that none makes them read or write outside the tensors.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
     const std::int32_t* seqused_k;                    ///< (B), keys in use
+    std::int64_t total_q, total_k;                    ///< rows of the packed tensors, at most kMaxSeqlen
     const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
     std::int64_t page_table_stride;
     std::int32_t page_size;
