@@ -47,7 +47,7 @@ struct Bias {
 inline constexpr int kScaleRows = 64;
 
 /// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,
-/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]. Null: the inputs are stored as they are. A V tile of zeros
+/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]; packed sequences: tile.cuh, q_scale_index. Null: the inputs are stored as they are. A V tile of zeros
 /// has the exponent +inf: it adds nothing to O, whatever its weights are multiplied by.
 /// A kernel that converts does so itself, into its workspace, before its own launch.
 struct Exponents {

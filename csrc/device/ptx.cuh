@@ -75,7 +75,7 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-#if __CUDA_ARCH__ >= 800
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // the host pass sees the declarations
 
 /// D += A B for one 16x8 tile: A 16x16 (row), B 16x8 (column), of half or bf16 (mma.sync.m16n8k16). Lanes as in
 /// mma_m16n8k8; a[i] is at row g + 8 (i % 2), columns from 8 (i / 2) + 2 t; b[i] at rows from 8 i + 2 t.
