@@ -36,7 +36,8 @@ struct Band {
     bool bottom_right;
 };
 
-/// Additive (floating) or boolean (true = visible) mask, broadcast where a stride is 0.
+/// Additive (float32 or the inputs' type) or boolean (true = visible) mask (B, Hq, Nq, Nk), broadcast where a stride is
+/// 0; with packed sequences (B, Hq, seqlen_q, seqlen_k). Any strides, any alignment.
 struct Bias {
     const void* data;
     DType dtype;
@@ -55,14 +56,16 @@ struct Exponents {
 };
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
-/// With cu_seqlens_q, q and o are (Hq, total_q, d) by their strides (batch stride 0), ForwardParams::seqlen_q is the
-/// longest sequence allowed, lse is contiguous (Hq, total_q), and what lies in no sequence behind the last one is
-/// written as 0 and -inf. With cu_seqlens_k, k and v are (Hk, total_k, d) likewise. batch is the number of sequences.
-/// Kernels clamp every entry on the device, so that none makes them read or write outside the tensors.
+///
+/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and can read and write nothing outside:
+/// sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end = clamp(cu_seqlens[b + 1],
+/// begin, total), cut to its first seqlen_q (seqlen_k) rows, and keys further to the first max(seqused_k[b], 0).
+/// A kernel writes every row of o and lse: a query that is in no sequence, or cut off, sees no key (o 0, lse -inf).
+/// If cu_seqlens decrease, sequences overlap and what their common rows hold is unspecified.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
+    std::int64_t total_q, total_k;                    ///< rows of the packed q and k
     const std::int32_t* seqused_k;                    ///< (B), keys in use
-    std::int64_t total_q, total_k;                    ///< rows of the packed tensors, at most kMaxSeqlen
     const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
     std::int64_t page_table_stride;
     std::int32_t page_size;
@@ -83,18 +86,20 @@ struct Partials {
 struct ForwardParams {
     DType dtype;      ///< of q, k and v as the kernel reads them
     DType out_dtype;  ///< of o
-    std::int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k;
+    std::int64_t batch, heads_q, heads_k;
+    std::int64_t seqlen_q, seqlen_k;  ///< Nq and Nk; the longest of packed sequences
     std::int32_t head_dim, head_dim_v;
 
     Rows q, k, v, o;
-    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq)
+    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
+    std::int64_t lse_batch, lse_head;  ///< its strides; a head's rows are adjacent
     float scale;
     Band band;
 
     Exponents exponents;
     Sequences sequences;
     Bias bias;
-    const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0
+    const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0; a batch entry's slopes are adjacent
     std::int64_t alibi_batch_stride;
     const float* sinks;  ///< (Hq) logits of a key without value
     float softcap;       ///< 0: none
