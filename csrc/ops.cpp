@@ -221,8 +221,8 @@ struct Results {
 
 /// Chooses a kernel for p, which lacks what is not said by q, k, v and the sizes of the problem, and runs it.
 template <std::size_t kDim>
-std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand& k, const Operand& v,
-                               const Options& o, const Results<kDim>& shapes) {
+std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand& k, const Operand& v, const Options& o,
+                               const Results<kDim>& shapes) {
     const int64_t head_dim = q.sizes[q.dim - 1], head_dim_v = v.sizes[v.dim - 1];
     p.dtype = p.out_dtype = q.element_type("");
     p.heads_q = q.sizes[1];
@@ -287,9 +287,9 @@ std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand
         if (cuda) {
             const torch::stable::accelerator::DeviceGuard guard(q.device_index);
             void* stream = nullptr;
-            STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream &&
-                                aoti_torch_get_current_cuda_stream(q.device_index, &stream) == 0,
-                            "no current CUDA stream");
+            STD_TORCH_CHECK(
+                aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(q.device_index, &stream) == 0,
+                "no current CUDA stream");
             kernel.launch(p, device, stream);
         } else {
             kernel.launch(p, device, nullptr);

@@ -133,7 +133,8 @@ const KernelInfo& select(const std::string& name, const ForwardParams& params, c
     std::string reasons;
     for (const KernelInfo* kernel : kernels())
         if (kernel->auto_rank != 0)
-            reasons += (reasons.empty() ? "" : "; ") + std::string(kernel->name) + ": " + refusal(*kernel, params, device);
+            reasons +=
+                (reasons.empty() ? "" : "; ") + std::string(kernel->name) + ": " + refusal(*kernel, params, device);
     throw std::invalid_argument("kernel 'auto' cannot run this: " + (reasons.empty() ? "no kernel is built" : reasons));
 }
 
