@@ -302,8 +302,10 @@ void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::i
     const std::int64_t step = p.bias.key * size;
     if (p.bias.dtype == DType::kBool) {
         for (int j = 0; j < n; ++j) dst[j] = src[j * step] ? 0.f : -kInfinity;
+    } else if (step == size && (p.bias.dtype == DType::kFloat32 || n % 8 == 0)) {
+        load_row<Isa>(src, p.bias.dtype, dst, n);
     } else if (p.bias.dtype == DType::kFloat32) {
-        for (int j = 0; j < n; ++j) __builtin_memcpy(dst + j, src + j * step, sizeof(float));
+        for (int j = 0; j < n; ++j) __builtin_memcpy(dst + j, src + j * step, sizeof *dst);
     } else {
         alignas(64) std::uint16_t elements[kTileKeys];
         for (int j = 0; j < n; ++j) __builtin_memcpy(elements + j, src + j * step, sizeof *elements);
@@ -386,7 +388,7 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
         Isa::store(tile.maximum + i * Isa::kLanes, maximum[i]);
         Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
     }
-    if ((kMasked || bias) && !all_finite(v, p.head_dim_v, n))
+    if ((kMasked || (kModified && bias)) && !all_finite(v, p.head_dim_v, n))
         multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
     else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
 }
@@ -500,7 +502,8 @@ void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardPar
     row_maximum = maximum;
     row_sum *= alpha;
     for (int i = 0; i < kLanes; ++i) row_sum += sums[i];
-    if (bias && !all_finite(v, p.head_dim_v, n)) accumulate_row<Isa, true>(o, alpha, s, v, p.head_dim_v, n);
+    if (kModified && bias && !all_finite(v, p.head_dim_v, n))
+        accumulate_row<Isa, true>(o, alpha, s, v, p.head_dim_v, n);
     else accumulate_row<Isa, false>(o, alpha, s, v, p.head_dim_v, n);
 }
 
