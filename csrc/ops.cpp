@@ -302,11 +302,11 @@ std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand
 }
 
 std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
-                                   const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                   const OptionalTensor& sinks, const OptionalTensor& rng_state,
                                    std::optional<double> scale, int64_t window_left, int64_t window_right,
-                                   bool bottom_right, double softcap, double dropout_p, int64_t num_splits,
-                                   bool batch_invariant, bool out_bnhd, const std::string& kernel_name) {
+                                   bool bottom_right, bool out_bnhd, const OptionalTensor& attn_bias,
+                                   const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
+                                   const OptionalTensor& rng_state, double dropout_p, int64_t num_splits,
+                                   bool batch_invariant, const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     if (q.dim != 4) q.refuse("(B, H, N, d)");
     check_inputs(q, k, v);
@@ -328,10 +328,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                           const OptionalTensor& seqused_k, const OptionalTensor& page_table,
-                                          int64_t max_seqlen_q, int64_t max_seqlen_k, const OptionalTensor& attn_bias,
-                                          const OptionalTensor& alibi_slopes, const OptionalTensor& sinks,
-                                          const OptionalTensor& rng_state, std::optional<double> scale,
-                                          int64_t window_left, int64_t window_right, bool bottom_right, double softcap,
+                                          int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
+                                          int64_t window_left, int64_t window_right, bool bottom_right,
+                                          const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
+                                          double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
                                           double dropout_p, int64_t num_splits, bool batch_invariant,
                                           const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
@@ -386,30 +386,32 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> backward_varlen(const Tensor&, const 
 }  // namespace flash_wmma
 
 // window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
-// (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d).
+// (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out is
+// (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first, since
+// each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
 // kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.
 STABLE_TORCH_LIBRARY(flash_wmma, m) {
     m.def(
-        "forward(Tensor q, Tensor k, Tensor v, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "
-        "Tensor? rng_state=None, *, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
-        "bool bottom_right=False, float softcap=0., float dropout_p=0., int num_splits=1, bool batch_invariant=False, "
-        "bool out_bnhd=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+        "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
+        "bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
+        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
+        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
-        "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, Tensor? attn_bias=None, "
-        "Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, float? scale=None, "
-        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., float dropout_p=0., "
-        "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+        "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
+        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
+        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, "
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., "
         "float dropout_p=0., bool deterministic=False, str kernel_name=\"auto\") "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
     m.def(
         "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
-        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, *, "
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? sinks=None, Tensor? rng_state=None, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, float softcap=0., "
         "float dropout_p=0., bool deterministic=False, str kernel_name=\"auto\") "
         "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
