@@ -6,42 +6,35 @@ import functools
 
 import torch
 from torch import Tensor
-from torch._subclasses import FakeTensor
 from torch.autograd import forward_ad
 
 from . import _checks
 from ._forward import dense
 from ._native import native
 
-_TENSORS = (Tensor, torch.nn.Parameter, FakeTensor)
+
+def _overrides(t: Tensor) -> bool:
+    """A subclass that reroutes torch's functions, such as torch.nn.attention.bias.CausalBias."""
+    return type(t) is not Tensor and "__torch_function__" in vars(type(t)) and not isinstance(t, torch.nn.Parameter)
 
 
-@functools.cache
-def _table() -> list[dict[str, object]]:
-    try:
-        return native().kernels()  # type: ignore[no-any-return]
-    except ImportError:  # forward works without the table and then says itself what it cannot run
-        return []
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 @functools.lru_cache(maxsize=1024)
-def _no_kernel(device: str, index: int | None, dtype: torch.dtype, head_dims: tuple[int, int], features: str) -> str:
-    """Why ``auto`` has no kernel; empty if it has one. ``features``: "causal", "attn_bias" or ""."""
+def _cached_no_kernel(device: str, dtype: str, head_dim: int, head_dim_v: int, feature: str) -> str:
     from ._explain import device_facts  # which takes the reasons of this module into its answers
 
-    if not _table():
+    try:
+        table = native()
+    except ImportError:  # forward works without the table, and says itself what it cannot run
         return ""
-    facts = device_facts("cpu" if device == "cpu" else f"{device}:{index}")
-    sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1}
-    sizes |= {"head_dim": head_dims[0], "head_dim_v": head_dims[1]}
-    answer = native().explain(
+    facts = device_facts(device)
+    answer = table.explain(
         "auto",
-        str(dtype).removeprefix("torch."),
-        sizes,
-        (-1, 0 if features == "causal" else -1, False),
+        dtype,
+        {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1}
+        | {"head_dim": head_dim, "head_dim_v": head_dim_v},
+        (-1, 0 if feature == "causal" else -1, False),
         False,  # packed
-        features == "attn_bias",
+        feature == "attn_bias",
         False,
         0.0,
         (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
@@ -49,6 +42,15 @@ def _no_kernel(device: str, index: int | None, dtype: torch.dtype, head_dims: tu
     if answer["kernel"] is not None:
         return ""
     return "no kernel runs it: " + "; ".join(f"{name}: {why}" for name, why in answer["reasons"].items())
+
+
+def _no_kernel(device: str, dtype: str, head_dim: int, head_dim_v: int, feature: str) -> str:
+    """Why ``auto`` has no kernel; empty if it has one. ``feature``: "causal", "attn_bias" or ""."""
+    return _cached_no_kernel(device, dtype, head_dim, head_dim_v, feature)
+
+
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+_no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def left_to_torch(
@@ -66,8 +68,8 @@ def left_to_torch(
     ``differentiable``: whether a gradient may be asked for, so that inputs that require one matter.
     """
     given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if not all(type(t) in _TENSORS for t in given):
-        return "an input is no plain tensor"
+    if any(_overrides(t) for t in given):
+        return "an input is a tensor subclass with an attention of its own"
     if any(t.is_nested or t.layout is not torch.strided for t in given):
         return "an input is no dense tensor"
     if query.device.type not in ("cpu", "cuda"):
@@ -106,10 +108,9 @@ def left_to_torch(
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
     if query.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
-    features = "attn_bias" if attn_mask is not None else "causal" if is_causal else ""
-    return _no_kernel(  # type: ignore[no-any-return]
-        query.device.type, query.device.index, dtype, (query.shape[3], value.shape[3]), features
-    )
+    feature = "attn_bias" if attn_mask is not None else "causal" if is_causal else ""
+    name = str(dtype).removeprefix("torch.")
+    return _no_kernel(str(query.device), name, query.shape[3], value.shape[3], feature)
 
 
 def scaled_dot_product_attention(
