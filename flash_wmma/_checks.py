@@ -165,7 +165,7 @@ def sequences(
     max_seqlen_k: int,
 ) -> None:
     """What the lengths are. Waits for the device."""
-    keys = []
+    keys: list[int] = []
     for name, t, total, longest in (
         ("q", cu_seqlens_q, total_q, max_seqlen_q),
         ("k", cu_seqlens_k, total_k, max_seqlen_k),
@@ -176,15 +176,16 @@ def sequences(
         for b, (begin, end) in enumerate(itertools.pairwise(ends)):
             if end < begin:
                 refuse(f"cu_seqlens_{name}", f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
-            if end - begin > longest:
-                refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {end - begin} at {b}")
         if ends[-1] > total:
             refuse(f"cu_seqlens_{name}", f"{ends[-1]} last", f"at most the {total} rows of {name}")
-        keys = ends
+        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+        if lengths and max(lengths) > longest:
+            refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
+        keys = lengths
     if seqused_k is not None:
         for b, used in enumerate(seqused_k.tolist()):
-            if not 0 <= used <= keys[b + 1] - keys[b]:
-                refuse("seqused_k", f"{used} at {b}", f"0 to the keys of the sequence, {keys[b + 1] - keys[b]}")
+            if not 0 <= used <= keys[b]:
+                refuse("seqused_k", f"{used} at {b}", f"0 to the keys of the sequence, {keys[b]}")
 
 
 def no_gradient(**named: Tensor | None) -> None:
