@@ -19,38 +19,39 @@ def _overrides(t: Tensor) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_no_kernel(device: str, dtype: str, head_dim: int, head_dim_v: int, feature: str) -> str:
+def _cached_largest_head_dim(device: str, dtype: str, features: str) -> int:
     from ._explain import device_facts  # which takes the reasons of this module into its answers
 
     try:
         table = native()
     except ImportError:  # forward works without the table, and says itself what it cannot run
-        return ""
+        return 1 << 30
     facts = device_facts(device)
-    answer = table.explain(
-        "auto",
-        dtype,
-        {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1}
-        | {"head_dim": head_dim, "head_dim_v": head_dim_v},
-        (-1, 0 if feature == "causal" else -1, False),
-        False,  # packed
-        feature == "attn_bias",
-        False,
-        0.0,
-        (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
-    )
-    if answer["kernel"] is not None:
-        return ""
-    return "no kernel runs it: " + "; ".join(f"{name}: {why}" for name, why in answer["reasons"].items())
+    largest = 0
+    for d in {kernel["head_dims"][1] for kernel in table.kernels()}:
+        sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
+        answer = table.explain(
+            "auto",
+            dtype,
+            sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
+            (-1, 0 if "causal" in features else -1, False),
+            False,  # packed
+            "attn_bias" in features,
+            False,  # alibi_slopes
+            0.0,  # softcap
+            (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
+        )
+        largest = max(largest, d if answer["kernel"] else 0)
+    return largest
 
 
-def _no_kernel(device: str, dtype: str, head_dim: int, head_dim_v: int, feature: str) -> str:
-    """Why ``auto`` has no kernel; empty if it has one. ``feature``: "causal", "attn_bias" or ""."""
-    return _cached_no_kernel(device, dtype, head_dim, head_dim_v, feature)
+def _largest_head_dim(device: str, dtype: str, features: str) -> int:
+    """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v"."""
+    return _cached_largest_head_dim(device, dtype, features)
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
-_no_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def left_to_torch(
@@ -108,9 +109,15 @@ def left_to_torch(
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
     if query.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
-    feature = "attn_bias" if attn_mask is not None else "causal" if is_causal else ""
+    features = "attn_bias" if attn_mask is not None else "causal" if is_causal else ""
     name = str(dtype).removeprefix("torch.")
-    return _no_kernel(str(query.device), name, query.shape[3], value.shape[3], feature)
+    d, dv = query.shape[3], value.shape[3]
+    if d != dv:
+        features += " d_v"
+    largest = _largest_head_dim(str(query.device), name, features)
+    if d < 1 or dv < 1 or d > largest or dv > largest:
+        return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
+    return ""
 
 
 def scaled_dot_product_attention(
