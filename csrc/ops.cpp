@@ -236,7 +236,7 @@ std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand
     if (o.attn_bias) p.bias = bias_of(*o.attn_bias, p, q);
     if (o.alibi_slopes) set_alibi(p, *o.alibi_slopes, q, slopes);
     p.softcap = static_cast<float>(o.softcap);
-    if (!(p.softcap >= 0.f)) invalid("softcap: allowed: 0 (none) or a positive number");
+    if (!(p.softcap >= 0.f && p.softcap < INFINITY)) invalid("softcap: allowed: 0 (none) or a positive number");
     p.partials.num_splits = 1;
     p.batch_invariant = o.batch_invariant;
 

@@ -15,7 +15,8 @@ from ._native import native
 
 def _overrides(t: Tensor) -> bool:
     """A subclass that reroutes torch's functions, such as torch.nn.attention.bias.CausalBias."""
-    return type(t) is not Tensor and "__torch_function__" in vars(type(t)) and not isinstance(t, torch.nn.Parameter)
+    cls = type(t)
+    return cls is not Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
 
 
 @functools.lru_cache(maxsize=1024)
