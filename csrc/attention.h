@@ -57,14 +57,14 @@ struct Exponents {
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
 ///
-/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and can read and write nothing outside:
-/// sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end = clamp(cu_seqlens[b + 1],
-/// begin, total), cut to its first seqlen_q (seqlen_k) rows, and keys further to the first max(seqused_k[b], 0).
-/// A kernel writes every row of o and lse: a query that is in no sequence, or cut off, sees no key (o 0, lse -inf).
-/// If cu_seqlens decrease, sequences overlap and what their common rows hold is unspecified.
+/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside whatever
+/// it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end = clamp(cu_seqlens[b + 1],
+/// begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last sequence are written as o 0, lse
+/// -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or decrease, or a sequence is longer than
+/// seqlen_q or seqlen_k say, what the rows hold that this concerns is unspecified; a bias is then read within its bounds.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
-    std::int64_t total_q, total_k;                    ///< rows of the packed q and k
+    std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
     const std::int32_t* seqused_k;                    ///< (B), keys in use
     const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
     std::int64_t page_table_stride;

@@ -165,7 +165,8 @@ void check_inputs(const Operand& q, const Operand& k, const Operand& v) {
     if (k.sizes[1] == 0 ? q.sizes[1] != 0 : q.sizes[1] % k.sizes[1] != 0)
         invalid("q: number of heads must be a multiple of k's");
     const int64_t row = packed ? 0 : 2;
-    if (!packed && std::max(q.sizes[row], k.sizes[row]) > kMaxSeqlen) invalid("q, k: at most 2^30 rows a sequence");
+    if (std::max(q.sizes[row], k.sizes[row]) > kMaxSeqlen)
+        invalid(packed ? "q, k: at most 2^30 rows" : "q, k: at most 2^30 rows a sequence");
 }
 
 /// A mask that broadcasts to (B, Hq, Nq, Nk), by strides: nothing is expanded.

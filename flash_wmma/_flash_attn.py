@@ -194,7 +194,7 @@ def flash_attn_varlen_func(
         v: (total_k, Hk, d_v).
         cu_seqlens_q: (B + 1), int32: sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
         cu_seqlens_k: (B + 1), int32, likewise of k and v.
-        max_seqlen_q: at least the length of every sequence's queries; a longer one is cut.
+        max_seqlen_q: at least the length of every sequence's queries.
         max_seqlen_k: likewise of its keys.
         block_table: a paged cache; not built yet.
         validate: look at the lengths and raise if they are wrong, which waits for the device; flash-attn has no such

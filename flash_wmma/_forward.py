@@ -325,7 +325,7 @@ def forward_varlen(
         v: (total_k, Hk, d_v), likewise.
         cu_seqlens_q: (B + 1), int32, from 0 on, not decreasing.
         cu_seqlens_k: (B + 1), int32, likewise.
-        max_seqlen_q: at least the length of every sequence's queries; a longer one is cut.
+        max_seqlen_q: at least the length of every sequence's queries; what a longer one gives is unspecified.
         max_seqlen_k: likewise of its keys.
         seqused_k: (B), int32: only the first that many keys of each sequence are used.
         causal, scale, window, softcap, kernel, batch_invariant: as for :func:`forward`; Nq and Nk are the sequence's.
@@ -336,7 +336,7 @@ def forward_varlen(
 
     Returns:
         out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32. A query
-        that sees no key, or that is in no sequence, has out 0 and lse -inf.
+        that sees no key, or that lies behind the last sequence, has out 0 and lse -inf.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.

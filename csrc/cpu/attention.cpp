@@ -86,7 +86,7 @@ struct Problem {
     }
 };
 
-/// The rows of a packed tensor that a sequence takes (attention.h).
+/// The rows of a packed tensor that a sequence takes (attention.h); a longer one than was said is cut.
 struct Run {
     std::int64_t begin, length;
     Run(const std::int32_t* cu_seqlens, std::int64_t b, std::int64_t total, std::int64_t longest) {
