@@ -4,6 +4,19 @@
 // lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,
 // every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: ops.cpp pads or copies what
 // is not so. Strides count elements. A pointer that a kernel does not need is null.
+//
+// The score of query i and key j, in flash-attn's order (its softcap comes before its ALiBi) and SDPA's (its mask is
+// added to the scaled scores):
+//     x = scale * q_i k_j
+//     x = softcap * tanh(x / softcap)                 if softcap is not 0
+//     x = x + bias[b][h][i][j]                        if there is an additive bias; false or -inf hides the key
+//     x = x - slope[b][h] * |i + Nk - Nq - j|         if there are ALiBi slopes, whatever the band's alignment
+//     x = -inf                                        if the band hides the key
+// and lse is the logarithm of the sum of exp(x). With packed sequences i, j, Nq and Nk are those of the sequence.
+//
+// Packed sequences (varlen): q (total_q, Hq, d), k (total_k, Hk, d), v (total_k, Hk, d_v), o (total_q, Hq, d_v), lse
+// (Hq, total_q). Rows::batch and lse_batch are 0, batch is the number of sequences, seqlen_q and seqlen_k bound their
+// lengths, and struct Sequences says where they lie.
 #pragma once
 
 #include <cstdint>
