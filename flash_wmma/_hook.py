@@ -1,8 +1,8 @@
 """These kernels behind torch's own attention: ``torch.nn.attention.activate_flash_attention_impl("flash_wmma")``.
 
-Torch's registry (2.11 and later) only keeps the name; activating puts kernels of its flash-attention operators in place
-of torch's, restoring takes them out again. What no kernel here covers still runs torch's. Gradients stay torch's: its
-backward kernels take out and lse from whoever computed them, so inputs may require grad.
+The registry, where torch has one, only keeps the name; activating puts these kernels in place of torch's for its
+flash-attention operators, restoring takes them out again. What no kernel here covers still runs torch's. Gradients stay
+torch's: its backward kernels take out and lse from whoever computed them, so inputs may require grad.
 """
 
 from __future__ import annotations
