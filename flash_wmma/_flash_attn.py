@@ -20,11 +20,10 @@ def _not_yet(option: str, why: str) -> NoReturn:
     raise NotImplementedError(f"{option}: {why} is not built yet")
 
 
-def _refuse_dropout(dropout_p: float) -> None:
+def _refuse_dropout(dropout_p: object) -> NoReturn:
     if not isinstance(dropout_p, int | float):
         _checks.refuse("dropout_p", repr(dropout_p), "a float", TypeError)
-    if dropout_p != 0:
-        _not_yet("dropout_p", "dropout")
+    _not_yet("dropout_p", "dropout")
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
@@ -87,10 +86,11 @@ def flash_attn_func(
         NotImplementedError: dropout, or an input that requires grad.
         TypeError, ValueError: as :func:`flash_wmma.forward`, whose names of the arguments the message uses.
     """
-    _refuse_dropout(dropout_p)
-    _checks.tensors(q=q, k=k, v=v)
+    if dropout_p != 0:
+        _refuse_dropout(dropout_p)
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
+        if not isinstance(t, Tensor) or t.dim() != 4:
+            _checks.tensors(**{name: t})
             _checks.refuse(f"{name}.shape", tuple(t.shape), "(B, N, H, d)")
     out, lse = dense(
         q.transpose(1, 2),
@@ -210,7 +210,8 @@ def flash_attn_varlen_func(
         NotImplementedError: dropout, a paged cache, or an input that requires grad.
         TypeError, ValueError: as :func:`flash_wmma.forward_varlen`.
     """
-    _refuse_dropout(dropout_p)
+    if dropout_p != 0:
+        _refuse_dropout(dropout_p)
     if block_table is not None:
         _not_yet("block_table", "a paged cache")
     out, lse = packed(

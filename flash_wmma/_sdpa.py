@@ -13,27 +13,21 @@ from ._forward import dense
 from ._native import native
 
 
-def _overrides(t: Tensor) -> bool:
-    """A subclass that reroutes torch's functions, such as torch.nn.attention.bias.CausalBias."""
-    cls = type(t)
-    return cls is not Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
-
-
 @functools.lru_cache(maxsize=1024)
-def _cached_largest_head_dim(device: str, dtype: str, features: str) -> int:
+def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
     from ._explain import device_facts  # which takes the reasons of this module into its answers
 
     try:
         table = native()
     except ImportError:  # forward works without the table, and says itself what it cannot run
         return 1 << 30
-    facts = device_facts(device)
+    facts = device_facts(device if index is None else f"{device}:{index}")
     largest = 0
     for d in {kernel["head_dims"][1] for kernel in table.kernels()}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
         answer = table.explain(
             "auto",
-            dtype,
+            str(dtype).removeprefix("torch."),
             sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
             (-1, 0 if "causal" in features else -1, False),
             False,  # packed
@@ -46,9 +40,9 @@ def _cached_largest_head_dim(device: str, dtype: str, features: str) -> int:
     return largest
 
 
-def _largest_head_dim(device: str, dtype: str, features: str) -> int:
+def _largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
     """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v"."""
-    return _cached_largest_head_dim(device, dtype, features)
+    return _cached_largest_head_dim(device, index, dtype, features)
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
@@ -69,53 +63,56 @@ def left_to_torch(
 
     ``differentiable``: whether a gradient may be asked for, so that inputs that require one matter.
     """
-    given = (query, key, value) if attn_mask is None else (query, key, value, attn_mask)
-    if any(_overrides(t) for t in given):
-        return "an input is a tensor subclass with an attention of its own"
-    if any(t.is_nested or t.layout is not torch.strided for t in given):
-        return "an input is no dense tensor"
-    if query.device.type not in ("cpu", "cuda"):
-        return f"the device is {query.device.type}"
     if dropout_p != 0:
         return "dropout_p is not 0"
-    if differentiable and torch.is_grad_enabled() and any(t.requires_grad for t in given):
-        return "an input requires grad, and backward is not built yet"
+    recorded = differentiable and torch.is_grad_enabled()
+    for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
+        if type(t) is not Tensor and type(t).__torch_function__ is not torch._C._disabled_torch_function_impl:
+            return "an input is a tensor subclass with an attention of its own"  # torch.nn.attention.bias.CausalBias
+        if t.is_nested or t.layout is not torch.strided:
+            return "an input is no dense tensor"
+        if recorded and t.requires_grad:
+            return "an input requires grad, and backward is not built yet"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is on"
-    if torch.is_autocast_enabled(query.device.type):
-        dtype = torch.get_autocast_dtype(query.device.type)
-        if dtype not in _checks.DTYPES or any(t.dtype == torch.float64 for t in given):
-            return f"autocast to {dtype} is on"
-    else:
-        dtype = query.dtype
-        if dtype not in _checks.DTYPES or key.dtype != dtype or value.dtype != dtype:
-            return "the dtypes are not one of float32, float16, bfloat16"
-    if any(t.device != query.device for t in given):
+    device, dtype = query.device, query.dtype
+    kind = device.type
+    if kind not in ("cpu", "cuda"):
+        return f"the device is {kind}"
+    if key.device != device or value.device != device or (attn_mask is not None and attn_mask.device != device):
         return "the inputs are on several devices"
-    if any(t.dim() != 4 for t in given[:3]):
+    if torch.is_autocast_enabled(kind):
+        if torch.float64 in (dtype, key.dtype, value.dtype):
+            return "autocast leaves float64 alone"
+        dtype = torch.get_autocast_dtype(kind)
+    elif key.dtype != dtype or value.dtype != dtype:
+        return "the inputs are of several dtypes"
+    if dtype not in _checks.DTYPES:
+        return f"the dtype is {dtype}"
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
         return "query, key and value are not all (B, H, N, d)"
-    batch, heads = query.shape[:2]
-    if key.shape[0] != batch or key.shape[:3] != value.shape[:3] or key.shape[3] != query.shape[3]:
+    batch, heads, nq, d = q
+    heads_k, nk, dv = k[1], k[2], v[3]
+    if k[0] != batch or v[0] != batch or v[1] != heads_k or v[2] != nk or k[3] != d:
         return "the shapes are not (B, Hq, Nq, d), (B, Hk, Nk, d) and (B, Hk, Nk, d_v)"
-    if key.shape[1] != heads and (not enable_gqa or key.shape[1] == 0 or heads % key.shape[1] != 0):
+    if heads_k != heads and (not enable_gqa or heads_k == 0 or heads % heads_k != 0):
         return "key has other heads than query" + (", and not a divisor of them" if enable_gqa else "")
+    features = "causal" if is_causal else ""
     if attn_mask is not None:
         if is_causal:
             return "both attn_mask and is_causal are given"
         if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
             return f"attn_mask is {attn_mask.dtype}"
-        full = (batch, heads, query.shape[2], key.shape[2])
-        sizes = attn_mask.shape
+        sizes, full = attn_mask.shape, (batch, heads, nq, nk)
         if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
-    if query.is_cuda and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        features = "attn_bias"
+    if kind == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
         return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
-    features = "attn_bias" if attn_mask is not None else "causal" if is_causal else ""
-    name = str(dtype).removeprefix("torch.")
-    d, dv = query.shape[3], value.shape[3]
     if d != dv:
         features += " d_v"
-    largest = _largest_head_dim(str(query.device), name, features)
+    largest = _largest_head_dim(kind, device.index, dtype, features)
     if d < 1 or dv < 1 or d > largest or dv > largest:
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""

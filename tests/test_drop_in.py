@@ -102,7 +102,7 @@ LEFT = {
         lambda: (tensors(1, 2, 8, 64)[0].requires_grad_(), *tensors(1, 2, 8, 64)[1:]),
         "an input requires grad",
     ),
-    "float64": (lambda: tensors(1, 2, 8, 64, dtype=torch.float64), "the dtypes are not one of"),
+    "float64": (lambda: tensors(1, 2, 8, 64, dtype=torch.float64), "the dtype is torch.float64"),
     "rank 3": (lambda: tensors(2, 8, 64), "not all (B, H, N, d)"),
     "rank 2": (lambda: tensors(8, 64), "not all (B, H, N, d)"),
     "large d": (lambda: tensors(1, 2, 8, 300), "no kernel runs head dims 300 and 300"),
