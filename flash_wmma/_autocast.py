@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._checks import DTYPES
 from ._library import ops
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -28,7 +29,7 @@ def _register(name: str, device: str, key: str) -> None:
 
         with torch._C._ExcludeDispatchKeyGuard(keyset):
             return op(
-                *(t.to(dtype) if t.is_floating_point() else t for t in (q, k, v)),
+                *(t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v)),
                 *map(half, rest),
                 **{name: half(x) for name, x in options.items()},
             )

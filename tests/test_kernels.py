@@ -271,6 +271,8 @@ def test_command_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert "kernel   cpu" in capsys.readouterr().out
     assert main([*shape, "--device", "cpu", "--window", "3", "-1", "--kv-heads", "2", "--kv-length", "100"]) == 0
     assert "kernel   cpu" in capsys.readouterr().out
+    assert main([*shape, "--device", "cpu", "--attn-bias", "--alibi-slopes", "--softcap", "30"]) == 0
+    assert "kernel   cpu" in capsys.readouterr().out
     assert main([*shape, "--arch", "70"]) == 0
     out = capsys.readouterr().out
     assert "none can run this" in out
