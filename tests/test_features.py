@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import os
+import subprocess
+import sys
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from conftest import NO_CUDA_KERNEL, marks, name, obstacle, targets
 from pairwise import every, pairwise
-from reference import DENSE, LAYOUTS, PLAIN, Mask, Modification, check, normal, reference, run
+from reference import DENSE, LAYOUTS, PLAIN, Mask, Modification, attention, check, libc, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
@@ -314,3 +320,68 @@ def test_run_to_run(target: Target) -> None:
             q[b : b + 1], k[b : b + 1], v[b : b + 1], kernel=kernel.name, batch_invariant=True, **entry
         )
         assert torch.equal(one[0], both[b])
+
+
+INSTRUCTION_SETS = """
+import sys, torch, flash_wmma
+case, results = torch.load(sys.argv[1]), []
+for q, k, v, options in case:
+    results.append(flash_wmma.forward(q, k, v, return_lse=True, **options))
+torch.save(results, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_other_instruction_sets(isa: str, tmp_path: Path) -> None:
+    """What this processor would not take by itself, with everything at once, for tiles and for few rows."""
+    case = []
+    for nq, nk, d in ((37, 70, 64), (3, 700, 40), (1, 65, 128), (100, 100, 59)):
+        q, k, v = (normal((2, h, n, d), seed=h + n) for h, n in ((4, nq), (2, nk), (2, nk)))
+        options: dict[str, Any] = {"attn_bias": bias_of("odd", 2, 4, nq, nk, torch.float32, "cpu"), "softcap": 5.0}
+        options |= {"alibi_slopes": slopes_of("batch", 2, 4, "cpu"), "causal": "bottom_right"}
+        case += [(q, k, v, options), (q.half(), k.half(), v.half(), options)]
+    torch.save(case, tmp_path / "case")
+    done = subprocess.run(
+        [sys.executable, "-c", INSTRUCTION_SETS, tmp_path / "case", tmp_path / "results"],
+        env={**os.environ, "FLASH_WMMA_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    if "FLASH_WMMA_CPU_ISA" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    for (q, k, v, options), (out, lse) in zip(case, torch.load(tmp_path / "results"), strict=True):
+        expected = flash_wmma.forward(q, k, v, return_lse=True, **options)
+        tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(out, expected[0], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def at_page_end(t: Tensor) -> Tensor:
+    """A contiguous copy that ends where memory ends: one byte further, and the process dies."""
+    size = t.numel() * t.element_size()
+    pages = -(-size // mmap.PAGESIZE) or 1
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    assert libc.mprotect(ctypes.c_void_p(view.data_ptr() + pages * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    end = pages * mmap.PAGESIZE
+    return view[end - size : end].view(t.dtype).view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nothing_is_read_past_the_end(dtype: torch.dtype) -> None:
+    """The CPU kernel, with every tensor at the end of its memory."""
+    for nq, nk, d in ((1, 1, 8), (1, 65, 8), (3, 63, 40), (37, 71, 64), (50, 129, 24)):
+        q, k, v = (at_page_end(normal((2, h, n, d), seed=h + n).to(dtype)) for h, n in ((4, nq), (2, nk), (2, nk)))
+        slopes = at_page_end(torch.rand(2, 4))
+        for kind in ("full", "head", "key", "query", "bool", "bool key", "some -inf"):
+            bias = bias_of(kind, 2, 4, nq, nk, dtype, "cpu")
+            assert bias is not None
+            modification = Modification(at_page_end(bias), slopes)
+            expected = attention(q.double(), k.double(), v.double(), DENSE, None, modification)
+            out, lse = flash_wmma.forward(q, k, v, return_lse=True, kernel="cpu", **modification._asdict())
+            torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(out.double(), expected[0], atol=3e-2, rtol=3e-2)
+        packed = [at_page_end(t[0].transpose(0, 1)) for t in (q, k, v)]
+        cu_q, cu_k = (at_page_end(torch.tensor([0, n // 2, n], dtype=torch.int32)) for n in (nq, nk))
+        assert flash_wmma.forward_varlen(*packed, cu_q, cu_k, nq, nk).isfinite().all()
