@@ -193,8 +193,9 @@ constexpr int block_rows() {
     return kVectors == 1 ? 8 : Isa::kBlock;
 }
 
-/// S^T of `n` keys from key `first` on, and the rows' maximum with it. Past the last key the block repeats that key.
-template <class Isa, int kVectors, bool kMasked>
+/// S^T of `n` keys from key `first` on, and the rows' maximum with it; kRaw: the products alone, for modify_scores. Past
+/// the last key the block repeats that key.
+template <class Isa, int kVectors, bool kMasked, bool kRaw>
 void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first, int n, float* s,
                  typename Isa::Vec (&maximum)[kVectors]) {
     using Vec = typename Isa::Vec;
@@ -225,7 +226,7 @@ void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first,
                     const Int index = Int{} + (first + static_cast<std::int32_t>(min64(j + r, n - 1)));
                     x = ((lo <= index) & (index <= hi)) ? x : Isa::broadcast(-kInfinity);
                 }
-                maximum[v] = Isa::max(x, maximum[v]);
+                if constexpr (!kRaw) maximum[v] = Isa::max(x, maximum[v]);
                 Isa::store(s + ((j + r) * kVectors + v) * Isa::kLanes, x);
             }
         }
@@ -294,13 +295,16 @@ inline typename Isa::Vec modify(typename Isa::Vec x, const ForwardParams& p, con
 
 /// `n` elements of a bias as fp32 from key `first` on: what is added to the score, -inf where it is false.
 template <class Isa>
-void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int64_t first, int n, float* dst) {
+void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int64_t first, int n,
+               float* __restrict dst) {
     const std::int64_t size = p.bias.dtype == DType::kBool ? 1 : element_size(p.bias.dtype);
     const std::int64_t offset =
         batch * p.bias.batch + row.head * p.bias.head + row.query * p.bias.query + first * p.bias.key;
     const char* src = static_cast<const char*>(p.bias.data) + offset * size;
     const std::int64_t step = p.bias.key * size;
-    if (p.bias.dtype == DType::kBool) {
+    if (p.bias.dtype == DType::kBool && step == size) {
+        for (int j = 0; j < n; ++j) dst[j] = src[j] ? 0.f : -kInfinity;
+    } else if (p.bias.dtype == DType::kBool) {
         for (int j = 0; j < n; ++j) dst[j] = src[j * step] ? 0.f : -kInfinity;
     } else if (step == size && (p.bias.dtype == DType::kFloat32 || n % 8 == 0)) {
         load_row<Isa>(src, p.bias.dtype, dst, n);
@@ -362,13 +366,8 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
     using Vec = typename Isa::Vec;
     Vec before[kVectors], maximum[kVectors];
     for (int i = 0; i < kVectors; ++i) before[i] = maximum[i] = Isa::load(tile.maximum + i * Isa::kLanes);
-    if constexpr (kModified) {
-        Vec unused[kVectors] = {};
-        multiply_qk<Isa, kVectors, false>(tile, k, p.head_dim, first, n, s, unused);
-        modify_scores<Isa, kVectors, kMasked>(tile, p, first, n, bias, s, maximum);
-    } else {
-        multiply_qk<Isa, kVectors, kMasked>(tile, k, p.head_dim, first, n, s, maximum);
-    }
+    multiply_qk<Isa, kVectors, kMasked && !kModified, kModified>(tile, k, p.head_dim, first, n, s, maximum);
+    if constexpr (kModified) modify_scores<Isa, kVectors, kMasked>(tile, p, first, n, bias, s, maximum);
 
     const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
     Vec base[kVectors], alpha[kVectors], sum[kVectors];
