@@ -103,9 +103,12 @@ def attention(
 
 
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
-    """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16."""
-    tensor_cores = kernel.device == "cuda" and not kernel.name.startswith("simt")
-    return torch.float16 if dtype == torch.float32 and tensor_cores else dtype
+    """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16, and bfloat16 ones too if
+    no instance reads them."""
+    if kernel.device == "cpu" or kernel.name.startswith("simt"):
+        return dtype
+    reads = {instance.dtype for instance in kernel.instances}
+    return torch.float16 if dtype == torch.float32 or dtype not in reads else dtype
 
 
 def as_multiplied(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -151,7 +154,7 @@ def reference(
     multiplied = [as_multiplied(t, operand) for t in (q, k, v)]
     out, lse = attention(*multiplied, mask, scale, modification)
     plain, _ = attention(*(t.to(operand) for t in multiplied), mask, scale, modification)
-    rounding = torch.finfo(operand).eps / 2
+    rounding = max(torch.finfo(operand).eps, torch.finfo(q.dtype).eps) / 2
     eps = torch.finfo(operand).eps if kernel.device == "cuda" else torch.finfo(torch.float32).eps
     return Reference(out, lse, max(head_error(plain, out), rounding), eps)
 
