@@ -4,6 +4,19 @@
 // lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,
 // every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: ops.cpp pads or copies what
 // is not so. Strides count elements. A pointer that a kernel does not need is null.
+//
+// The score of query i and key j, in flash-attn's order (its softcap comes before its ALiBi) and SDPA's (its mask is
+// added to the scaled scores):
+//     x = scale * q_i k_j
+//     x = softcap * tanh(x / softcap)                 if softcap is not 0
+//     x = x + bias[b][h][i][j]                        if there is an additive bias; false or -inf hides the key
+//     x = x - slope[b][h] * |i + Nk - Nq - j|         if there are ALiBi slopes, whatever the band's alignment
+//     x = -inf                                        if the band hides the key
+// and lse is the logarithm of the sum of exp(x). With packed sequences i, j, Nq and Nk are those of the sequence.
+//
+// Packed sequences (varlen): q (total_q, Hq, d), k (total_k, Hk, d), v (total_k, Hk, d_v), o (total_q, Hq, d_v), lse
+// (Hq, total_q). Rows::batch and lse_batch are 0, batch is the number of sequences, seqlen_q and seqlen_k bound their
+// lengths, and struct Sequences says where they lie.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +49,8 @@ struct Band {
     bool bottom_right;
 };
 
-/// Additive (floating) or boolean (true = visible) mask, broadcast where a stride is 0.
+/// Additive (float32 or the inputs' type) or boolean (true = visible) mask (B, Hq, Nq, Nk), broadcast where a stride is
+/// 0; with packed sequences (B, Hq, seqlen_q, seqlen_k). Any strides, any alignment.
 struct Bias {
     const void* data;
     DType dtype;
@@ -47,7 +61,7 @@ struct Bias {
 inline constexpr int kScaleRows = 64;
 
 /// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,
-/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]. Null: the inputs are stored as they are. A V tile of zeros
+/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]; packed sequences: tile.cuh, q_scale_index. Null: the inputs are stored as they are. A V tile of zeros
 /// has the exponent +inf: it adds nothing to O, whatever its weights are multiplied by.
 /// A kernel that converts does so itself, into its workspace, before its own launch.
 struct Exponents {
@@ -55,8 +69,15 @@ struct Exponents {
 };
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
+///
+/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside whatever
+/// it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end = clamp(cu_seqlens[b + 1],
+/// begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last sequence are written as o 0, lse
+/// -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or decrease, or a sequence is longer than
+/// seqlen_q or seqlen_k say, what the rows hold that this concerns is unspecified; a bias is then read within its bounds.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
+    std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
     const std::int32_t* seqused_k;                    ///< (B), keys in use
     const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
     std::int64_t page_table_stride;
@@ -78,18 +99,20 @@ struct Partials {
 struct ForwardParams {
     DType dtype;      ///< of q, k and v as the kernel reads them
     DType out_dtype;  ///< of o
-    std::int64_t batch, heads_q, heads_k, seqlen_q, seqlen_k;
+    std::int64_t batch, heads_q, heads_k;
+    std::int64_t seqlen_q, seqlen_k;  ///< Nq and Nk; the longest of packed sequences
     std::int32_t head_dim, head_dim_v;
 
     Rows q, k, v, o;
-    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq)
+    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
+    std::int64_t lse_batch, lse_head;  ///< its strides; a head's rows are adjacent
     float scale;
     Band band;
 
     Exponents exponents;
     Sequences sequences;
     Bias bias;
-    const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0
+    const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0; a batch entry's slopes are adjacent
     std::int64_t alibi_batch_stride;
     const float* sinks;  ///< (Hq) logits of a key without value
     float softcap;       ///< 0: none

@@ -61,9 +61,10 @@ DType dtype_named(const std::string& name) {
 struct Problem {
     ForwardParams params{};
 
-    Problem(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool attn_bias, bool alibi_slopes,
-            double softcap) {
+    Problem(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed, bool attn_bias,
+            bool alibi_slopes, double softcap) {
         static const float present = 0.f;
+        static const std::int32_t lengths = 0;
         ForwardParams& p = params;
         p.dtype = p.out_dtype = dtype_named(dtype);
         p.batch = sizes["batch"].cast<std::int64_t>();
@@ -76,6 +77,11 @@ struct Problem {
         p.scale = 1.f / std::sqrt(static_cast<float>(p.head_dim > 0 ? p.head_dim : 1));
         const auto left = band[0].cast<std::int64_t>(), right = band[1].cast<std::int64_t>();
         p.band = {left < 0 ? kUnbounded : left, right < 0 ? kUnbounded : right, band[2].cast<bool>()};
+        if (packed) {
+            p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &lengths;
+            p.sequences.total_q = sizes["total_q"].cast<std::int64_t>();
+            p.sequences.total_k = sizes["total_k"].cast<std::int64_t>();
+        }
         if (attn_bias) p.bias.data = &present;
         if (alibi_slopes) p.alibi_slopes = &present;
         p.softcap = static_cast<float>(softcap);
@@ -85,8 +91,8 @@ struct Problem {
 
 /// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}.
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
-                 bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
-    Problem problem(dtype, sizes, band, attn_bias, alibi_slopes, softcap);
+                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
+    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap);
     ForwardParams& params = problem.params;
     DeviceFacts device;
     device.arch = device_facts[0].cast<int>();
@@ -154,8 +160,8 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
     m.def("kernels", &flash_wmma::kernels);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
-    m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "attn_bias"_a, "alibi_slopes"_a,
-          "softcap"_a, "device_facts"_a);
+    m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
+          "alibi_slopes"_a, "softcap"_a, "device_facts"_a);
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

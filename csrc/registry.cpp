@@ -138,14 +138,17 @@ const KernelInfo& select(const std::string& name, const ForwardParams& params, c
         unknown(name, kernels);
     }
     const KernelInfo* best = nullptr;
-    std::string reasons;
     for (const KernelInfo* kernel : kernels) {
         if (kernel->auto_rank == 0 || (best && kernel->auto_rank <= best->auto_rank)) continue;
-        const std::string why_not = refusal(*kernel, params, device);
-        if (why_not.empty()) best = kernel;
-        else reasons += std::string(reasons.empty() ? "" : "; ") + kernel->name + ": " + why_not;
+        if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
+        if (refusal(*kernel, params, device).empty()) best = kernel;
     }
     if (best) return *best;
+    std::string reasons;
+    for (const KernelInfo* kernel : kernels)
+        if (kernel->auto_rank != 0)
+            reasons +=
+                (reasons.empty() ? "" : "; ") + std::string(kernel->name) + ": " + refusal(*kernel, params, device);
     throw std::invalid_argument("kernel 'auto' cannot run this: " + (reasons.empty() ? "no kernel is built" : reasons));
 }
 

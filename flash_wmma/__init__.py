@@ -1,11 +1,23 @@
 """Exact attention whose kernels are written by hand in CUDA C++, from the first WMMA kernel on."""
 
-from . import emulator
+from . import (
+    _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)
+    emulator,
+)
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._explain import DeviceFacts, Explanation, device_facts, explain
-from ._forward import forward
+from ._flash_attn import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+)
+from ._forward import forward, forward_varlen
 from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
 from ._profile import Profile, profile
+from ._sdpa import scaled_dot_product_attention
 from ._table import FunctionFacts, Instance, Kernel, function_facts, kernels
 from ._version import __version__
 
@@ -25,10 +37,18 @@ __all__ = [
     "device_facts",
     "emulator",
     "explain",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
     "forward",
+    "forward_varlen",
     "function_facts",
     "kernel_occupancy",
     "kernels",
     "profile",
+    "scaled_dot_product_attention",
     "theoretical_occupancy",
 ]

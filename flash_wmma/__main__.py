@@ -116,7 +116,22 @@ def explain(arguments: argparse.Namespace) -> None:
         facts = flash_wmma.device_facts(device)
     causal = arguments.causal or False
     window = None if arguments.window is None else tuple(arguments.window)
-    print(flash_wmma.explain(q, k, k, causal=causal, window=window, kernel=arguments.kernel, device_facts=facts))
+    bias = torch.empty(length, k.shape[2], dtype=torch.bool, device="meta") if arguments.attn_bias else None
+    slopes = torch.empty(heads, device="meta") if arguments.alibi_slopes else None
+    print(
+        flash_wmma.explain(
+            q,
+            k,
+            k,
+            causal=causal,
+            window=window,
+            attn_bias=bias,
+            alibi_slopes=slopes,
+            softcap=arguments.softcap,
+            kernel=arguments.kernel,
+            device_facts=facts,
+        )
+    )
 
 
 def profile(arguments: argparse.Namespace) -> None:
@@ -168,6 +183,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
     p.add_argument("--causal", nargs="?", const="top_left", choices=("top_left", "bottom_right"))
     p.add_argument("--window", type=int, nargs=2, metavar=("LEFT", "RIGHT"), help="negative: unbounded")
+    p.add_argument("--attn-bias", action="store_true", help="with a mask or bias")
+    p.add_argument("--alibi-slopes", action="store_true", help="with ALiBi")
+    p.add_argument("--softcap", type=float, default=0.0)
     p.add_argument("--kernel", default="auto")
     p.add_argument("--device", help="cpu or cuda[:index] (default: cuda if there is one)")
     p.add_argument("--arch", type=int, choices=CARDS, help="a card that need not be there: 10 * major + minor")

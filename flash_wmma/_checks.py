@@ -9,6 +9,8 @@ kernels, which do not know better, always come here.
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Literal, NoReturn
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MAX_SEQLEN = 2**30
 
 Causal = bool | Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
@@ -25,8 +28,8 @@ def refuse(argument: str, got: object, allowed: str, error: type[Exception] = Va
     raise error(f"{argument}: got {got}, allowed: {allowed}")
 
 
-def _shape(t: Tensor) -> str:
-    return "(" + ", ".join(map(str, t.shape)) + ")"
+def _shape(sizes: Sequence[int]) -> str:
+    return "(" + ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "") + ")"
 
 
 def tensors(**named: object) -> None:
@@ -40,12 +43,14 @@ def tensors(**named: object) -> None:
             refuse(f"{name}.layout", t.layout, "torch.strided")
 
 
-def inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), of one dtype, on one device, Hq a multiple of Hk."""
+def inputs(q: Tensor, k: Tensor, v: Tensor, layout: str = "(B, H, N, d)") -> None:
+    """q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), or with ``layout`` "(total, H, d)" q (total_q, Hq, d) and
+    so on: of one dtype, on one device, Hq a multiple of Hk."""
     tensors(q=q, k=k, v=v)
+    packed = layout == "(total, H, d)"
     for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.dim() != 4:
-            refuse(f"{name}.shape", _shape(t), "(B, H, N, d)")
+        if t.dim() != (3 if packed else 4):
+            refuse(f"{name}.shape", _shape(t.shape), layout)
     if q.dtype not in DTYPES:
         refuse("q.dtype", q.dtype, ", ".join(map(str, DTYPES)))
     for name, t in (("k", k), ("v", v)):
@@ -53,30 +58,150 @@ def inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             refuse(f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
         if t.device != q.device:
             refuse(f"{name}.device", t.device, f"q's, {q.device}")
-        if t.shape[0] != q.shape[0]:
-            refuse(f"{name}.shape", _shape(t), f"the batch of q, {q.shape[0]}, first")
-    if k.shape[3] != q.shape[3]:
-        refuse("k.shape", _shape(k), f"the head dim of q, {q.shape[3]}, last")
-    if v.shape[1] != k.shape[1] or v.shape[2] != k.shape[2]:
-        refuse("v.shape", _shape(v), f"(B, H, N, d_v) with the heads and the length of k, {_shape(k)}")
-    if (k.shape[1] == 0 and q.shape[1] != 0) or (k.shape[1] != 0 and q.shape[1] % k.shape[1] != 0):
-        refuse("q.shape", _shape(q), f"a number of heads that is a multiple of k's, {k.shape[1]}")
+        if not packed and t.shape[0] != q.shape[0]:
+            refuse(f"{name}.shape", _shape(t.shape), f"the batch of q, {q.shape[0]}, first")
+    if k.shape[-1] != q.shape[-1]:
+        refuse("k.shape", _shape(k.shape), f"the head dim of q, {q.shape[-1]}, last")
+    if v.shape[:-1] != k.shape[:-1]:
+        allowed = f"{layout[:-1]}_v) with the heads and the length of k, {_shape(k.shape)}"
+        refuse("v.shape", _shape(v.shape), allowed)
+    hq, hk = q.shape[1], k.shape[1]
+    if (hk == 0 and hq != 0) or (hk != 0 and hq % hk != 0):
+        refuse("q.shape", _shape(q.shape), f"a number of heads that is a multiple of k's, {hk}")
 
 
-def no_gradient(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """No input requires grad: forward alone is built."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if t.requires_grad:
+def _same_device(name: str, t: Tensor, q: Tensor) -> None:
+    if t.device != q.device:
+        refuse(f"{name}.device", t.device, f"q's, {q.device}")
+
+
+def bias(attn_bias: Tensor | None, q: Tensor, full: Sequence[int]) -> None:
+    """A mask that broadcasts to ``full`` = (B, Hq, Nq, Nk)."""
+    if attn_bias is None:
+        return
+    tensors(attn_bias=attn_bias)
+    if attn_bias.dtype not in (torch.bool, torch.float32, q.dtype):
+        allowed = dict.fromkeys(map(str, (torch.bool, torch.float32, q.dtype)))
+        refuse("attn_bias.dtype", attn_bias.dtype, ", ".join(allowed))
+    _same_device("attn_bias", attn_bias, q)
+    sizes = attn_bias.shape
+    if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
+        refuse("attn_bias.shape", _shape(sizes), f"what broadcasts to (B, Hq, Nq, Nk) = {_shape(full)}")
+
+
+def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
+    """(Hq) or (B, Hq), float32."""
+    if alibi_slopes is None:
+        return
+    tensors(alibi_slopes=alibi_slopes)
+    if alibi_slopes.dtype != torch.float32:
+        refuse("alibi_slopes.dtype", alibi_slopes.dtype, "torch.float32")
+    _same_device("alibi_slopes", alibi_slopes, q)
+    heads, sizes = q.shape[1], alibi_slopes.shape
+    fits = len(sizes) in (1, 2) and sizes[-1] == heads and (len(sizes) == 1 or sizes[0] == batch)
+    if not fits:
+        allowed = f"(Hq) = {_shape((heads,))} or (B, Hq) = {_shape((batch, heads))}"
+        refuse("alibi_slopes.shape", _shape(sizes), allowed)
+
+
+def cap(softcap: object) -> None:
+    """0 or a positive number."""
+    allowed = "0 (none) or a positive float"
+    if isinstance(softcap, bool) or not isinstance(softcap, int | float | torch.SymFloat):
+        refuse("softcap", repr(softcap), allowed, TypeError)
+    if not 0 <= softcap < float("inf"):
+        refuse("softcap", softcap, allowed)
+
+
+def lengths(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> None:
+    """cu_seqlens (B + 1), or with ``batch`` seqused_k (B): int32."""
+    for name, t in named.items():
+        if t is None:
+            continue
+        tensors(**{name: t})
+        if t.dtype != torch.int32:
+            refuse(f"{name}.dtype", t.dtype, "torch.int32")
+        _same_device(name, t, q)
+        expected = "(B + 1,)" if batch is None else f"(B,) = {_shape((batch,))}"
+        if t.dim() != 1 or (t.shape[0] < 1 if batch is None else t.shape[0] != batch):
+            refuse(f"{name}.shape", _shape(t.shape), expected)
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+) -> None:
+    """The tensors of ``forward_varlen``, but for what the lengths are."""
+    inputs(q, k, v, "(total, H, d)")
+    lengths(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] != batch + 1:
+        refuse("cu_seqlens_k.shape", _shape(cu_seqlens_k.shape), f"cu_seqlens_q's, {_shape(cu_seqlens_q.shape)}")
+    lengths(q, batch=batch, seqused_k=seqused_k)
+    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+        if isinstance(n, bool) or not isinstance(n, int | torch.SymInt):
+            refuse(name, repr(n), "an int", TypeError)
+        if isinstance(n, int) and not 0 <= n <= MAX_SEQLEN:
+            refuse(name, n, "0 to 2**30")
+    bias(attn_bias, q, (batch, q.shape[1], max_seqlen_q, max_seqlen_k))
+    slopes(alibi_slopes, q, batch)
+
+
+def sequences(
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    total_q: int,
+    total_k: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+) -> None:
+    """What the lengths are. Waits for the device."""
+    keys: list[int] = []
+    for name, t, total, longest in (
+        ("q", cu_seqlens_q, total_q, max_seqlen_q),
+        ("k", cu_seqlens_k, total_k, max_seqlen_k),
+    ):
+        ends = t.tolist()
+        if ends[0] != 0:
+            refuse(f"cu_seqlens_{name}", f"{ends[0]} at 0", "0 first")
+        for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+            if end < begin:
+                refuse(f"cu_seqlens_{name}", f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
+        if ends[-1] > total:
+            refuse(f"cu_seqlens_{name}", f"{ends[-1]} last", f"at most the {total} rows of {name}")
+        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+        if lengths and max(lengths) > longest:
+            refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
+        keys = lengths
+    if seqused_k is not None:
+        for b, used in enumerate(seqused_k.tolist()):
+            if not 0 <= used <= keys[b]:
+                refuse("seqused_k", f"{used} at {b}", f"0 to the keys of the sequence, {keys[b]}")
+
+
+def no_gradient(**named: Tensor | None) -> None:
+    """None requires grad: forward alone is built."""
+    for name, t in named.items():
+        if t is not None and t.requires_grad:
             raise NotImplementedError(
                 f"{name}: got a tensor that requires grad, but backward is not built yet; "
                 f"call under torch.no_grad() or pass {name}.detach()"
             )
 
 
-def no_tangent(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """No input carries a forward-mode tangent."""
-    for name, t in (("q", q), ("k", k), ("v", v)):
-        if forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
+def no_tangent(**named: Tensor | None) -> None:
+    """None carries a forward-mode tangent."""
+    for name, t in named.items():
+        if t is not None and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise NotImplementedError(
                 f"{name}: got a dual tensor, but forward-mode differentiation is not built; "
                 f"pass torch.autograd.forward_ad.unpack_dual({name}).primal"
@@ -104,31 +229,27 @@ def band(causal: object, window: object) -> None:
             refuse("window", repr(window), allowed + ", below 2**63")
 
 
-def not_yet(attn_bias: object, alibi_slopes: object, softcap: object) -> None:
-    """Arguments that the op already carries and that no kernel implements."""
-    if not isinstance(softcap, int | float):
-        refuse("softcap", repr(softcap), "a float", TypeError)
-    for name, given in (
-        ("attn_bias", attn_bias is not None),
-        ("alibi_slopes", alibi_slopes is not None),
-        ("softcap", softcap != 0),
-    ):
-        if given:
-            raise NotImplementedError(f"{name}: no kernel implements it yet")
-
-
-def forward(q: object, k: object, v: object, causal: object, scale: object, window: object, kernel: object) -> None:
-    """All that :func:`flash_wmma.forward` can be given wrong, but for what only the choice of a kernel knows."""
-    tensors(q=q, k=k, v=v)
-    assert isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)
-    inputs(q, k, v)
-    if q.device.type not in ("cpu", "cuda", "meta"):
-        refuse("q.device", q.device, "cpu, cuda")
+def options(causal: object, scale: object, window: object, softcap: object, kernel: object) -> None:
+    """What dense and packed attention have in common, but for tensors."""
     band(causal, window)
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
         refuse("scale", repr(scale), "None or a float", TypeError)
+    cap(softcap)
     if not isinstance(kernel, str):
         refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
+
+
+def device(q: Tensor) -> None:
+    """One that kernels are for."""
+    if q.device.type not in ("cpu", "cuda", "meta"):
+        refuse("q.device", q.device, "cpu, cuda")
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, alibi_slopes: Tensor | None) -> None:
+    """The tensors of ``forward``."""
+    inputs(q, k, v)
+    bias(attn_bias, q, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
+    slopes(alibi_slopes, q, q.shape[0])
 
 
 def library(error: Exception) -> None:

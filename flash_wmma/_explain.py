@@ -11,6 +11,7 @@ from . import _checks
 from ._checks import Causal, Window
 from ._forward import band
 from ._native import native
+from ._sdpa import left_to_torch
 from ._table import Instance, instance_of, kernel_named
 from .emulator import current
 
@@ -46,6 +47,8 @@ class Explanation:
     device: DeviceFacts
     emulated: bool = False
     """Whether a CUDA kernel is asked for on the CPU: ``device`` is then what the emulator stands for."""
+    left_to_torch: str = ""
+    """Why :func:`flash_wmma.scaled_dot_product_attention` leaves these inputs to torch; empty if it does not."""
 
     def __str__(self) -> str:
         device = f"CPU, in the emulator: {self.device}" if self.emulated else self.device
@@ -54,6 +57,8 @@ class Explanation:
             lines.append(f"tile     {self.instance}")
         width = max(map(len, self.reasons), default=0)
         lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.reasons.items()]
+        if self.left_to_torch:
+            lines.append(f"SDPA     is left to torch: {self.left_to_torch}")
         return "\n".join(lines)
 
 
@@ -84,6 +89,7 @@ def explain(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    dropout_p: float = 0.0,
     kernel: str = "auto",
     device_facts: DeviceFacts | None = None,
 ) -> Explanation:
@@ -91,13 +97,29 @@ def explain(
 
     Nothing is computed, so q (B, Hq, Nq, d), k (B, Hk, Nk, d) and v (B, Hk, Nk, d_v) may be on the ``"meta"`` device
     if ``device_facts`` is given: it stands for a device that need not be there. For a CUDA kernel by name on the CPU it
-    is the device that the emulator stands for (:func:`flash_wmma.emulator.settings`).
+    is the device that the emulator stands for (:func:`flash_wmma.emulator.settings`). For packed sequences, as
+    :func:`flash_wmma.forward_varlen` takes them, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v);
+    they are taken for one sequence.
+
+    ``Explanation.left_to_torch`` says whether :func:`flash_wmma.scaled_dot_product_attention` would call torch instead
+    (for tensors on a real device); ``dropout_p`` is an argument of that function alone.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
         ImportError: ``flash_wmma._C`` was not built for this Python.
     """
-    _checks.forward(q, k, v, causal, scale, window, kernel)
+    _checks.tensors(q=q, k=k, v=v)
+    _checks.device(q)
+    is_packed = q.dim() == 3
+    if is_packed:
+        _checks.inputs(q, k, v, "(total, H, d)")
+        batch, seqlen_q, seqlen_k = 1, q.shape[0], k.shape[0]
+        _checks.bias(attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
+        _checks.slopes(alibi_slopes, q, batch)
+    else:
+        _checks.dense(q, k, v, attn_bias, alibi_slopes)
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    _checks.options(causal, scale, window, softcap, kernel)
     if device_facts is None:
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
@@ -106,31 +128,36 @@ def explain(
     if emulated:
         device_facts = _emulated_facts()
     sizes = {
-        "batch": q.shape[0],
+        "batch": batch,
         "heads_q": q.shape[1],
         "heads_k": k.shape[1],
-        "seqlen_q": q.shape[2],
-        "seqlen_k": k.shape[2],
-        "head_dim": q.shape[3],
-        "head_dim_v": v.shape[3],
+        "seqlen_q": seqlen_q,
+        "seqlen_k": seqlen_k,
+        "head_dim": q.shape[-1],
+        "head_dim_v": v.shape[-1],
+        "total_q": seqlen_q,
+        "total_k": seqlen_k,
     }
     answer = native().explain(
         kernel,
         str(q.dtype).removeprefix("torch."),
         sizes,
         band(causal, window),
+        is_packed,
         attn_bias is not None,
         alibi_slopes is not None,
         softcap,
         (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size),
     )
     tile = answer["instance"]
+    why = "" if q.device.type == "meta" else left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa=True)
     return Explanation(
         kernel=answer["kernel"],
         instance=None if tile is None else instance_of(tile),
         reasons=answer["reasons"],
         device=device_facts,
         emulated=emulated,
+        left_to_torch=why,
     )
 
 

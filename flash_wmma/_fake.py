@@ -8,17 +8,51 @@ from torch import Tensor
 from . import _checks, _library  # noqa: F401  (the ops must exist before their fakes)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    _checks.inputs(q, k, v)
-    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=torch.float32)
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    out_bnhd: bool = False,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    _checks.dense(q, k, v, attn_bias, alibi_slopes)
+    batch, heads, n = q.shape[:3]
+    if out_bnhd:
+        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)
+    else:
+        out = q.new_empty((batch, heads, n, v.shape[3]))
+    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
 
 
-def _forward_varlen(q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object) -> tuple[Tensor, Tensor]:
-    # q (total_q, Hq, d), v (total_k, Hk, d_v) -> out (total_q, Hq, d_v), lse (Hq, total_q)
-    return (
-        q.new_empty((q.shape[0], q.shape[1], v.shape[-1])),
-        q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32),
-    )
+def _forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    page_table: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes)
+    total, heads = q.shape[:2]
+    return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
 def _gradients(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:

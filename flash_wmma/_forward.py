@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _checks, _fake  # noqa: F401  (registers the fake kernels)
+from . import _autocast, _checks, _fake  # noqa: F401  (they register what they are named for)
 from ._checks import Causal, Window
 from ._library import ops
 
 _op = ops.forward.default
+_op_varlen = ops.forward_varlen.default
 
 _BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": False, "bottom_right": True}
 
@@ -22,6 +23,64 @@ def band(causal: Causal, window: Window | None) -> tuple[int, int, bool]:
     left, right = (None, None) if window is None else window
     bottom_right = _BOTTOM_RIGHT[causal]
     return -1 if left is None else left, 0 if causal else -1 if right is None else right, bottom_right
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: Causal,
+    scale: float | None,
+    window: Window | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    kernel: str,
+    batch_invariant: bool,
+    flash_attn: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of :func:`forward`. By ``flash_attn``'s conventions out is (B, N, H, d) in memory, and a window is
+    aligned to the last key even without ``causal``."""
+    try:
+        if torch.is_grad_enabled() and (
+            q.requires_grad or k.requires_grad or v.requires_grad or attn_bias is not None or alibi_slopes is not None
+        ):
+            _checks.no_gradient(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        if forward_ad._current_level >= 0:
+            _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        # Every argument that is handed to the op costs a tenth of a microsecond.
+        plain = attn_bias is alibi_slopes is None and softcap == 0 and kernel == "auto" and not batch_invariant
+        if plain and causal is False and scale is None and window is None and not flash_attn:
+            return _op(q, k, v)  # type: ignore[no-any-return]
+        left, right, bottom_right = band(causal, window)
+        if plain:
+            return _op(q, k, v, scale, left, right, bottom_right or flash_attn, flash_attn)  # type: ignore[no-any-return]
+        return _op(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            scale,
+            left,
+            right,
+            bottom_right or flash_attn,
+            flash_attn,
+            attn_bias,
+            alibi_slopes,
+            softcap,
+            None,
+            None,
+            0.0,
+            1,
+            batch_invariant,
+            kernel,
+        )
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        _checks.tensors(q=q, k=k, v=v)
+        _checks.device(q)
+        _checks.dense(q, k, v, attn_bias, alibi_slopes)
+        _checks.options(causal, scale, window, softcap, kernel)
+        _checks.library(error)
+        raise
 
 
 @overload
@@ -38,6 +97,7 @@ def forward(
     softcap: float = ...,
     kernel: str = ...,
     return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
 ) -> Tensor: ...
 
 
@@ -55,6 +115,7 @@ def forward(
     softcap: float = ...,
     kernel: str = ...,
     return_lse: Literal[True],
+    batch_invariant: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -71,11 +132,13 @@ def forward(
     softcap: float = 0.0,
     kernel: str = "auto",
     return_lse: bool = False,
+    batch_invariant: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Exact attention, ``softmax(q kᵀ · scale + mask) v``, by the tiled online softmax of FlashAttention-2.
+    """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
-    No gradient: inputs that require one are refused until backward is built.
+    No gradient: inputs that require one are refused until backward is built. Under ``torch.autocast`` q, k and v are
+    cast to autocast's dtype.
 
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -86,51 +149,219 @@ def forward(
         scale: factor on the scores; default 1 / sqrt(d).
         window: (left, right): query i, shifted as ``causal`` says, sees that many keys before and after its own place.
             ``None`` or a negative number bounds nothing. With ``causal`` the right bound is 0.
-        attn_bias: not yet.
-        alibi_slopes: not yet.
-        softcap: not yet.
+        attn_bias: what broadcasts to (B, Hq, Nq, Nk), any strides, read where it lies: float32 or q's dtype, added to
+            the scaled scores, where -inf hides the key; or bool, ``True`` where the query sees the key.
+        alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the score of query i and key j,
+            whatever ``causal`` is aligned to (flash-attn's ALiBi, https://arxiv.org/abs/2108.12409).
+        softcap: if not 0, scaled scores x become softcap * tanh(x / softcap), before anything is added.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source.
         return_lse: also return the logarithm of the softmax's denominator.
+        batch_invariant: take tiles and splits from (Nq, Nk, d) and the device alone, so that a batch entry's result
+            does not depend, to the bit, on the others.
 
     Returns:
         out (B, Hq, Nq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, Nq), float32, natural
-        logarithm. A query that sees no key has out 0 and lse -inf.
+        logarithm. A query that sees no key has out 0 and lse -inf. Bitwise the same from run to run.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
-        NotImplementedError: an input requires grad or is a dual tensor, or no kernel has the feature yet.
+        NotImplementedError: an input requires grad or is a dual tensor.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
     """
-    if attn_bias is not None or alibi_slopes is not None or softcap != 0:
-        _checks.not_yet(attn_bias, alibi_slopes, softcap)
+    out, lse = dense(q, k, v, causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, False)
+    return (out, lse) if return_lse else out
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    seqused_k: Tensor | None,
+    causal: Causal,
+    scale: float | None,
+    window: Window | None,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+    kernel: str,
+    batch_invariant: bool,
+    validate: bool,
+    flash_attn: bool,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of :func:`forward_varlen`; with ``flash_attn`` a window is aligned to the last key, always."""
     try:
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-            _checks.no_gradient(q, k, v)
+        if torch.is_grad_enabled():
+            _checks.no_gradient(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
-            _checks.no_tangent(q, k, v)
-        if causal is False and window is None:
-            out, lse = _op(q, k, v, scale=scale, kernel_name=kernel)
-        else:
-            left, right, bottom_right = band(causal, window)
-            out, lse = _op(
-                q,
-                k,
-                v,
-                scale=scale,
-                window_left=left,
-                window_right=right,
-                bottom_right=bottom_right,
-                kernel_name=kernel,
+            _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        if validate:
+            _checks.packed(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes
             )
+            _checks.sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k)
+        left, right, bottom_right = band(causal, window)
+        return _op_varlen(  # type: ignore[no-any-return]
+            q,
+            k,
+            v,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            seqused_k,
+            None,
+            max_seqlen_q,
+            max_seqlen_k,
+            scale,
+            left,
+            right,
+            bottom_right or flash_attn,
+            attn_bias,
+            alibi_slopes,
+            softcap,
+            None,
+            None,
+            0.0,
+            1,
+            batch_invariant,
+            kernel,
+        )
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        _checks.forward(q, k, v, causal, scale, window, kernel)
+        _checks.tensors(q=q, k=k, v=v)
+        _checks.device(q)
+        _checks.packed(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes
+        )
+        _checks.options(causal, scale, window, softcap, kernel)
         _checks.library(error)
         raise
+
+
+@overload
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = ...,
+    causal: Causal = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    attn_bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    kernel: str = ...,
+    return_lse: Literal[False] = ...,
+    batch_invariant: bool = ...,
+    validate: bool = ...,
+) -> Tensor: ...
+
+
+@overload
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = ...,
+    causal: Causal = ...,
+    scale: float | None = ...,
+    window: Window | None = ...,
+    attn_bias: Tensor | None = ...,
+    alibi_slopes: Tensor | None = ...,
+    softcap: float = ...,
+    kernel: str = ...,
+    return_lse: Literal[True],
+    batch_invariant: bool = ...,
+    validate: bool = ...,
+) -> tuple[Tensor, Tensor]: ...
+
+
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    seqused_k: Tensor | None = None,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    kernel: str = "auto",
+    return_lse: bool = False,
+    batch_invariant: bool = False,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`forward` for sequences of different lengths, packed one after the other without padding.
+
+    Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and those that cu_seqlens_k says of k and v; it
+    may be empty. Nothing is read outside the tensors whatever the lengths are: they are clamped where the kernel runs,
+    without waiting for the device.
+
+    Args:
+        q: (total_q, Hq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
+        k: (total_k, Hk, d), q's dtype and device. Hq is a multiple of Hk.
+        v: (total_k, Hk, d_v), likewise.
+        cu_seqlens_q: (B + 1), int32, from 0 on, not decreasing.
+        cu_seqlens_k: (B + 1), int32, likewise.
+        max_seqlen_q: at least the length of every sequence's queries; what a longer one gives is unspecified.
+        max_seqlen_k: likewise of its keys.
+        seqused_k: (B), int32: only the first that many keys of each sequence are used.
+        causal, scale, window, softcap, kernel, batch_invariant: as for :func:`forward`; Nq and Nk are the sequence's.
+        attn_bias: what broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
+        alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
+        return_lse: also return the logarithm of the softmax's denominator.
+        validate: look at the lengths and raise if they are wrong. It waits for the device.
+
+    Returns:
+        out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32. A query
+        that sees no key, or that lies behind the last sequence, has out 0 and lse -inf.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
+        ValueError: with ``validate``, lengths that decrease, end beyond a tensor, or exceed max_seqlen.
+    """
+    out, lse = packed(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        seqused_k,
+        causal,
+        scale,
+        window,
+        attn_bias,
+        alibi_slopes,
+        softcap,
+        kernel,
+        batch_invariant,
+        validate,
+        False,
+    )
     return (out, lse) if return_lse else out

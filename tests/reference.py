@@ -7,6 +7,7 @@ PyTorch attention's at the same dtype, plus 1e-5. Plain attention counts as no b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -16,6 +17,9 @@ import torch
 from torch import Tensor
 
 import flash_wmma
+
+libc = ctypes.CDLL(None)
+M_PERTURB = -6
 
 SCALE_ROWS = 64  # rows of a tile that share one power-of-two scale when a kernel converts its inputs
 
@@ -50,15 +54,52 @@ def grouped(t: Tensor, heads: int) -> Tensor:
     return t.repeat_interleave(heads // t.shape[1], dim=1) if t.shape[1] not in (0, heads) else t
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None) -> tuple[Tensor, Tensor]:
+class Modification(NamedTuple):
+    """The options that change scores, as flash_wmma.forward takes them."""
+
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+
+    def apply(self, scores: Tensor) -> Tensor:
+        """softcap, then bias, then ALiBi, on scaled scores (B, Hq, Nq, Nk), in their dtype."""
+        nq, nk = scores.shape[2:]
+        if self.softcap:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        if self.attn_bias is not None and self.attn_bias.dtype == torch.bool:
+            scores = scores.masked_fill(~self.attn_bias, -math.inf)
+        elif self.attn_bias is not None:
+            scores = scores + self.attn_bias.to(scores.dtype)
+        if self.alibi_slopes is not None:
+            place = torch.arange(nq, device=scores.device)[:, None] + nk - nq
+            distance = (place - torch.arange(nk, device=scores.device)).abs()
+            scores = scores - (self.alibi_slopes.to(scores.dtype)[..., None, None] * distance).to(scores.dtype)
+        return scores
+
+    def entry(self, batch: int, heads: slice = slice(None)) -> Modification:
+        """That of one batch entry, for packed sequences."""
+        bias, slopes = self.attn_bias, self.alibi_slopes
+        if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
+            bias = bias[batch : batch + 1]
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[batch : batch + 1]
+        return Modification(bias, slopes, self.softcap)
+
+
+PLAIN = Modification()
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None, modification: Modification = PLAIN
+) -> tuple[Tensor, Tensor]:
     """Attention written out, in the dtype of its inputs. A query that sees no key: out 0, lse -inf."""
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
     visible = mask.visible(q.shape[2], k.shape[2], q.device)
-    scores = (q @ k.transpose(2, 3)) * scale
+    scores = modification.apply((q @ k.transpose(2, 3)) * scale)
     scores = scores.masked_fill(~visible, -math.inf)
-    empty = ~visible.any(dim=1)
-    weights = scores.softmax(dim=3).masked_fill(empty[:, None], 0)
+    empty = scores.isneginf().all(dim=3)
+    weights = scores.softmax(dim=3).masked_fill(empty[..., None], 0)
     return weights @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
 
 
@@ -82,9 +123,12 @@ def skip_large(kernel: flash_wmma.Kernel, rows: int) -> None:
 
 
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
-    """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16."""
-    tensor_cores = kernel.min_arch > 0 and not kernel.name.startswith("simt")
-    return torch.float16 if dtype == torch.float32 and tensor_cores else dtype
+    """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16, and bfloat16 ones too if
+    no instance reads them."""
+    if kernel.min_arch == 0 or kernel.name.startswith("simt"):
+        return dtype
+    reads = {instance.dtype for instance in kernel.instances}
+    return torch.float16 if dtype == torch.float32 or dtype not in reads else dtype
 
 
 def as_multiplied(t: Tensor, dtype: torch.dtype) -> Tensor:
@@ -116,15 +160,21 @@ def head_error(out: Tensor, reference: Tensor) -> float:
 
 
 def reference(
-    kernel: flash_wmma.Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None
+    kernel: flash_wmma.Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = DENSE,
+    scale: float | None = None,
+    modification: Modification = PLAIN,
 ) -> Reference:
     """Float64 attention on what the kernel multiplies, and plain attention's error at that dtype."""
     operand = operand_dtype(kernel, q.dtype)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     multiplied = [as_multiplied(t, operand) for t in (q, k, v)]
-    out, lse = attention(*multiplied, mask, scale)
-    plain, _ = attention(*(t.to(operand) for t in multiplied), mask, scale)
-    rounding = torch.finfo(operand).eps / 2
+    out, lse = attention(*multiplied, mask, scale, modification)
+    plain, _ = attention(*(t.to(operand) for t in multiplied), mask, scale, modification)
+    rounding = max(torch.finfo(operand).eps, torch.finfo(q.dtype).eps) / 2
     eps = torch.finfo(operand).eps if kernel.min_arch else torch.finfo(torch.float32).eps
     return Reference(out, lse, max(head_error(plain, out), rounding), eps)
 
@@ -216,13 +266,16 @@ def normal(
 
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
-    """Memory that is allocated inside holds NaN until it is written."""
+    """Memory that is allocated inside holds NaN until it is written: on the GPU torch does it, on the CPU glibc's
+    allocator (bytes of 0xff)."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
+    libc.mallopt(M_PERTURB, 0x100)  # fills with its lowest byte's complement; 0 turns it off
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
         yield
     finally:
+        libc.mallopt(M_PERTURB, 0)
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
@@ -232,15 +285,30 @@ def bits(t: Tensor) -> Tensor:
 
 
 def run(
-    kernel: flash_wmma.Kernel, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None
+    kernel: flash_wmma.Kernel,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = DENSE,
+    scale: float | None = None,
+    modification: Modification = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of that kernel, from poisoned memory; the inputs' storages stay as they are."""
-    before = [bits(t) for t in (q, k, v)]
+    tensors = [t for t in (q, k, v, *modification[:2]) if t is not None]
+    before = [bits(t) for t in tensors]
     with poisoned_memory():
         out, lse = flash_wmma.forward(
-            q, k, v, causal=mask.causal, window=mask.window, scale=scale, kernel=kernel.name, return_lse=True
+            q,
+            k,
+            v,
+            causal=mask.causal,
+            window=mask.window,
+            scale=scale,
+            kernel=kernel.name,
+            return_lse=True,
+            **modification._asdict(),
         )
-    assert all(torch.equal(bits(t), b) for t, b in zip((q, k, v), before, strict=True)), "an input was written"
+    assert all(torch.equal(bits(t), b) for t, b in zip(tensors, before, strict=True)), "an input was written"
     assert out.dtype == q.dtype
     assert out.device == lse.device == q.device
     return out, lse

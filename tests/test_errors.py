@@ -124,10 +124,66 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "q wants grad": ({"q": with_grad}, NotImplementedError, r"q: .*requires grad.*no_grad\(\).*q\.detach\(\)"),
     "k wants grad": ({"k": with_grad}, NotImplementedError, r"k: .*requires grad.*no_grad\(\).*k\.detach\(\)"),
     "v wants grad": ({"v": with_grad}, NotImplementedError, r"v: .*requires grad.*no_grad\(\).*v\.detach\(\)"),
-    "attn_bias": ({"attn_bias": zeros(20, 20)}, NotImplementedError, r"attn_bias: no kernel implements it yet"),
-    "alibi_slopes": ({"alibi_slopes": zeros(4)}, NotImplementedError, r"alibi_slopes: no kernel implements it yet"),
-    "softcap": ({"softcap": 30.0}, NotImplementedError, r"softcap: no kernel implements it yet"),
-    "softcap a word": ({"softcap": "a"}, TypeError, r"softcap: got 'a', allowed: a float"),
+    "bias wants grad": (
+        {"attn_bias": lambda device: torch.zeros(20, 20, device=device, requires_grad=True)},
+        NotImplementedError,
+        r"attn_bias: .*requires grad",
+    ),
+    "bias a list": ({"attn_bias": [[0.0]]}, TypeError, r"attn_bias: got list, allowed: torch\.Tensor"),
+    "bias shape": (
+        {"attn_bias": zeros(20, 21)},
+        ValueError,
+        r"attn_bias\.shape: got \(20, 21\), allowed: what broadcasts to \(B, Hq, Nq, Nk\) = \(2, 4, 20, 20\)",
+    ),
+    "bias heads": (
+        {"attn_bias": zeros(2, 2, 20, 20)},
+        ValueError,
+        r"attn_bias\.shape: got \(2, 2, 20, 20\), allowed: what broadcasts to",
+    ),
+    "bias rank 5": ({"attn_bias": zeros(1, 1, 1, 1, 1)}, ValueError, r"attn_bias\.shape: got \(1, 1, 1, 1, 1\)"),
+    **{
+        f"bias {t}": (
+            {"attn_bias": zeros(20, 20, dtype=t)},
+            ValueError,
+            rf"attn_bias\.dtype: got {t}, allowed: torch\.bool, torch\.float32$",
+        )
+        for t in (torch.float64, torch.float16, torch.int32)
+    },
+    "bias device": (
+        {"attn_bias": zeros(20, 20, device="meta")},
+        ValueError,
+        r"attn_bias\.device: got meta, allowed: q's",
+    ),
+    "bias sparse": (
+        {"attn_bias": lambda device: torch.zeros(20, 20, device=device).to_sparse()},
+        ValueError,
+        r"attn_bias\.layout: got torch\.sparse_coo",
+    ),
+    "slopes shape": (
+        {"alibi_slopes": zeros(3)},
+        ValueError,
+        r"alibi_slopes\.shape: got \(3,\), allowed: \(Hq\) = \(4,\) or \(B, Hq\) = \(2, 4\)",
+    ),
+    "slopes batch": ({"alibi_slopes": zeros(3, 4)}, ValueError, r"alibi_slopes\.shape: got \(3, 4\), allowed: \(Hq\)"),
+    "slopes dtype": (
+        {"alibi_slopes": zeros(4, dtype=torch.float16)},
+        ValueError,
+        r"alibi_slopes\.dtype: got torch\.float16, allowed: torch\.float32",
+    ),
+    "slopes a number": ({"alibi_slopes": 0.5}, TypeError, r"alibi_slopes: got float, allowed: torch\.Tensor"),
+    "slopes device": ({"alibi_slopes": zeros(4, device="meta")}, ValueError, r"alibi_slopes\.device: got meta"),
+    "softcap negative": (
+        {"softcap": -30.0},
+        ValueError,
+        r"softcap: got -30\.0, allowed: 0 \(none\) or a positive float",
+    ),
+    "softcap NaN": (
+        {"softcap": float("nan")},
+        ValueError,
+        r"softcap: got nan, allowed: 0 \(none\) or a positive float",
+    ),
+    "softcap infinite": ({"softcap": float("inf")}, ValueError, r"softcap: got inf, allowed: 0 \(none\) or a positive"),
+    "softcap a word": ({"softcap": "a"}, TypeError, r"softcap: got 'a', allowed: 0 \(none\) or a positive float"),
     "head dim 0": (
         {x: zeros(2, 4, 20, 0) for x in "qkv"},
         ValueError,
@@ -179,8 +235,14 @@ def test_named_kernel_refuses_dtype(kernel: flash_wmma.Kernel) -> None:
 
 
 def test_named_kernel_refuses_features(kernel: flash_wmma.Kernel) -> None:
-    options: dict[str, Call] = {"causal": {"causal": True}, "window": {"window": (3, 3)}}
     q = torch.zeros(1, 1, 8, 64, dtype=kernel.dtypes[0], device=kernel.device)
+    options: dict[str, Call] = {
+        "causal": {"causal": True},
+        "window": {"window": (3, 3)},
+        "attn_bias": {"attn_bias": torch.zeros(8, 8, device=kernel.device)},
+        "alibi_slopes": {"alibi_slopes": torch.zeros(1, device=kernel.device)},
+        "softcap": {"softcap": 3.0},
+    }
     for feature, option in options.items():
         if feature not in kernel.features:
             with pytest.raises(
@@ -276,10 +338,21 @@ def test_errors_of_the_op_itself() -> None:
         call = good() | {x: value("cpu") if callable(value) else value for x, value in changes.items()}
         with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
             op(**call)
-    for not_yet in ("attn_bias", "alibi_slopes", "sinks", "rng_state"):
+    for argument, wrong in (
+        ("attn_bias", torch.zeros(3)),
+        ("attn_bias", torch.zeros(20, 20, dtype=torch.float64)),
+        ("attn_bias", torch.zeros(20, device="meta")),
+        ("alibi_slopes", torch.zeros(3)),
+        ("alibi_slopes", torch.zeros(4, dtype=torch.float16)),
+        ("softcap", -1.0),
+        ("softcap", float("nan")),
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=argument):
+            op(**good(), **{argument: wrong})
+    for not_yet in ("sinks", "rng_state"):
         with pytest.raises((RuntimeError, ValueError), match="dropout_p" if not_yet == "rng_state" else not_yet):
             op(**good(), **{not_yet: torch.zeros(4)})
-    for option in ({"softcap": 1.0}, {"dropout_p": 0.5}, {"num_splits": 2}):
+    for option in ({"dropout_p": 0.5}, {"num_splits": 2}):
         with pytest.raises((RuntimeError, ValueError), match=next(iter(option))):
             op(**good(), **option)
 

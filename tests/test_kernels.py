@@ -152,16 +152,26 @@ def test_explain_a_named_kernel() -> None:
         assert kernel.name in str(answer)
 
 
-def test_explain_features_that_no_kernel_has_yet() -> None:
-    q = torch.zeros(1, 2, 10, 64)
-    for option, word in (
-        ({"attn_bias": torch.zeros(10, 10)}, "attn_bias"),
-        ({"alibi_slopes": torch.zeros(2)}, "alibi_slopes"),
-        ({"softcap": 30.0}, "softcap"),
-    ):
-        answer = flash_wmma.explain(q, q, q, **option)  # type: ignore[arg-type]
-        assert answer.kernel is None
-        assert answer.reasons["cpu"] == f"does not support {word}"
+def test_explain_features_that_a_kernel_lacks(kernel: flash_wmma.Kernel) -> None:
+    device = facts(90) if kernel.device == "cuda" else flash_wmma.device_facts("cpu")
+    q, bias, slopes = (torch.empty(shape, device="meta") for shape in ((1, 2, 10, 64), (10, 10), (2,)))
+    options = {"attn_bias": {"attn_bias": bias}, "alibi_slopes": {"alibi_slopes": slopes}, "softcap": {"softcap": 30.0}}
+    for feature, option in options.items():
+        answer = flash_wmma.explain(q, q, q, **option, kernel=kernel.name, device_facts=device)  # type: ignore[arg-type]
+        if feature in kernel.features:
+            assert answer.kernel == kernel.name
+        else:
+            assert answer.kernel is None
+            assert answer.reasons[kernel.name] == f"does not support {feature}"
+
+
+def test_explain_packed_sequences(kernel: flash_wmma.Kernel) -> None:
+    device = facts(90) if kernel.device == "cuda" else flash_wmma.device_facts("cpu")
+    q, k, v = (meta(n, h, 64, dtype=kernel.dtypes[0]) for n, h in ((100, 4), (120, 2), (120, 2)))
+    answer = flash_wmma.explain(q, k, v, kernel=kernel.name, device_facts=device)
+    assert answer.kernel == (kernel.name if "varlen" in kernel.features else None)
+    with pytest.raises(ValueError, match=r"v\.shape: got \(12, 2, 64\)"):
+        flash_wmma.explain(q, k, v[:12], device_facts=device)
 
 
 def test_explain_agrees_with_forward(kernel: flash_wmma.Kernel) -> None:
@@ -259,6 +269,8 @@ def test_command_explain(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*shape, "--dtype", "float32", "--device", "cpu", "--causal"]) == 0
     assert "kernel   cpu" in capsys.readouterr().out
     assert main([*shape, "--device", "cpu", "--window", "3", "-1", "--kv-heads", "2", "--kv-length", "100"]) == 0
+    assert "kernel   cpu" in capsys.readouterr().out
+    assert main([*shape, "--device", "cpu", "--attn-bias", "--alibi-slopes", "--softcap", "30"]) == 0
     assert "kernel   cpu" in capsys.readouterr().out
     assert main([*shape, "--arch", "70"]) == 0
     out = capsys.readouterr().out

@@ -9,6 +9,8 @@ import warnings
 
 import pytest
 import torch
+import torch._dynamo.testing
+from conftest import obstacle
 from reference import Mask, check, few, normal, reference, run
 from torch import Tensor
 
@@ -32,8 +34,16 @@ def test_opcheck(target: Target) -> None:
     options = [{}, {"scale": 0.3}]
     options += [{"window_right": 0}, {"window_right": 0, "bottom_right": True}] if "causal" in kernel.features else []
     options += [{"window_left": 5, "window_right": 7}] if "window" in kernel.features else []
+    slopes = torch.rand(4, device=q.device)
+    options += [{"softcap": 3.0}] if "softcap" in kernel.features else []
+    if "alibi_slopes" in kernel.features:
+        options += [{"alibi_slopes": slopes}, {"alibi_slopes": slopes.expand(2, 4)}]
+    if "attn_bias" in kernel.features:
+        bias = torch.randn(4, 33, 50, device=q.device)
+        options += [{"attn_bias": bias}, {"attn_bias": bias.to(q.dtype)[:1]}, {"attn_bias": bias[0] > 0}]
     for option in options:
         torch.library.opcheck(ops.forward.default, (q, k, v), {**option, "kernel_name": kernel.name})
+    torch.library.opcheck(ops.forward.default, (q, k, v), {"out_bnhd": True, "kernel_name": kernel.name})
     torch.library.opcheck(ops.forward.default, (q, k[:, :2], v[:, :2]), {"kernel_name": kernel.name})
     torch.library.opcheck(ops.forward.default, (q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {})
     torch.library.opcheck(ops.forward.default, (q[:, :, :0], k, v), {"kernel_name": kernel.name})
@@ -41,11 +51,50 @@ def test_opcheck(target: Target) -> None:
         torch.library.opcheck(ops.forward.default, (q, k, v[..., :13]), {"kernel_name": kernel.name})
 
 
+def packed(target: Target) -> tuple[tuple[Tensor, ...], dict[str, object]]:
+    """Arguments of forward_varlen."""
+    kernel, _ = target
+    if "varlen" not in kernel.features:
+        pytest.skip(f"{kernel.name} has no varlen")
+    q, k, v = (t.flatten(0, 1) for t in inputs(target))
+    q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
+    cu_q, cu_k = (torch.tensor([0, 9, n], dtype=torch.int32, device=q.device) for n in (33, 50))
+    return (q, k, v, cu_q, cu_k, None, None, 24, 41), {"kernel_name": kernel.name}
+
+
+def test_opcheck_varlen(target: Target) -> None:
+    kernel, _ = target
+    arguments, options = packed(target)
+    heads, device = arguments[0].shape[1], kernel.device
+    torch.library.opcheck(ops.forward_varlen.default, arguments, options)
+    used = torch.tensor([3, 4], dtype=torch.int32, device=device)
+    torch.library.opcheck(ops.forward_varlen.default, (*arguments[:5], used, *arguments[6:]), options)
+    for feature, option in (
+        ("window", {"window_left": 3, "window_right": 0, "bottom_right": True}),
+        ("alibi_slopes", {"alibi_slopes": torch.rand(2, heads, device=device)}),
+        ("attn_bias", {"attn_bias": torch.randn(24, 41, device=device)}),
+        ("softcap", {"softcap": 2.0}),
+    ):
+        if feature in kernel.features:
+            torch.library.opcheck(ops.forward_varlen.default, arguments, {**option, **options})
+
+
 def test_fake_results_are_like_real_ones(target: Target) -> None:
     kernel, _ = target
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(target))
-    real = ops.forward(q, k, v, kernel_name=kernel.name)
-    fake = ops.forward(q.to("meta"), k.to("meta"), v.to("meta"), kernel_name=kernel.name)
+    for bnhd in (False, True):
+        real = ops.forward(
+            q, k, v[..., :40] if "d_v != d" in kernel.features else v, out_bnhd=bnhd, kernel_name=kernel.name
+        )
+        fake = ops.forward(*(t.to("meta") for t in (q, k, v[..., : real[0].shape[3]])), out_bnhd=bnhd)
+        same_layout(real, fake)
+    if "varlen" in kernel.features:
+        arguments, options = packed(target)
+        real = ops.forward_varlen(*arguments, **options)
+        same_layout(real, ops.forward_varlen(*(t.to("meta") if isinstance(t, Tensor) else t for t in arguments)))
+
+
+def same_layout(real: tuple[Tensor, ...], fake: tuple[Tensor, ...]) -> None:
     for a, b in zip(real, fake, strict=True):
         assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
         assert b.device.type == "meta"
@@ -65,8 +114,6 @@ def test_ops_that_are_not_built_yet() -> None:
     with pytest.raises(RuntimeError, match="backward: not yet built"):
         ops.backward(q, None, q, k, v, q, lse)
     packed, lengths = torch.randn(10, 2, 64), torch.tensor([0, 10], dtype=torch.int32)
-    with pytest.raises(RuntimeError, match="forward_varlen: not yet built"):
-        ops.forward_varlen(packed, packed, packed, lengths, lengths, None, None, 10, 10)
     with pytest.raises(RuntimeError, match="backward_varlen: not yet built"):
         ops.backward_varlen(packed, None, packed, packed, packed, packed, lse[0], lengths, lengths, None, 10, 10)
     for op in ("forward", "forward_varlen", "backward", "backward_varlen"):
@@ -120,13 +167,82 @@ def test_compile_with_dynamic_length(target: Target, backend: str) -> None:
     assert graphs == after_first
 
 
+def test_compile_varlen_with_dynamic_lengths(target: Target) -> None:
+    """max_seqlen, the totals and the batch change, the graph does not."""
+    kernel, _ = target
+    packed(target)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    after_first = 0
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=counter)
+    def attend(q: Tensor, k: Tensor, v: Tensor, cu: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        return flash_wmma.forward_varlen(
+            q, k, v, cu, cu, longest, longest, causal="bottom_right", kernel=kernel.name, return_lse=True
+        )
+
+    for lengths in ((9, 24), (3, 40), (17, 5, 30), (1, 2, 3, 70)):
+        cu = torch.tensor([0, *lengths], device=kernel.device).cumsum(0).int()
+        q, k, v = (t[0].transpose(0, 1) for t in inputs(target, sum(lengths), sum(lengths)))
+        out, lse = attend(q, k, v, cu, max(lengths))
+        eager = flash_wmma.forward_varlen(
+            q, k, v, cu, cu, *[max(lengths)] * 2, causal="bottom_right", kernel=kernel.name, return_lse=True
+        )
+        assert torch.equal(out, eager[0])
+        assert torch.equal(lse, eager[1])
+        after_first = after_first or counter.frame_count
+    assert counter.frame_count == after_first
+
+
+def test_compile_with_every_option(target: Target) -> None:
+    """Bias, slopes and softcap go through a compiled graph; flash-attn's function with its own layout too."""
+    kernel, _ = target
+    if not {"attn_bias", "alibi_slopes", "softcap"} <= kernel.features:
+        pytest.skip(f"{kernel.name} has not all of them")
+    torch._dynamo.reset()
+    attend = torch.compile(flash_wmma.forward, fullgraph=True, dynamic=True, backend="aot_eager")
+    for nq, nk in ((33, 50), (20, 60)):
+        q, k, v = inputs(target, nq, nk)
+        options = {"attn_bias": torch.randn(nq, nk).to(q), "alibi_slopes": torch.rand(4).to(q.device), "softcap": 3.0}
+        assert torch.equal(attend(q, k, v, **options), flash_wmma.forward(q, k, v, **options))
+        packed = [t.transpose(1, 2) for t in (q, k, v)]
+        other = torch.compile(flash_wmma.flash_attn_func, fullgraph=True, dynamic=True, backend="aot_eager")
+        out = other(*packed, causal=True)
+        assert torch.equal(out, flash_wmma.flash_attn_func(*packed, causal=True))
+        assert out.is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
+    """q, k and v are cast; slopes and a float32 bias stay as they are; so too in a compiled graph."""
+    if obstacle(kernel, dtype) or dtype not in kernel.dtypes or torch.float32 not in kernel.dtypes:
+        pytest.skip(f"{kernel.name} has not both dtypes here")
+    q, k, v = inputs((kernel, torch.float32))
+    options: dict[str, object] = {"kernel": kernel.name}
+    if {"attn_bias", "alibi_slopes"} <= kernel.features:
+        options |= {"attn_bias": torch.randn(33, 50).to(q), "alibi_slopes": torch.rand(4).to(q)}
+    expected = flash_wmma.forward(*(t.to(dtype) for t in (q, k, v)), **options)
+    torch._dynamo.reset()
+    compiled = torch.compile(flash_wmma.forward, fullgraph=True, backend="aot_eager")
+    with torch.autocast(kernel.device, dtype=dtype):
+        for function in (flash_wmma.forward, compiled):
+            assert torch.equal(function(q, k, v, **options), expected)
+            assert torch.equal(function(q, k.to(dtype), v, **options), expected)
+        if "varlen" in kernel.features:
+            cu = torch.tensor([0, 33], dtype=torch.int32, device=q.device)
+            out = flash_wmma.forward_varlen(*(t[0, :, :33].transpose(0, 1) for t in (q, k, v)), cu, cu, 33, 33)
+            assert out.dtype == dtype
+    with torch.autocast(kernel.device, dtype=dtype, enabled=False):
+        assert flash_wmma.forward(q, k, v, **options).dtype == torch.float32
+
+
 def test_compile_refuses_what_eager_refuses() -> None:
     torch._dynamo.reset()
     attend = torch.compile(flash_wmma.forward, fullgraph=True, backend="eager")
     q = torch.randn(1, 2, 10, 64)
     with pytest.raises(Exception, match=r"k\.shape: got \(1, 2, 10, 32\)"):
         attend(q, q[..., :32], q)
-    with pytest.raises(Exception, match=r"no kernel implements it yet|backward is not built yet|NotImplementedError"):
+    with pytest.raises(Exception, match=r"backward is not built yet|NotImplementedError"):
         attend(q.clone().requires_grad_(), q, q)
 
 
@@ -200,6 +316,27 @@ def test_views_with_a_pending_conjugation_or_sign() -> None:
     assert torch.equal(flash_wmma.forward(q, k, negated), flash_wmma.forward(q, k, -z.imag))
 
 
+def test_export_varlen_and_drop_in() -> None:
+    class Attend(torch.nn.Module):
+        def forward(self, q: Tensor, cu: Tensor) -> tuple[Tensor, Tensor]:
+            packed = flash_wmma.flash_attn_varlen_func(q, q, q, cu, cu, q.shape[0], q.shape[0], causal=True)
+            assert isinstance(packed, Tensor)
+            dense = q.transpose(0, 1)[None]
+            return packed, flash_wmma.scaled_dot_product_attention(dense, dense, dense, is_causal=True)
+
+    n = torch.export.Dim("n", min=2, max=4096)
+    cu = torch.tensor([0, 20], dtype=torch.int32)
+    for strict in (False, True):
+        program = torch.export.export(
+            Attend(), (torch.randn(20, 2, 64), cu), dynamic_shapes=[{0: n}, None], strict=strict
+        )
+        assert "flash_wmma.forward_varlen" in str(program.graph)
+        assert "flash_wmma.forward.default" in str(program.graph)
+        q, cu_77 = torch.randn(77, 2, 64), torch.tensor([0, 77], dtype=torch.int32)
+        for a, b in zip(program.module()(q, cu_77), Attend()(q, cu_77), strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.gpu
 def test_stream(target: Target) -> None:
     """The current stream is used: inputs written late on it are seen."""
@@ -226,12 +363,16 @@ def test_no_synchronisation(target: Target) -> None:
     if kernel.device != "cuda":
         pytest.skip("on the GPU alone")
     q, k, v = inputs(target)
+    packed = [t[0, :, :33].transpose(0, 1) for t in (q, k, v)]
+    lengths = torch.tensor([0, 33], dtype=torch.int32, device="cuda") if "varlen" in kernel.features else None
     flash_wmma.forward(q, k, v, kernel=kernel.name)
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(200_000_000)
         flash_wmma.forward(q, k, v, kernel=kernel.name)
+        if lengths is not None:
+            flash_wmma.forward_varlen(*packed, lengths, lengths, 33, 33, kernel=kernel.name)
         assert not torch.cuda.current_stream().query(), "forward waited for the device"
     finally:
         torch.cuda.set_sync_debug_mode("default")
@@ -241,6 +382,15 @@ CAPTURE = """
 import torch, flash_wmma
 name, dtype = {name!r}, {dtype}
 q, k, v = (torch.randn(2, 4, n, 64, device="cuda", dtype=dtype) for n in (100, 130, 130))
+if {varlen}:
+    cu = torch.tensor([0, 30, 100], dtype=torch.int32, device="cuda")
+    packed = [t[0, :, :100].transpose(0, 1).contiguous() for t in (q, k, v)]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flash_wmma.forward_varlen(*packed, cu, cu, 100, 100, kernel=name)
+    cu.copy_(torch.tensor([0, 50, 90]))
+    graph.replay()
+    assert torch.equal(out, flash_wmma.forward_varlen(*packed, cu, cu, 100, 100, kernel=name))
 graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph):
     out, lse = flash_wmma.forward(q, k, v, kernel=name, return_lse=True)
@@ -259,7 +409,9 @@ def test_graph_capture_from_the_first_call(target: Target) -> None:
     if kernel.device != "cuda":
         pytest.skip("on the GPU alone")
     done = subprocess.run(
-        [sys.executable, "-c", CAPTURE.format(name=kernel.name, dtype=dtype)], capture_output=True, text=True
+        [sys.executable, "-c", CAPTURE.format(name=kernel.name, dtype=dtype, varlen="varlen" in kernel.features)],
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 0, done.stderr
 

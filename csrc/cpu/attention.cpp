@@ -4,15 +4,18 @@
 // it for one instruction set each and register it. The best one that the processor has runs, or the one that the
 // environment variable FLASH_WMMA_CPU_ISA names.
 //
-// A task is a run of Q tiles of one key/value head. Threads draw tasks from one counter, causal tasks the longest first.
+// A task is a run of Q tiles of one key/value head. Threads draw tasks from one counter, the longest first: those of
+// causal queries that see much, and those of the longest of packed sequences, each of which is a problem of its own.
 // Short queries against many keys (decoding) are also split over the keys, by shape alone, and the splits are combined
-// in order. So every row is computed in the same order whatever the number of threads: bitwise equal from run to run.
+// in order. So every row is computed in the same order whatever the number of threads: bitwise equal from run to run,
+// and in a packed sequence bitwise what the sequence alone would give.
 #define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
 
 #include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>
@@ -52,61 +55,140 @@ const IsaKernel& select_isa() {
 
 std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// How the work is cut. Only `splits` and `split_keys` bear on the result; they depend on the shape alone.
-struct Plan {
-    const IsaKernel* isa;
-    std::int64_t rows;       ///< packed rows of a key/value head
-    std::int64_t task_rows;  ///< of them, in one task
-    std::int64_t row_tasks;  ///< tasks over the rows of a head
-    std::int64_t splits, split_keys;
-    std::int64_t heads;  ///< batch * heads_k
-    std::int64_t workers, combine_workers;
-    std::int64_t scratch;   ///< floats, of one worker
-    std::int64_t partials;  ///< floats, of one split of one head
+/// Dense attention: a call of it, or one sequence of a packed call with its pointers moved there.
+struct Problem {
+    ForwardParams params;
+    std::int64_t rows;                ///< packed rows of a key/value head
+    std::int64_t heads;               ///< batch * heads_k
+    std::int64_t splits, split_keys;  ///< these bear on the result, so they depend on the shape alone
+    std::int64_t row_tasks = 0;       ///< tasks over the rows of a head
+    std::int64_t partials;            ///< floats, of one split of one head
+    std::int64_t first_task = 0, first_combination = 0, first_partial = 0;
+
+    explicit Problem(const ForwardParams& p) : params(p) {
+        // A split must be long enough to pay for its partial result, and there must be few enough of them to combine.
+        constexpr std::int64_t kSplitRows = 96, kMinSplitKeys = 512, kMaxSplits = 32;
+        rows = p.seqlen_q * (p.heads_q / p.heads_k);
+        heads = p.batch * p.heads_k;
+        split_keys = p.seqlen_k;
+        if (rows <= kSplitRows)
+            split_keys = std::max(kMinSplitKeys, ceil_div(ceil_div(p.seqlen_k, kMaxSplits), kTileKeys) * kTileKeys);
+        splits = ceil_div(p.seqlen_k, split_keys);
+        partials = splits > 1 ? rows * partial_stride(p.head_dim_v) : 0;
+    }
+    std::int64_t tasks() const { return heads * row_tasks * splits; }
+    std::int64_t combinations() const { return splits > 1 ? heads * row_tasks : 0; }
+    /// Multiply-adds; a single row waits for memory and counts as several.
+    double work() const {
+        constexpr std::int64_t kLeastRows = 16;
+        return static_cast<double>(heads) * static_cast<double>(std::max(rows, kLeastRows)) *
+               static_cast<double>(params.seqlen_k) * (params.head_dim + params.head_dim_v);
+    }
 };
 
-Plan make_plan(const ForwardParams& p) {
-    // A split must be long enough to pay for its partial result, and there must be few enough of them to combine.
-    constexpr std::int64_t kSplitRows = 96, kMinSplitKeys = 512, kMaxSplits = 32;
-    // Multiply-adds that are worth waking a thread for; a single row waits for memory and counts as several.
-    constexpr std::int64_t kLeastRows = 16;
-    constexpr double kWorkerGrain = 1e6;
-    // Floats of partial results, likewise.
-    constexpr std::int64_t kCombineGrain = 1 << 18;
+/// The rows of a packed tensor that a sequence takes (attention.h); a longer one than was said is cut.
+struct Run {
+    std::int64_t begin, length;
+    Run(const std::int32_t* cu_seqlens, std::int64_t b, std::int64_t total, std::int64_t longest) {
+        begin = std::clamp(std::int64_t{cu_seqlens[b]}, std::int64_t{0}, total);
+        length = std::min(std::clamp(std::int64_t{cu_seqlens[b + 1]}, begin, total) - begin, longest);
+    }
+};
 
-    Plan plan{};
-    plan.isa = &select_isa();
-    plan.rows = p.seqlen_q * (p.heads_q / p.heads_k);
-    plan.heads = p.batch * p.heads_k;
-    plan.split_keys = p.seqlen_k;
-    if (plan.rows <= kSplitRows)
-        plan.split_keys = std::max(kMinSplitKeys, ceil_div(ceil_div(p.seqlen_k, kMaxSplits), kTileKeys) * kTileKeys);
-    plan.splits = ceil_div(p.seqlen_k, plan.split_keys);
-
-    const double work =
-        static_cast<double>(plan.heads) * std::max(plan.rows, kLeastRows) * p.seqlen_k * (p.head_dim + p.head_dim_v);
-    const std::int64_t threads = torch::stable::get_num_threads();
-    const std::int64_t useful =
-        std::max(std::int64_t{1}, static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)));
-    const std::int64_t tiles = ceil_div(plan.rows, plan.isa->tile_rows);
-    const std::int64_t workers = std::min(threads, useful);
-    // Large tasks share K/V tiles, small ones keep the threads evenly busy.
-    const std::int64_t task_tiles =
-        std::clamp(plan.heads * plan.splits * tiles / (4 * workers), std::int64_t{1}, std::int64_t{kMaxTaskTiles});
-    plan.task_rows = task_tiles * plan.isa->tile_rows;
-    plan.row_tasks = ceil_div(plan.rows, plan.task_rows);
-    plan.workers = std::min(workers, plan.heads * plan.splits * plan.row_tasks);
-    plan.scratch = ceil_div(plan.isa->scratch_floats(p, task_tiles), 16) * 16;
-    plan.partials = plan.splits > 1 ? plan.rows * partial_stride(p.head_dim_v) : 0;
-    plan.combine_workers =
-        std::clamp(plan.heads * plan.splits * plan.partials / kCombineGrain, std::int64_t{1}, plan.workers);
-    return plan;
+void* moved(void* data, std::int64_t elements, DType dtype) {
+    return static_cast<char*>(data) + elements * (dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2);
 }
 
+/// Sequence b of packed ones as dense attention.
+ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
+    const Sequences& s = packed.sequences;
+    const Run queries(s.cu_seqlens_q, b, s.total_q, packed.seqlen_q),
+        keys(s.cu_seqlens_k, b, s.total_k, packed.seqlen_k);
+    ForwardParams p = packed;
+    p.sequences = {};
+    p.batch = 1;
+    p.seqlen_q = queries.length;
+    p.seqlen_k = s.seqused_k ? std::clamp(std::int64_t{s.seqused_k[b]}, std::int64_t{0}, keys.length) : keys.length;
+    p.q.data = moved(p.q.data, queries.begin * p.q.row, p.dtype);
+    p.k.data = moved(p.k.data, keys.begin * p.k.row, p.dtype);
+    p.v.data = moved(p.v.data, keys.begin * p.v.row, p.dtype);
+    p.o.data = moved(p.o.data, queries.begin * p.o.row, p.out_dtype);
+    p.lse += queries.begin;
+    if (p.bias.data) p.bias.data = moved(const_cast<void*>(p.bias.data), b * p.bias.batch, p.bias.dtype);
+    if (p.alibi_slopes) p.alibi_slopes += b * p.alibi_batch_stride;
+    return p;
+}
+
+/// What runs: the problems, the longest first, and how they are shared out.
+struct Plan {
+    const IsaKernel* isa;
+    std::vector<Problem> problems;
+    std::int64_t task_rows;  ///< packed rows of a task
+    std::int64_t tasks = 0, combinations = 0;
+    std::int64_t workers, combine_workers;
+    std::int64_t scratch;       ///< floats, of one worker
+    std::int64_t partials = 0;  ///< floats
+
+    explicit Plan(const ForwardParams& p) : isa(&select_isa()) {
+        // Multiply-adds that are worth waking a thread for; floats of partial results, likewise.
+        constexpr double kWorkerGrain = 1e6;
+        constexpr std::int64_t kCombineGrain = 1 << 18;
+
+        if (p.sequences.cu_seqlens_q) {
+            for (std::int64_t b = 0; b < p.batch; ++b) {
+                const ForwardParams one = sequence(p, b);
+                if (one.seqlen_q > 0 && one.seqlen_k > 0) problems.emplace_back(one);
+            }
+            std::stable_sort(problems.begin(), problems.end(), [](const Problem& a, const Problem& b) {
+                return a.params.seqlen_q * a.params.seqlen_k > b.params.seqlen_q * b.params.seqlen_k;
+            });
+        } else {
+            problems.emplace_back(p);
+        }
+        double work = 0;
+        std::int64_t tiles = 0;
+        for (const Problem& problem : problems) {
+            work += problem.work();
+            tiles += problem.heads * problem.splits * ceil_div(problem.rows, isa->tile_rows);
+        }
+        const std::int64_t threads = torch::stable::get_num_threads();
+        workers = std::clamp(static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)), std::int64_t{1}, threads);
+        // Large tasks share K/V tiles, small ones keep the threads evenly busy.
+        const std::int64_t task_tiles = std::clamp(tiles / (4 * workers), std::int64_t{1}, std::int64_t{kMaxTaskTiles});
+        task_rows = task_tiles * isa->tile_rows;
+        for (Problem& problem : problems) {
+            problem.row_tasks = ceil_div(problem.rows, task_rows);
+            problem.first_task = tasks;
+            problem.first_combination = combinations;
+            problem.first_partial = partials;
+            tasks += problem.tasks();
+            combinations += problem.combinations();
+            partials += problem.heads * problem.splits * problem.partials;
+        }
+        workers = std::max(std::int64_t{1}, std::min(workers, tasks));
+        scratch = ceil_div(isa->scratch_floats(p, task_tiles), 16) * 16;
+        combine_workers = std::clamp(partials / kCombineGrain, std::int64_t{1}, workers);
+    }
+
+    /// The problem whose tasks (or combinations) the index lies among.
+    const Problem& problem_of(std::int64_t index, std::int64_t Problem::* first) const {
+        const auto after = [&](std::int64_t i, const Problem& problem) { return i < problem.*first; };
+        return *(std::upper_bound(problems.begin(), problems.end(), index, after) - 1);
+    }
+
+    Task rows_of(const Problem& problem, std::int64_t head, std::int64_t index) const {
+        Task task{};
+        task.batch = head / problem.params.heads_k;
+        task.head_k = head % problem.params.heads_k;
+        task.row_begin = index * task_rows;
+        task.row_end = std::min(task.row_begin + task_rows, problem.rows);
+        return task;
+    }
+};
+
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
-    const Plan plan = make_plan(p);
-    return (plan.workers * plan.scratch + plan.heads * plan.splits * plan.partials) *
-           static_cast<std::int64_t>(sizeof(float));
+    const Plan plan(p);
+    return (plan.workers * plan.scratch + plan.partials) * static_cast<std::int64_t>(sizeof(float));
 }
 
 /// Runs work(task, worker) for every task in [0, tasks), each as soon as a worker is free.
@@ -120,35 +202,54 @@ void run_tasks(std::int64_t workers, std::int64_t tasks, const Work& work) {
     else torch::stable::parallel_for(0, workers, 1, drain);
 }
 
+/// o = 0 and lse = -inf for the packed rows [begin, end).
+void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
+    const std::size_t bytes = static_cast<std::size_t>(p.head_dim_v) * (p.out_dtype == DType::kFloat32 ? 4 : 2);
+    for (std::int64_t row = begin; row < end; ++row)
+        for (std::int64_t head = 0; head < p.heads_q; ++head) {
+            std::memset(moved(p.o.data, row * p.o.row + head * p.o.head, p.out_dtype), 0, bytes);
+            p.lse[head * p.lse_head + row] = -HUGE_VALF;
+        }
+}
+
+/// Clears the packed rows of queries that no key is for: in no sequence, cut off, or of a sequence without keys.
+void clear_idle_rows(const ForwardParams& packed) {
+    std::int64_t next = 0;
+    for (std::int64_t b = 0; b < packed.batch; ++b) {
+        const Run run(packed.sequences.cu_seqlens_q, b, packed.sequences.total_q, packed.seqlen_q);
+        const bool idle = sequence(packed, b).seqlen_k == 0;
+        clear_rows(packed, next, idle ? run.begin + run.length : run.begin);
+        next = std::max(next, run.begin + run.length);
+    }
+    clear_rows(packed, next, packed.sequences.total_q);
+}
+
 void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
-    const Plan plan = make_plan(p);
+    const Plan plan(p);
     float* scratch = static_cast<float*>(p.workspace);
     float* partials = scratch + plan.workers * plan.scratch;
-    const auto rows_of = [&](std::int64_t head, std::int64_t index) {
-        Task task{};
-        task.batch = head / p.heads_k;
-        task.head_k = head % p.heads_k;
-        task.row_begin = index * plan.task_rows;
-        task.row_end = std::min(task.row_begin + plan.task_rows, plan.rows);
-        return task;
-    };
+    if (p.sequences.cu_seqlens_q) clear_idle_rows(p);
 
-    run_tasks(plan.workers, plan.heads * plan.row_tasks * plan.splits, [&](std::int64_t t, std::int64_t worker) {
-        const std::int64_t split = t % plan.splits, head = t / plan.splits / plan.row_tasks;
-        Task task = rows_of(head, plan.row_tasks - 1 - t / plan.splits % plan.row_tasks);
-        task.key_begin = split * plan.split_keys;
-        task.key_end = std::min(task.key_begin + plan.split_keys, p.seqlen_k);
-        if (plan.splits > 1)
-            task.partial =
-                partials + (head * plan.splits + split) * plan.partials + task.row_begin * partial_stride(p.head_dim_v);
-        plan.isa->attend(p, task, scratch + worker * plan.scratch);
+    run_tasks(plan.workers, plan.tasks, [&](std::int64_t index, std::int64_t worker) {
+        const Problem& problem = plan.problem_of(index, &Problem::first_task);
+        const std::int64_t t = index - problem.first_task, split = t % problem.splits,
+                           row_task = problem.row_tasks - 1 - t / problem.splits % problem.row_tasks,
+                           head = t / problem.splits / problem.row_tasks;
+        Task task = plan.rows_of(problem, head, row_task);
+        task.key_begin = split * problem.split_keys;
+        task.key_end = std::min(task.key_begin + problem.split_keys, problem.params.seqlen_k);
+        if (problem.splits > 1)
+            task.partial = partials + problem.first_partial + (head * problem.splits + split) * problem.partials +
+                           task.row_begin * partial_stride(p.head_dim_v);
+        plan.isa->attend(problem.params, task, scratch + worker * plan.scratch);
     });
-    if (plan.splits == 1) return;
-    run_tasks(plan.combine_workers, plan.heads * plan.row_tasks, [&](std::int64_t t, std::int64_t) {
-        const std::int64_t head = t / plan.row_tasks;
-        Task task = rows_of(head, t % plan.row_tasks);
-        task.partial = partials + head * plan.splits * plan.partials + task.row_begin * partial_stride(p.head_dim_v);
-        plan.isa->combine(p, task, static_cast<int>(plan.splits), plan.partials);
+    run_tasks(plan.combine_workers, plan.combinations, [&](std::int64_t index, std::int64_t) {
+        const Problem& problem = plan.problem_of(index, &Problem::first_combination);
+        const std::int64_t t = index - problem.first_combination, head = t / problem.row_tasks;
+        Task task = plan.rows_of(problem, head, t % problem.row_tasks);
+        task.partial = partials + problem.first_partial + head * problem.splits * problem.partials +
+                       task.row_begin * partial_stride(p.head_dim_v);
+        plan.isa->combine(problem.params, task, static_cast<int>(problem.splits), problem.partials);
     });
 }
 
@@ -161,7 +262,7 @@ const KernelInfo kKernel{
     /*float16=*/true,
     /*min_head_dim=*/1,
     /*max_head_dim=*/256,
-    kCausal | kWindow | kValueDim,
+    kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
     /*auto_rank=*/100,
     /*instances=*/nullptr,
     /*instance_count=*/0,

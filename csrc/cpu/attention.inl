@@ -18,9 +18,14 @@
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
 //
+// Bias, ALiBi and softcap (a score modification) are a pass of their own over S^T, in a second instance of the tile's
+// step: there the scores are final, scale included. The bias of a tile is brought into scratch as fp32, transposed as S^T
+// is, whatever its type and strides.
+//
 // Masked keys get the score -inf, hence weight 0. A row that has seen nothing but -inf has maximum -inf, and 0 stands in
 // for it in the exponent only. NaN and +inf scores make their row NaN by themselves (inf - inf). A key that a row does
-// not see cannot reach it even through a NaN or inf of V; a visible key of weight 0 can (0 * inf), as in torch.
+// not see, by its band or by a bias of -inf or false, cannot reach it even through a NaN or inf of V; a visible key of
+// weight 0 can (0 * inf), as in torch.
 //
 // Bound: the FMA units. 2 * 32 FLOP a cycle with AVX-512: 144 GFLOP/s a core at 2.25 GHz (Cascade Lake). There, out of
 // L1, the two products reach 134 to 142 and a whole tile step, softmax included, 124 at d = 64 and 130 at d = 128; the
@@ -113,11 +118,32 @@ inline typename Isa::Vec exp2(typename Isa::Vec x) {
     return Isa::scale(Isa::fma(p, fraction, Isa::broadcast(1.f)), exponent);
 }
 
+/// Relative error 2e-7: a polynomial (Cephes) near 0, (1 - e) / (1 + e) with e = exp(-2 |x|) beyond.
+template <class Isa>
+inline typename Isa::Vec tanh(typename Isa::Vec x) {
+    constexpr float kNear[] = {-5.70498872745e-3f, 2.06390887954e-2f, -5.37397155531e-2f, 1.33314422036e-1f,
+                               -3.33332819422e-1f};
+    const auto one = Isa::broadcast(1.f), square = x * x;
+    auto p = Isa::broadcast(kNear[0]);
+    for (int i = 1; i < 5; ++i) p = Isa::fma(p, square, Isa::broadcast(kNear[i]));
+    const auto near = Isa::fma(p * square, x, x);
+    const auto size = x < Isa::broadcast(0.f) ? -x : x;
+    const auto e = exp2<Isa>(size * Isa::broadcast(static_cast<float>(-2 * kLog2E)));
+    const auto far = (one - e) / (one + e);
+    return size < Isa::broadcast(0.625f) ? near : x < Isa::broadcast(0.f) ? -far : far;
+}
+
 /// The scale in two factors: that of Q (a zero scale makes all scores 0) and that of the differences of scores.
 inline float score_sign(float scale) { return scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f; }
 inline double score_scale(float scale) {
     return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale;
 }
+
+/// Whether the scores are more than scaled products.
+inline bool modified(const ForwardParams& p) { return p.bias.data || p.alibi_slopes || p.softcap != 0.f; }
+
+/// The factor of the differences of what the maxima are taken of: modified scores are scaled already.
+inline double maximum_scale(const ForwardParams& p) { return modified(p) ? 1.0 : score_scale(p.scale); }
 
 /// `maximum`, or 0 where no score above -inf has been seen, so that a -inf score is still -inf less it.
 template <class Isa>
@@ -133,10 +159,27 @@ struct QTile {
     float *q, *o;           ///< Q^T times the sign of scale; O^T, unnormalised
     float *maximum, *sum;   ///< per row, of the scores before scaling and of the weights
     std::int32_t *lo, *hi;  ///< per row, the keys [lo, hi] it sees
+    float* slope;           ///< per row, of ALiBi, 0 without
+    std::int32_t* place;    ///< per row, i + Nk - Nq
     int vectors, rows;
     std::int64_t row_begin;
     std::int32_t lo_min, lo_max, hi_min, hi_max;
 };
+
+/// d or d_v in whole vectors: transposes work on square blocks.
+template <class Isa>
+std::int64_t padded(std::int64_t columns) {
+    return round_up(columns, Isa::kLanes);
+}
+
+struct PackedRow {
+    std::int64_t query, head;
+};
+
+inline PackedRow packed_row(const ForwardParams& p, std::int64_t head_k, std::int64_t row) {
+    const std::int64_t group = p.heads_q / p.heads_k;
+    return {row / group, head_k * group + row % group};
+}
 
 /// fp32 rows of K or V.
 struct KeyRows {
@@ -150,8 +193,9 @@ constexpr int block_rows() {
     return kVectors == 1 ? 8 : Isa::kBlock;
 }
 
-/// S^T of `n` keys from key `first` on, and the rows' maximum with it. Past the last key the block repeats that key.
-template <class Isa, int kVectors, bool kMasked>
+/// S^T of `n` keys from key `first` on, and the rows' maximum with it; kRaw: the products alone, for modify_scores. Past
+/// the last key the block repeats that key.
+template <class Isa, int kVectors, bool kMasked, bool kRaw>
 void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first, int n, float* s,
                  typename Isa::Vec (&maximum)[kVectors]) {
     using Vec = typename Isa::Vec;
@@ -182,7 +226,7 @@ void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first,
                     const Int index = Int{} + (first + static_cast<std::int32_t>(min64(j + r, n - 1)));
                     x = ((lo <= index) & (index <= hi)) ? x : Isa::broadcast(-kInfinity);
                 }
-                maximum[v] = Isa::max(x, maximum[v]);
+                if constexpr (!kRaw) maximum[v] = Isa::max(x, maximum[v]);
                 Isa::store(s + ((j + r) * kVectors + v) * Isa::kLanes, x);
             }
         }
@@ -232,15 +276,100 @@ inline bool all_finite(KeyRows values, int head_dim_v, int n) {
     return found == 0;
 }
 
-/// One step of the online softmax: `n` keys from key `first` on.
+// ---- Score modification ---------------------------------------------------------------------------------------------
+
+/// Final scores from products with Q, which has the sign of scale. `bias`: what is to be added, -inf hides.
+template <class Isa>
+inline typename Isa::Vec modify(typename Isa::Vec x, const ForwardParams& p, const float* bias, typename Isa::Vec slope,
+                                typename Isa::Int distance) {
+    using Vec = typename Isa::Vec;
+    x *= Isa::broadcast(static_cast<float>(score_scale(p.scale)));
+    if (p.softcap != 0.f) x = tanh<Isa>(x * Isa::broadcast(1.f / p.softcap)) * Isa::broadcast(p.softcap);
+    if (bias) {
+        const Vec hidden = Isa::broadcast(-kInfinity), added = Isa::load(bias);
+        x = added == hidden ? hidden : x + added;
+    }
+    if (p.alibi_slopes) x -= slope * __builtin_convertvector(distance < 0 ? -distance : distance, Vec);
+    return x;
+}
+
+/// `n` elements of a bias as fp32 from key `first` on: what is added to the score, -inf where it is false.
+template <class Isa>
+void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int64_t first, int n,
+               float* __restrict dst) {
+    const std::int64_t size = p.bias.dtype == DType::kBool ? 1 : element_size(p.bias.dtype);
+    const std::int64_t offset =
+        batch * p.bias.batch + row.head * p.bias.head + row.query * p.bias.query + first * p.bias.key;
+    const char* src = static_cast<const char*>(p.bias.data) + offset * size;
+    const std::int64_t step = p.bias.key * size;
+    if (p.bias.dtype == DType::kBool && step == size) {
+        for (int j = 0; j < n; ++j) dst[j] = src[j] ? 0.f : -kInfinity;
+    } else if (p.bias.dtype == DType::kBool) {
+        for (int j = 0; j < n; ++j) dst[j] = src[j * step] ? 0.f : -kInfinity;
+    } else if (step == size && (p.bias.dtype == DType::kFloat32 || n % 8 == 0)) {
+        load_row<Isa>(src, p.bias.dtype, dst, n);
+    } else if (p.bias.dtype == DType::kFloat32) {
+        for (int j = 0; j < n; ++j) __builtin_memcpy(dst + j, src + j * step, sizeof *dst);
+    } else {
+        alignas(64) std::uint16_t elements[kTileKeys];
+        for (int j = 0; j < n; ++j) __builtin_memcpy(elements + j, src + j * step, sizeof *elements);
+        for (int j = n; j % 8 != 0; ++j) elements[j] = 0;
+        load_row<Isa>(elements, p.bias.dtype, dst, static_cast<int>(round_up(n, 8)));
+    }
+}
+
+/// The bias of the tile's rows and `n` keys from key `first` on, laid out as S^T.
+template <class Isa>
+void load_bias_tile(const QTile& tile, const ForwardParams& p, const Task& task, std::int64_t first, int n,
+                    float* staging, float* bias) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes;
+    for (int v = 0; v < tile.vectors; ++v) {
+        for (int i = 0; i < kLanes; ++i) {
+            const PackedRow row = packed_row(p, task.head_k, tile.row_begin + min64(v * kLanes + i, tile.rows - 1));
+            load_bias<Isa>(p, task.batch, row, first, n, staging + i * kTileKeys);
+        }
+        for (int j = 0; j < n; j += kLanes) {
+            Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(staging + i * kTileKeys + j);
+            Isa::transpose(block);
+            for (int i = 0; i < kLanes; ++i) Isa::store(bias + ((j + i) * tile.vectors + v) * kLanes, block[i]);
+        }
+    }
+}
+
+/// Makes final scores of the products in `s`, and the rows' maximum with them.
 template <class Isa, int kVectors, bool kMasked>
-void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n, float* s) {
+void modify_scores(const QTile& tile, const ForwardParams& p, std::int32_t first, int n, const float* bias, float* s,
+                   typename Isa::Vec (&maximum)[kVectors]) {
+    using Vec = typename Isa::Vec;
+    using Int = typename Isa::Int;
+    for (int v = 0; v < kVectors; ++v) {
+        const Vec slope = Isa::load(tile.slope + v * Isa::kLanes);
+        const Int lo = Isa::load_int(tile.lo + v * Isa::kLanes), hi = Isa::load_int(tile.hi + v * Isa::kLanes);
+        const Int place = Isa::load_int(tile.place + v * Isa::kLanes);
+        for (int j = 0; j < n; ++j) {
+            const std::int64_t at = (static_cast<std::int64_t>(j) * kVectors + v) * Isa::kLanes;
+            const Int index = Int{} + (first + j);
+            Vec x = modify<Isa>(Isa::load(s + at), p, bias ? bias + at : nullptr, slope, place - index);
+            if constexpr (kMasked) x = ((lo <= index) & (index <= hi)) ? x : Isa::broadcast(-kInfinity);
+            maximum[v] = Isa::max(x, maximum[v]);
+            Isa::store(s + at, x);
+        }
+    }
+}
+
+/// One step of the online softmax: `n` keys from key `first` on. `bias`: load_bias_tile's, or null.
+template <class Isa, int kVectors, bool kMasked, bool kModified>
+void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n,
+                 const float* bias, float* s) {
     using Vec = typename Isa::Vec;
     Vec before[kVectors], maximum[kVectors];
     for (int i = 0; i < kVectors; ++i) before[i] = maximum[i] = Isa::load(tile.maximum + i * Isa::kLanes);
-    multiply_qk<Isa, kVectors, kMasked>(tile, k, p.head_dim, first, n, s, maximum);
+    multiply_qk<Isa, kVectors, kMasked && !kModified, kModified>(tile, k, p.head_dim, first, n, s, maximum);
+    if constexpr (kModified) modify_scores<Isa, kVectors, kMasked>(tile, p, first, n, bias, s, maximum);
 
-    const Vec scale = Isa::broadcast(static_cast<float>(score_scale(p.scale) * kLog2E));
+    const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
     Vec base[kVectors], alpha[kVectors], sum[kVectors];
     for (int i = 0; i < kVectors; ++i) {
         base[i] = subtrahend<Isa>(maximum[i]);
@@ -258,19 +387,20 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
         Isa::store(tile.maximum + i * Isa::kLanes, maximum[i]);
         Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
     }
-    if (kMasked && !all_finite(v, p.head_dim_v, n))
+    if ((kMasked || (kModified && bias)) && !all_finite(v, p.head_dim_v, n))
         multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
     else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
 }
 
-template <class Isa>
-using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, std::int32_t, int, float*);
+using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, std::int32_t, int, const float*,
+                            float*);
 
 template <class Isa, int kVectors = 1>
-AttendTile<Isa> attend_tile_for(int vectors, bool masked) {
+AttendTile attend_tile_for(int vectors, bool masked, bool modified) {
     if constexpr (kVectors < Isa::kVectors)
-        if (vectors > kVectors) return attend_tile_for<Isa, kVectors + 1>(vectors, masked);
-    return masked ? attend_tile<Isa, kVectors, true> : attend_tile<Isa, kVectors, false>;
+        if (vectors > kVectors) return attend_tile_for<Isa, kVectors + 1>(vectors, masked, modified);
+    if (modified) return masked ? attend_tile<Isa, kVectors, true, true> : attend_tile<Isa, kVectors, false, true>;
+    return masked ? attend_tile<Isa, kVectors, true, false> : attend_tile<Isa, kVectors, false, false>;
 }
 
 // ---- Few rows -------------------------------------------------------------------------------------------------------
@@ -306,12 +436,13 @@ typename Isa::Vec dot_products(const float* q, KeyRows k, int head_dim, int j, i
 }
 
 /// O[c, c + kVectors * kLanes) = O * alpha + P V for one row.
-template <class Isa, int kVectors>
+template <class Isa, int kVectors, bool kSkipZeros>
 void accumulate_values(float* o, float alpha, const float* weights, KeyRows values, int c, int head_dim_v, int n) {
     using Vec = typename Isa::Vec;
     Vec acc[kVectors];
     for (int i = 0; i < kVectors; ++i) acc[i] = Isa::load(o + c + i * Isa::kLanes) * Isa::broadcast(alpha);
     for (int j = 0; j < n; ++j) {
+        if (kSkipZeros && weights[j] == 0.f) continue;
         const float* value = values.row(j) + c;
         for (int i = 0; i < kVectors; ++i)
             acc[i] = Isa::fma(Isa::broadcast(weights[j]),
@@ -320,15 +451,37 @@ void accumulate_values(float* o, float alpha, const float* weights, KeyRows valu
     for (int i = 0; i < kVectors; ++i) Isa::store(o + c + i * Isa::kLanes, acc[i]);
 }
 
-/// One step of the online softmax for one row: `n` keys, all of which it sees.
-template <class Isa>
-void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, KeyRows k, KeyRows v,
-                const ForwardParams& p, int n, float* s) {
+template <class Isa, bool kSkipZeros>
+void accumulate_row(float* o, float alpha, const float* weights, KeyRows values, int head_dim_v, int n) {
+    constexpr int kColumns = 4 * Isa::kLanes;
+    int c = 0;
+    for (; c + kColumns <= head_dim_v; c += kColumns)
+        accumulate_values<Isa, 4, kSkipZeros>(o, alpha, weights, values, c, head_dim_v, n);
+    for (; c < head_dim_v; c += Isa::kLanes)
+        accumulate_values<Isa, 1, kSkipZeros>(o, alpha, weights, values, c, head_dim_v, n);
+}
+
+/// One step of the online softmax for row r of the tile: `n` keys from key `first` on, all of which its band holds.
+/// `bias`: load_bias's, or null.
+template <class Isa, bool kModified>
+void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n,
+                const float* bias, float* s) {
     using Vec = typename Isa::Vec;
-    constexpr int kLanes = Isa::kLanes, kColumns = 4 * kLanes;
+    using Int = typename Isa::Int;
+    constexpr int kLanes = Isa::kLanes;
+    const float* q = tile.q + r * padded<Isa>(p.head_dim);
+    float* o = tile.o + r * padded<Isa>(p.head_dim_v);
+    float &row_maximum = tile.maximum[r], &row_sum = tile.sum[r];
+    Int lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
     Vec maxima = Isa::broadcast(row_maximum);
     for (int j = 0; j < n; j += kLanes) {
-        const Vec x = dot_products<Isa>(q, k, p.head_dim, j, n);
+        Vec x = dot_products<Isa>(q, k, p.head_dim, j, n);
+        if constexpr (kModified) {
+            x = modify<Isa>(x, p, bias ? bias + j : nullptr, Isa::broadcast(tile.slope[r]),
+                            tile.place[r] - (first + j) - lane);
+            x = lane < n - j ? x : Isa::broadcast(-kInfinity);
+        }
         maxima = Isa::max(x, maxima);
         Isa::store(s + j, x);
     }
@@ -336,7 +489,7 @@ void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, Ke
     for (int i = 0; i < kLanes; ++i) maximum = maxima[i] > maximum ? maxima[i] : maximum;
     for (int j = n; j % kLanes != 0; ++j) s[j] = -kInfinity;
 
-    const Vec scale = Isa::broadcast(static_cast<float>(score_scale(p.scale) * kLog2E));
+    const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
     const Vec base = subtrahend<Isa>(Isa::broadcast(maximum));
     const float alpha = exp2<Isa>((Isa::broadcast(row_maximum) - base) * scale)[0];
     Vec sums = Isa::broadcast(0.f);
@@ -348,10 +501,9 @@ void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, Ke
     row_maximum = maximum;
     row_sum *= alpha;
     for (int i = 0; i < kLanes; ++i) row_sum += sums[i];
-
-    int c = 0;
-    for (; c + kColumns <= p.head_dim_v; c += kColumns) accumulate_values<Isa, 4>(o, alpha, s, v, c, p.head_dim_v, n);
-    for (; c < p.head_dim_v; c += kLanes) accumulate_values<Isa, 1>(o, alpha, s, v, c, p.head_dim_v, n);
+    if (kModified && bias && !all_finite(v, p.head_dim_v, n))
+        accumulate_row<Isa, true>(o, alpha, s, v, p.head_dim_v, n);
+    else accumulate_row<Isa, false>(o, alpha, s, v, p.head_dim_v, n);
 }
 
 // ---- Rows in and out ------------------------------------------------------------------------------------------------
@@ -359,21 +511,6 @@ void attend_row(const float* q, float* o, float& row_maximum, float& row_sum, Ke
 template <class Isa>
 constexpr std::int64_t tile_rows() {
     return Isa::kVectors * Isa::kLanes;
-}
-
-/// d or d_v in whole vectors: transposes work on square blocks.
-template <class Isa>
-std::int64_t padded(std::int64_t columns) {
-    return round_up(columns, Isa::kLanes);
-}
-
-struct PackedRow {
-    std::int64_t query, head;
-};
-
-inline PackedRow packed_row(const ForwardParams& p, std::int64_t head_k, std::int64_t row) {
-    const std::int64_t group = p.heads_q / p.heads_k;
-    return {row / group, head_k * group + row % group};
 }
 
 /// The keys [lo, hi] that a query sees among the Nk; lo > hi: none.
@@ -399,6 +536,8 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
         tile.sum[i] = 0.f;
         const PackedRow row = packed_row(p, task.head_k, tile.row_begin + min64(i, tile.rows - 1));
         visible_keys(p, row.query, tile.lo[i], tile.hi[i]);
+        tile.place[i] = static_cast<std::int32_t>(row.query + p.seqlen_k - p.seqlen_q);
+        tile.slope[i] = p.alibi_slopes ? p.alibi_slopes[task.batch * p.alibi_batch_stride + row.head] : 0.f;
         if (tile.lo[i] <= tile.hi[i]) {
             if (tile.lo[i] < tile.lo_min) tile.lo_min = tile.lo[i];
             if (tile.hi[i] > tile.hi_max) tile.hi_max = tile.hi[i];
@@ -440,8 +579,8 @@ template <class Isa>
 void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, const float* o, float maximum, float sum) {
     char* dst = const_cast<char*>(row_pointer(p.o, p.out_dtype, batch, row.head, row.query));
     store_row<Isa>(o, dst, p.out_dtype, p.head_dim_v);
-    p.lse[(batch * p.heads_q + row.head) * p.seqlen_q + row.query] =
-        static_cast<float>(maximum * score_scale(p.scale) + static_cast<double>(__builtin_logf(sum)));
+    p.lse[batch * p.lse_batch + row.head * p.lse_head + row.query] =
+        static_cast<float>(maximum * maximum_scale(p) + static_cast<double>(__builtin_logf(sum)));
 }
 
 /// Writes row r of the tile, normalised by `factor` already unless it is a split's.
@@ -501,8 +640,10 @@ struct Scratch {
 template <class Isa>
 std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
     const std::int64_t rows = tile_rows<Isa>(), d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
-    const std::int64_t per_tile = rows * (d + dv) + 4 * round_up(rows, 16);
-    const std::int64_t shared = kTileKeys * (p.head_dim + p.head_dim_v + rows) + Isa::kLanes * max64(d, dv);
+    const std::int64_t per_tile = rows * (d + dv) + 6 * round_up(rows, 16);
+    const std::int64_t converted = p.dtype == DType::kFloat32 ? 0 : kTileKeys * (p.head_dim + p.head_dim_v);
+    const std::int64_t biased = p.bias.data ? kTileKeys * (rows + Isa::kLanes) : 0;
+    const std::int64_t shared = kTileKeys * rows + converted + biased + Isa::kLanes * max64(d, dv);
     return tiles * round_up(per_tile, 16) + round_up(shared, 16);
 }
 
@@ -519,10 +660,14 @@ KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::
 template <class Isa>
 void attend(const ForwardParams& p, const Task& task, float* memory) {
     constexpr std::int64_t kRows = tile_rows<Isa>();
+    const bool modifies = modified(p);
     Scratch scratch{memory};
+    const bool converts = p.dtype != DType::kFloat32;
     float* s = scratch.take(kTileKeys * kRows);
-    float* k_tile = scratch.take(kTileKeys * p.head_dim);
-    float* v_tile = scratch.take(kTileKeys * p.head_dim_v);
+    float* k_tile = converts ? scratch.take(kTileKeys * p.head_dim) : nullptr;
+    float* v_tile = converts ? scratch.take(kTileKeys * p.head_dim_v) : nullptr;
+    float* bias = p.bias.data ? scratch.take(kTileKeys * kRows) : nullptr;
+    float* bias_rows = p.bias.data ? scratch.take(kTileKeys * Isa::kLanes) : nullptr;
     float* staging = scratch.take(Isa::kLanes * max64(padded<Isa>(p.head_dim), padded<Isa>(p.head_dim_v)));
 
     QTile tiles[kMaxTaskTiles];
@@ -536,6 +681,8 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
         tile.sum = scratch.take(kRows);
         tile.lo = reinterpret_cast<std::int32_t*>(scratch.take(kRows));
         tile.hi = reinterpret_cast<std::int32_t*>(scratch.take(kRows));
+        tile.slope = scratch.take(kRows);
+        tile.place = reinterpret_cast<std::int32_t*>(scratch.take(kRows));
         tile.row_begin = row;
         tile.rows = static_cast<int>(min64(kRows, task.row_end - row));
         load_tile<Isa>(tile, p, task, staging);
@@ -554,19 +701,24 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
             for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
                 const std::int64_t from = max64(first, tile.lo[r]),
                                    to = min64(last, static_cast<std::int64_t>(tile.hi[r]) + 1);
-                if (from < to)
-                    attend_row<Isa>(tile.q + r * padded<Isa>(p.head_dim), tile.o + r * padded<Isa>(p.head_dim_v),
-                                    tile.maximum[r], tile.sum[r], {k.row(from - first), k.stride},
-                                    {v.row(from - first), v.stride}, p, static_cast<int>(to - from), s);
+                if (from >= to) continue;
+                const int n = static_cast<int>(to - from);
+                if (bias) load_bias<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), from, n, bias);
+                (modifies ? attend_row<Isa, true> : attend_row<Isa, false>)(tile, r, {k.row(from - first), k.stride},
+                                                                            {v.row(from - first), v.stride}, p,
+                                                                            static_cast<std::int32_t>(from), n, bias,
+                                                                            s);
             }
             if (tile.vectors == 0) continue;
             const std::int64_t from = max64(first, tile.lo_min),
                                to = min64(last, static_cast<std::int64_t>(tile.hi_max) + 1);
             if (from >= to) continue;
             const bool masked = from < tile.lo_max || to - 1 > tile.hi_min;
-            attend_tile_for<Isa>(tile.vectors, masked)(tile, {k.row(from - first), k.stride},
-                                                       {v.row(from - first), v.stride}, p,
-                                                       static_cast<std::int32_t>(from), static_cast<int>(to - from), s);
+            const int n = static_cast<int>(to - from);
+            if (bias) load_bias_tile<Isa>(tile, p, task, from, n, bias_rows, bias);
+            attend_tile_for<Isa>(tile.vectors, masked, modifies)(tile, {k.row(from - first), k.stride},
+                                                                 {v.row(from - first), v.stride}, p,
+                                                                 static_cast<std::int32_t>(from), n, bias, s);
         }
     }
     for (int t = 0; t < count; ++t) store_tile<Isa>(tiles[t], p, task, staging);
@@ -575,7 +727,7 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
 template <class Isa>
 void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t split_stride) {
     const int dv = p.head_dim_v;
-    const float scale = static_cast<float>(score_scale(p.scale) * kLog2E);
+    const float scale = static_cast<float>(maximum_scale(p) * kLog2E);
     for (std::int64_t r = task.row_begin; r < task.row_end; ++r) {
         const float* first = task.partial + (r - task.row_begin) * partial_stride(dv);
         float maximum = -kInfinity, sum = 0.f;

@@ -1,8 +1,9 @@
 // The CPU kernel for AVX-512 (F, BW, DQ, VL).
 //
-// GCC 12's AVX-512 header trips its own warning wherever an intrinsic is inlined (GCC bug 105593).
+// GCC 12's AVX-512 header trips its own warnings wherever an intrinsic is inlined (GCC bug 105593).
 #ifndef __clang__
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #endif
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
 // One block converts one tile of kScaleRows rows of q, k or v: a pass for the largest finite magnitude, then, with the
-// tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element.
+// tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
 #include "convert.h"
 
 #include <launch.h>
@@ -16,14 +16,16 @@ constexpr int kVector = 8;  // elements a thread moves at once
 
 struct Operand {
     Rows in;
-    half* out;         // contiguous (B, H, N, d)
-    float* exponents;  // (B, H, ceil(N / kScaleRows))
+    half* out;                       // contiguous (B, H, N, d), or (H, total, d) packed
+    float* exponents;                // (B, H, ceil(N / kScaleRows)), or (H, packed_tiles(total, B, kScaleRows))
+    const std::int32_t* cu_seqlens;  // null: not packed
     std::int64_t heads, rows, tiles;
     int head_dim;
     float zero_exponent;  // of a tile without a finite value but 0
 };
 
 struct Conversion {
+    std::int64_t batch;
     Operand operand[3];
     std::int64_t first_block[4];  // operand i has the blocks [first_block[i], first_block[i + 1])
 };
@@ -36,16 +38,30 @@ __device__ void load(const float* from, float (&x)[kVector]) {
     const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
 }
+__device__ void load(const bf16* from, float (&x)[kVector]) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    const std::uint32_t pairs[] = {v.x, v.y, v.z, v.w};  // bf16 is the upper half of fp32
+#pragma unroll
+    for (int i = 0; i < kVector; ++i) x[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
+}
 
+template <class T>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
     const int which = blockIdx.x >= c.first_block[2] ? 2 : blockIdx.x >= c.first_block[1] ? 1 : 0;
     const Operand& t = c.operand[which];
     const std::int64_t block = blockIdx.x - c.first_block[which], tile = block % t.tiles, slice = block / t.tiles;
-    const std::int64_t first_row = tile * kScaleRows;
-    const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), t.rows - first_row));
-    const float* in = static_cast<const float*>(t.in.data) + slice / t.heads * t.in.batch +
-                      slice % t.heads * t.in.head + first_row * t.in.row;
+    std::int64_t first_row = tile * kScaleRows, end = t.rows;
+    if (t.cu_seqlens) {  // tiles begin anew with each sequence
+        const PackedTile found = packed_tile(t.cu_seqlens, c.batch, t.rows, kScaleRows, static_cast<int>(tile));
+        if (found.sequence == c.batch || found.tile < 0) return;
+        first_row = detail::first_row(t.cu_seqlens, found.sequence, t.rows) + found.tile * kScaleRows;
+        end = detail::first_row(t.cu_seqlens, found.sequence + 1, t.rows);
+        if (first_row >= end) return;
+    }
+    const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), end - first_row));
+    const T* in = static_cast<const T*>(t.in.data) + slice / t.heads * t.in.batch + slice % t.heads * t.in.head +
+                  first_row * t.in.row;
     half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
     const int vectors = t.head_dim / kVector, tid = static_cast<int>(threadIdx.x);
 
@@ -92,17 +108,22 @@ struct Layout {
     std::int64_t bytes = 0;
 
     explicit Layout(const ForwardParams& p) {
-        add(0, p.q, p.batch, p.heads_q, p.seqlen_q, p.head_dim, p.workspace);
-        add(1, p.k, p.batch, p.heads_k, p.seqlen_k, p.head_dim, p.workspace);
-        add(2, p.v, p.batch, p.heads_k, p.seqlen_k, p.head_dim_v, p.workspace);
+        const Sequences& s = p.sequences;
+        conversion.batch = p.batch;
+        add(0, p.q, p, p.heads_q, p.seqlen_q, s.cu_seqlens_q, s.total_q, p.head_dim);
+        add(1, p.k, p, p.heads_k, p.seqlen_k, s.cu_seqlens_k, s.total_k, p.head_dim);
+        add(2, p.v, p, p.heads_k, p.seqlen_k, s.cu_seqlens_k, s.total_k, p.head_dim_v);
     }
 
   private:
-    void add(int i, const Rows& in, std::int64_t batch, std::int64_t heads, std::int64_t rows, int d, void* workspace) {
-        const std::int64_t tiles = (rows + kScaleRows - 1) / kScaleRows;
-        auto* base = static_cast<char*>(workspace);
+    void add(int i, const Rows& in, const ForwardParams& p, std::int64_t heads, std::int64_t seqlen,
+             const std::int32_t* cu_seqlens, std::int64_t total, int d) {
+        const std::int64_t batch = cu_seqlens ? 1 : p.batch, rows = cu_seqlens ? total : seqlen;
+        const std::int64_t tiles =
+            cu_seqlens ? packed_tiles(total, p.batch, kScaleRows) : (rows + kScaleRows - 1) / kScaleRows;
+        auto* base = static_cast<char*>(p.workspace);
         Operand& operand = conversion.operand[i];
-        operand = {in, nullptr, nullptr, heads, rows, tiles, d, i == 2 ? INFINITY : 0.f};
+        operand = {in, nullptr, nullptr, cu_seqlens, heads, rows, tiles, d, i == 2 ? INFINITY : 0.f};
         operand.out = reinterpret_cast<half*>(base + bytes);
         bytes += aligned(batch * heads * rows * d * static_cast<std::int64_t>(sizeof(half)));
         operand.exponents = reinterpret_cast<float*>(base + bytes);
@@ -119,7 +140,8 @@ ForwardParams convert_to_half(const ForwardParams& params, Stream stream) {
     const Conversion conversion = Layout(params).conversion;
     const std::int64_t blocks = conversion.first_block[3];
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
-    launch(convert, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)}, stream, conversion);
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
+    launch(params.dtype == DType::kBFloat16 ? convert<bf16> : convert<float>, config, stream, conversion);
 
     ForwardParams p = params;
     p.dtype = DType::kFloat16;
@@ -127,7 +149,8 @@ ForwardParams convert_to_half(const ForwardParams& params, Stream stream) {
     const float** exponents[] = {&p.exponents.q, &p.exponents.k, &p.exponents.v};
     for (int i = 0; i < 3; ++i) {
         const Operand& o = conversion.operand[i];
-        *rows[i] = {o.out, o.heads * o.rows * o.head_dim, o.rows * o.head_dim, o.head_dim};
+        const std::int64_t head = o.rows * o.head_dim;
+        *rows[i] = {o.out, o.cu_seqlens ? 0 : o.heads * head, head, o.head_dim};
         *exponents[i] = o.exponents;
     }
     return p;

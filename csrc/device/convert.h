@@ -12,7 +12,7 @@ namespace flash_wmma {
 /// Bytes of workspace for the converted q, k and v of `params` and their exponents.
 std::int64_t converted_bytes(const ForwardParams& params);
 
-/// Converts q, k and v into params.workspace, asynchronously, in one launch. Returns the params of the half problem:
+/// Converts q, k and v, fp32 or bf16, into params.workspace, asynchronously, in one launch. Returns the params of the half problem:
 /// dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream);
 

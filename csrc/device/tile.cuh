@@ -40,6 +40,109 @@ inline dim3 q_tile_grid(const ForwardParams& p, int br) {
     return dim3(static_cast<unsigned>(blocks));
 }
 
+/// A sequence: its rows in the tensors and how many there are. Not packed: all rows of a batch entry.
+struct Sequence {
+    int index;             // in the batch
+    int first_q, first_k;  // its first rows in the tensors
+    int seqlen_q, seqlen_k;
+};
+
+namespace detail {
+
+/// cu_seqlens[i], clamped to the tensor.
+__device__ __forceinline__ int first_row(const std::int32_t* cu_seqlens, std::int64_t i, std::int64_t total) {
+    return max(0, min(cu_seqlens[i], static_cast<int>(total)));
+}
+
+}  // namespace detail
+
+/// Sequence `index` as its entries say, clamped so that nothing outside the tensors is touched whatever they are: a
+/// sequence that would end before it begins is empty. Index p.batch stands for the rows behind the last sequence, which
+/// see no key.
+__device__ inline Sequence sequence(const ForwardParams& p, int index) {
+    const Sequences& s = p.sequences;
+    const bool behind = index == p.batch;
+    Sequence found{behind ? index - 1 : index, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)};
+    if (s.cu_seqlens_q) {
+        found.first_q = detail::first_row(s.cu_seqlens_q, index, s.total_q);
+        const int end = behind ? static_cast<int>(s.total_q) : detail::first_row(s.cu_seqlens_q, index + 1, s.total_q);
+        found.seqlen_q = max(0, end - found.first_q);
+    }
+    if (behind) {
+        found.seqlen_k = 0;
+    } else {
+        if (s.cu_seqlens_k) {
+            found.first_k = detail::first_row(s.cu_seqlens_k, index, s.total_k);
+            found.seqlen_k = max(0, detail::first_row(s.cu_seqlens_k, index + 1, s.total_k) - found.first_k);
+        }
+        if (s.seqused_k) found.seqlen_k = max(0, min(s.seqused_k[index], found.seqlen_k));
+    }
+    return found;
+}
+
+/// Tiles of `rows` rows that all packed sequences, and the rows behind them, have at most: sequence b's are numbered from
+/// cu_seqlens[b] / rows + b on. That leaves fewer than one number a sequence unused.
+__host__ __device__ inline std::int64_t packed_tiles(std::int64_t total, std::int64_t batch, int rows) {
+    return total / rows + batch + 1;
+}
+
+/// The sequence (p.batch: the rows behind) with tile number `number` among packed tiles of `rows` rows, and its tile.
+/// Called by whole warps.
+struct PackedTile {
+    int sequence, tile;  // tile < 0 or past the sequence's end: a number that is not used
+};
+__device__ inline PackedTile packed_tile(const std::int32_t* cu_seqlens, std::int64_t batch, std::int64_t total,
+                                         int rows, int number) {
+    const int lane = static_cast<int>(threadIdx.x) % 32, sequences = static_cast<int>(batch);
+    int found = 0;  // sequences 1, 2, ... that begin at or before the number
+    for (int first = 1; first <= sequences; first += 32) {
+        const int i = first + lane;
+        const bool before = i <= sequences && detail::first_row(cu_seqlens, i, total) / rows + i <= number;
+        found += __popc(__ballot_sync(0xffffffffu, before));
+    }
+    return {found, number - found - detail::first_row(cu_seqlens, found, total) / rows};
+}
+
+/// The sequence and the Q tile of this block. The tile begins at a negative row or past seqlen_q where there is nothing
+/// to do.
+struct Assignment {
+    Sequence sequence;
+    QTile tile;
+};
+
+/// Without p.sequences: all of it is known to be the same in every thread.
+template <int Br>
+__device__ Assignment dense_assignment(const ForwardParams& p) {
+    const QTile tile = q_tile<Br>(p);
+    return {{tile.batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)}, tile};
+}
+
+/// With p.sequences or without. Called by whole warps.
+template <int Br>
+__device__ Assignment assignment(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    if (!s.cu_seqlens_q) {
+        const QTile tile = q_tile<Br>(p);
+        return {sequence(p, tile.batch), tile};
+    }
+    const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, Br));
+    const int head = static_cast<int>(blockIdx.x / tiles);
+    const PackedTile found = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, static_cast<int>(blockIdx.x % tiles));
+    const Sequence rows = sequence(p, found.sequence);
+    const int count = (rows.seqlen_q + Br - 1) / Br;
+    const bool longest_first = p.band.right < kUnbounded && found.tile >= 0 && found.tile < count;
+    const int tile = longest_first ? count - 1 - found.tile : found.tile;
+    return {rows, {rows.index, head, head / static_cast<int>(p.heads_q / p.heads_k), tile * Br}};
+}
+
+/// The grid for assignment<br>.
+inline dim3 assignment_grid(const ForwardParams& p, int br) {
+    if (!p.sequences.cu_seqlens_q) return q_tile_grid(p, br);
+    const std::int64_t blocks = packed_tiles(p.sequences.total_q, p.batch, br) * p.heads_q;
+    if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 query tiles");
+    return dim3(static_cast<unsigned>(blocks));
+}
+
 /// Row `row` of head `head` of batch entry `batch`, as elements of type T.
 template <class T>
 __device__ __forceinline__ T* row_of(const Rows& rows, int batch, int head, int row) {
@@ -49,6 +152,25 @@ __device__ __forceinline__ T* row_of(const Rows& rows, int batch, int head, int 
 /// Index of (batch, head, row) in a contiguous (B, Hq, Nq) tensor such as lse.
 __device__ __forceinline__ std::int64_t lse_index(const ForwardParams& p, int batch, int head, int row) {
     return (batch * p.heads_q + head) * p.seqlen_q + row;
+}
+/// The same for row `row` of a sequence; packed, lse is (Hq, total_q).
+__device__ __forceinline__ std::int64_t lse_index(const ForwardParams& p, const Sequence& sequence, int head, int row) {
+    if (p.sequences.cu_seqlens_q) return head * p.sequences.total_q + sequence.first_q + row;
+    return lse_index(p, sequence.index, head, row);
+}
+
+/// Index in Exponents::q (k and v) of a sequence's first group of kScaleRows rows, in one head.
+__device__ __forceinline__ std::int64_t q_scale_index(const ForwardParams& p, const Sequence& sequence, int head) {
+    const Sequences& s = p.sequences;
+    if (s.cu_seqlens_q)
+        return head * packed_tiles(s.total_q, p.batch, kScaleRows) + sequence.first_q / kScaleRows + sequence.index;
+    return (sequence.index * p.heads_q + head) * ((p.seqlen_q + kScaleRows - 1) / kScaleRows);
+}
+__device__ __forceinline__ std::int64_t k_scale_index(const ForwardParams& p, const Sequence& sequence, int head_k) {
+    const Sequences& s = p.sequences;
+    if (s.cu_seqlens_k)
+        return head_k * packed_tiles(s.total_k, p.batch, kScaleRows) + sequence.first_k / kScaleRows + sequence.index;
+    return (sequence.index * p.heads_k + head_k) * ((p.seqlen_k + kScaleRows - 1) / kScaleRows);
 }
 
 }  // namespace flash_wmma

@@ -35,6 +35,7 @@
 #include "../device/element.cuh"
 #include "../device/mask.cuh"
 #include "../device/tile.cuh"
+#include "../device/value_unit.cuh"
 #include "wmma_v3_instances.h"
 
 namespace flash_wmma::wmma_v3 {
@@ -230,29 +231,6 @@ struct Work {
     /// Scale of the scores against the K tile at `key`.
     __device__ float score_scale(float query_scale, int key) const {
         return k_exp && key <= last_key ? query_scale * ptx::ex2(k_exp[key / kScaleRows]) : query_scale;
-    }
-};
-
-/// The unit 2^exponent of O, as it follows V's exponents from tile to tile. It never falls far below the largest met, so
-/// that O cannot overflow when it is rescaled; what is lost then is nothing beside that tile.
-struct ValueUnit {
-    float exponent, largest = -INFINITY;  // -inf: no tile met yet, O is 0
-
-    __device__ explicit ValueUnit(bool converted) : exponent(converted ? -INFINITY : 0.f) {}
-
-    /// The step to a tile with V's exponent `e` (+inf: zeros, which need no step): P is to be multiplied by 2^weight,
-    /// O by 2^rescale first.
-    struct Step {
-        float weight, rescale;
-    };
-    __device__ Step step(float e) {
-        constexpr float kSlack = 4.f, kRange = 96.f, kLeast = -20.f;
-        if (e == INFINITY) return {0.f, 0.f};
-        if (e <= exponent && e >= exponent - kSlack) return {e - exponent, 0.f};
-        const float before = exponent;
-        exponent = fmaxf(e, largest - kRange);
-        largest = fmaxf(largest, exponent);
-        return {fmaxf(e - exponent, kLeast), before - exponent};
     }
 };
 

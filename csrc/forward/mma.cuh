@@ -1,0 +1,641 @@
+// The kernel of mma_sm80 and mma_sm75: FlashAttention-2 forward on mma.sync and ldmatrix.
+//
+// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = row_warps * row_tiles * 16 query rows of one head and loops
+// over K/V tiles of Bc keys, from the last visible one back to the first:
+//     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
+// Backwards, because then the tile that is masked for causality or length is as a rule the first one, which needs the
+// exact maximum in any case.
+//
+// Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
+// m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
+// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
+//
+// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O (ValueUnit).
+//
+// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. Row warp w owns
+// rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l; S, P and O are registers, and so is Q where they
+// suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each computes
+// S for its part of the keys, P goes to the others through shared memory, and each owns its part of the columns of O.
+//
+// What differs between architectures is a Machine: the product's instruction and the way a tile gets to shared memory.
+//
+// Bound: tensor cores; at d = 64 also the issue slots of the softmax between the two products; from d = 128 on also
+// shared memory, whose every byte read feeds row_tiles * 16 rows.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <shared_memory.cuh>
+
+#include "../attention.h"
+#include "../device/element.cuh"
+#include "../device/mask.cuh"
+#include "../device/score_mod.cuh"
+#include "../device/swizzle.cuh"
+#include "../device/tile.cuh"
+#include "../device/value_unit.cuh"
+#include "mma_shapes.h"
+
+namespace flash_wmma::mma {
+
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
+template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
+          int Stages, bool QInRegisters, int BlocksPerSm>
+struct Tile {
+    using Machine = Architecture;
+    using T = Scalar;
+    static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
+    static constexpr int kStages = Stages;
+    static constexpr bool kQInRegisters = QInRegisters;
+    static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
+
+    static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
+    static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
+    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
+    static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
+    static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
+    static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
+};
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct SharedMemory {
+    using T = typename Tile::T;
+    using KeyRows = SwizzledTile<T, Tile::kBc, Tile::kD>;
+    using QRows = SwizzledTile<T, Tile::kBr, Tile::kD>;
+    using WeightRows = SwizzledTile<T, Tile::kBr, Tile::kBc>;
+
+    struct Stage {
+        KeyRows k, v;
+    };
+    struct QBesideFirst {  // before the loop: Q on its way to registers; the first tile may be on its way too
+        Stage first;
+        QRows q;
+    };
+    struct QAlone {
+        QRows q;
+    };
+    struct QBesideRing {  // Q stays
+        Stage ring[Tile::kStages];
+        QRows q;
+    };
+    using Start = std::conditional_t<Tile::Machine::kThroughRegisters, QAlone, QBesideFirst>;
+    union {
+        Stage ring[Tile::kStages];
+        std::conditional_t<Tile::kQInRegisters, Start, QBesideRing> with_q;
+        QRows o;  // after the loop, on its way out
+    };
+};
+
+/// The same where warps share rows, with what goes between them.
+template <class Tile>
+struct SharedMemoryWithExchange : SharedMemory<Tile> {
+    typename SharedMemory<Tile>::WeightRows p;
+    float row[Tile::kDimWarps][Tile::kBr];
+    bool fits[Tile::kRowWarps][Tile::kDimWarps];
+};
+template <class Tile>
+using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
+
+inline constexpr unsigned kWarpMask = 0xffffffffu;
+inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
+
+/// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
+/// row() + 8, columns column() and column() + 1 of each (ptx.cuh).
+template <class Tile>
+struct Thread {
+    int lane, row_warp, dim_warp;
+    __device__ Thread() {
+        const int tid = static_cast<int>(threadIdx.x);
+        lane = tid % 32;
+        row_warp = tid / 32 / Tile::kDimWarps;
+        dim_warp = tid / 32 % Tile::kDimWarps;
+    }
+    __device__ int warp_row() const { return row_warp * Tile::kWarpRows; }
+    __device__ int warp_key() const { return dim_warp * Tile::kWarpKeys; }
+    __device__ int warp_column() const { return dim_warp * Tile::kWarpColumns; }
+    __device__ int row() const { return lane / 4; }
+    __device__ int column() const { return lane % 4 * 2; }
+};
+
+/// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
+template <class Tile>
+struct Work {
+    const ForwardParams& p;
+    Sequence sequence;
+    QTile tile;
+    BandMask mask;
+    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
+
+    __device__ Work(const ForwardParams& params, const Assignment& a)
+        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
+        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
+        first_tile = mask.begin(tile.first_row) / Tile::kBc;
+        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
+    }
+
+    /// Rows [first, ...) of this sequence in q, k or v.
+    __device__ const typename Tile::T* q_rows(int first) const {
+        return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);
+    }
+    __device__ const typename Tile::T* key_rows(const Rows& rows, int first) const {
+        return row_of<const typename Tile::T>(rows, sequence.index, tile.head_k, sequence.first_k + first);
+    }
+
+    /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
+    __device__ float query_scale(int row) const {
+        const float scale = p.scale * kLog2e;
+        if (!p.exponents.q) return scale;
+        return scale *
+               exp2f(p.exponents.q[q_scale_index(p, sequence, tile.head) + (tile.first_row + row) / kScaleRows]);
+    }
+    /// Exponent of the K or V tile at `key`.
+    __device__ float exponent(const float* exponents, int key) const {
+        return exponents[k_scale_index(p, sequence, tile.head_k) + key / kScaleRows];
+    }
+};
+
+/// Q as the first product's operand: fragments in registers, or loaded from shared memory at each use.
+template <class Tile>
+struct QOperand {
+    std::uint32_t fragments[Tile::kQInRegisters ? Tile::kRowTiles : 1][Tile::kQInRegisters ? Tile::kD / 16 : 1][4];
+
+    __device__ __forceinline__ void load(Smem<Tile>& smem, const Thread<Tile>& thread) {
+        if constexpr (Tile::kQInRegisters)
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+                for (int c = 0; c < Tile::kD / 16; ++c) fetch(fragments[r][c], smem, thread, r, c);
+    }
+    __device__ __forceinline__ void get(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread, int r,
+                                        int c) const {
+        if constexpr (Tile::kQInRegisters)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = fragments[r][c][i];
+        else fetch(a, smem, thread, r, c);
+    }
+
+  private:
+    __device__ __forceinline__ static void fetch(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread,
+                                                 int r, int c) {
+        const typename SharedMemory<Tile>::QRows::Lane lane(thread.warp_row() + thread.lane % 16, thread.lane / 16 * 8);
+        ptx::ldmatrix_x4(a, lane.of(smem.with_q.q, 16 * r, 16 * c));
+    }
+};
+
+/// Accumulators of the warp: S of its rows and keys, O of its rows and columns.
+template <class Tile>
+using Scores = float[Tile::kRowTiles][Tile::kWarpKeys / 8][4];
+template <class Tile>
+using Output = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
+
+/// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
+template <class Tile>
+using Weights = std::uint32_t[Tile::kRowTiles][Tile::kDimWarps == 1 ? Tile::kBc / 16 : 1][4];
+
+/// S = Q K^T.
+template <class Tile>
+__device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile>& q, Smem<Tile>& smem,
+                                            const typename SharedMemory<Tile>::KeyRows& k, const Thread<Tile>& thread) {
+#pragma unroll
+    for (auto& row_tile : s)
+#pragma unroll
+        for (auto& tile : row_tile) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
+    const int row = thread.lane / 16 * 8 + thread.lane % 8;
+    const typename SharedMemory<Tile>::KeyRows::Lane k_lane(thread.warp_key() + row, thread.lane / 8 % 2 * 8);
+#pragma unroll
+    for (int c = 0; c < Tile::kD / 16; ++c) {
+        std::uint32_t a[Tile::kRowTiles][4];
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r) q.get(a[r], smem, thread, r, c);
+#pragma unroll
+        for (int j = 0; j < Tile::kWarpKeys / 16; ++j) {
+            std::uint32_t b[4];  // 16 keys x 16 of d
+            ptx::ldmatrix_x4(b, k_lane.of(k, 16 * j, 16 * c));
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r) {
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[1]);
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/// O += P V.
+template <class Tile>
+__device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>& weights, Smem<Tile>& smem,
+                                            const typename SharedMemory<Tile>::KeyRows& v, const Thread<Tile>& thread) {
+    const int row = thread.lane % 16, column = thread.lane / 16 * 8;
+    const typename SharedMemory<Tile>::WeightRows::Lane p_lane(thread.warp_row() + row, column);
+    const typename SharedMemory<Tile>::KeyRows::Lane v_lane(row, thread.warp_column() + column);
+#pragma unroll
+    for (int j = 0; j < Tile::kBc / 16; ++j) {
+        std::uint32_t a[Tile::kRowTiles][4];
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r) {
+            if constexpr (Tile::kDimWarps == 1)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) a[r][i] = weights[r][j][i];
+            else ptx::ldmatrix_x4(a[r], p_lane.of(smem.p, 16 * r, 16 * j));
+        }
+#pragma unroll
+        for (int c = 0; c < Tile::kWarpColumns / 16; ++c) {
+            std::uint32_t b[4];  // 16 keys x 16 columns
+            ptx::ldmatrix_x4_trans(b, v_lane.of(v, 16 * j, 16 * c));
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r) {
+                Tile::Machine::template multiply<typename Tile::T>(o[r][2 * c], a[r], b[0], b[1]);
+                Tile::Machine::template multiply<typename Tile::T>(o[r][2 * c + 1], a[r], b[2], b[3]);
+            }
+        }
+    }
+}
+
+/// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
+template <class Tile>
+__device__ __forceinline__ void weigh(Scores<Tile>& s, float (&sum)[Tile::kRowTiles][2], float factor,
+                                      const float (&offset)[Tile::kRowTiles][2]) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            sum[r][h] = 0.f;
+#pragma unroll
+            for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    float& score = s[r][j][2 * h + e];
+                    score = ptx::ex2(fmaf(score, factor, offset[r][h]));
+                    sum[r][h] += score;
+                }
+        }
+}
+
+template <class T>
+__device__ __forceinline__ std::uint32_t packed(float x, float y) {
+    const typename Element<T>::Pair pair = Element<T>::pair(x, y);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+/// P from the accumulators of the first product to the operand of the second: an accumulator's 16x8 tile is half of a
+/// 16x16 operand, element for element.
+template <class Tile>
+__device__ __forceinline__ void hand_over(Weights<Tile>& weights, const Scores<Tile>& p, Smem<Tile>& smem,
+                                          const Thread<Tile>& thread) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const std::uint32_t pair = packed<typename Tile::T>(p[r][j][2 * h], p[r][j][2 * h + 1]);
+                if constexpr (Tile::kDimWarps == 1) {
+                    weights[r][j / 2][j % 2 * 2 + h] = pair;
+                } else {
+                    const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
+                    auto* to = smem.p.at(row, thread.warp_key() + 8 * j) + thread.column();
+                    *reinterpret_cast<std::uint32_t*>(to) = pair;
+                }
+            }
+}
+
+/// Waits for the warps that share these rows; they see each other's writes to shared memory.
+template <class Tile>
+__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
+    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
+}
+
+/// Whether it holds in every lane of the warps that share these rows, which meet.
+template <class Tile>
+__device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Thread<Tile>& thread) {
+    bool all = __all_sync(kWarpMask, holds);
+    if constexpr (Tile::kDimWarps > 1) {
+        auto& fits = smem.fits[thread.row_warp];
+        if (thread.lane == 0) fits[thread.dim_warp] = all;
+        meet(thread);
+#pragma unroll
+        for (bool other : fits) all &= other;
+    }
+    return all;
+}
+
+/// Combines (maximum or sum) the values of each row over the lanes, and over the warps that share it, which meet.
+template <class Tile, class Combine>
+__device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Smem<Tile>& smem,
+                                             const Thread<Tile>& thread, Combine combine) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            x[r][h] = combine(x[r][h], __shfl_xor_sync(kWarpMask, x[r][h], 1));
+            x[r][h] = combine(x[r][h], __shfl_xor_sync(kWarpMask, x[r][h], 2));
+            const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
+            if constexpr (Tile::kDimWarps > 1)
+                if (thread.lane % 4 == 0) smem.row[thread.dim_warp][row] = x[r][h];
+        }
+    if constexpr (Tile::kDimWarps > 1) {
+        meet(thread);
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
+                x[r][h] = smem.row[0][row];
+#pragma unroll
+                for (int w = 1; w < Tile::kDimWarps; ++w) x[r][h] = combine(x[r][h], smem.row[w][row]);
+            }
+    }
+}
+
+/// O * factor to global memory: fp32 straight from the registers, 16-bit types through shared memory, so that they go
+/// out in 16-byte pieces. The block has done with the loop's shared memory.
+template <class Tile>
+__device__ __forceinline__ void store_o(const Work<Tile>& work, Smem<Tile>& smem, const Output<Tile>& o,
+                                        const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
+    using T = typename Tile::T;
+    const ForwardParams& p = work.p;
+    const auto out_row = [&](auto type, int row) {
+        const auto [query, head] = work.tile.row(row);
+        return query < work.sequence.seqlen_q
+                   ? row_of<decltype(type)>(p.o, work.sequence.index, head, work.sequence.first_q + query)
+                   : nullptr;
+    };
+    const bool bf16_out = std::is_same_v<T, bf16> || p.out_dtype == DType::kBFloat16;
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
+            float* const out = p.out_dtype == DType::kFloat32 ? out_row(float{}, row) : nullptr;
+#pragma unroll
+            for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
+                const float x = o[r][c][2 * h] * factor[r][h], y = o[r][c][2 * h + 1] * factor[r][h];
+                const int column = thread.warp_column() + 8 * c;
+                if (p.out_dtype == DType::kFloat32) {
+                    if (out && column < p.head_dim_v)
+                        *reinterpret_cast<float2*>(out + column + thread.column()) = make_float2(x, y);
+                } else {
+                    *reinterpret_cast<std::uint32_t*>(smem.o.at(row, column) + thread.column()) =
+                        bf16_out ? packed<bf16>(x, y) : packed<T>(x, y);
+                }
+            }
+        }
+    if (p.out_dtype == DType::kFloat32) return;
+    if constexpr (Tile::kDimWarps > 1) meet(thread);
+    else __syncwarp();
+    constexpr int kVectors = Tile::kD / 8;
+    for (int i = thread.dim_warp * 32 + thread.lane; i < Tile::kWarpRows * kVectors; i += 32 * Tile::kDimWarps) {
+        const int row = thread.warp_row() + i / kVectors, column = i % kVectors * 8;
+        T* const out = out_row(T{}, row);
+        if (out && column < p.head_dim_v)
+            *reinterpret_cast<uint4*>(out + column) = *reinterpret_cast<const uint4*>(smem.o.at(row, column));
+    }
+}
+
+/// How a block's threads share the copy of Rows rows: vectors of 8 elements, neighbours in a row by neighbouring threads.
+/// Walks from a last tile of rows back to the first.
+template <class Tile, int Rows>
+struct CopyMap {
+    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
+    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
+
+    const typename Tile::T* from;  // this thread's first vector of the next tile
+    bool inside;                   // whether its column is below d
+
+    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
+        : from(source + row() * pitch + column()), inside(column() < d) {}
+
+    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
+    template <class F>
+    __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
+        const typename Tile::T* vector = from;
+        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
+#pragma unroll
+            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
+                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
+                    f(i, row() + i * kRowsAtOnce, column(), vector);
+        from -= Rows * pitch;
+    }
+
+    __device__ static int row() { return static_cast<int>(threadIdx.x) / kVectors; }
+    __device__ static int column() { return static_cast<int>(threadIdx.x) % kVectors * 8; }
+};
+
+template <class Tile, bool General>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
+    constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
+    constexpr bool kVLater = Tile::Machine::kThroughRegisters && kStages > 1;  // one tile at a time in registers
+    using KeyCopy = typename Tile::Machine::template Copy<Tile, kBc>;
+    using QCopy = typename Tile::Machine::template Copy<Tile, Tile::kBr>;
+    auto& smem = shared_memory<Smem<Tile>>();
+    const Thread<Tile> thread;
+    const Assignment assigned = General ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
+    if (General && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
+    const Work<Tile> work(p, assigned);
+    const Sequence& sequence = work.sequence;
+    const int tiles = work.tiles;
+    int key = (work.first_tile + tiles - 1) * kBc;  // first of the tile that is worked on
+
+    // Q and the first tile, then the others that the ring takes
+    KeyCopy k_copy(work.key_rows(p.k, key), p.k.row, p.head_dim),
+        v_copy(work.key_rows(p.v, key), p.v.row, p.head_dim_v);
+    {
+        QCopy q_copy(work.q_rows(work.tile.first_row), p.q.row, p.head_dim);
+        q_copy.start(smem.with_q.q, p.q.row, sequence.seqlen_q - work.tile.first_row);
+        q_copy.finish(smem.with_q.q);
+    }
+    if (tiles > 0) {
+        k_copy.start(smem.ring[0].k, p.k.row, sequence.seqlen_k - key);
+        v_copy.start(smem.ring[0].v, p.v.row, sequence.seqlen_k - key);
+    }
+    ptx::cp_async_commit();
+    QOperand<Tile> q;
+    if constexpr (Tile::kQInRegisters) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();
+        q.load(smem, thread);
+        if constexpr (Tile::Machine::kThroughRegisters || kAhead > 1) __syncthreads();
+    }
+    if (tiles > 0) {
+        k_copy.finish(smem.ring[0].k);
+        v_copy.finish(smem.ring[0].v);
+    }
+#pragma unroll
+    for (int i = 1; i < kAhead; ++i) {
+        if (i < tiles) {
+            k_copy.start(smem.ring[i].k, p.k.row);
+            v_copy.start(smem.ring[i].v, p.v.row);
+        }
+        ptx::cp_async_commit();
+    }
+
+    // Where tiles begin that have a key that some row of the warp sees, and those whose keys all its rows see
+    const int first_query = work.tile.row(thread.warp_row()).query;
+    const int last_query = min(work.tile.row(thread.warp_row() + Tile::kWarpRows - 1).query, sequence.seqlen_q - 1);
+    const int some_begin = work.mask.begin(first_query) - kBc + 1;
+    const int some_end = first_query <= last_query ? work.mask.end(last_query) : some_begin;
+    const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query) - kBc + 1;
+
+    const float q_scale = General ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
+    ValueUnit unit(General && p.exponents.v);
+    Output<Tile> o;
+    float m[kRowTiles][2], l[kRowTiles][2];  // of rows thread.row() and + 8 of each 16; l is this lane's part
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r) {
+        m[r][0] = m[r][1] = -INFINITY, l[r][0] = l[r][1] = 0.f;
+#pragma unroll
+        for (auto& tile : o[r]) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
+    }
+
+    bool first = true;                     // whether m is still to be set
+    int slot = 0, previous = kStages - 1;  // of this tile and of the one before, in the ring
+    for (int left = tiles; left > 0; --left, key -= kBc) {
+        ptx::cp_async_wait<kAhead - 1>();
+        __syncthreads();  // this tile has landed, the one before has been used
+        const bool copy = left > kAhead, visible = key >= some_begin && key < some_end;
+        auto& target = smem.ring[previous];
+        if (copy) k_copy.start(target.k, p.k.row);
+        if (copy && !kVLater) v_copy.start(target.v, p.v.row);
+        ptx::cp_async_commit();
+
+        Weights<Tile> weights;
+        if (visible) {
+            const auto& k = smem.ring[slot].k;
+            float factor = q_scale;  // from s to log2 units
+            ValueUnit::Step value{0.f, 0.f};
+            if constexpr (General)
+                if (p.exponents.k) {
+                    factor *= ptx::ex2(work.exponent(p.exponents.k, key));
+                    value = unit.step(work.exponent(p.exponents.v, key));
+                }
+            const auto modify = [&, scale = factor](Scores<Tile>& s) {
+                if constexpr (General) {
+                    if (!ScoreMod<General>::active(p)) return;
+                    const ScoreMod<General> mod(p, sequence, work.tile);
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
+                            const int first_key = key + thread.warp_key() + thread.column();
+                            const auto at = [&](int j, int e) -> float& { return s[r][j][2 * h + e]; };
+                            mod.template apply<Tile::kWarpKeys / 8>(at, scale, query, first_key);
+                        }
+                }
+            };
+            if (ScoreMod<General>::active(p)) factor = 1.f;
+
+            Scores<Tile> s;
+            float offset[kRowTiles][2], sum[kRowTiles][2];
+            bool done = false;
+            // A tile that every row sees, not the first: the old m serves if no weight overflows
+            if (!first && key >= all_begin && key < all_end && value.rescale == 0.f) {
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
+                multiply_qk<Tile>(s, q, smem, k, thread);
+                modify(s);
+                weigh<Tile>(s, sum, factor, offset);
+                hand_over<Tile>(weights, s, smem, thread);
+                bool fits = true;  // false for a NaN too
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
+                done = all_agree<Tile>(fits, smem, thread);
+            }
+            // Any other tile: S masked and scaled, m exact, O and l rescaled to it
+            if (!done) {
+                multiply_qk<Tile>(s, q, smem, k, thread);
+                modify(s);
+                float top[kRowTiles][2];
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
+                        const int first_key = key + thread.warp_key() + thread.column();
+                        const int begin = work.mask.begin(query) - first_key, end = work.mask.end(query) - first_key;
+                        top[r][h] = m[r][h];
+#pragma unroll
+                        for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
+#pragma unroll
+                            for (int e = 0; e < 2; ++e) {
+                                float& score = s[r][j][2 * h + e];
+                                score = 8 * j + e >= begin && 8 * j + e < end ? score * factor : -INFINITY;
+                                top[r][h] = fmaxf(top[r][h], score);
+                            }
+                    }
+                combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) {
+                        const float base = top[r][h] == -INFINITY ? 0.f : top[r][h];  // no visible key yet
+                        const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
+                        m[r][h] = top[r][h];
+                        l[r][h] *= rescale;
+                        offset[r][h] = value.weight - base;
+#pragma unroll
+                        for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
+                    }
+                weigh<Tile>(s, sum, 1.f, offset);
+                hand_over<Tile>(weights, s, smem, thread);
+                meet(thread);
+                first = false;
+            }
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    l[r][h] = General ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
+        }
+
+        if (copy && kVLater) {  // K's registers are free for V
+            k_copy.finish(target.k);
+            v_copy.start(target.v, p.v.row);
+        }
+        if (visible) multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
+        if constexpr (Tile::Machine::kThroughRegisters) {
+            if constexpr (kStages == 1) __syncthreads();
+            if (copy && !kVLater) k_copy.finish(target.k);
+            if (copy) v_copy.finish(target.v);
+        }
+        previous = slot;
+        slot = slot + 1 == kStages ? 0 : slot + 1;
+    }
+
+    combine_rows<Tile>(l, smem, thread, [](float x, float y) { return x + y; });
+    float inverse_l[kRowTiles][2];  // times O's unit; 0 for a row that saw no key
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = l[r][h];
+            inverse_l[r][h] = sum == 0.f ? 0.f : exp2f(unit.exponent) / sum;
+            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row());
+            if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
+                p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
+                    sum == 0.f ? -INFINITY : (m[r][h] + log2f(sum)) * kLn2;
+        }
+    __syncthreads();  // K and V tiles have been used; O takes their place
+    store_o<Tile>(work, smem, o, inverse_l, thread);
+}
+
+template <class Tile, bool General>
+void launch_tile(const ForwardParams& p, Stream stream) {
+    const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(Smem<Tile>)};
+    launch(forward<Tile, General>, config, stream, p);
+}
+
+template <class Tile, bool General>
+Shape shape(int min_arch, float blocks_per_sm) {
+    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
+             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
+            General,
+            blocks_per_sm,
+            launch_tile<Tile, General>};
+}
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,58 @@
+// The compiled tile shapes of mma_sm80 and mma_sm75, shared by their sources, and the choice among them.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../registry.h"
+
+namespace flash_wmma::mma {
+
+/// A tile shape and its launch. From `blocks_per_sm` blocks an SM on it is faster than the next shape of the same head
+/// dim in the table, which fills the device better.
+struct Shape {
+    Instance facts;
+    bool general;  ///< also for packed sequences, ScoreMods and converted inputs
+    float blocks_per_sm;
+    void (*launch)(const ForwardParams&, Stream);
+};
+
+inline std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
+    std::vector<Shape> all;
+    for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+}
+
+/// The instances of `shapes`, in the same order.
+inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
+    std::vector<Instance> instances;
+    for (const Shape& shape : shapes) instances.push_back(shape.facts);
+    return instances;
+}
+
+/// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and
+/// that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the choice.
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, const ForwardParams& p,
+                                 const DeviceFacts& device) {
+    const int d = std::max(p.head_dim, p.head_dim_v);
+    const Sequences& s = p.sequences;
+    const bool general = p.dtype != dtype || p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q ||
+                         s.cu_seqlens_k || s.seqused_k;
+    const Shape* chosen = nullptr;
+    for (const Shape& shape : shapes) {
+        const Instance& tile = shape.facts;
+        if (tile.dtype != dtype || tile.head_dim < d || shape.general != general) continue;
+        if (tile.min_arch > device.arch || tile.smem_bytes > device.smem_optin) continue;
+        if (chosen && chosen->facts.head_dim < tile.head_dim) break;
+        chosen = &shape;
+        const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q * p.batch;
+        const auto blocks = static_cast<float>(rows * p.heads_q) / static_cast<float>(tile.br);
+        if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
+    }
+    if (!chosen) throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");
+    return *chosen;
+}
+
+}  // namespace flash_wmma::mma

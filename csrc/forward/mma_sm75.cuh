@@ -1,0 +1,72 @@
+// mma_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later. m16n8k8 of half. There is no asynchronous copy:
+// a tile waits in registers, loaded 16 bytes at a time while the tile before is worked on, and is stored at its end.
+#pragma once
+
+#include "mma.cuh"
+
+namespace flash_wmma::mma {
+
+struct Sm75 {
+    static constexpr bool kThroughRegisters = true;  // the way of a copy to shared memory
+
+    /// D += A B: A 16x16, B 16x8, as two products along k.
+    template <class T>
+    __device__ __forceinline__ static void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                    std::uint32_t b1) {
+        static_assert(std::is_same_v<T, half>);
+        const std::uint32_t first[2] = {a[0], a[1]}, second[2] = {a[2], a[3]};
+        ptx::mma_m16n8k8(d, first, b0);
+        ptx::mma_m16n8k8(d, second, b1);
+    }
+
+    /// A block's copies of Rows rows, zeros beyond `rows`, in two steps.
+    template <class Tile, int Rows>
+    struct Copy : CopyMap<Tile, Rows> {
+        using CopyMap<Tile, Rows>::CopyMap;
+
+        uint4 vectors[CopyMap<Tile, Rows>::kCount];
+
+        template <class Target>
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows = Rows) {
+            this->for_each(pitch, [&](int i, int row, int, const auto* from) {
+                vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void finish(Target& target) {
+            CopyMap<Tile, Rows>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
+                *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
+            });
+        }
+    };
+};
+
+/// The shapes that ship, none above 64 KiB of shared memory; arguments as in sm80_shapes.
+inline std::vector<Shape> sm75_shapes() {
+    return {
+        shape<Tile<Sm75, half, 32, 4, 1, 2, 64, 2, true, 2>, false>(75, 0.75f),
+        shape<Tile<Sm75, half, 32, 4, 1, 1, 64, 2, true, 2>, false>(75, 0.f),
+        shape<Tile<Sm75, half, 64, 4, 1, 2, 32, 2, true, 2>, false>(75, 0.75f),
+        shape<Tile<Sm75, half, 64, 4, 1, 1, 64, 2, true, 2>, false>(75, 0.f),
+        shape<Tile<Sm75, half, 96, 4, 1, 2, 32, 2, false, 2>, false>(75, 0.75f),
+        shape<Tile<Sm75, half, 96, 4, 1, 1, 32, 2, true, 2>, false>(75, 0.f),
+        shape<Tile<Sm75, half, 128, 4, 1, 2, 16, 2, false, 2>, false>(75, 0.75f),
+        shape<Tile<Sm75, half, 128, 4, 1, 1, 32, 2, true, 2>, false>(75, 0.f),
+        shape<Tile<Sm75, half, 192, 4, 2, 1, 32, 1, true, 1>, false>(75, 0.f),
+        shape<Tile<Sm75, half, 256, 4, 2, 1, 32, 1, true, 1>, false>(75, 0.f),
+    };
+}
+inline std::vector<Shape> sm75_general_shapes() {
+    return {
+        shape<Tile<Sm75, half, 32, 4, 1, 2, 64, 2, true, 2>, true>(75, 0.75f),
+        shape<Tile<Sm75, half, 32, 4, 1, 1, 64, 2, true, 2>, true>(75, 0.f),
+        shape<Tile<Sm75, half, 64, 4, 1, 2, 32, 2, true, 2>, true>(75, 0.75f),
+        shape<Tile<Sm75, half, 64, 4, 1, 1, 64, 2, true, 2>, true>(75, 0.f),
+        shape<Tile<Sm75, half, 96, 4, 1, 1, 32, 2, true, 2>, true>(75, 0.f),
+        shape<Tile<Sm75, half, 128, 4, 1, 1, 32, 2, true, 2>, true>(75, 0.f),
+        shape<Tile<Sm75, half, 192, 4, 2, 1, 32, 1, true, 1>, true>(75, 0.f),
+        shape<Tile<Sm75, half, 256, 4, 2, 1, 32, 1, true, 1>, true>(75, 0.f),
+    };
+}
+
+}  // namespace flash_wmma::mma

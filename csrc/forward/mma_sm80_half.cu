@@ -1,0 +1,8 @@
+// The half instances of mma_sm80.
+#include "mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, false>(); }
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,159 @@
+"""``torch.nn.functional.scaled_dot_product_attention``, on the kernels of this library where they can run it."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _checks
+from ._forward import dense
+from ._native import native
+
+
+@functools.lru_cache(maxsize=1024)
+def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
+    from ._explain import device_facts  # which takes the reasons of this module into its answers
+
+    try:
+        table = native()
+    except ImportError:  # forward works without the table, and says itself what it cannot run
+        return 1 << 30
+    facts = device_facts(device if index is None else f"{device}:{index}")
+    largest = 0
+    for d in {kernel["head_dims"][1] for kernel in table.kernels()}:
+        sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
+        answer = table.explain(
+            "auto",
+            str(dtype).removeprefix("torch."),
+            sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
+            (-1, 0 if "causal" in features else -1, False),
+            False,  # packed
+            "attn_bias" in features,
+            False,  # alibi_slopes
+            0.0,  # softcap
+            (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
+        )
+        largest = max(largest, d if answer["kernel"] else 0)
+    return largest
+
+
+def _largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
+    """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v"."""
+    return _cached_largest_head_dim(device, index, dtype, features)
+
+
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+_largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def left_to_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+    differentiable: bool = True,
+) -> str:
+    """Why torch's own attention computes this; empty if a kernel of this library does.
+
+    ``differentiable``: whether a gradient may be asked for, so that inputs that require one matter.
+    """
+    if dropout_p != 0:
+        return "dropout_p is not 0"
+    recorded = differentiable and torch.is_grad_enabled()
+    for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
+        if type(t) is not Tensor and type(t).__torch_function__ is not torch._C._disabled_torch_function_impl:
+            return "an input is a tensor subclass with an attention of its own"  # torch.nn.attention.bias.CausalBias
+        if t.is_nested or t.layout is not torch.strided:
+            return "an input is no dense tensor"
+        if recorded and t.requires_grad:
+            return "an input requires grad, and backward is not built yet"
+    if forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    device, dtype = query.device, query.dtype
+    kind = device.type
+    if kind not in ("cpu", "cuda"):
+        return f"the device is {kind}"
+    if key.device != device or value.device != device or (attn_mask is not None and attn_mask.device != device):
+        return "the inputs are on several devices"
+    if torch.is_autocast_enabled(kind):
+        if torch.float64 in (dtype, key.dtype, value.dtype):
+            return "autocast leaves float64 alone"
+        dtype = torch.get_autocast_dtype(kind)
+    elif key.dtype != dtype or value.dtype != dtype:
+        return "the inputs are of several dtypes"
+    if dtype not in _checks.DTYPES:
+        return f"the dtype is {dtype}"
+    q, k, v = query.shape, key.shape, value.shape
+    if len(q) != 4 or len(k) != 4 or len(v) != 4:
+        return "query, key and value are not all (B, H, N, d)"
+    batch, heads, nq, d = q
+    heads_k, nk, dv = k[1], k[2], v[3]
+    if k[0] != batch or v[0] != batch or v[1] != heads_k or v[2] != nk or k[3] != d:
+        return "the shapes are not (B, Hq, Nq, d), (B, Hk, Nk, d) and (B, Hk, Nk, d_v)"
+    if heads_k != heads and (not enable_gqa or heads_k == 0 or heads % heads_k != 0):
+        return "key has other heads than query" + (", and not a divisor of them" if enable_gqa else "")
+    features = "causal" if is_causal else ""
+    if attn_mask is not None:
+        if is_causal:
+            return "both attn_mask and is_causal are given"
+        if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
+            return f"attn_mask is {attn_mask.dtype}"
+        sizes, full = attn_mask.shape, (batch, heads, nq, nk)
+        if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
+            return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
+        features = "attn_bias"
+    if kind == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
+        return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
+    if d != dv:
+        features += " d_v"
+    largest = _largest_head_dim(kind, device.index, dtype, features)
+    if d < 1 or dv < 1 or d > largest or dv > largest:
+        return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
+    return ""
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
+
+    What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
+    dropout, inputs that require grad, other ranks than 4, float64, float32 on a GPU while
+    ``torch.get_float32_matmul_precision()`` is ``"highest"``, … :func:`flash_wmma.explain` names the reason.
+
+    Args:
+        query: (B, Hq, Nq, d).
+        key: (B, Hk, Nk, d); Hk is Hq, or with ``enable_gqa`` a divisor of it.
+        value: (B, Hk, Nk, d_v).
+        attn_mask: what broadcasts to (B, Hq, Nq, Nk): bool, ``True`` where the query sees the key, or added to the
+            scores.
+        dropout_p: probability of dropping a weight.
+        is_causal: query i sees the keys j <= i; not together with ``attn_mask``.
+        scale: factor on the scores; default 1 / sqrt(d).
+        enable_gqa: query head h reads key and value head h // (Hq // Hk).
+
+    Returns:
+        (B, Hq, Nq, d_v), in query's dtype (autocast's under ``torch.autocast``).
+
+    Raises:
+        RuntimeError, TypeError, ValueError: as torch's.
+    """
+    given = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    if not given or left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+        return torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    return dense(query, key, value, bool(is_causal), scale, None, attn_mask, None, 0.0, "auto", False, False)[0]

@@ -1,0 +1,437 @@
+"""The stand-ins for torch's and flash-attn's functions, and torch's own attention with these kernels behind it."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import pytest
+import torch
+from reference import DENSE, Mask, Modification, attention, bits, normal
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
+
+import flash_wmma
+from flash_wmma import _flash_attn, _hook, _sdpa
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-12}
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        request.getfixturevalue("cuda")
+    return str(request.param)
+
+
+def close(a: Tensor, b: Tensor) -> None:
+    torch.testing.assert_close(a, b, atol=TOLERANCE[a.dtype], rtol=TOLERANCE[a.dtype])
+
+
+def calls(what: Any) -> list[str]:
+    """Which attention ran in that function: the names of torch's and of this library's operators."""
+    with torch.profiler.profile() as profile:
+        what()
+    return [event.key for event in profile.key_averages() if "attention" in event.key or "flash_wmma" in event.key]
+
+
+# ----------------------------------------------------------------------------------------------------------------- SDPA
+
+
+def test_sdpa_has_torchs_signature() -> None:
+    ours = inspect.signature(flash_wmma.scaled_dot_product_attention)
+    said = "query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False"
+    assert list(ours.parameters) == [word.split("=")[0] for word in said.split(", ")]
+    assert said.replace(" ", "") in "".join((functional.scaled_dot_product_attention.__doc__ or "").split())
+
+
+SDPA: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool": {"attn_mask": (20, 30, torch.bool)},
+    "float": {"attn_mask": (4, 20, 30, None)},
+    "batch, key": {"attn_mask": (2, 1, 1, 30, torch.bool)},
+    "positional": {"positional": (None, 0.0, True)},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", SDPA)
+def test_sdpa(case: str, dtype: torch.dtype, device: str) -> None:
+    options = dict(SDPA[case])
+    q, k, v = (normal((2, 4, n, 64), dtype=dtype, device=device, seed=s) for n, s in ((20, 1), (30, 2), (30, 3)))
+    positional = options.pop("positional", ())
+    if "attn_mask" in options:
+        *shape, kind = options["attn_mask"]
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device)
+        options["attn_mask"] = values > -0.5 if kind == torch.bool else values.to(dtype)
+    ours = flash_wmma.scaled_dot_product_attention(q, k, v, *positional, **options)
+    close(ours, functional.scaled_dot_product_attention(q, k, v, *positional, **options))
+    assert ours.dtype == dtype
+
+
+def test_sdpa_grouped_heads(device: str) -> None:
+    q, k, v = (normal((2, h, 20, 64), device=device, dtype=torch.float16, seed=h) for h in (6, 2, 2))
+    ours = flash_wmma.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    close(ours, functional.scaled_dot_product_attention(q, k, v, enable_gqa=True))
+    with pytest.raises(RuntimeError):  # torch's error
+        flash_wmma.scaled_dot_product_attention(q, k, v)
+
+
+def test_sdpa_rows_that_see_nothing(device: str) -> None:
+    q = normal((1, 2, 20, 64), device=device, dtype=torch.float16)
+    mask = torch.ones(20, 20, dtype=torch.bool, device=device)
+    mask[3] = False
+    ours = flash_wmma.scaled_dot_product_attention(q, q, q, mask)
+    assert not ours[:, :, 3].any()
+    close(ours, functional.scaled_dot_product_attention(q, q, q, mask))
+
+
+def tensors(*shape: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(shape, generator=torch.Generator().manual_seed(s)).to(**options) for s in (1, 2, 3))
+    return q, k, v
+
+
+LEFT = {
+    "dropout": (lambda: (*tensors(1, 2, 8, 64), None, 0.5), "dropout_p is not 0"),
+    "gradient": (
+        lambda: (tensors(1, 2, 8, 64)[0].requires_grad_(), *tensors(1, 2, 8, 64)[1:]),
+        "an input requires grad",
+    ),
+    "float64": (lambda: tensors(1, 2, 8, 64, dtype=torch.float64), "the dtype is torch.float64"),
+    "rank 3": (lambda: tensors(2, 8, 64), "not all (B, H, N, d)"),
+    "rank 2": (lambda: tensors(8, 64), "not all (B, H, N, d)"),
+    "large d": (lambda: tensors(1, 2, 8, 300), "no kernel runs head dims 300 and 300"),
+    "multi-query": (lambda: (tensors(1, 4, 8, 64)[0], *tensors(1, 1, 8, 64)[1:]), "key has other heads than query"),
+    "subclass": (
+        lambda: (*tensors(1, 2, 8, 64), causal_lower_right(8, 8)),
+        "a tensor subclass",
+    ),
+    "mask gradient": (lambda: (*tensors(1, 2, 8, 64), torch.zeros(8, 8, requires_grad=True)), "an input requires grad"),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_sdpa_leaves_to_torch(case: str) -> None:
+    make, why = LEFT[case]
+    arguments = make()
+    assert why in _sdpa.left_to_torch(*arguments)
+    torch.manual_seed(0)
+    ours = flash_wmma.scaled_dot_product_attention(*arguments)
+    torch.manual_seed(0)
+    assert torch.equal(ours, functional.scaled_dot_product_attention(*arguments))
+    assert "flash_wmma::forward" not in calls(lambda: flash_wmma.scaled_dot_product_attention(*arguments))
+
+
+def test_sdpa_gradient_is_torchs() -> None:
+    q, k, v = (t.requires_grad_() for t in tensors(1, 2, 8, 64))
+    flash_wmma.scaled_dot_product_attention(q, k, v).sum().backward()
+    assert q.grad is not None
+    with torch.no_grad():
+        assert not _sdpa.left_to_torch(q, k, v)
+
+
+def test_explain_says_what_is_left_to_torch() -> None:
+    q, k, v = tensors(1, 2, 8, 64)
+    assert flash_wmma.explain(q, k, v).left_to_torch == ""
+    answer = flash_wmma.explain(q, k, v, dropout_p=0.1)
+    assert answer.left_to_torch == "dropout_p is not 0"
+    assert "left to torch: dropout_p is not 0" in str(answer)
+    assert "requires grad" in flash_wmma.explain(q.requires_grad_(), k, v).left_to_torch
+
+
+@pytest.mark.gpu
+def test_sdpa_follows_the_float32_precision(cuda: torch.device) -> None:
+    q, k, v = tensors(1, 2, 64, 64, device=cuda)
+    before = torch.get_float32_matmul_precision()
+    try:
+        torch.set_float32_matmul_precision("highest")
+        assert "highest" in _sdpa.left_to_torch(q, k, v)
+        torch.set_float32_matmul_precision("high")
+        assert _sdpa.left_to_torch(q, k, v) == ""
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([1.0], None, None),
+        (*tensors(1, 2, 8, 64), torch.zeros(7, 7)),
+        (*tensors(1, 2, 8, 64), torch.zeros(8, 8), 0.0, True),
+        (*tensors(1, 2, 8, 64), torch.zeros(8, 8, dtype=torch.float64)),
+    ],
+    ids=["list", "mask shape", "mask and causal", "mask dtype"],
+)
+def test_sdpa_raises_what_torch_raises(arguments: tuple[Any, ...]) -> None:
+    with pytest.raises(Exception) as theirs:
+        functional.scaled_dot_product_attention(*arguments)
+    with pytest.raises(type(theirs.value)):
+        flash_wmma.scaled_dot_product_attention(*arguments)
+
+
+def test_sdpa_compiles(device: str) -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(flash_wmma.scaled_dot_product_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (20, 33):
+        q, k, v = (normal((1, 2, n, 64), device=device, dtype=torch.float16, seed=s) for s in (1, 2, 3))
+        assert torch.equal(attend(q, k, v, is_causal=True), flash_wmma.forward(q, k, v, causal=True))
+    assert "flash_wmma::forward" in calls(lambda: attend(q, k, v, is_causal=True))
+
+
+# ----------------------------------------------------------------------------------------------------------- flash-attn
+
+FLASH_ATTN = {  # version 2.8
+    "flash_attn_func": "q, k, v",
+    "flash_attn_kvpacked_func": "q, kv",
+    "flash_attn_qkvpacked_func": "qkv",
+    "flash_attn_varlen_func": "q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k",
+    "flash_attn_varlen_kvpacked_func": "q, kv, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k",
+    "flash_attn_varlen_qkvpacked_func": "qkv, cu_seqlens, max_seqlen",
+}
+DEFAULTS = {
+    "dropout_p": 0.0,
+    "softmax_scale": None,
+    "causal": False,
+    "window_size": (-1, -1),
+    "softcap": 0.0,
+    "alibi_slopes": None,
+    "deterministic": False,
+    "return_attn_probs": False,
+}
+
+
+@pytest.mark.parametrize("function", FLASH_ATTN)
+def test_flash_attn_signatures(function: str) -> None:
+    parameters = inspect.signature(getattr(flash_wmma, function)).parameters
+    defaults = DEFAULTS | ({"block_table": None} if function == "flash_attn_varlen_func" else {})
+    positional = [p for p in parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == [*FLASH_ATTN[function].split(", "), *defaults]
+    assert {p.name: p.default for p in positional if p.default is not p.empty} == defaults
+
+
+WINDOWS = [(False, (-1, -1)), (True, (-1, -1)), (False, (5, 3)), (True, (7, 100)), (False, (-1, 4)), (True, (0, 0))]
+
+
+def flash_attn_mask(causal: bool, window: tuple[int, int], nq: int, nk: int) -> Tensor:
+    """As flash-attn's documentation says it: always from the last key."""
+    left, right = window
+    place = torch.arange(nq)[:, None] + nk - nq
+    key = torch.arange(nk)
+    seen = torch.ones(nq, nk, dtype=torch.bool)
+    if left >= 0:
+        seen &= key >= place - left
+    if causal:
+        right = 0
+    if right >= 0:
+        seen &= key <= place + right
+    return seen
+
+
+@pytest.mark.parametrize("causal, window", WINDOWS)
+@pytest.mark.parametrize("nq, nk", [(1, 1), (20, 33), (33, 20), (1, 40)])
+def test_flash_attn_func(nq: int, nk: int, causal: bool, window: tuple[int, int], device: str) -> None:
+    q, k, v = (
+        torch.randn(2, n, h, 64, generator=torch.Generator().manual_seed(h + n)) for n, h in ((nq, 6), (nk, 2), (nk, 2))
+    )
+    q, k, v = (t.half().to(device) for t in (q, k, v))
+    slopes = (0.5 ** torch.arange(6)).to(device)
+    for options in ({}, {"softcap": 5.0}, {"alibi_slopes": slopes}, {"softmax_scale": 0.2}):
+        if (
+            device == "cuda"
+            and flash_wmma.explain(
+                *(t.transpose(1, 2) for t in (q, k, v)), **{x: y for x, y in options.items() if x != "softmax_scale"}
+            ).kernel
+            is None
+        ):
+            continue
+        out, lse, probabilities = flash_wmma.flash_attn_func(
+            q, k, v, causal=causal, window_size=window, return_attn_probs=True, **options
+        )
+        scale = options.get("softmax_scale")
+        seen = flash_attn_mask(causal, window, nq, nk).to(device)
+        dense = [t.transpose(1, 2).double() for t in (q, k, v)]
+        # The reference's own mask is not used: a row hides what flash-attn's text hides.
+        modification = Modification(None, options.get("alibi_slopes"), options.get("softcap", 0.0))
+        expected, expected_lse = masked_attention(*dense, seen, scale, modification)
+        close(out, expected.transpose(1, 2).half())
+        torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=1e-3)
+        assert out.is_contiguous()
+        assert out.shape == q.shape
+        assert lse.shape == (2, 6, nq)
+        assert lse.dtype == torch.float32
+        assert probabilities.numel() == 0
+        assert torch.equal(
+            flash_wmma.flash_attn_func(
+                q, k, v, 0.0, scale, causal, window, **{x: y for x, y in options.items() if x != "softmax_scale"}
+            ),
+            out,
+        )
+
+
+def masked_attention(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, modification: Modification
+) -> tuple[Tensor, Tensor]:
+    class Seen(Mask):
+        def visible(self, nq: int, nk: int, device: torch.device | str = "cpu") -> Tensor:
+            return seen
+
+    return attention(q, k, v, Seen(), scale, modification)
+
+
+def test_flash_attn_packed_forms(device: str) -> None:
+    """Each packed form is the unpacked one, on views: nothing is copied."""
+    qkv = torch.randn(2, 20, 3, 4, 64, generator=torch.Generator().manual_seed(1)).half().to(device)
+    q, k, v = qkv.unbind(2)
+    before = bits(qkv)
+    expected = flash_wmma.flash_attn_func(q, k, v, causal=True)
+    assert torch.equal(flash_wmma.flash_attn_qkvpacked_func(qkv, causal=True), expected)
+    assert torch.equal(flash_wmma.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), expected)
+    assert torch.equal(bits(qkv), before)
+
+
+def test_flash_attn_varlen_forms(device: str) -> None:
+    qkv = torch.randn(20, 3, 4, 64, generator=torch.Generator().manual_seed(1)).half().to(device)
+    q, k, v = qkv.unbind(1)
+    if device == "cuda" and flash_wmma.explain(q, k, v).kernel is None:
+        pytest.skip("no kernel has varlen")
+    cu = torch.tensor([0, 7, 7, 20], dtype=torch.int32, device=device)
+    options: dict[str, Any] = {"causal": True, "window_size": (4, -1)}
+    out, lse, _ = flash_wmma.flash_attn_varlen_func(q, k, v, cu, cu, 13, 13, return_attn_probs=True, **options)
+    assert (out.shape, lse.shape) == ((20, 4, 64), (4, 20))
+    for begin, end in ((0, 7), (7, 20)):
+        one = (t[None, begin:end] for t in (q, k, v))
+        alone, alone_lse, _ = flash_wmma.flash_attn_func(*one, return_attn_probs=True, **options)
+        close(out[begin:end], alone[0])
+        torch.testing.assert_close(lse[:, begin:end], alone_lse[0])
+    assert torch.equal(flash_wmma.flash_attn_varlen_qkvpacked_func(qkv, cu, 13, **options), out)
+    assert torch.equal(flash_wmma.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], cu, cu, 13, 13, **options), out)
+    with pytest.raises(ValueError, match="max_seqlen_q: got 12"):
+        flash_wmma.flash_attn_varlen_qkvpacked_func(qkv, cu, 12, validate=True)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: dropout is not built yet"),
+    "dropout type": ({"dropout_p": "a"}, TypeError, "dropout_p: got 'a', allowed: a float"),
+    "window": ({"window_size": 3}, TypeError, r"window_size: got 3, allowed: a pair \(left, right\)"),
+    "window of three": ({"window_size": (1, 2, 3)}, ValueError, r"window_size: got \(1, 2, 3\)"),
+    "softcap": ({"softcap": -1.0}, ValueError, r"softcap: got -1\.0, allowed: 0 \(none\) or a positive float"),
+    "slopes": (
+        {"alibi_slopes": torch.zeros(3)},
+        ValueError,
+        r"alibi_slopes\.shape: got \(3,\), allowed: \(Hq\) = \(4,\)",
+    ),
+    "gradient": ({"q": torch.zeros(1, 20, 4, 64, requires_grad=True)}, NotImplementedError, "q: .*requires grad"),
+    "rank": ({"k": torch.zeros(20, 4, 64)}, ValueError, r"k\.shape: got \(20, 4, 64\), allowed: \(B, N, H, d\)"),
+    "no tensor": ({"v": None}, TypeError, r"v: got NoneType, allowed: torch\.Tensor"),
+}
+
+
+@pytest.mark.parametrize("wrong", REFUSED)
+def test_flash_attn_errors(wrong: str) -> None:
+    changes, error, message = REFUSED[wrong]
+    call = {x: torch.zeros(1, 20, 4, 64) for x in "qkv"} | changes
+    with pytest.raises(error, match=message):
+        flash_wmma.flash_attn_func(**call)
+
+
+def test_flash_attn_block_table() -> None:
+    q, cu = torch.zeros(20, 4, 64), torch.tensor([0, 20], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="block_table: a paged cache is not built yet"):
+        flash_wmma.flash_attn_varlen_func(q, q, q, cu, cu, 20, 20, block_table=cu[None])
+    with pytest.raises(ValueError, match=r"qkv\.shape: got \(20, 4, 64\), allowed: \(total, 3, H, d\)"):
+        flash_wmma.flash_attn_varlen_qkvpacked_func(q, cu, 20)
+    with pytest.raises(ValueError, match=r"kv\.shape: got .* allowed: \(B, N, 2, H, d\)"):
+        flash_wmma.flash_attn_kvpacked_func(q[None], torch.zeros(1, 20, 3, 4, 64))
+
+
+def test_flash_attn_is_exported() -> None:
+    exported = {name for name in vars(_flash_attn) if name.startswith("flash_attn_")}
+    assert exported == set(FLASH_ATTN)
+    assert exported <= set(flash_wmma.__all__)
+
+
+# ------------------------------------------------------------------------------------------------------------- the hook
+
+HOOK = hasattr(torch.nn.attention, "activate_flash_attention_impl") and hasattr(torch.library, "get_kernel")
+
+
+@pytest.fixture
+def activated() -> Any:
+    if not HOOK:
+        pytest.skip("this torch has no flash-attention hook")
+    torch.nn.attention.activate_flash_attention_impl(_hook.NAME)
+    yield
+    if torch.nn.attention.current_flash_attention_impl() == _hook.NAME:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def test_hook_is_listed_and_inactive() -> None:
+    if not HOOK:
+        pytest.skip("this torch has no flash-attention hook")
+    assert _hook.NAME in torch.nn.attention.list_flash_attention_impls()
+    assert torch.nn.attention.current_flash_attention_impl() is None
+
+
+@pytest.mark.parametrize("kind", ["plain", "causal", "float", "rows hidden"])
+def test_hook_on_the_cpu(activated: None, kind: str) -> None:
+    """Torch's attention runs this library's forward, with torch's gradients; restored, it runs its own."""
+    q, k, v = (t.requires_grad_() for t in tensors(2, 4, 33, 64))
+    mask = None
+    if kind == "float":
+        mask = torch.randn(33, 33)
+    if kind == "rows hidden":
+        mask = torch.rand(33, 33, generator=torch.Generator().manual_seed(1)) > 0.5
+        mask[3] = False
+
+    def attend() -> list[Tensor]:
+        out = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal")
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    assert "flash_wmma::forward" in calls(attend)
+    ours = attend()
+    torch.nn.attention.restore_flash_attention_impl()
+    assert "flash_wmma::forward" not in calls(attend)
+    for a, b in zip(ours, attend(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
+        assert a.stride() == b.stride()
+
+
+def test_hook_leaves_the_rest_to_torch(activated: None) -> None:
+    q, k, v = tensors(2, 4, 33, 64, dtype=torch.float64)
+    assert "flash_wmma::forward" not in calls(lambda: functional.scaled_dot_product_attention(q, k, v))
+    close(functional.scaled_dot_product_attention(q, k, v), attention(q, k, v, DENSE, 1 / math.sqrt(64))[0])
+
+
+def test_hook_with_packed_sequences() -> None:
+    """The operator behind torch.nn.attention.varlen, called as torch would."""
+    q, k, v = tensors(20, 4, 64)
+    cu = torch.tensor([0, 7, 20], dtype=torch.int32)
+    forward = _hook._cuda_packed(None)
+    result = forward(None, q, k, v, cu, cu, 13, 13, 0.0, True, False, scale=0.2, window_size_left=5)
+    assert len(result) == 5
+    out, lse = flash_wmma.forward_varlen(
+        q, k, v, cu, cu, 13, 13, causal="bottom_right", window=(5, None), scale=0.2, return_lse=True
+    )
+    assert torch.equal(result[0], out)
+    assert torch.equal(result[1], lse)
+
+
+@pytest.mark.gpu
+def test_hook_on_the_gpu(activated: None, cuda: torch.device) -> None:
+    q, k, v = (t.half().to(cuda).requires_grad_() for t in tensors(2, 4, 100, 64))
+
+    def attend() -> list[Tensor]:
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+            out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    assert "flash_wmma::forward" in calls(attend)
+    ours = attend()
+    torch.nn.attention.restore_flash_attention_impl()
+    for a, b in zip(ours, attend(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)

@@ -1,0 +1,387 @@
+"""Every feature that a kernel lists, with every other, against float64: masks, bias, ALiBi, softcap, groups, sizes."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import NO_CUDA_KERNEL, marks, name, obstacle, targets
+from pairwise import every, pairwise
+from reference import DENSE, LAYOUTS, PLAIN, Mask, Modification, attention, check, libc, normal, reference, run
+from torch import Tensor
+
+import flash_wmma
+
+Target = tuple[flash_wmma.Kernel, torch.dtype]
+
+# Small sizes where a CUDA kernel's source is run without a GPU, full ones on the GPU.
+SMALL = ((1, 1), (1, 40), (17, 16), (33, 47), (47, 33))
+MEDIUM = (*SMALL, (1, 700), (97, 97), (113, 203), (108, 256), (203, 113))
+FULL = (*MEDIUM, (1023, 1024), (1024, 1023), (2048, 1500), (2047, 2048))
+HEAD_DIMS = (32, 40, 59, 64, 80, 96, 111, 128, 160, 192, 224, 256)
+HEADS = ((4, 4), (4, 1), (6, 2))  # MHA, MQA, GQA
+CAUSAL = (False, "top_left", "bottom_right")
+WINDOWS = (None, (20, 5), (64, 0), (0, None), (3, 100))
+BIASES = (
+    None,
+    "full",
+    "head",
+    "query",
+    "key",
+    "scalar",
+    "transposed",
+    "odd",
+    "bool",
+    "bool key",
+    "some -inf",
+    "rows -inf",
+)
+SLOPES = (None, "head", "batch")
+SOFTCAPS = (0.0, 2.0, 30.0)
+
+
+def lengths(kernel: flash_wmma.Kernel) -> tuple[tuple[int, int], ...]:
+    if kernel.device == "cpu":
+        return MEDIUM
+    return FULL if torch.cuda.is_available() else SMALL
+
+
+def bias_of(kind: str | None, b: int, h: int, nq: int, nk: int, dtype: torch.dtype, device: str) -> Tensor | None:
+    """A bias of that kind, everything around it in its storage NaN (or the other truth value)."""
+    if kind is None:
+        return None
+    generator = torch.Generator().manual_seed(11)
+
+    def values(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator).to(dtype).to(device)
+
+    if kind == "full":
+        return values(b, h, nq, nk)
+    if kind == "head":
+        return values(h, nq, nk, dtype=dtype)
+    if kind == "query":
+        return values(1, h, nq, 1)
+    if kind == "key":
+        return values(b, 1, 1, nk, dtype=dtype)
+    if kind == "scalar":
+        return values(1)
+    if kind == "transposed":
+        return values(b, h, nk, nq, dtype=dtype).transpose(2, 3)
+    if kind == "odd":
+        storage = torch.full((b, nq + 2, nk + 3), math.nan, dtype=dtype, device=device)
+        storage[:, 1:-1, 1:-2] = values(b, nq, nk, dtype=dtype)
+        return storage[:, None, 1:-1, 1:-2]
+    seen = torch.rand((1, h, nq, nk), generator=generator) > 0.4
+    if kind == "bool":
+        return seen.to(device)
+    if kind == "bool key":
+        return (torch.rand((b, 1, 1, nk), generator=generator) > 0.4).to(device)
+    if kind == "some -inf":
+        return values(1, h, nq, nk, dtype=dtype).masked_fill(~seen.to(device), -math.inf)
+    assert kind == "rows -inf"
+    return values(b, 1, nq, nk).masked_fill((torch.arange(nq, device=device) % 3 == 0)[:, None], -math.inf)
+
+
+def slopes_of(kind: str | None, b: int, h: int, device: str) -> Tensor | None:
+    """ALiBi's geometric slopes."""
+    if kind is None:
+        return None
+    slopes = 2.0 ** -torch.arange(1, h + 1, device=device)
+    return slopes if kind == "head" else slopes * torch.arange(1, b + 1, device=device)[:, None]
+
+
+def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
+    """What the kernel says it can do."""
+    low, high = kernel.head_dims
+    has = kernel.features
+    head_dims = tuple(d for d in HEAD_DIMS if low <= d <= high)
+    return {
+        "lengths": lengths(kernel),
+        "d": head_dims,
+        "dv": (None, *head_dims[::4]) if "d_v != d" in has else (None,),
+        "heads": HEADS,
+        "batch": (1, 2),
+        "causal": CAUSAL if "causal" in has else (False,),
+        "window": WINDOWS if "window" in has else (None,),
+        "bias": BIASES if "attn_bias" in has else (None,),
+        "slopes": SLOPES if "alibi_slopes" in has else (None,),
+        "softcap": SOFTCAPS if "softcap" in has else (0.0,),
+        "scale": (None, 0.3, -0.2),
+        "layout": LAYOUTS[:5],
+    }
+
+
+def identifier(case: dict[str, Any]) -> str:
+    return "-".join(f"{key}_{value}".replace(" ", "") for key, value in case.items() if value not in (None, False, 0.0))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """`case`: every pair of parameters (--full: every combination), for each kernel and dtype."""
+    if "case" not in metafunc.fixturenames:
+        return
+    rows = []
+    for kernel, dtype in targets(metafunc.config):
+        seed = zlib.crc32(f"features {kernel.name} {dtype}".encode())
+        space = parameters(kernel)
+        cases = every(space) if metafunc.config.getoption("--full") else pairwise(space, seed)
+        if obstacle(kernel, dtype):
+            cases = cases[:1]  # one visible skip says it
+        rows += [
+            pytest.param(
+                (kernel, dtype, case),
+                id=f"{kernel.name}-{name(dtype)}-{identifier(case)}",
+                marks=marks(kernel, dtype),
+            )
+            for case in cases
+        ]
+    without_cuda = not any(kernel.device == "cuda" for kernel in flash_wmma.kernels())
+    metafunc.parametrize("case", rows + ([NO_CUDA_KERNEL] if without_cuda else []))
+
+
+def test_features(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -> None:
+    kernel, dtype, c = case
+    (nq, nk), (hq, hk), b = c["lengths"], c["heads"], c["batch"]
+    where = {"dtype": dtype, "device": kernel.device}
+    q = normal((b, hq, nq, c["d"]), c["layout"], seed=1, **where)
+    k = normal((b, hk, nk, c["d"]), c["layout"], seed=2, **where)
+    v = normal((b, hk, nk, c["dv"] or c["d"]), c["layout"], seed=3, **where)
+    mask = Mask(c["causal"], c["window"])
+    modification = Modification(
+        bias_of(c["bias"], b, hq, nq, nk, dtype, kernel.device),
+        slopes_of(c["slopes"], b, hq, kernel.device),
+        c["softcap"],
+    )
+    expected = reference(kernel, q, k, v, mask, c["scale"], modification)
+    check(*run(kernel, q, k, v, mask, c["scale"], modification), expected)
+
+
+def test_features_at_length(target: Target) -> None:
+    """One long case a kernel, all that it has at once."""
+    kernel, dtype = target
+    nq, nk = lengths(kernel)[-1] if kernel.device == "cuda" else (1023, 1024)
+    where = {"dtype": dtype, "device": kernel.device}
+    q, k, v = (normal((1, h, n, 64), seed=s, **where) for h, n, s in ((4, nq, 1), (2, nk, 2), (2, nk, 3)))
+    has = kernel.features
+    modification = Modification(
+        bias_of("odd", 1, 4, nq, nk, dtype, kernel.device) if "attn_bias" in has else None,
+        slopes_of("head", 1, 4, kernel.device) if "alibi_slopes" in has else None,
+        5.0 if "softcap" in has else 0.0,
+    )
+    mask = Mask("bottom_right", (300, None) if "window" in has else None) if "causal" in has else DENSE
+    check(*run(kernel, q, k, v, mask, None, modification), reference(kernel, q, k, v, mask, None, modification))
+
+
+def few(target: Target, feature: str, nq: int = 37, nk: int = 70, hk: int = 2) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k, v of a kernel that has the feature."""
+    kernel, dtype = target
+    if feature not in kernel.features:
+        pytest.skip(f"{kernel.name} has no {feature}")
+    where = {"dtype": dtype, "device": kernel.device}
+    return (
+        normal((2, 4, nq, 64), seed=1, **where),
+        normal((2, hk, nk, 64), seed=2, **where),
+        normal((2, hk, nk, 64), seed=3, **where),
+    )
+
+
+@pytest.mark.parametrize("nq, nk", [(1, 1), (1, 65), (3, 700), (49, 1), (64, 64)])
+@pytest.mark.parametrize("kind", ["all false", "all -inf", "first key", "last key"])
+def test_bias_that_hides(target: Target, kind: str, nq: int, nk: int) -> None:
+    """Rows that see nothing give 0 and -inf; rows that see one key give its value, to the bit."""
+    kernel, dtype = target
+    q, k, v = few(target, "attn_bias", nq, nk)
+    bias = torch.zeros(nq, nk, dtype=torch.bool, device=kernel.device)
+    if kind == "all -inf":
+        bias = torch.full((nq, nk), -math.inf, dtype=dtype, device=kernel.device)
+    elif kind != "all false":
+        bias[:, 0 if kind == "first key" else -1] = True
+    out, lse = run(kernel, q, k, v, modification=Modification(bias))
+    if kind in ("first key", "last key"):
+        value = v[:, :, 0 if kind == "first key" else -1].repeat_interleave(2, dim=1)
+        assert torch.equal(out, value[:, :, None].expand_as(out))
+        assert bool(lse.isfinite().all())
+    else:
+        assert not out.any()
+        assert bool(lse.isneginf().all())
+
+
+@pytest.mark.parametrize("nq", [1, 37])
+def test_hidden_keys_may_hold_anything(target: Target, nq: int) -> None:
+    """What the bias hides does not reach a row, be it NaN or infinite."""
+    kernel, _ = target
+    if kernel.device == "cuda":
+        pytest.skip("promised for the CPU kernel alone (docs/numerics.md)")
+    q, k, v = few(target, "attn_bias", nq)
+    seen = torch.rand(k.shape[2], generator=torch.Generator().manual_seed(5)) > 0.3
+    expected = run(kernel, q, k[:, :, seen], v[:, :, seen])
+    for poison in (math.nan, math.inf):
+        k[:, :, ~seen] = poison
+        v[:, :, ~seen] = poison
+        for bias in (seen, torch.zeros(k.shape[2]).masked_fill(~seen, -math.inf)):
+            out, lse = run(kernel, q, k, v, modification=Modification(bias))
+            torch.testing.assert_close(out, expected[0], atol=4e-3 if q.dtype != torch.float32 else 1e-5, rtol=0)
+            torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def test_bias_one_column_beyond_reach(target: Target) -> None:
+    """A bias that lies at the end of its memory: nothing past it is read into a result."""
+    kernel, _ = target
+    for nq, nk in ((1, 63), (50, 65), (64, 129)):
+        q, k, v = few(target, "attn_bias", nq, nk)
+        wide = torch.full((nq, nk + 1), math.nan, device=kernel.device)
+        wide[:, :nk] = torch.randn(nq, nk, generator=torch.Generator().manual_seed(1))
+        modification = Modification(wide[:, :nk])
+        check(*run(kernel, q, k, v, DENSE, None, modification), reference(kernel, q, k, v, DENSE, None, modification))
+
+
+def test_bool_is_as_minus_infinity(target: Target) -> None:
+    kernel, dtype = target
+    q, k, v = few(target, "attn_bias")
+    seen = torch.rand(37, 70, generator=torch.Generator().manual_seed(3)).to(kernel.device) > 0.5
+    additive = torch.zeros(37, 70, dtype=dtype, device=kernel.device).masked_fill(~seen, -math.inf)
+    for a, b in zip(
+        run(kernel, q, k, v, modification=Modification(seen)),
+        run(kernel, q, k, v, modification=Modification(additive)),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_alibi_as_bias(target: Target) -> None:
+    """ALiBi is the bias that it says it is."""
+    kernel, _ = target
+    q, k, v = few(target, "alibi_slopes")
+    slopes = torch.tensor([1.0, 0.5, 0.25, 0.125], device=kernel.device)
+    distance = (torch.arange(37)[:, None] + 70 - 37 - torch.arange(70)).abs().to(kernel.device)
+    for mask in (DENSE, Mask("bottom_right"), Mask("top_left")):
+        a = run(kernel, q, k, v, mask, None, Modification(None, slopes))
+        b = run(kernel, q, k, v, mask, None, Modification(-slopes[:, None, None] * distance))
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, atol=1e-5, rtol=2 * torch.finfo(x.dtype).eps)
+
+
+def test_softcap_bounds_the_scores(target: Target) -> None:
+    """Large scores, capped: the weights are those of scores of +-softcap."""
+    kernel, _ = target
+    q, k, v = few(target, "softcap")
+    modification = Modification(softcap=1.0)
+    out, lse = run(kernel, 100 * q, k, v, DENSE, None, modification)
+    check(out, lse, reference(kernel, 100 * q, k, v, DENSE, None, modification))
+    assert float(lse.max()) <= 1 + math.log(70) + 1e-3
+
+
+@pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 1e4])
+def test_softcap_of_small_and_large_scores(target: Target, cap: float) -> None:
+    kernel, _ = target
+    q, k, v = few(target, "softcap")
+    for factor in (1e-3, 1.0, 30.0):
+        modification = Modification(softcap=cap)
+        expected = reference(kernel, factor * q, k, v, DENSE, None, modification)
+        check(*run(kernel, factor * q, k, v, DENSE, None, modification), expected)
+
+
+def test_empty_inputs_with_everything(target: Target) -> None:
+    kernel, dtype = target
+    few(target, "attn_bias")
+    for b, hq, hk, nq, nk in ((0, 4, 2, 5, 6), (2, 0, 0, 5, 6), (2, 4, 2, 0, 6), (2, 4, 2, 5, 0)):
+        q, k = (torch.zeros(b, h, n, 64, dtype=dtype, device=kernel.device) for h, n in ((hq, nq), (hk, nk)))
+        bias = torch.zeros(b, hq, nq, nk, device=kernel.device)
+        slopes = torch.ones(hq, device=kernel.device) if "alibi_slopes" in kernel.features else None
+        out, lse = run(kernel, q, k, k, modification=Modification(bias, slopes))
+        assert not out.any()
+        assert bool(lse.isneginf().all())
+
+
+def test_run_to_run(target: Target) -> None:
+    """Bitwise the same again, with every feature the kernel has; and a batch entry by itself, if it is asked for."""
+    kernel, _ = target
+    q, k, v = few(target, "causal", 150, 200)
+    has = kernel.features
+    bias = bias_of("full", 2, 4, 150, 200, q.dtype, kernel.device) if "attn_bias" in has else None
+    slopes = slopes_of("head", 2, 4, kernel.device) if "alibi_slopes" in has else None
+    modification = Modification(bias, slopes, 5.0) if "softcap" in has else PLAIN
+    first = run(kernel, q, k, v, Mask("bottom_right"), None, modification)
+    for _ in range(3):
+        for a, b in zip(run(kernel, q, k, v, Mask("bottom_right"), None, modification), first, strict=True):
+            assert torch.equal(a, b)
+    both = flash_wmma.forward(q, k, v, kernel=kernel.name, batch_invariant=True, **modification._asdict())
+    for b in range(2):
+        entry = modification.entry(b)._asdict()
+        one = flash_wmma.forward(
+            q[b : b + 1], k[b : b + 1], v[b : b + 1], kernel=kernel.name, batch_invariant=True, **entry
+        )
+        assert torch.equal(one[0], both[b])
+
+
+INSTRUCTION_SETS = """
+import sys, torch, flash_wmma
+case, results = torch.load(sys.argv[1]), []
+for q, k, v, options in case:
+    results.append(flash_wmma.forward(q, k, v, return_lse=True, **options))
+torch.save(results, sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2"])
+def test_other_instruction_sets(isa: str, tmp_path: Path) -> None:
+    """What this processor would not take by itself, with everything at once, for tiles and for few rows."""
+    case = []
+    for nq, nk, d in ((37, 70, 64), (3, 700, 40), (1, 65, 128), (100, 100, 59)):
+        q, k, v = (normal((2, h, n, d), seed=h + n) for h, n in ((4, nq), (2, nk), (2, nk)))
+        options: dict[str, Any] = {"attn_bias": bias_of("odd", 2, 4, nq, nk, torch.float32, "cpu"), "softcap": 5.0}
+        options |= {"alibi_slopes": slopes_of("batch", 2, 4, "cpu"), "causal": "bottom_right"}
+        case += [(q, k, v, options), (q.half(), k.half(), v.half(), options)]
+    torch.save(case, tmp_path / "case")
+    done = subprocess.run(
+        [sys.executable, "-c", INSTRUCTION_SETS, tmp_path / "case", tmp_path / "results"],
+        env={**os.environ, "FLASH_WMMA_CPU_ISA": isa},
+        capture_output=True,
+        text=True,
+    )
+    if "FLASH_WMMA_CPU_ISA" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 0, done.stderr
+    for (q, k, v, options), (out, lse) in zip(case, torch.load(tmp_path / "results"), strict=True):
+        expected = flash_wmma.forward(q, k, v, return_lse=True, **options)
+        tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
+        torch.testing.assert_close(out, expected[0], atol=tolerance, rtol=tolerance)
+        torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+
+
+def at_page_end(t: Tensor) -> Tensor:
+    """A contiguous copy that ends where memory ends: one byte further, and the process dies."""
+    size = t.numel() * t.element_size()
+    pages = -(-size // mmap.PAGESIZE) or 1
+    memory = mmap.mmap(-1, (pages + 1) * mmap.PAGESIZE)
+    view = torch.frombuffer(memory, dtype=torch.uint8)
+    assert libc.mprotect(ctypes.c_void_p(view.data_ptr() + pages * mmap.PAGESIZE), mmap.PAGESIZE, 0) == 0
+    end = pages * mmap.PAGESIZE
+    return view[end - size : end].view(t.dtype).view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_nothing_is_read_past_the_end(dtype: torch.dtype) -> None:
+    """The CPU kernel, with every tensor at the end of its memory."""
+    for nq, nk, d in ((1, 1, 8), (1, 65, 8), (3, 63, 40), (37, 71, 64), (50, 129, 24)):
+        q, k, v = (at_page_end(normal((2, h, n, d), seed=h + n).to(dtype)) for h, n in ((4, nq), (2, nk), (2, nk)))
+        slopes = at_page_end(torch.rand(2, 4))
+        for kind in ("full", "head", "key", "query", "bool", "bool key", "some -inf"):
+            bias = bias_of(kind, 2, 4, nq, nk, dtype, "cpu")
+            assert bias is not None
+            modification = Modification(at_page_end(bias), slopes)
+            expected = attention(q.double(), k.double(), v.double(), DENSE, None, modification)
+            out, lse = flash_wmma.forward(q, k, v, return_lse=True, kernel="cpu", **modification._asdict())
+            torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(out.double(), expected[0], atol=3e-2, rtol=3e-2)
+        packed = [at_page_end(t[0].transpose(0, 1)) for t in (q, k, v)]
+        cu_q, cu_k = (at_page_end(torch.tensor([0, n // 2, n], dtype=torch.int32)) for n in (nq, nk))
+        assert flash_wmma.forward_varlen(*packed, cu_q, cu_k, nq, nk).isfinite().all()
