@@ -605,7 +605,9 @@ def profile(
     from .emulator._compile import CSRC
     from .emulator._runtime import take_profile
 
-    _checks.forward(q, k, v, causal, scale, window, kernel)
+    _checks.tensors(q=q, k=k, v=v)
+    _checks.dense(q, k, v, attn_bias, alibi_slopes)
+    _checks.options(causal, scale, window, softcap, kernel)
     if q.device.type not in ("cpu", "cuda"):
         _checks.refuse("q.device", q.device, "cpu, cuda")
     if not kernel_sources():
