@@ -42,34 +42,38 @@ class ScoreMod<true> {
     /// Whether there is anything to apply.
     __device__ static bool active(const ForwardParams& p) { return p.softcap != 0.f || p.bias.data || p.alibi_slopes; }
 
-    /// Products of one query row with the keys key + 8 j + e, e = 0, 1, j < Pairs, become scores; at(j, e) is a reference
-    /// to them, key is even, `scale` brings a product to log2 units. Keys and queries past the end are allowed: nothing
-    /// is read there, and their scores mean nothing.
-    template <int Pairs, class At>
-    __device__ __forceinline__ void apply(At at, float scale, int query, int key) const {
+    /// Products of query(i), i < Rows, with the keys key + 8 j + e, e = 0, 1, j < Pairs, become scores; at(i, j, e) is a
+    /// reference to them, key is even, `scale` brings a product to log2 units. Keys and queries past the end are allowed:
+    /// nothing is read there, and their scores mean nothing.
+    template <int Rows, int Pairs, class At, class Query>
+    __device__ __forceinline__ void apply(At at, float scale, Query query, int key) const {
+        const auto each = [&](auto f) {
 #pragma unroll
-        for (int j = 0; j < Pairs; ++j)
+            for (int i = 0; i < Rows; ++i)
 #pragma unroll
-            for (int e = 0; e < 2; ++e) at(j, e) *= scale;
-        if (p.softcap != 0.f) cap<Pairs>(at);
+                for (int j = 0; j < Pairs; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) f(at(i, j, e), i, 8 * j + e);
+        };
+        if (p.softcap != 0.f) {
+            const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
+            each([&](float& score, int, int) { score = from_x * tanh(score * to_x); });
+        } else {
+            each([&](float& score, int, int) { score *= scale; });
+        }
         if (bias_) {
             switch (p.bias.dtype) {
-                case DType::kFloat32: add_bias<float, Pairs>(at, query, key); break;
-                case DType::kFloat16: add_bias<__half, Pairs>(at, query, key); break;
-                case DType::kBFloat16: add_bias<__nv_bfloat16, Pairs>(at, query, key); break;
-                case DType::kBool: add_bias<bool, Pairs>(at, query, key); break;
+                case DType::kFloat32: add_bias<float, Rows, Pairs>(at, query, key); break;
+                case DType::kFloat16: add_bias<__half, Rows, Pairs>(at, query, key); break;
+                case DType::kBFloat16: add_bias<__nv_bfloat16, Rows, Pairs>(at, query, key); break;
+                case DType::kBool: add_bias<bool, Rows, Pairs>(at, query, key); break;
             }
         }
-        if (slope_ != 0.f) {
-            const auto to_first = static_cast<float>(query + offset_ - key);
-#pragma unroll
-            for (int j = 0; j < Pairs; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& score = at(j, e);
-                    score = fmaf(-slope_, fabsf(to_first - static_cast<float>(8 * j + e)), score);
-                }
-        }
+        if (slope_ != 0.f)
+            each([&](float& score, int i, int offset) {
+                const auto distance = static_cast<float>(query(i) + offset_ - key) - static_cast<float>(offset);
+                score = fmaf(-slope_, fabsf(distance), score);
+            });
     }
 
   private:
@@ -81,20 +85,10 @@ class ScoreMod<true> {
     int offset_;
     bool paired_;  // whether keys 2 n and 2 n + 1 are one aligned load
 
-    /// tanh(x) = 1 - 2 / (e^2x + 1), which loses digits near 0: there x - x^3 / 3.
-    template <int Pairs, class At>
-    __device__ __forceinline__ void cap(At at) const {
-        const float to_x = 1.f / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
-#pragma unroll
-        for (int j = 0; j < Pairs; ++j)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-                float& score = at(j, e);
-                const float x = score * to_x;
-                const float far = 1.f - __fdividef(2.f, ptx::ex2(2.f * kLog2e * x) + 1.f);
-                const float near = fmaf(x * x, -x / 3.f, x);
-                score = from_x * (fabsf(x) < 0.02f ? near : far);
-            }
+    /// 1 - 2 / (e^2x + 1), which loses digits near 0: there x - x^3 / 3.
+    __device__ static float tanh(float x) {
+        const float far = 1.f - __fdividef(2.f, ptx::ex2(2.f * kLog2e * x) + 1.f);
+        return fabsf(x) < 0.02f ? fmaf(x * x, x * (-1.f / 3.f), x) : far;
     }
 
     __device__ static float biased(float score, float bias) { return fmaf(bias, kLog2e, score); }
@@ -102,26 +96,38 @@ class ScoreMod<true> {
     __device__ static float biased(float score, __nv_bfloat16 bias) { return biased(score, __bfloat162float(bias)); }
     __device__ static float biased(float score, bool visible) { return visible ? score : -INFINITY; }
 
-    template <class T, int Pairs, class At>
-    __device__ __forceinline__ void add_bias(At at, int query, int key) const {
+    template <class T, int Rows, int Pairs, class At, class Query>
+    __device__ __forceinline__ void add_bias(At at, Query query, int key) const {
         struct alignas(2 * sizeof(T)) Pair {
-            T first, second;
+            T x, y;
         };
         const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
-        const T* row = reinterpret_cast<const T*>(bias_) + min(query, last_query) * p.bias.query;
+        const auto row = [&](int i) {
+            return reinterpret_cast<const T*>(bias_) + min(query(i), last_query) * p.bias.query;
+        };
         if (paired_ && key + 8 * (Pairs - 1) < last_key) {
 #pragma unroll
-            for (int j = 0; j < Pairs; ++j) {
-                const Pair pair = *reinterpret_cast<const Pair*>(row + key + 8 * j);
-                at(j, 0) = biased(at(j, 0), pair.first);
-                at(j, 1) = biased(at(j, 1), pair.second);
+            for (int i = 0; i < Rows; ++i) {
+                const T* from = row(i) + key;
+                Pair bias[Pairs];
+#pragma unroll
+                for (int j = 0; j < Pairs; ++j) bias[j] = *reinterpret_cast<const Pair*>(from + 8 * j);
+#pragma unroll
+                for (int j = 0; j < Pairs; ++j) {
+                    at(i, j, 0) = biased(at(i, j, 0), bias[j].x);
+                    at(i, j, 1) = biased(at(i, j, 1), bias[j].y);
+                }
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < Pairs; ++j)
+            for (int i = 0; i < Rows; ++i)
 #pragma unroll
-                for (int e = 0; e < 2; ++e)
-                    at(j, e) = biased(at(j, e), row[min(key + 8 * j + e, last_key) * p.bias.key]);
+                for (int j = 0; j < Pairs; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const std::int64_t k = min(key + 8 * j + e, last_key);
+                        at(i, j, e) = biased(at(i, j, e), row(i)[k * p.bias.key]);
+                    }
         }
     }
 };

@@ -421,10 +421,13 @@ struct CopyMap {
     __device__ static int column() { return static_cast<int>(threadIdx.x) % kVectors * 8; }
 };
 
+/// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
+/// same in every thread, which saves registers.
+// spills: sm_75 sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
+// memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
-    constexpr bool kVLater = Tile::Machine::kThroughRegisters && kStages > 1;  // one tile at a time in registers
     using KeyCopy = typename Tile::Machine::template Copy<Tile, kBc>;
     using QCopy = typename Tile::Machine::template Copy<Tile, Tile::kBr>;
     auto& smem = shared_memory<Smem<Tile>>();
@@ -492,14 +495,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     for (int left = tiles; left > 0; --left, key -= kBc) {
         ptx::cp_async_wait<kAhead - 1>();
         __syncthreads();  // this tile has landed, the one before has been used
-        const bool copy = left > kAhead, visible = key >= some_begin && key < some_end;
+        const bool copy = left > kAhead;
         auto& target = smem.ring[previous];
-        if (copy) k_copy.start(target.k, p.k.row);
-        if (copy && !kVLater) v_copy.start(target.v, p.v.row);
+        if (copy) {
+            k_copy.start(target.k, p.k.row);
+            v_copy.start(target.v, p.v.row);
+        }
         ptx::cp_async_commit();
 
-        Weights<Tile> weights;
-        if (visible) {
+        if (key >= some_begin && key < some_end) {
             const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
             ValueUnit::Step value{0.f, 0.f};
@@ -512,20 +516,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                 if constexpr (General) {
                     if (!ScoreMod<General>::active(p)) return;
                     const ScoreMod<General> mod(p, sequence, work.tile);
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
-                            const int first_key = key + thread.warp_key() + thread.column();
-                            const auto at = [&](int j, int e) -> float& { return s[r][j][2 * h + e]; };
-                            mod.template apply<Tile::kWarpKeys / 8>(at, scale, query, first_key);
-                        }
+                    const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
+                    const auto query = [&](int i) {
+                        return work.tile.row(thread.warp_row() + 8 * i + thread.row()).query;
+                    };
+                    mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
+                                                                           key + thread.warp_key() + thread.column());
                 }
             };
             if (ScoreMod<General>::active(p)) factor = 1.f;
 
             Scores<Tile> s;
+            Weights<Tile> weights;
             float offset[kRowTiles][2], sum[kRowTiles][2];
             bool done = false;
             // A tile that every row sees, not the first: the old m serves if no weight overflows
@@ -590,17 +592,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
                     l[r][h] = General ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
+            multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         }
 
-        if (copy && kVLater) {  // K's registers are free for V
-            k_copy.finish(target.k);
-            v_copy.start(target.v, p.v.row);
-        }
-        if (visible) multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         if constexpr (Tile::Machine::kThroughRegisters) {
             if constexpr (kStages == 1) __syncthreads();
-            if (copy && !kVLater) k_copy.finish(target.k);
-            if (copy) v_copy.finish(target.v);
+            if (copy) {
+                k_copy.finish(target.k);
+                v_copy.finish(target.v);
+            }
         }
         previous = slot;
         slot = slot + 1 == kStages ? 0 : slot + 1;

@@ -6,7 +6,27 @@
 namespace flash_wmma::mma {
 namespace {
 
-const std::vector<Shape> kShapes = join({sm75_shapes(), sm75_general_shapes()});
+template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, bool QInRegisters,
+          bool General>
+Shape shape(float blocks_per_sm) {
+    constexpr int kBlocksPerSm = RowWarps * DimWarps > 4 ? 1 : 2;
+    using T = Tile<Sm75, half, HeadDim, RowWarps, DimWarps, RowTiles, KeyTile, Stages, QInRegisters, kBlocksPerSm>;
+    static_assert(sizeof(Smem<T>) <= 64 * 1024);
+    return mma::shape<T, General>(75, blocks_per_sm);
+}
+
+/// The shapes that ship, without spills up to d = 192; arguments and order as in sm80_shapes.
+const std::vector<Shape> kShapes = {
+    shape<32, 4, 1, 2, 64, 1, true, false>(0.75f),   shape<32, 4, 1, 1, 64, 1, true, false>(0.f),
+    shape<64, 4, 1, 2, 32, 1, true, false>(0.75f),   shape<64, 4, 1, 1, 64, 1, true, false>(0.f),
+    shape<96, 4, 1, 2, 32, 1, false, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, true, false>(0.f),
+    shape<128, 4, 1, 2, 16, 2, false, false>(0.75f), shape<128, 4, 1, 1, 32, 1, true, false>(0.f),
+    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 4, 2, 1, 32, 1, true, false>(0.f),
+
+    shape<32, 4, 1, 1, 64, 1, true, true>(0.f),      shape<64, 4, 1, 1, 64, 1, true, true>(0.f),
+    shape<96, 4, 1, 1, 32, 1, true, true>(0.f),      shape<128, 4, 1, 1, 32, 1, true, true>(0.f),
+    shape<192, 4, 2, 1, 32, 1, true, true>(0.f),     shape<256, 4, 2, 1, 32, 1, true, true>(0.f),
+};
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {

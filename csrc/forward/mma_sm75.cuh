@@ -41,32 +41,4 @@ struct Sm75 {
     };
 };
 
-/// The shapes that ship, none above 64 KiB of shared memory; arguments as in sm80_shapes.
-inline std::vector<Shape> sm75_shapes() {
-    return {
-        shape<Tile<Sm75, half, 32, 4, 1, 2, 64, 2, true, 2>, false>(75, 0.75f),
-        shape<Tile<Sm75, half, 32, 4, 1, 1, 64, 2, true, 2>, false>(75, 0.f),
-        shape<Tile<Sm75, half, 64, 4, 1, 2, 32, 2, true, 2>, false>(75, 0.75f),
-        shape<Tile<Sm75, half, 64, 4, 1, 1, 64, 2, true, 2>, false>(75, 0.f),
-        shape<Tile<Sm75, half, 96, 4, 1, 2, 32, 2, false, 2>, false>(75, 0.75f),
-        shape<Tile<Sm75, half, 96, 4, 1, 1, 32, 2, true, 2>, false>(75, 0.f),
-        shape<Tile<Sm75, half, 128, 4, 1, 2, 16, 2, false, 2>, false>(75, 0.75f),
-        shape<Tile<Sm75, half, 128, 4, 1, 1, 32, 2, true, 2>, false>(75, 0.f),
-        shape<Tile<Sm75, half, 192, 4, 2, 1, 32, 1, true, 1>, false>(75, 0.f),
-        shape<Tile<Sm75, half, 256, 4, 2, 1, 32, 1, true, 1>, false>(75, 0.f),
-    };
-}
-inline std::vector<Shape> sm75_general_shapes() {
-    return {
-        shape<Tile<Sm75, half, 32, 4, 1, 2, 64, 2, true, 2>, true>(75, 0.75f),
-        shape<Tile<Sm75, half, 32, 4, 1, 1, 64, 2, true, 2>, true>(75, 0.f),
-        shape<Tile<Sm75, half, 64, 4, 1, 2, 32, 2, true, 2>, true>(75, 0.75f),
-        shape<Tile<Sm75, half, 64, 4, 1, 1, 64, 2, true, 2>, true>(75, 0.f),
-        shape<Tile<Sm75, half, 96, 4, 1, 1, 32, 2, true, 2>, true>(75, 0.f),
-        shape<Tile<Sm75, half, 128, 4, 1, 1, 32, 2, true, 2>, true>(75, 0.f),
-        shape<Tile<Sm75, half, 192, 4, 2, 1, 32, 1, true, 1>, true>(75, 0.f),
-        shape<Tile<Sm75, half, 256, 4, 2, 1, 32, 1, true, 1>, true>(75, 0.f),
-    };
-}
-
 }  // namespace flash_wmma::mma

@@ -51,11 +51,11 @@ std::vector<Shape> sm80_shapes() {
         shape<Tile<Sm80, T, 64, 4, 1, 1, 64, 2, true, 3>, General>(80, 0.f),
         shape<Tile<Sm80, T, 96, 4, 1, 2, 64, 2, false, 2>, General>(80, 0.75f),
         shape<Tile<Sm80, T, 96, 4, 1, 1, 64, 2, true, 2>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 128, 4, 1, 2, 64, 2, false, 2>, General>(80, 0.75f),
+        shape<Tile<Sm80, T, 128, 4, 1, 2, 32, 3, false, 2>, General>(80, 0.75f),
         shape<Tile<Sm80, T, 128, 4, 1, 1, 64, 2, true, 2>, General>(80, 0.f),
         shape<Tile<Sm80, T, 192, 8, 1, 1, 64, 2, false, 1>, General>(80, 0.75f),
         shape<Tile<Sm80, T, 192, 4, 1, 1, 32, 2, false, 2>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 256, 8, 1, 1, 64, 2, false, 1>, General>(80, 0.75f),
+        shape<Tile<Sm80, T, 256, 4, 2, 2, 64, 2, false, 1>, General>(80, 0.75f),
         shape<Tile<Sm80, T, 256, 4, 1, 1, 32, 2, false, 2>, General>(80, 0.f),
     };
 }
