@@ -58,6 +58,11 @@ RACES = (
     Fault(
         "global_handover", "write after read", r"lane 0 of warp 1, block .* writes 4 bytes of arg", "writes", "reads"
     ),
+    Fault("two_warps_read", "write after read", r"lane 0 of warp 1, block .* writes 4 bytes of arg", "writes", "reads"),
+    Fault("own_atomic_last", "write after read", rf"lane 0 of {BLOCK_0} updates 4 bytes of shared", "adds", "reads"),
+    Fault(
+        "own_global_atomic_last", "write after write", r"lane 0 of warp 1, block .* writes 4 bytes", "writes", "adds"
+    ),
     Fault("blocks_in_place", "write after read", r"lane 0 of warp 0, block \(1, .* writes 4 bytes", "writes", "reads"),
 )
 OUTSIDE_SHARED = r"out of bounds of shared memory \(256 bytes\)"

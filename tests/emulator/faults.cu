@@ -71,6 +71,41 @@ __global__ void shuffle_as_barrier(float* out, const float* in, int) {
 const Entry kShuffleAsBarrier("shuffle_as_barrier",
                               run<shuffle_as_barrier<true>, shuffle_as_barrier<false>, 1, 32, Exchange>);
 
+/// The writer is the last to read, but another warp has read too.
+template <bool Right>
+__global__ void two_warps_read(float* out, const float*, int) {
+    const unsigned t = threadIdx.x;
+    float value = 0;
+    if (t < 32) value = out[512];  // fault: two_warps_read reads
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[512] = out[512] + 1;  // fault: two_warps_read writes
+    out[t] = value;
+}
+const Entry kTwoWarpsRead("two_warps_read", run<two_warps_read<true>, two_warps_read<false>, 1, 64>);
+
+/// Of two warps that have added one reads the sum, as if its own addition had been the last.
+template <bool Right>
+__global__ void own_atomic_last(float* out, const float*, int) {
+    auto& smem = shared_memory<Exchange>();
+    const unsigned t = threadIdx.x;
+    if (t == 0) smem.words[0] = 0;
+    __syncthreads();
+    if (t % 32 == 0) atomicAdd(&smem.words[0], 1.f);  // fault: own_atomic_last adds
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[0] = smem.words[0];  // fault: own_atomic_last reads
+}
+const Entry kOwnAtomicLast("own_atomic_last", run<own_atomic_last<true>, own_atomic_last<false>, 1, 64, Exchange>);
+
+template <bool Right>
+__global__ void own_global_atomic_last(float* out, const float*, int) {
+    const unsigned t = threadIdx.x;
+    if (t % 32 == 0) atomicAdd(&out[512], 1.f);  // fault: own_global_atomic_last adds
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[512] = 5;  // fault: own_global_atomic_last writes
+}
+const Entry kOwnGlobalAtomicLast("own_global_atomic_last",
+                                 run<own_global_atomic_last<true>, own_global_atomic_last<false>, 1, 64>);
+
 /// The lower lanes synchronise among themselves and read what an upper one wrote.
 template <bool Right>
 __global__ void half_a_syncwarp(float* out, const float* in, int) {
