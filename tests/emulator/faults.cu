@@ -655,4 +655,65 @@ __global__ void written_input(float* out, const float* in, int) {
 }
 const Entry kWrittenInput("written_input", run<written_input<true>, written_input<false>, 1, 32>);
 
+// --- what is easily overlooked ------------------------------------------------------------------------------------------
+
+template <bool Right>
+__global__ void memcpy_past_the_end(float* out, const float* in, int n) {
+    memcpy(out + n - (Right ? 8 : 4), in, 32);  // fault: memcpy_past_the_end
+}
+const Entry kMemcpyPastTheEnd("memcpy_past_the_end", run<memcpy_past_the_end<true>, memcpy_past_the_end<false>, 1, 1>);
+
+/// The whole array, by every lane.
+template <bool Right>
+__global__ void racing_memset(float* out, const float*, int) {
+    auto& smem = shared_memory<Exchange>();
+    if (!Right || threadIdx.x == 0) memset(smem.words, 0, sizeof smem.words);  // fault: racing_memset
+    __syncwarp();
+    out[threadIdx.x] = smem.words[threadIdx.x];
+}
+const Entry kRacingMemset("racing_memset", run<racing_memset<true>, racing_memset<false>, 1, 32, Exchange>);
+
+struct Words {
+    alignas(16) float words[256];
+};
+template <bool Right>
+__global__ void ldmatrix_of_global(float* out, const float* in, int) {
+    auto& smem = shared_memory<Words>();
+    for (unsigned i = threadIdx.x; i < 128; i += 32) smem.words[i] = in[i];
+    __syncwarp();
+    std::uint32_t r[4];
+    ptx::ldmatrix_x4(r, (Right ? smem.words : out) + 4 * threadIdx.x);  // fault: ldmatrix_of_global
+    out[threadIdx.x] = r[0] ? 1 : 0;
+}
+const Entry kLdmatrixOfGlobal("ldmatrix_of_global",
+                              run<ldmatrix_of_global<true>, ldmatrix_of_global<false>, 1, 32, Words>);
+
+template <bool Right>
+__global__ void async_from_shared(float* out, const float* in, int) {
+    auto& smem = shared_memory<Words>();
+    smem.words[4 + threadIdx.x] = in[threadIdx.x];
+    __syncwarp();
+    if (threadIdx.x) return;
+    ptx::cp_async_16(smem.words, Right ? in : smem.words + 4, 16);  // fault: async_from_shared
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    out[0] = smem.words[0];
+}
+const Entry kAsyncFromShared("async_from_shared", run<async_from_shared<true>, async_from_shared<false>, 1, 32, Words>);
+
+/// A lane waits for a flag, which another warp may set. Also, much memory of its own.
+template <bool Right>
+__global__ void flag_never_set(float* out, const float* in, int n) {
+    if (threadIdx.x == 0) {
+        float own[50000];
+        for (int i = 0; i < 50000; ++i) own[i] = in[i % n];
+        float flag = 0;
+        while (flag == 0.f) flag = atomicAdd(&out[512], 0.f);  // fault: flag_never_set
+        out[0] = own[1000 + static_cast<int>(in[0])];
+    } else if (threadIdx.x == 32 && Right) {
+        atomicExch(&out[512], 1.f);
+    }
+}
+const Entry kFlagNeverSet("flag_never_set", run<flag_never_set<true>, flag_never_set<false>, 1, 64>);
+
 }  // namespace faults
