@@ -136,6 +136,30 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", rows + absent)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all."""
+    if config.getoption("--full"):
+        return
+    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    for item in items:
+        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+        given = next((parameters[name] for name in ("target", "kernel", "case") if name in parameters), None)
+        kernel, dtype = given[:2] if isinstance(given, tuple) else (given, None)
+        if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
+            cases.setdefault((item.path, item.originalname, kernel.name, dtype), []).append(item)
+    left_out = {item for same in cases.values() for item in same} - {
+        same[i * len(same) // EMULATED_CASES] if len(same) > EMULATED_CASES else same[i]
+        for same in cases.values()
+        for i in range(min(len(same), EMULATED_CASES))
+    }
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+EMULATED_CASES = 24
+"""Of a test, for an emulated kernel and dtype."""
+
+
 @pytest.fixture
 def cuda() -> torch.device:
     """A CUDA device with kernels for it."""

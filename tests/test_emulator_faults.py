@@ -58,6 +58,12 @@ RACES = (
     Fault(
         "global_handover", "write after read", r"lane 0 of warp 1, block .* writes 4 bytes of arg", "writes", "reads"
     ),
+    Fault("racing_memset", "write after write", rf"lane 1 of {BLOCK_0} writes 4", "", ""),
+    Fault("two_warps_read", "write after read", r"lane 0 of warp 1, block .* writes 4 bytes of arg", "writes", "reads"),
+    Fault("own_atomic_last", "write after read", rf"lane 0 of {BLOCK_0} updates 4 bytes of shared", "adds", "reads"),
+    Fault(
+        "own_global_atomic_last", "write after write", r"lane 0 of warp 1, block .* writes 4 bytes", "writes", "adds"
+    ),
     Fault("blocks_in_place", "write after read", r"lane 0 of warp 0, block \(1, .* writes 4 bytes", "writes", "reads"),
 )
 OUTSIDE_SHARED = r"out of bounds of shared memory \(256 bytes\)"
@@ -153,6 +159,10 @@ OTHERS = (
     ),
     Fault("unmasked_tail_read", f"{PAST} 1", rf"lane 28 of {BLOCK_0} reads 4 bytes of global memory"),
     Fault("unmasked_tail_write", f"{PAST} 0", r"lane 4 of warp 0, block \(32, 0, 0\) writes 4 bytes"),
+    Fault("memcpy_past_the_end", f"{PAST} 0", rf"lane 0 of {BLOCK_0} writes 4 bytes of global memory"),
+    Fault("ldmatrix_of_global", "ldmatrix of an address outside shared memory", rf"lane 0 of {BLOCK_0}"),
+    Fault("async_from_shared", "asynchronous copy from an address outside global memory", rf"lane 0 of {BLOCK_0}"),
+    Fault("flag_never_set", "no progress: a lane waits for what no other does", rf"lane 0 of {BLOCK_0}"),
     Fault("async_tail", f"{PAST} 1", rf"lane 31 of {BLOCK_0} reads 16 bytes of global memory"),
 )
 WRONG_RESULTS = ("shuffle_from_outside", "wrong_lane_map")

@@ -106,10 +106,13 @@ void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, in
 
 void Worker::access(std::uintptr_t address, int bytes, Access kind, const void* pc) {
     Lane& lane = *t_lane;
+    // A lane may wait for another's write: let others run, after fewer accesses if it looks like waiting
+    constexpr std::uint64_t kTurn = 1 << 26, kAtomics = 1 << 10, kRepeated = 16;
+    turn_ += kind == Access::kAtomic || address == last_address_ ? kRepeated : 1;
+    last_address_ = address;
+    if (turn_ >= kTurn || (kind == Access::kAtomic && ++atomics_ >= kAtomics)) give_way(pc);
     if (config.checks) check(lane, false, address, bytes, kind, pc);
-    if (config.counters)
-        lane.log.records.push_back({pc, lane.log.node, address, static_cast<std::uint32_t>(bytes),
-                                    instruction_of(kind, arena.contains(address))});
+    if (config.counters) log(pc, address, bytes, instruction_of(kind, arena.contains(address)));
 }
 
 void Worker::warp_access(Access kind, const void* const* address, LaneMask mask, int bytes) {
@@ -119,6 +122,9 @@ void Worker::warp_access(Access kind, const void* const* address, LaneMask mask,
     for (LaneMask rest = mask; rest; rest &= rest - 1) {
         const auto l = static_cast<std::size_t>(__builtin_ctzll(rest));
         at[l] = reinterpret_cast<std::uintptr_t>(address[l]);
+        if (kind == Access::kLdmatrix && !arena.contains(at[l]))
+            stop("ldmatrix of an address outside shared memory: " +
+                 describe(lanes[static_cast<std::size_t>(warp.first_lane) + l]) + "\n  at " + source_line(pc));
         if (stacks.contain(at[l])) return;  // a local array: no request of the memory system
         if (config.checks) check(lanes[static_cast<std::size_t>(warp.first_lane) + l], true, at[l], bytes, kind, pc);
     }
@@ -132,7 +138,11 @@ void Worker::async_copy(void* shared, const void* global, int bytes, int source_
     const auto to = reinterpret_cast<std::uintptr_t>(shared);
     if (!arena.contains(to))
         stop("asynchronous copy to an address outside shared memory: " + describe(lane) + "\n  at " + source_line(pc));
-    if (source_bytes) access(reinterpret_cast<std::uintptr_t>(global), source_bytes, Access::kAsyncLoad, pc);
+    const auto from = reinterpret_cast<std::uintptr_t>(global);
+    if (source_bytes && (arena.contains(from) || stacks.contain(from)))
+        stop("asynchronous copy from an address outside global memory: " + describe(lane) + "\n  at " +
+             source_line(pc));
+    if (source_bytes) access(from, source_bytes, Access::kAsyncLoad, pc);
     access(to, bytes, Access::kAsyncStore, pc);
     lane.copies.push_back({shared, global, bytes, source_bytes, lane.copy_group, pc});
 }
@@ -200,8 +210,7 @@ void async_commit() { ++t_lane->copy_group; }
 void async_wait(int pending_groups) { t_worker->async_wait(pending_groups); }
 
 void note(Instruction instruction) {
-    if (t_worker->config.counters)
-        t_lane->log.records.push_back({__builtin_return_address(0), t_lane->log.node, 0, 0, instruction});
+    if (t_worker->config.counters) t_worker->log(__builtin_return_address(0), 0, 0, instruction);
 }
 
 void fail(const char* what, const void* pc) {
@@ -237,8 +246,16 @@ inline void touched(const void* p, int bytes, Access kind, const void* pc) {
     if (t_worker->stacks.contain(address)) return;
     t_worker->access(address, bytes, kind, pc);
 }
+
+/// Many bytes, in the largest pieces of up to 4 that the alignment allows: what the compiler makes of a struct of floats.
+inline void touched_range(const void* p, unsigned long bytes, Access kind, const void* pc) {
+    const unsigned long whole = reinterpret_cast<std::uintptr_t>(p) | bytes, piece = whole % 2 ? 1 : whole % 4 ? 2 : 4;
+    for (unsigned long i = 0; i < bytes; i += piece)
+        touched(static_cast<const char*>(p) + i, static_cast<int>(piece), kind, pc);
+}
 }  // namespace
 
+#define EMULATOR_CALLER __builtin_return_address(0)
 #pragma GCC visibility push(default)
 extern "C" {
 // g++ names the size in bytes; an access that it cannot prove aligned has a name of its own.
@@ -265,14 +282,18 @@ void __tsan_init() {}
 unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int) { return __atomic_load_n(p, __ATOMIC_ACQUIRE); }
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
-// Bytes of a struct: seen a byte at a time, as the hardware would not; kernels move vectors instead.
-void __tsan_read_range(void* p, unsigned long bytes) {
-    for (unsigned long i = 0; i < bytes; ++i)
-        touched(static_cast<char*>(p) + i, 1, Access::kLoad, __builtin_return_address(0));
+// A struct
+void __tsan_read_range(void* p, unsigned long bytes) { touched_range(p, bytes, Access::kLoad, EMULATOR_CALLER); }
+void __tsan_write_range(void* p, unsigned long bytes) { touched_range(p, bytes, Access::kStore, EMULATOR_CALLER); }
+// What cuda_runtime.h makes of memcpy, memmove and memset of many bytes
+void* flash_wmma_emulator_memmove(void* to, const void* from, unsigned long bytes) {
+    touched_range(from, bytes, Access::kLoad, EMULATOR_CALLER);
+    touched_range(to, bytes, Access::kStore, EMULATOR_CALLER);
+    return std::memmove(to, from, bytes);
 }
-void __tsan_write_range(void* p, unsigned long bytes) {
-    for (unsigned long i = 0; i < bytes; ++i)
-        touched(static_cast<char*>(p) + i, 1, Access::kStore, __builtin_return_address(0));
+void* flash_wmma_emulator_memset(void* to, int value, unsigned long bytes) {
+    touched_range(to, bytes, Access::kStore, EMULATOR_CALLER);
+    return std::memset(to, value, bytes);
 }
 void __tsan_func_entry(void* pc) {
     if (t_lane && t_worker->config.counters) t_lane->log.node = t_lane->log.node->enter(pc);
@@ -281,8 +302,7 @@ void __tsan_func_exit() {
     if (t_lane && t_worker->config.counters && t_lane->log.node->caller) t_lane->log.node = t_lane->log.node->caller;
 }
 void __sanitizer_cov_trace_pc() {
-    if (t_lane && t_worker->config.counters)
-        t_lane->log.records.push_back({__builtin_return_address(0), t_lane->log.node, 0, 0, Instruction::kBasicBlock});
+    if (t_lane && t_worker->config.counters) t_worker->log(EMULATOR_CALLER, 0, 0, Instruction::kBasicBlock);
 }
 }
 #pragma GCC visibility pop

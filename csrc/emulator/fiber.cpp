@@ -72,7 +72,12 @@ void Stacks::reserve(std::size_t count) {
     base_ = nullptr, count_ = 0;
     if (base == MAP_FAILED) throw std::bad_alloc();
     base_ = static_cast<char*>(base), count_ = count;
-    for (std::size_t i = 0; i < count; ++i) mprotect(base_ + i * kBytes, kGuard, PROT_NONE);
+    for (std::size_t i = 0; i < count; ++i) {
+        if (mprotect(base_ + i * kBytes, kGuard, PROT_NONE) == 0) continue;
+        munmap(base_, count_ * kBytes);
+        base_ = nullptr, count_ = 0;
+        throw std::bad_alloc();
+    }
 }
 
 }  // namespace flash_wmma::emulator

@@ -38,7 +38,7 @@ class Stacks {
     }
 
   private:
-    static constexpr std::size_t kBytes = 128 << 10, kGuard = 4096;
+    static constexpr std::size_t kGuard = 4096, kBytes = (1 << 20) + kGuard;  // odd in pages: sets of the TLB differ
     char* base_ = nullptr;
     std::size_t count_ = 0;
 };

@@ -65,7 +65,6 @@ std::string named_lanes(LaneMask lanes) {
 void Worker::begin(const Launch& launch_, const Config& config_) {
     launch = launch_;
     config = config_;
-    random_.seed(config.seed);
     counters = Counters();
 }
 
@@ -85,7 +84,10 @@ void Worker::set_up(std::uint64_t first_block, int count) {
     warps.resize(total_warps);
     blocks.resize(static_cast<std::size_t>(count));
     sync_objects_.clear();
+    // By cluster, so that which OS thread runs it makes no difference
+    if (config.seed) random_.seed(config.seed + (first_block + 1) * 0x9e3779b97f4a7c15u);
     error_.clear();
+    idle_ = 0;
     failed_ = false;
     live_ = static_cast<int>(total_lanes);
 
@@ -131,8 +133,16 @@ void Worker::set_up(std::uint64_t first_block, int count) {
 
 void Worker::lane_main() {
     Worker& worker = *t_worker;
-    worker.launch.body(worker.launch.arguments);
-    worker.exit(*t_lane);
+    std::string error;  // said outside the handlers, which an exception must leave
+    try {
+        worker.launch.body(worker.launch.arguments);
+        worker.exit(*t_lane);
+    } catch (const std::exception& e) {
+        error = e.what();
+    } catch (...) {
+        error = "of an unknown type";
+    }
+    if (!error.empty()) worker.stop("exception: " + error + ": " + worker.describe(*t_lane));
     switch_fiber(t_lane->fiber, worker.scheduler_);
     __builtin_unreachable();  // an exited lane is never resumed
 }
@@ -141,20 +151,27 @@ void Worker::lane_main() {
 bool Worker::run_warp(Warp& warp) {
     const int count = __builtin_popcountll(warp.exists);
     bool ran = false;
+    const auto lane_of = [&](int l) -> Lane& { return lanes[static_cast<std::size_t>(warp.first_lane + l)]; };
+    for (int l = 0; l < count; ++l)
+        if (lane_of(l).state == Lane::State::kGivingWay) lane_of(l).state = Lane::State::kReady;
     for (bool again = true; again;) {
         again = false;
         for (int l = 0; l < count; ++l) {
-            Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + l)];
+            Lane& lane = lane_of(l);
             if (lane.state == Lane::State::kWaiting && lane.ready(lane.ready_argument))
                 lane.state = Lane::State::kReady;
             if (lane.state != Lane::State::kReady) continue;
             t_lane = &lane;
+            turn_ = atomics_ = 0;
             switch_fiber(scheduler_, lane.fiber);
             t_lane = nullptr;
             if (failed_) throw Finding{error_};
+            if (lane.state != Lane::State::kGivingWay) idle_ = 0;
             again = ran = true;
         }
     }
+    for (int l = 0; l < count; ++l)
+        if (lane_of(l).log.records.size() >= kLongLog) merge_logs(warp);
     return ran;
 }
 
@@ -183,6 +200,17 @@ void Worker::merge_logs(Warp& warp) {
 }
 
 void Worker::park(Lane& lane) { switch_fiber(lane.fiber, scheduler_); }
+
+/// Lets other lanes and warps run. A finding, if for very long no lane has done anything but give way.
+void Worker::give_way(const void* pc) {
+    constexpr std::uint64_t kMostIdle = 1 << 26;  // of each lane
+    idle_ += turn_;
+    if (idle_ > kMostIdle * static_cast<std::uint64_t>(live_))
+        stop(finding("no progress: a lane waits for what no other does", describe(*t_lane), source_line(pc)));
+    t_lane->state = Lane::State::kGivingWay;
+    t_lane->at = "a loop";
+    park(*t_lane);
+}
 
 void Worker::stop(std::string what) {
     error_ = std::move(what);
@@ -477,6 +505,14 @@ void launch(const Launch& l) {
         refuse("launch: a grid of " + text(l.grid) + " blocks of " + text(l.block) + " threads", l);
     if (l.cluster < 1 || l.grid.x % static_cast<unsigned>(l.cluster))
         refuse("launch: a cluster of " + std::to_string(l.cluster) + " blocks does not divide the grid", l);
+    constexpr int kMostBlocks = 16, kMostWarps = 255;  // of a cluster; the records of memory have 8 bits for a warp
+    const std::uint64_t warps = (threads + static_cast<unsigned>(g_config.warp_size) - 1) /
+                                static_cast<unsigned>(g_config.warp_size) * static_cast<std::uint64_t>(l.cluster);
+    if (l.cluster > kMostBlocks || warps > kMostWarps)
+        refuse("launch: a cluster of " + std::to_string(l.cluster) + " blocks, " + std::to_string(warps) +
+                   " warps; the emulator has clusters of up to " + std::to_string(kMostBlocks) + " blocks, " +
+                   std::to_string(kMostWarps) + " warps",
+               l);
     constexpr std::size_t kMostSharedMemory = 227 << 10;
     if (l.smem_bytes > kMostSharedMemory)
         refuse("launch: " + std::to_string(l.smem_bytes) + " bytes of shared memory", l);
@@ -492,11 +528,14 @@ void launch(const Launch& l) {
     LaunchProfile profile{"", l.grid, l.block, l.smem_bytes, 0, {}, {}};
 
     const auto work = [&] {
-        std::unique_ptr<Worker> worker = g_pool.take();
-        worker->begin(l, config);
-        t_worker = worker.get();
+        std::unique_ptr<Worker> worker;
         for (std::uint64_t c; (c = next++) < clusters;) {
             try {
+                if (!worker) {
+                    worker = g_pool.take();
+                    worker->begin(l, config);
+                    t_worker = worker.get();
+                }
                 worker->run(c * cluster, l.cluster);
             } catch (const Finding& f) {
                 const std::lock_guard lock(mutex);
@@ -510,6 +549,7 @@ void launch(const Launch& l) {
         }
         t_worker = nullptr;
         t_lane = nullptr;
+        if (!worker) return;
         if (config.counters) {
             const std::lock_guard lock(mutex);
             for (const auto& [place, count] : worker->counters.counts) profile.counts[place].add(count);
@@ -520,7 +560,10 @@ void launch(const Launch& l) {
     const auto workers =
         static_cast<int>(std::min<std::uint64_t>(static_cast<std::uint64_t>(std::max(config.threads, 1)), clusters));
     std::vector<std::thread> others;
-    for (int i = 1; i < workers; ++i) others.emplace_back(work);
+    try {
+        for (int i = 1; i < workers; ++i) others.emplace_back(work);
+    } catch (const std::exception&) {  // no more threads to be had: those that there are do it all
+    }
     work();
     for (std::thread& other : others) other.join();
     if (error) std::rethrow_exception(error);

@@ -24,7 +24,7 @@ struct AsyncCopy {
 };
 
 struct Lane {
-    enum class State : std::uint8_t { kReady, kCollective, kBarrier, kWaiting, kExited };
+    enum class State : std::uint8_t { kReady, kCollective, kBarrier, kWaiting, kGivingWay, kExited };
 
     Fiber fiber;
     int block, warp;   ///< in the cluster
@@ -96,6 +96,10 @@ struct Finding {
     std::string what;
 };
 
+/// The worker of this OS thread, and the lane that runs; null outside a launch.
+extern thread_local class Worker* t_worker __attribute__((tls_model("initial-exec")));
+extern thread_local Lane* t_lane __attribute__((tls_model("initial-exec")));
+
 /// One OS thread's share of a launch: it runs cluster after cluster of blocks.
 class Worker {
   public:
@@ -112,6 +116,11 @@ class Worker {
     void release(const void* object);
     void acquire(const void* object);
     void access(std::uintptr_t address, int bytes, Access kind, const void* pc);
+    void log(const void* pc, std::uintptr_t address, int bytes, Instruction what) {
+        LaneLog& log = t_lane->log;
+        log.records.push_back({pc, log.node, address, static_cast<std::uint32_t>(bytes), what});
+        if (log.records.size() >= kLongLog) give_way(pc);
+    }
     void warp_access(Access access, const void* const* address, LaneMask lanes, int bytes);
     [[noreturn]] void stop(std::string what);
 
@@ -137,7 +146,11 @@ class Worker {
     std::string error_;
     bool failed_ = false;
     int live_ = 0;
+    std::uint64_t turn_ = 0, atomics_ = 0, idle_ = 0;  // see give_way()
+    std::uintptr_t last_address_ = 0;
 
+    static constexpr std::size_t kLongLog = 1 << 17;  // then the warp's lanes go in step, and are merged
+    void give_way(const void* pc);
     void check(const Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc);
     static void lane_main();
     void set_up(std::uint64_t first_block, int count);
@@ -152,10 +165,6 @@ class Worker {
     bool run_warp(Warp& warp);
     std::string deadlock() const;
 };
-
-/// The worker of this OS thread, and the lane that runs; null outside a launch.
-extern thread_local Worker* t_worker __attribute__((tls_model("initial-exec")));
-extern thread_local Lane* t_lane __attribute__((tls_model("initial-exec")));
 
 /// "csrc/forward/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
 std::string source_line(const void* pc);

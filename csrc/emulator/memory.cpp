@@ -59,8 +59,17 @@ void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
         granules_ = granules, room_ = std::max(warps, room_), first_epoch_ = 1;
         writers_ = Pages<Writer>(granules);
         writer_pcs_ = Pages<const void*>(granules);
+        others_ = Pages<Other>(granules);
         readers_ = Pages<Reader>(granules * static_cast<std::size_t>(room_));
     }
+}
+
+Conflict SharedArena::unordered_writer(std::size_t g, const Accessor& who, const char* kind) const {
+    const Writer& w = writers_[g];
+    if (!ordered(who, w.warp, w.lane, w.epoch)) return {kind, 0, w.warp, w.lane, writer_pcs_[g]};
+    if (!w.several) return {};
+    const auto& [o, pc] = others_[g];
+    return ordered(who, o.warp, o.lane, o.epoch) ? Conflict{} : Conflict{kind, 0, o.warp, o.lane, pc};
 }
 
 Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
@@ -70,7 +79,7 @@ Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& wh
         if (w.epoch < first_epoch_) return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
         if (w.pending)
             return {"read of an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
-        if (!ordered(who, w.warp, w.lane, w.epoch)) return {"read after write", 0, w.warp, w.lane, writer_pcs_[g]};
+        if (const Conflict conflict = unordered_writer(g, who, "read after write")) return conflict;
         Reader& r = reader(who.warp, g);
         // A lane that has synchronised with the readers before stands for them
         const bool replaces = r.epoch <= who.floor || ordered(who, who.warp, r.who(), r.epoch);
@@ -86,11 +95,19 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
     const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
     for (std::size_t g = granule(address); g < end; ++g) {
         Writer& w = writers_[g];
+        Writer now{who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0};
         if (w.epoch >= first_epoch_) {
             if (w.pending)
                 return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
-            if (!(atomic && w.atomic) && !ordered(who, w.warp, w.lane, w.epoch))
-                return {"write after write", 0, w.warp, w.lane, writer_pcs_[g]};
+            if (!(atomic && w.atomic)) {
+                if (const Conflict conflict = unordered_writer(g, who, "write after write")) return conflict;
+            } else {
+                now.several = w.several;
+                if (!ordered(who, w.warp, w.lane, w.epoch)) {
+                    if (w.warp == who.warp) now.lane = -1;
+                    else others_[g] = {w, writer_pcs_[g]}, now.several = 1;
+                }
+            }
         } else if (atomic) {
             return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
         }
@@ -99,7 +116,7 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
             if (r.epoch < first_epoch_ || ordered(who, warp, r.who(), r.epoch)) continue;
             return {"write after read", 0, warp, r.who(), r.pc};
         }
-        w = {who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0};
+        w = now;
         writer_pcs_[g] = pc;
     }
     return {};
@@ -121,7 +138,7 @@ void SharedArena::landed(std::uintptr_t address, int bytes, const Accessor& who)
 
 namespace {
 
-// A record of an access, in 64 bits. Of readers the last is kept, and whether blocks besides its own have read.
+// A record of an access, in 64 bits. Of readers and of atomic writers two are kept, and whether several blocks have been.
 struct Record {
     std::uint32_t block;  // + 1; 0: no access
     int warp, lane;       // lane -1: several of the warp
@@ -145,7 +162,42 @@ struct Record {
     }
 };
 
-Record record(const Accessor& who, bool flag) { return {who.block + 1, who.warp, who.lane, flag, who.epoch()}; }
+using Accesses = GlobalMemory::Watched::Accesses;
+
+/// Makes `who` the last, and returns the one before it. One that is not in order with `who` is kept too, if this is no
+/// finding: if both read or, `atomic`, both are atomic.
+std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& who, bool readers, bool atomic,
+                                   const void* pc) {
+    std::uint64_t before = __atomic_load_n(&a.last[g], __ATOMIC_RELAXED), after;
+    Record was, now;
+    bool keep;
+    do {
+        was = Record::unpack(before);
+        now = {who.block + 1, who.warp, who.lane, atomic, who.epoch()};
+        if (readers) now.flag = was.block != 0 && (was.flag || was.block != now.block);
+        keep = (readers || (atomic && was.flag)) && !was.before(who);
+        if (keep && was.block == now.block && was.warp == now.warp) now.lane = -1, keep = false;
+        after = now.pack();
+    } while (before != after &&
+             !__atomic_compare_exchange_n(&a.last[g], &before, after, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
+    const void* was_pc = __atomic_exchange_n(&a.last_pcs[g], pc, __ATOMIC_RELAXED);
+    const Record other = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
+    // Nothing orders other blocks: such a one stays
+    if (keep && (was.block != now.block || other.block == 0 || other.block == now.block)) {
+        __atomic_store_n(&a.other[g], before, __ATOMIC_RELAXED);
+        __atomic_store_n(&a.other_pcs[g], was_pc, __ATOMIC_RELAXED);
+    }
+    return {was, was_pc};
+}
+
+Conflict conflict(const char* kind, const Record& r, const void* pc) { return {kind, r.block - 1, r.warp, r.lane, pc}; }
+
+/// Of the one before the last the conflict with `who`, if they are not in order.
+Conflict with_other(const Accesses& a, std::size_t g, const Accessor& who, const char* kind) {
+    const Record r = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
+    if (r.before(who)) return {};
+    return conflict(kind, r, __atomic_load_n(&a.other_pcs[g], __ATOMIC_RELAXED));
+}
 
 }  // namespace
 
@@ -163,8 +215,7 @@ void GlobalMemory::begin_launch(bool checks) {
     for (Watched& b : buffers_) {
         if (!checks || !b.writable) continue;
         const std::size_t granules = (b.end - b.begin) / kGranule + 2;
-        b.writers = Pages<std::uint64_t>(granules), b.readers = Pages<std::uint64_t>(granules);
-        b.writer_pcs = Pages<const void*>(granules), b.reader_pcs = Pages<const void*>(granules);
+        b.writers = Watched::Accesses(granules), b.readers = Watched::Accesses(granules);
     }
 }
 
@@ -196,19 +247,12 @@ Conflict GlobalMemory::read(Watched& b, std::uintptr_t address, int bytes, const
     const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
     for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
         // Recorded first, then checked, as in write(): of a reader and a writer at the same time one sees the other
-        std::uint64_t before = __atomic_load_n(&b.readers[g], __ATOMIC_RELAXED), after;
-        do {
-            const Record r = Record::unpack(before);
-            Record now = record(who, r.block != 0 && (r.flag || r.block != who.block + 1));
-            if (r.block == now.block && r.warp == who.warp && r.lane != who.lane && !r.before(who)) now.lane = -1;
-            after = now.pack();
-        } while (before != after && !__atomic_compare_exchange_n(&b.readers[g], &before, after, false, __ATOMIC_SEQ_CST,
-                                                                 __ATOMIC_RELAXED));
-        __atomic_store_n(&b.reader_pcs[g], pc, __ATOMIC_RELAXED);
-        const Record w = Record::unpack(__atomic_load_n(&b.writers[g], __ATOMIC_SEQ_CST));
-        if (!w.before(who))
-            return {"read after write", w.block - 1, w.warp, w.lane,
-                    __atomic_load_n(&b.writer_pcs[g], __ATOMIC_RELAXED)};
+        put(b.readers, g, who, true, false, pc);
+        constexpr const char* kKind = "read after write";
+        const Record w = Record::unpack(__atomic_load_n(&b.writers.last[g], __ATOMIC_SEQ_CST));
+        if (!w.before(who)) return conflict(kKind, w, __atomic_load_n(&b.writers.last_pcs[g], __ATOMIC_RELAXED));
+        if (!w.flag) continue;
+        if (const Conflict other = with_other(b.writers, g, who, kKind)) return other;
     }
     return {};
 }
@@ -217,14 +261,18 @@ Conflict GlobalMemory::write(Watched& b, std::uintptr_t address, int bytes, cons
                              bool atomic) {
     const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
     for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
-        const Record w =
-            Record::unpack(__atomic_exchange_n(&b.writers[g], record(who, atomic).pack(), __ATOMIC_SEQ_CST));
-        const void* other = __atomic_exchange_n(&b.writer_pcs[g], pc, __ATOMIC_RELAXED);
-        if (!(atomic && w.flag) && !w.before(who)) return {"write after write", w.block - 1, w.warp, w.lane, other};
-        const Record r = Record::unpack(__atomic_load_n(&b.readers[g], __ATOMIC_SEQ_CST));
+        const auto [w, w_pc] = put(b.writers, g, who, false, atomic, pc);
+        if (!(atomic && w.flag)) {
+            constexpr const char* kKind = "write after write";
+            if (!w.before(who)) return conflict(kKind, w, w_pc);
+            if (w.flag)
+                if (const Conflict other = with_other(b.writers, g, who, kKind)) return other;
+        }
+        constexpr const char* kKind = "write after read";
+        const Record r = Record::unpack(__atomic_load_n(&b.readers.last[g], __ATOMIC_SEQ_CST));
         if (r.flag || !r.before(who))
-            return {"write after read", r.block - 1, r.warp, r.lane,
-                    __atomic_load_n(&b.reader_pcs[g], __ATOMIC_RELAXED)};
+            return conflict(kKind, r, __atomic_load_n(&b.readers.last_pcs[g], __ATOMIC_RELAXED));
+        if (const Conflict other = with_other(b.readers, g, who, kKind)) return other;
     }
     return {};
 }

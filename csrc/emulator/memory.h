@@ -87,6 +87,11 @@ class SharedArena {
         std::uint16_t warp;
         std::int8_t lane;  // -1: any of the warp's, as in a collective
         std::uint8_t atomic : 1, pending : 1;
+        std::uint8_t several : 1;  // atomic, and another warp's was not ordered before it: see others_
+    };
+    struct Other {
+        Writer writer;
+        const void* pc;
     };
     struct Reader {  // of one warp
         const void* pc;
@@ -101,8 +106,11 @@ class SharedArena {
     Pages<Writer> writers_;
     Pages<Reader> readers_;  // warp by warp
     Pages<const void*> writer_pcs_;
+    Pages<Other> others_;  // the last atomic writer of another warp
 
     std::size_t granule(std::uintptr_t a) const { return (a - reinterpret_cast<std::uintptr_t>(base_)) / kGranule; }
+    /// Of the last writers the one that is not ordered before `who`.
+    Conflict unordered_writer(std::size_t g, const Accessor& who, const char* kind) const;
     Reader& reader(int warp, std::size_t g) { return readers_[static_cast<std::size_t>(warp) * granules_ + g]; }
 
   public:
@@ -120,8 +128,13 @@ class GlobalMemory {
         std::string name;
         std::uintptr_t begin, end;
         bool writable;
-        Pages<std::uint64_t> writers, readers;
-        Pages<const void*> writer_pcs, reader_pcs;
+        /// Of each granule the last to access it, and the last before that of another warp that was not in order with it
+        struct Accesses {
+            Pages<std::uint64_t> last, other;
+            Pages<const void*> last_pcs, other_pcs;
+            explicit Accesses(std::size_t granules = 0)
+                : last(granules), other(granules), last_pcs(granules), other_pcs(granules) {}
+        } writers, readers;
     };
 
     void set(const Buffer* buffers, std::size_t count);

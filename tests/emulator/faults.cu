@@ -71,6 +71,41 @@ __global__ void shuffle_as_barrier(float* out, const float* in, int) {
 const Entry kShuffleAsBarrier("shuffle_as_barrier",
                               run<shuffle_as_barrier<true>, shuffle_as_barrier<false>, 1, 32, Exchange>);
 
+/// The writer is the last to read, but another warp has read too.
+template <bool Right>
+__global__ void two_warps_read(float* out, const float*, int) {
+    const unsigned t = threadIdx.x;
+    float value = 0;
+    if (t < 32) value = out[512];  // fault: two_warps_read reads
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[512] = out[512] + 1;  // fault: two_warps_read writes
+    out[t] = value;
+}
+const Entry kTwoWarpsRead("two_warps_read", run<two_warps_read<true>, two_warps_read<false>, 1, 64>);
+
+/// Of two warps that have added one reads the sum, as if its own addition had been the last.
+template <bool Right>
+__global__ void own_atomic_last(float* out, const float*, int) {
+    auto& smem = shared_memory<Exchange>();
+    const unsigned t = threadIdx.x;
+    if (t == 0) smem.words[0] = 0;
+    __syncthreads();
+    if (t % 32 == 0) atomicAdd(&smem.words[0], 1.f);  // fault: own_atomic_last adds
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[0] = smem.words[0];  // fault: own_atomic_last reads
+}
+const Entry kOwnAtomicLast("own_atomic_last", run<own_atomic_last<true>, own_atomic_last<false>, 1, 64, Exchange>);
+
+template <bool Right>
+__global__ void own_global_atomic_last(float* out, const float*, int) {
+    const unsigned t = threadIdx.x;
+    if (t % 32 == 0) atomicAdd(&out[512], 1.f);  // fault: own_global_atomic_last adds
+    if constexpr (Right) __syncthreads();
+    if (t == 32) out[512] = 5;  // fault: own_global_atomic_last writes
+}
+const Entry kOwnGlobalAtomicLast("own_global_atomic_last",
+                                 run<own_global_atomic_last<true>, own_global_atomic_last<false>, 1, 64>);
+
 /// The lower lanes synchronise among themselves and read what an upper one wrote.
 template <bool Right>
 __global__ void half_a_syncwarp(float* out, const float* in, int) {
@@ -619,5 +654,66 @@ __global__ void written_input(float* out, const float* in, int) {
     place[threadIdx.x] = 2 * in[threadIdx.x];  // fault: written_input
 }
 const Entry kWrittenInput("written_input", run<written_input<true>, written_input<false>, 1, 32>);
+
+// --- what is easily overlooked ------------------------------------------------------------------------------------------
+
+template <bool Right>
+__global__ void memcpy_past_the_end(float* out, const float* in, int n) {
+    memcpy(out + n - (Right ? 8 : 4), in, 32);  // fault: memcpy_past_the_end
+}
+const Entry kMemcpyPastTheEnd("memcpy_past_the_end", run<memcpy_past_the_end<true>, memcpy_past_the_end<false>, 1, 1>);
+
+/// The whole array, by every lane.
+template <bool Right>
+__global__ void racing_memset(float* out, const float*, int) {
+    auto& smem = shared_memory<Exchange>();
+    if (!Right || threadIdx.x == 0) memset(smem.words, 0, sizeof smem.words);  // fault: racing_memset
+    __syncwarp();
+    out[threadIdx.x] = smem.words[threadIdx.x];
+}
+const Entry kRacingMemset("racing_memset", run<racing_memset<true>, racing_memset<false>, 1, 32, Exchange>);
+
+struct Words {
+    alignas(16) float words[256];
+};
+template <bool Right>
+__global__ void ldmatrix_of_global(float* out, const float* in, int) {
+    auto& smem = shared_memory<Words>();
+    for (unsigned i = threadIdx.x; i < 128; i += 32) smem.words[i] = in[i];
+    __syncwarp();
+    std::uint32_t r[4];
+    ptx::ldmatrix_x4(r, (Right ? smem.words : out) + 4 * threadIdx.x);  // fault: ldmatrix_of_global
+    out[threadIdx.x] = r[0] ? 1 : 0;
+}
+const Entry kLdmatrixOfGlobal("ldmatrix_of_global",
+                              run<ldmatrix_of_global<true>, ldmatrix_of_global<false>, 1, 32, Words>);
+
+template <bool Right>
+__global__ void async_from_shared(float* out, const float* in, int) {
+    auto& smem = shared_memory<Words>();
+    smem.words[4 + threadIdx.x] = in[threadIdx.x];
+    __syncwarp();
+    if (threadIdx.x) return;
+    ptx::cp_async_16(smem.words, Right ? in : smem.words + 4, 16);  // fault: async_from_shared
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    out[0] = smem.words[0];
+}
+const Entry kAsyncFromShared("async_from_shared", run<async_from_shared<true>, async_from_shared<false>, 1, 32, Words>);
+
+/// A lane waits for a flag, which another warp may set. Also, much memory of its own.
+template <bool Right>
+__global__ void flag_never_set(float* out, const float* in, int n) {
+    if (threadIdx.x == 0) {
+        float own[50000];
+        for (int i = 0; i < 50000; ++i) own[i] = in[i % n];
+        float flag = 0;
+        while (flag == 0.f) flag = atomicAdd(&out[512], 0.f);  // fault: flag_never_set
+        out[0] = own[1000 + static_cast<int>(in[0])];
+    } else if (threadIdx.x == 32 && Right) {
+        atomicExch(&out[512], 1.f);
+    }
+}
+const Entry kFlagNeverSet("flag_never_set", run<flag_never_set<true>, flag_never_set<false>, 1, 64>);
 
 }  // namespace faults

@@ -28,6 +28,29 @@
 #define EMULATOR_BRICK __attribute__((noinline, no_sanitize("thread"), no_sanitize_coverage))
 #define EMULATOR_INLINE inline __attribute__((always_inline))
 
+#ifdef FLASH_WMMA_CHECKED
+// g++ expands these, or calls the library, where no instrumentation sees it. Few bytes become loads and stores, which are
+// seen; of more the runtime tells. Defined as the C library's fortified headers do it.
+extern "C" {
+void* flash_wmma_emulator_memmove(void* to, const void* from, std::size_t bytes);
+void* flash_wmma_emulator_memset(void* to, int value, std::size_t bytes);
+#define EMULATOR_BYTES extern inline __attribute__((always_inline, gnu_inline, artificial)) void*
+EMULATOR_BYTES memcpy(void* __restrict to, const void* __restrict from, std::size_t bytes) noexcept {
+    if (__builtin_constant_p(bytes) && bytes <= 16 && !(bytes & (bytes - 1))) return __builtin_memcpy(to, from, bytes);
+    return flash_wmma_emulator_memmove(to, from, bytes);
+}
+EMULATOR_BYTES memmove(void* to, const void* from, std::size_t bytes) noexcept {
+    if (__builtin_constant_p(bytes) && bytes <= 16 && !(bytes & (bytes - 1))) return __builtin_memmove(to, from, bytes);
+    return flash_wmma_emulator_memmove(to, from, bytes);
+}
+EMULATOR_BYTES memset(void* to, int value, std::size_t bytes) noexcept {
+    if (__builtin_constant_p(bytes) && bytes <= 8 && !(bytes & (bytes - 1))) return __builtin_memset(to, value, bytes);
+    return flash_wmma_emulator_memset(to, value, bytes);
+}
+#undef EMULATOR_BYTES
+}
+#endif
+
 // --- vector types -----------------------------------------------------------------------------------------------------
 struct alignas(8) float2 {
     float x, y;
@@ -150,7 +173,7 @@ EMULATOR_BRICK inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE
     using namespace ::flash_wmma::emulator;
     collective(kSyncWarp, lanes_of(mask), nullptr, site, EMULATOR_PC);
 }
-// What the fences order, other blocks see only after an atomic or a barrier, which the emulator orders anyway.
+// Order by fences, and by the atomics or flags that go with them, is not modelled: see docs/emulator.md.
 EMULATOR_INLINE void __threadfence() {}
 EMULATOR_INLINE void __threadfence_block() {}
 
