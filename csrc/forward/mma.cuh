@@ -92,7 +92,7 @@ template <class Tile>
 struct SharedMemoryWithExchange : SharedMemory<Tile> {
     typename SharedMemory<Tile>::WeightRows p;
     float row[Tile::kDimWarps][Tile::kBr];
-    bool fits[Tile::kRowWarps][Tile::kDimWarps];
+    int fits[Tile::kRowWarps][Tile::kDimWarps];
 };
 template <class Tile>
 using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
@@ -314,7 +314,7 @@ __device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Th
         if (thread.lane == 0) fits[thread.dim_warp] = all;
         meet(thread);
 #pragma unroll
-        for (bool other : fits) all &= other;
+        for (const int other : fits) all &= other != 0;
     }
     return all;
 }
