@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -35,9 +36,11 @@ def inputs(n: int = 50, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=env
+    )
 
 
 @pytest.mark.parametrize("mode", ["fast", "checked"])
@@ -189,7 +192,7 @@ def test_without_compiler(tmp_path: Path) -> None:
     error, names = done.stdout.splitlines()
     assert error.startswith("emulator: running a CUDA kernel on the CPU needs no-such-compiler, which was not found")
     built = flash_wmma.build_info().cuda is not None
-    assert names == " ".join(kernel.name for kernel in flash_wmma.kernels()) if built else "cpu"
+    assert names == (" ".join(kernel.name for kernel in flash_wmma.kernels()) if built else "cpu")
     if not built:
         code = "from flash_wmma.__main__ import main; main(['info'])"
         done = python(code, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
@@ -229,3 +232,43 @@ def test_command_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--mode", "fast"]) == 0
     out = capsys.readouterr().out
     assert all(f"{kernel} " in out for kernel in kernel_sources())
+
+
+PROGRAM = """
+#include <entry.h>
+#include <launch.h>
+#include "step's.h"
+
+__global__ void add(float* x) { x[threadIdx.x + OFFSET] += STEP; }
+void run(float* x) { flash_wmma::launch(add, {dim3(1), dim3(32)}, nullptr, x); }
+const flash_wmma::Entry kAdd("add", run);
+"""
+CALL = """
+import sys, torch, flash_wmma
+x = torch.zeros(32)
+try:
+    flash_wmma.emulator.Program(sys.argv[1]).call("add", x)
+    print(x[0].item())
+except flash_wmma.emulator.EmulatorError as error:
+    print(error)
+"""
+
+
+def test_paths(tmp_path: Path) -> None:
+    """Sources that the compiler calls /usr/..., and folders with characters that shells and make take apart."""
+    folder = tmp_path / "it's $a #folder"
+    folder.mkdir()
+    source, header, gxx = folder / "a program.cu", folder / "step's.h", folder / "g++"
+    source.write_text(PROGRAM)
+    gxx.write_text(f'#!/bin/sh\nexec g++ {shlex.quote(f"-ffile-prefix-map={folder}=/usr/src/project")} "$@"\n')
+    gxx.chmod(0o755)
+
+    def call(step: int, offset: int) -> str:
+        header.write_text(f"#define STEP {step}\n#define OFFSET {offset}\n")
+        done = python(CALL, str(source), FLASH_WMMA_GXX=str(gxx), FLASH_WMMA_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert call(1, 0) == "1.0\n"
+    assert call(2, 0) == "2.0\n"
+    assert "\n  at /usr/src/project/a program.cu:6\n" in call(2, 1)

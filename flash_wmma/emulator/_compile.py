@@ -92,9 +92,9 @@ def _run(command: list[str]) -> None:
 
 
 def _dependencies(depfile: Path) -> list[str]:
-    """The project's files that a make rule names, not the system's."""
-    words = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    return [word for word in words if not word.startswith("/usr/") or Path(word).is_relative_to(CSRC)]
+    """The files that a make rule of -MMD names: all but those in the compiler's own folders of headers."""
+    words = re.findall(r"(?:\\.|[^\\\s])+", depfile.read_text().replace("\\\n", " ").removeprefix("object:"))
+    return [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
 
 
 def _digest(files: list[str], salt: str) -> str:
@@ -130,12 +130,13 @@ def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: 
         with tempfile.TemporaryDirectory(dir=folder) as work:
             objects = [Path(work) / f"{i}.o" for i in range(len(sources))]
             commands = [
-                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD"]
+                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD", "-MT", "object"]
                 for source, target in zip(sources, objects, strict=True)
             ]
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(_run, commands))
-            files = sorted({name for o in objects for name in _dependencies(o.with_suffix(".d"))})
+            found = {name for o in objects for name in _dependencies(o.with_suffix(".d"))}
+            files = sorted(found.union(map(str, sources)))
             built = Path(work) / "library.so"
             _run([path, "-shared", "-o", str(built), *map(str, objects), *link_flags])
             library = folder / f"{name}-{_digest(files, salt)}.so"
