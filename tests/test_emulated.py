@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from reference import Mask, check, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
-from flash_wmma.emulator import EmulatorError, _compile, _runtime, kernel_sources, settings
+from flash_wmma.emulator import EmulatorError, _compile, _runtime, current, kernel_sources, settings
 from flash_wmma.emulator.__main__ import main
 
 CUDA_KERNELS = [kernel for kernel in flash_wmma.kernels() if kernel.min_arch]
@@ -232,6 +233,33 @@ def test_command_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--mode", "fast"]) == 0
     out = capsys.readouterr().out
     assert all(f"{kernel} " in out for kernel in kernel_sources())
+
+
+def test_threads_have_settings_of_their_own() -> None:
+    """Several at a time, with other settings: no finding, no wrong result, nothing left behind."""
+    before, kernel = current(), CUDA_KERNELS[0].name
+
+    def work(number: int) -> bool:
+        q, k, v = inputs()
+        expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        for _ in range(3):
+            with settings(mode=("fast", "checked")[number % 2], seed=number):
+                out = flash_wmma.forward(q, k, v, kernel=kernel)
+                if current().seed != number or (out.double() - expected).abs().max() > 5e-3:
+                    return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+    assert current() == before
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("sm_count", 1.5), ("sm_count", 0), ("seed", -1), ("threads", "2"), ("smem_optin", -5)]
+)
+def test_wrong_settings(field: str, value: object) -> None:
+    with pytest.raises((TypeError, ValueError), match=f"^{field}: got"), settings(**{field: value}):
+        pass
 
 
 PROGRAM = """

@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import _checks
 from .._profile import Profile, launches_of
 from ._compile import EmulatorError, Mode, build
-from ._runtime import configure, take_profile
+from ._runtime import LOCK, configure, take_profile
 from ._settings import current, settings
 
 
@@ -79,19 +79,19 @@ class Program:
         """
         rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
         tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]
-        with settings(mode=self.mode):
+        with LOCK, settings(mode=self.mode):
             configure(tensors)
             error: bytes | None = self._call(name.encode(), (Argument * len(rows))(*rows), ctypes.c_size_t(len(rows)))
-        configure([])
+            configure([])
         if error is not None:
             raise EmulatorError(error.decode())
 
     def counts(self, name: str, *arguments: Tensor | int | float) -> str:
         """As :meth:`call`, and returns the counters of its launches as JSON, from which :meth:`profile` is made."""
-        with settings(counters=True):
+        with LOCK, settings(counters=True):
             take_profile()
             self.call(name, *arguments)
-        return take_profile()
+            return take_profile()
 
     def profile(self, name: str, *arguments: Tensor | int | float) -> Profile:
         """As :meth:`call`, and returns the figures of its launches: see :func:`flash_wmma.profile`. What the ideal

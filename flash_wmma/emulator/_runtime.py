@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -79,6 +80,9 @@ def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
     library.flash_wmma_emulator_buffers((Buffer * len(rows))(*rows), len(rows))
 
 
+LOCK = threading.RLock()
+"""Held while the launches of a program run: the emulator knows the memory and the counters of one caller at a time."""
+
 PREFIX = b"emulator: "
 """Begins every message of the emulator."""
 
@@ -95,7 +99,8 @@ def fill(name: bytes, target: Target) -> int:
         target.arch, target.sm_count, target.smem_optin = now.arch, now.sm_count, now.shared_memory
         target.config = Config.of(now)
         return 1
-    except (EmulatorError, OSError, ValueError) as error:
+    except BaseException as error:  # ctypes would print it, and the call go on
         kept = Target.error.size - len(PREFIX) - 1
-        target.error = PREFIX + str(error).encode()[-kept:]
+        text = str(error) if isinstance(error, EmulatorError) else f"{type(error).__name__}: {error}"
+        target.error = PREFIX + text.encode()[-kept:]
         return -1

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any, get_args
 
 import torch
@@ -45,9 +47,14 @@ class Settings:
             _checks.refuse("arch", self.arch, ", ".join(map(str, SMEM_OPTIN)))
         if self.warp_size not in (32, 64):
             _checks.refuse("warp_size", self.warp_size, "32, 64")
-        for name in ("sm_count", "threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                _checks.refuse(name, getattr(self, name), "a positive number")
+        for name, least in (("sm_count", 1), ("threads", 1), ("smem_optin", 0), ("seed", 0)):
+            value = getattr(self, name)
+            if value is None and name in ("threads", "smem_optin"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                _checks.refuse(name, repr(value), "an int", TypeError)
+            if not least <= value < 2**31:
+                _checks.refuse(name, value, f"{least} to 2**31 - 1")
 
     @property
     def shared_memory(self) -> int:
@@ -60,7 +67,7 @@ class Settings:
         return self.threads or torch.get_num_threads()
 
 
-_changes: dict[str, Any] = {}
+_changes: ContextVar[Mapping[str, Any]] = ContextVar("flash_wmma emulator settings", default=MappingProxyType({}))
 
 
 def current() -> Settings:
@@ -68,12 +75,12 @@ def current() -> Settings:
     mode = os.environ.get("FLASH_WMMA_EMULATOR") or "fast"
     if mode not in get_args(Mode):
         _checks.refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
-    return replace(Settings(), **{"mode": mode, **_changes})
+    return replace(Settings(), **{"mode": mode, **_changes.get()})
 
 
 @contextlib.contextmanager
 def settings(**changes: Any) -> Iterator[Settings]:
-    """Changes fields of :class:`Settings` within a ``with`` block, for the whole process.
+    """Changes fields of :class:`Settings` within a ``with`` block, for its thread (``contextvars`` context).
 
     >>> with flash_wmma.emulator.settings(mode="checked", arch=75, seed=3):
     ...     flash_wmma.forward(q, k, v, kernel="wmma_v3")
@@ -81,10 +88,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
     Raises:
         TypeError, ValueError: no such field, or a value that it cannot have.
     """
-    before = _changes.copy()
-    _changes.update(changes)
+    before = _changes.set({**_changes.get(), **changes})
     try:
         yield current()
     finally:
-        _changes.clear()
-        _changes.update(before)
+        _changes.reset(before)
