@@ -21,7 +21,7 @@ SMEM_OPTIN = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 22
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the launches to come in this process. :func:`settings` changes them for a while."""
+    """Of the launches to come. :func:`settings` changes them for a while."""
 
     mode: Mode = "fast"
     """``"fast"`` runs kernels; ``"checked"`` also watches every access to memory and every wait."""
