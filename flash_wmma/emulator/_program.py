@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import _checks
 from .._profile import Profile, launches_of
 from ._compile import EmulatorError, Mode, build
-from ._runtime import LOCK, configure, take_profile
+from ._runtime import alone, configure, take_profile
 from ._settings import current, settings
 
 
@@ -87,16 +87,18 @@ class Program:
         """
         rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
         tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]
-        with LOCK, settings(mode=self.mode):
+        with alone(), settings(mode=self.mode):
             configure(tensors)
-            error = call_entry(self._entries, name, rows)
-            configure([])
+            try:
+                error = call_entry(self._entries, name, rows)
+            finally:
+                configure([])
         if error is not None:
             raise EmulatorError(error)
 
     def counts(self, name: str, *arguments: Tensor | int | float) -> str:
         """As :meth:`call`, and returns the counters of its launches as JSON, from which :meth:`profile` is made."""
-        with LOCK, settings(counters=True):
+        with alone(), settings(counters=True):
             take_profile()
             self.call(name, *arguments)
             return take_profile()
