@@ -29,7 +29,7 @@ import torch
 
 import flash_wmma
 from flash_wmma import emulator
-from flash_wmma.emulator._program import Argument, argument_of
+from flash_wmma.emulator._program import argument_of, call_entry
 from flash_wmma.emulator._runtime import take_profile
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -116,11 +116,9 @@ def micro_arguments(entry: str, device: str) -> list[torch.Tensor | int]:
 def run_micro(library: Path, entry: str) -> None:
     """Calls an entry of micro.so on the GPU."""
     arguments = micro_arguments(entry, "cuda")
-    call = ctypes.CDLL(str(library)).flash_wmma_call
-    call.restype = ctypes.c_char_p
     rows = [argument_of("argument", a.data_ptr() if isinstance(a, torch.Tensor) else a) for a in arguments]
-    if error := call(entry.encode(), (Argument * len(rows))(*rows), ctypes.c_size_t(len(rows))):
-        raise RuntimeError(error.decode())
+    if error := call_entry(ctypes.CDLL(str(library)), entry, rows):
+        raise RuntimeError(error)
 
 
 def ncu(arguments: list[str]) -> list[Counts]:

@@ -12,7 +12,7 @@ namespace flash_wmma {
 namespace {
 
 EmulatorResolver g_resolver = nullptr;
-std::mutex g_run_mutex;  // the emulator knows the buffers of one launch at a time
+std::recursive_mutex g_run_mutex;  // the emulator knows the buffers of one launch at a time
 
 [[noreturn]] void loading_failed() { throw std::runtime_error(std::string("emulator: ") + dlerror()); }
 
@@ -45,8 +45,9 @@ Emulation::Emulation(const std::string& kernel) {
     if (!g_resolver) registry::unknown(kernel, registry::kernels());
     const auto target = std::make_unique<EmulatorTarget>();
     const int answer = g_resolver(kernel.c_str(), target.get());
-    if (answer == 0) registry::unknown(kernel, registry::kernels(), target->error);
-    if (answer < 0) throw std::runtime_error(target->error);
+    if (answer == 2) registry::unknown(kernel, registry::kernels(), target->error);
+    if (answer != 1 || !target->library[0])
+        throw std::runtime_error(target->error[0] ? target->error : "emulator: Python gave no library of " + kernel);
     void* library = load(target->library);
     kernels_ = &kernels_in(library);
     configure_ = symbol<void (*)(const emulator::Config*)>(library, "flash_wmma_emulator_configure");
@@ -62,6 +63,10 @@ void Emulation::run(const KernelInfo& kernel, const ForwardParams& params,
                     const std::vector<emulator::Buffer>& buffers) const {
     const std::lock_guard lock(g_run_mutex);
     configure_(&config_);
+    struct Known {
+        decltype(set_buffers_) set;
+        ~Known() { set(nullptr, 0); }
+    } const known{set_buffers_};
     set_buffers_(buffers.data(), buffers.size());
     kernel.launch(params, device_, nullptr);
 }
@@ -81,3 +86,5 @@ void add_library(const std::string& path) {
 }  // namespace flash_wmma
 
 void flash_wmma_set_emulator_resolver(flash_wmma::EmulatorResolver resolver) { flash_wmma::g_resolver = resolver; }
+void flash_wmma_lock_emulator() { flash_wmma::g_run_mutex.lock(); }
+void flash_wmma_unlock_emulator() { flash_wmma::g_run_mutex.unlock(); }

@@ -17,7 +17,8 @@ struct EmulatorTarget {
     emulator::Config config;
 };
 
-/// Fills in the target of the kernel named. 1: done; 0: no kernel has that name; -1: the error says why there is none.
+/// Fills in the target of the kernel named. 1: done; 2: no kernel has that name; else the error says why there is none
+/// (0 comes from ctypes, when Python failed unheard).
 using EmulatorResolver = int (*)(const char* kernel, EmulatorTarget* target);
 
 /// A kernel's source, compiled for the emulator.
@@ -52,5 +53,12 @@ __attribute__((visibility("default"))) void add_library(const std::string& path)
 }  // namespace emulation
 }  // namespace flash_wmma
 
-extern "C" __attribute__((visibility("default"))) void flash_wmma_set_emulator_resolver(
-    flash_wmma::EmulatorResolver resolver);
+#pragma GCC visibility push(default)
+extern "C" {
+void flash_wmma_set_emulator_resolver(flash_wmma::EmulatorResolver resolver);
+
+/// Keeps the launches of other threads out until this thread has unlocked as often as it has locked.
+void flash_wmma_lock_emulator();
+void flash_wmma_unlock_emulator();
+}
+#pragma GCC visibility pop

@@ -13,16 +13,17 @@ import torch
 
 import flash_wmma
 from flash_wmma import _table
+from flash_wmma.emulator._settings import SMEM_OPTIN
 
-CARDS = {  # multiprocessors, KiB of shared memory that a block may opt in to
-    70: (80, 96),  # V100
-    75: (40, 64),  # T4
-    80: (108, 163),  # A100
-    86: (82, 99),  # RTX 3090
-    89: (128, 99),  # RTX 4090
-    90: (132, 227),  # H100
-    100: (148, 227),  # B200
-    120: (170, 99),  # RTX 5090
+CARDS = {  # multiprocessors of a usual card
+    70: 80,  # V100
+    75: 40,  # T4
+    80: 108,  # A100
+    86: 82,  # RTX 3090
+    89: 128,  # RTX 4090
+    90: 132,  # H100
+    100: 148,  # B200
+    120: 170,  # RTX 5090
 }
 
 
@@ -105,11 +106,10 @@ def explain(arguments: argparse.Namespace) -> None:
         batch, arguments.kv_heads or heads, arguments.kv_length or length, head_dim, dtype=dtype, device="meta"
     )
     if arguments.arch is not None:
-        sm_count, smem_kib = CARDS[arguments.arch]
         facts = flash_wmma.DeviceFacts(
             arch=arguments.arch,
-            sm_count=arguments.sm_count or sm_count,
-            smem_optin=arguments.smem_optin or smem_kib * 1024,
+            sm_count=arguments.sm_count or CARDS[arguments.arch],
+            smem_optin=arguments.smem_optin or SMEM_OPTIN[arguments.arch] * 1024,
         )
     else:
         device = arguments.device or ("cuda" if torch.cuda.is_available() else "cpu")

@@ -20,6 +20,9 @@ from torch.autograd import forward_ad
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MAX_SEQLEN = 2**30
 
+INTERRUPTED = "emulator: interrupted"
+"""What the library says when ``KeyboardInterrupt`` was raised while it asked Python for a kernel."""
+
 Causal = bool | Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
 
@@ -256,6 +259,8 @@ def library(error: Exception) -> None:
     """What the library said, whatever torch has made of it: its refusal to choose a kernel is a ``ValueError``, what
     the emulator found an ``EmulatorError``."""
     message = str(error)
+    if message == INTERRUPTED:
+        raise KeyboardInterrupt from None
     if message.startswith("kernel"):
         raise ValueError(message) from None
     if message.startswith("emulator: "):

@@ -18,6 +18,9 @@ if not PATH.exists():
         )
     raise ImportError(f"flash_wmma is not built: {PATH} is missing. In the source folder run: pip install .")
 
+library = ctypes.CDLL(str(PATH))
+"""It, for the functions that are no ops."""
+
 torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
 
 ops = torch.ops.flash_wmma
@@ -33,4 +36,4 @@ def _emulated(name: bytes, target: int) -> int:
     return fill(name, Target.from_address(target))
 
 
-ctypes.CDLL(str(PATH)).flash_wmma_set_emulator_resolver(_emulated)
+library.flash_wmma_set_emulator_resolver(_emulated)

@@ -603,7 +603,7 @@ def profile(
     # The emulator's programs have profiles too, so it cannot be imported before this module.
     from .emulator import EmulatorError, kernel_sources, settings
     from .emulator._compile import CSRC
-    from .emulator._runtime import take_profile
+    from .emulator._runtime import alone, take_profile
 
     _checks.tensors(q=q, k=k, v=v)
     _checks.dense(q, k, v, attn_bias, alibi_slopes)
@@ -616,7 +616,7 @@ def profile(
         _checks.refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources())))
     tensors = [t.cpu() if t.device.type == "cuda" else t for t in (q, k, v)]
     changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
-    with settings(mode="checked", counters=True, **changes) as now:
+    with alone(), settings(mode="checked", counters=True, **changes) as now:
         take_profile()  # of whatever ran before
         out, lse = forward(
             *tensors,

@@ -23,6 +23,8 @@ from flash_wmma._library import PATH as LIBRARY
 from flash_wmma._table import not_built
 
 ROOT = Path(__file__).resolve().parent.parent
+EMULATED_CASES = 24
+"""Of a test, for an emulated kernel and dtype."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -154,10 +156,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
-
-
-EMULATED_CASES = 24
-"""Of a test, for an emulated kernel and dtype."""
 
 
 @pytest.fixture

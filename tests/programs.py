@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from flash_wmma.emulator._program import Argument
+from flash_wmma.emulator._program import Argument, call_entry
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = Path(__file__).resolve().parent / "emulator"
@@ -32,14 +32,12 @@ class GpuProgram:
     """A program of kernels that nvcc has compiled into a shared library; as ``flash_wmma.emulator.Program``."""
 
     def __init__(self, library: Path) -> None:
-        self._call = ctypes.CDLL(str(library)).flash_wmma_call
-        self._call.restype = ctypes.c_char_p
+        self._entries = ctypes.CDLL(str(library))
 
     def call(self, name: str, *arguments: torch.Tensor) -> None:
-        rows = (Argument * len(arguments))(*(Argument(pointer=x.data_ptr()) for x in arguments))
         torch.cuda.synchronize()
-        error = self._call(name.encode(), rows, ctypes.c_size_t(len(arguments)))
-        assert error is None, error.decode()
+        error = call_entry(self._entries, name, [Argument(pointer=x.data_ptr()) for x in arguments])
+        assert error is None, error
         torch.cuda.synchronize()
 
 

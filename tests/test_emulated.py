@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import shlex
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +16,17 @@ from reference import Mask, check, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
-from flash_wmma.emulator import EmulatorError, _compile, _runtime, kernel_sources, settings
+from flash_wmma.emulator import (
+    EmulatorError,
+    Program,
+    Settings,
+    _compile,
+    _runtime,
+    current,
+    kernel_library,
+    kernel_sources,
+    settings,
+)
 from flash_wmma.emulator.__main__ import main
 
 CUDA_KERNELS = [kernel for kernel in flash_wmma.kernels() if kernel.min_arch]
@@ -35,9 +47,11 @@ def inputs(n: int = 50, dtype: torch.dtype = torch.float16) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+def python(code: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     env = {**os.environ, **environment}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False, env=env
+    )
 
 
 @pytest.mark.parametrize("mode", ["fast", "checked"])
@@ -189,7 +203,7 @@ def test_without_compiler(tmp_path: Path) -> None:
     error, names = done.stdout.splitlines()
     assert error.startswith("emulator: running a CUDA kernel on the CPU needs no-such-compiler, which was not found")
     built = flash_wmma.build_info().cuda is not None
-    assert names == " ".join(kernel.name for kernel in flash_wmma.kernels()) if built else "cpu"
+    assert names == (" ".join(kernel.name for kernel in flash_wmma.kernels()) if built else "cpu")
     if not built:
         code = "from flash_wmma.__main__ import main; main(['info'])"
         done = python(code, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
@@ -229,3 +243,156 @@ def test_command_build(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["build", "--mode", "fast"]) == 0
     out = capsys.readouterr().out
     assert all(f"{kernel} " in out for kernel in kernel_sources())
+
+
+def test_threads_have_settings_of_their_own() -> None:
+    """Several at a time, with other settings: no finding, no wrong result, nothing left behind."""
+    before, kernel = current(), CUDA_KERNELS[0].name
+
+    def work(number: int) -> bool:
+        q, k, v = inputs()
+        expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+        for _ in range(3):
+            with settings(mode=("fast", "checked")[number % 2], seed=number):
+                out = flash_wmma.forward(q, k, v, kernel=kernel)
+                if current().seed != number or (out.double() - expected).abs().max() > 5e-3:
+                    return False
+        return True
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(8)))
+    assert current() == before
+
+
+def test_threads(tmp_path: Path) -> None:
+    """Threads run kernels, programs and profiles at the same time, each with settings of its own."""
+    source = tmp_path / "program.cu"
+    body = "for (int i = 0; i < 200; ++i) x[threadIdx.x] += 1"  # long enough for others to come in between
+    source.write_text(PROGRAM.replace('#include "step\'s.h"', "").replace("x[threadIdx.x + OFFSET] += STEP", body))
+    program = Program(source)
+    with settings(mode="checked", arch=75, seed=1):
+        compiled = [kernel_library("wmma_v1", mode) for mode in ("fast", "checked")]
+    assert all(path.exists() for path in compiled)
+
+    def forwards(number: int) -> None:
+        q, k, v = inputs(20 + 10 * number)
+        kernel = next(kernel for kernel in CUDA_KERNELS if kernel.name == "wmma_v1")
+        for seed in range(50):
+            with settings(mode="checked" if number % 2 else "fast", seed=seed):
+                check(*run(emulated_kernel(kernel), q, k, v), reference(emulated_kernel(kernel), q, k, v))
+                assert current().seed == seed
+
+    def calls(number: int) -> None:
+        x = torch.zeros(32 + number)
+        for _ in range(1000):
+            program.call("add", x)
+        assert x.tolist() == [200_000.0] * 32 + [0.0] * number
+        with pytest.raises(EmulatorError, match="out of bounds"):
+            program.call("add", torch.zeros(31))
+
+    def profiles(number: int) -> None:
+        for _ in range(3):
+            (launch,) = program.profile("add", torch.zeros(32)).launches
+            assert (launch.launches, launch.counts.global_memory["load"].requests) == (1, 200)
+        q, k, v = inputs(20)
+        (launch,) = flash_wmma.profile(q, k, v, kernel="wmma_v1").launches
+        assert (launch.launches, launch.name) == (1, "wmma_v1")
+
+    with settings(seed=7), ThreadPoolExecutor(6) as pool:
+        for task in [pool.submit(work, i) for i in (0, 1) for work in (forwards, calls, profiles)]:
+            task.result(timeout=300)
+        assert current().seed == 7
+
+
+def test_interleaved_settings() -> None:
+    first, second = settings(seed=1), settings(arch=75)
+    before = current()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert (current().seed, current().arch) == (0, 75)
+    second.__exit__(None, None, None)
+    assert current() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"sm_count": 2.5}, TypeError),
+        ({"sm_count": 0}, ValueError),
+        ({"smem_optin": -1}, ValueError),
+        ({"seed": -1}, ValueError),
+        ({"seed": 2**64}, ValueError),
+        ({"threads": True}, TypeError),
+        ({"arch": 75.0}, TypeError),
+        ({"warp_size": 16}, ValueError),
+        ({"counters": 1}, TypeError),
+    ],
+)
+def test_wrong_settings(changes: dict[str, object], error: type[Exception]) -> None:
+    (field,) = changes
+    with pytest.raises(error, match=f"^{field}: got "), settings(**changes):
+        pass
+    assert current() == Settings(mode=current().mode)
+
+
+@pytest.mark.parametrize("raised", [KeyboardInterrupt(), MemoryError("no room"), SystemExit(3)])
+def test_whatever_is_raised_while_compiling(monkeypatch: pytest.MonkeyPatch, raised: BaseException) -> None:
+    def fail(*_: object) -> None:
+        raise raised
+
+    monkeypatch.setattr(_runtime, "kernel_library", fail)
+    wanted = KeyboardInterrupt if isinstance(raised, KeyboardInterrupt) else EmulatorError
+    with pytest.raises(wanted) as caught:
+        flash_wmma.forward(*inputs(), kernel="wmma_v2")
+    if wanted is EmulatorError:
+        assert str(caught.value) == f"emulator: {type(raised).__name__}: {raised}"
+
+
+def test_cpu_without_avx2(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx bmi2 f16c fma\n")
+    monkeypatch.setattr(_compile, "_CPUINFO", cpuinfo)
+    monkeypatch.setattr(_compile.platform, "machine", lambda: "x86_64")
+    with pytest.raises(EmulatorError, match="lacks avx2"):
+        _compile.compiler.__wrapped__()
+
+
+PROGRAM = """
+#include <entry.h>
+#include <launch.h>
+#include "step's.h"
+
+__global__ void add(float* x) { x[threadIdx.x + OFFSET] += STEP; }
+void run(float* x) { flash_wmma::launch(add, {dim3(1), dim3(32)}, nullptr, x); }
+const flash_wmma::Entry kAdd("add", run);
+"""
+CALL = """
+import sys, torch, flash_wmma
+x = torch.zeros(32)
+try:
+    flash_wmma.emulator.Program(sys.argv[1]).call("add", x)
+    print(x[0].item())
+except flash_wmma.emulator.EmulatorError as error:
+    print(error)
+"""
+
+
+def test_paths(tmp_path: Path) -> None:
+    """Sources that the compiler calls /usr/..., and folders with characters that shells and make take apart."""
+    folder = tmp_path / "it's $a #folder"
+    folder.mkdir()
+    source, header, gxx = folder / "a program.cu", folder / "step's.h", folder / "g++"
+    source.write_text(PROGRAM)
+    gxx.write_text(f'#!/bin/sh\nexec g++ {shlex.quote(f"-ffile-prefix-map={folder}=/usr/src/project")} "$@"\n')
+    gxx.chmod(0o755)
+
+    def call(step: int, offset: int) -> str:
+        header.write_text(f"#define STEP {step}\n#define OFFSET {offset}\n")
+        done = python(CALL, str(source), FLASH_WMMA_GXX=str(gxx), FLASH_WMMA_CACHE=str(folder / "cache"))
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    assert call(1, 0) == "1.0\n"
+    assert call(2, 0) == "2.0\n"
+    assert "\n  at /usr/src/project/a program.cu:6\n" in call(2, 1)

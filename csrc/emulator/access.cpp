@@ -179,7 +179,7 @@ void collective(const Collective& what, LaneMask mask, void* arguments, Site sit
 int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
     return t_worker->barrier(id, threads, predicate, wait, name, site, pc);
 }
-void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site, const void*) {
+void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site) {
     t_worker->wait_until(ready, argument, name, site);
 }
 void release(const void* object) { t_worker->release(object); }
@@ -213,9 +213,6 @@ void note(Instruction instruction) {
     if (t_worker->config.counters) t_worker->log(__builtin_return_address(0), 0, 0, instruction);
 }
 
-void fail(const char* what, const void* pc) {
-    t_worker->stop(std::string(what) + ": " + t_worker->describe(*t_lane) + "\n  at " + source_line(pc));
-}
 void fail_collective(const char* what, int lane) {
     const Gathering& g = *t_worker->running;
     const Warp& warp = t_worker->warp_of(*t_lane);
@@ -255,7 +252,6 @@ inline void touched_range(const void* p, unsigned long bytes, Access kind, const
 }
 }  // namespace
 
-#define EMULATOR_CALLER __builtin_return_address(0)
 #pragma GCC visibility push(default)
 extern "C" {
 // g++ names the size in bytes; an access that it cannot prove aligned has a name of its own.
@@ -283,16 +279,20 @@ unsigned char __tsan_atomic8_load(const volatile unsigned char* p, int) { return
 void __tsan_vptr_update(void**, void*) {}
 void __tsan_vptr_read(void**) {}
 // A struct
-void __tsan_read_range(void* p, unsigned long bytes) { touched_range(p, bytes, Access::kLoad, EMULATOR_CALLER); }
-void __tsan_write_range(void* p, unsigned long bytes) { touched_range(p, bytes, Access::kStore, EMULATOR_CALLER); }
+void __tsan_read_range(void* p, unsigned long bytes) {
+    touched_range(p, bytes, Access::kLoad, __builtin_return_address(0));
+}
+void __tsan_write_range(void* p, unsigned long bytes) {
+    touched_range(p, bytes, Access::kStore, __builtin_return_address(0));
+}
 // What cuda_runtime.h makes of memcpy, memmove and memset of many bytes
 void* flash_wmma_emulator_memmove(void* to, const void* from, unsigned long bytes) {
-    touched_range(from, bytes, Access::kLoad, EMULATOR_CALLER);
-    touched_range(to, bytes, Access::kStore, EMULATOR_CALLER);
+    touched_range(from, bytes, Access::kLoad, __builtin_return_address(0));
+    touched_range(to, bytes, Access::kStore, __builtin_return_address(0));
     return std::memmove(to, from, bytes);
 }
 void* flash_wmma_emulator_memset(void* to, int value, unsigned long bytes) {
-    touched_range(to, bytes, Access::kStore, EMULATOR_CALLER);
+    touched_range(to, bytes, Access::kStore, __builtin_return_address(0));
     return std::memset(to, value, bytes);
 }
 void __tsan_func_entry(void* pc) {
@@ -302,7 +302,7 @@ void __tsan_func_exit() {
     if (t_lane && t_worker->config.counters && t_lane->log.node->caller) t_lane->log.node = t_lane->log.node->caller;
 }
 void __sanitizer_cov_trace_pc() {
-    if (t_lane && t_worker->config.counters) t_worker->log(EMULATOR_CALLER, 0, 0, Instruction::kBasicBlock);
+    if (t_lane && t_worker->config.counters) t_worker->log(__builtin_return_address(0), 0, 0, Instruction::kBasicBlock);
 }
 }
 #pragma GCC visibility pop

@@ -26,13 +26,27 @@ std::string tidy(std::string path) {
     return std::filesystem::path(path).lexically_normal().string();
 }
 
+/// Whether it is one of the emulator's own files, or of the compiler's or the system's headers, wherever g++ lies.
+bool is_brick(const std::string& path) {
+    for (const char* part : {"csrc/emulator/", "/include/c++/", "/lib/gcc/"})
+        if (path.find(part) != std::string::npos) return true;
+    return path.rfind("/usr/include/", 0) == 0;
+}
+
+/// As a shell takes it for one word.
+std::string quoted(const std::string& text) {
+    std::string word = "'";
+    for (const char c : text) word += c == '\'' ? std::string("'\\''") : std::string(1, c);
+    return word + "'";
+}
+
 /// Of addresses in one library, the innermost function that is not a brick of the emulator or of the standard library.
 void look_up(const std::string& library, std::uintptr_t base, const std::vector<const void*>& addresses,
              std::map<const void*, Place>& places) {
     constexpr std::size_t kAtOnce = 2000;  // a command line holds that many
     for (std::size_t first = 0; first < addresses.size(); first += kAtOnce) {
         const std::size_t last = std::min(addresses.size(), first + kAtOnce);
-        std::string command = "addr2line -a -C -f -i -e '" + library + "'";
+        std::string command = "addr2line -a -C -f -i -e " + quoted(library);
         for (std::size_t i = first; i < last; ++i) {
             char number[32];
             std::snprintf(number, sizeof number, " 0x%zx", reinterpret_cast<std::uintptr_t>(addresses[i]) - base);
@@ -55,8 +69,7 @@ void look_up(const std::string& library, std::uintptr_t base, const std::vector<
             } else if (function.empty()) {
                 function = line;
             } else {
-                const bool brick = line.find("csrc/emulator/") != std::string::npos || line.rfind("/usr/", 0) == 0;
-                if (place && place->line.empty() && !brick) *place = {function, tidy(line)};
+                if (place && place->line.empty() && !is_brick(line)) *place = {function, tidy(line)};
                 function.clear();
             }
             line.clear();

@@ -70,7 +70,7 @@ void collective(const Collective& what, LaneMask mask, void* arguments, Site sit
 int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc);
 
 /// Parks the lane until ready(argument).
-void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site, const void* pc);
+void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
 
 /// Happens-before through an object (an mbarrier, a flag): what the releasing warp did before is visible to whoever
 /// acquires it later.
@@ -99,9 +99,7 @@ void async_wait(int pending_groups);
 /// Counts an instruction that touches no memory.
 void note(Instruction instruction);
 
-/// Ends the launch with an error about the running lane: `what`, at pc.
-[[noreturn]] void fail(const char* what, const void* pc);
-/// The same from within Collective::run, about a lane of the warp or, -1, all of them.
+/// Ends the launch with an error, from within Collective::run, about a lane of the warp or, -1, all of them.
 [[noreturn]] void fail_collective(const char* what, int lane = -1);
 
 /// c += a b, of 16 x depth, depth x columns and 16 x columns floats, row-major and dense.

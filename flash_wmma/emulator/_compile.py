@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
+import glob
 import hashlib
 import os
 import platform
@@ -14,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +26,7 @@ Mode = Literal["fast", "checked"]
 _PACKAGE = Path(__file__).resolve().parent.parent
 CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_dir()), _PACKAGE / "csrc")
 """The C++ sources: in the package where it is installed, beside it in a source folder."""
+_CPUINFO = Path("/proc/cpuinfo")
 
 _COMMON = [
     *("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden"),
@@ -32,8 +35,10 @@ _COMMON = [
 _KERNEL = [
     *_COMMON,
     *("-O2", "-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
+    "-fstack-clash-protection",  # a frame larger than a fiber's guard page does not jump over it
     *(f"-I{CSRC / 'emulator' / 'include'}", f"-I{CSRC / 'device'}", "-include", "cuda_runtime.h", "-x", "c++"),
 ]
+_UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a library leaves the cache
 _CHECKED = [
     *("-DFLASH_WMMA_CHECKED", "-fsanitize=thread", "-fsanitize-coverage=trace-pc"),
     # An access of 16 bytes stays one, and addresses of code follow the order of the source.
@@ -53,21 +58,35 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "flash_wmma"
 
 
+def _lacking() -> str:
+    """What ``-march=x86-64-v3`` takes for granted and this CPU does not have."""
+    flags = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE) if _CPUINFO.exists() else None
+    if platform.machine() != "x86_64" or flags is None:
+        return ""
+    return ", ".join(flag for flag in ("avx2", "bmi2", "f16c", "fma") if flag not in flags[1].split())
+
+
 @functools.cache
 def compiler() -> tuple[str, str]:
     """g++ and its version. clang++ will not do: it splits 16-byte accesses.
 
     Raises:
-        EmulatorError: there is none.
+        EmulatorError: there is none, or the CPU lacks what it would compile for.
     """
     command = os.environ.get("FLASH_WMMA_GXX") or "g++"
+    if lacking := _lacking():
+        raise EmulatorError(f"running a CUDA kernel on the CPU needs an x86-64 with AVX2: this one lacks {lacking}")
     path = shutil.which(command)
     if path is None:
         raise EmulatorError(
             f"running a CUDA kernel on the CPU needs {command}, which was not found: install it (Debian, Ubuntu: "
             "apt-get install g++), or set FLASH_WMMA_GXX to its path"
         )
-    version = subprocess.run([path, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    try:
+        done = subprocess.run([path, "--version"], capture_output=True, text=True, check=True)
+        version = done.stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError) as error:
+        raise EmulatorError(f"{path} --version failed, so it is no g++ to compile CUDA kernels with: {error}") from None
     if "clang" in version:
         raise EmulatorError(f"running a CUDA kernel on the CPU needs g++, {path} is {version}")
     return path, version
@@ -92,9 +111,9 @@ def _run(command: list[str]) -> None:
 
 
 def _dependencies(depfile: Path) -> list[str]:
-    """The project's files that a make rule names, not the system's."""
-    words = depfile.read_text().replace("\\\n", " ").split(":", 1)[1].split()
-    return [word for word in words if not word.startswith("/usr/") or Path(word).is_relative_to(CSRC)]
+    """The files that a make rule of -MMD names: all but those in the compiler's own folders of headers."""
+    words = re.findall(r"(?:\\.|[^\\\s])+", depfile.read_text().replace("\\\n", " ").removeprefix("object:"))
+    return [re.sub(r"\\(.)", r"\1", word).replace("$$", "$") for word in words]
 
 
 def _digest(files: list[str], salt: str) -> str:
@@ -103,6 +122,14 @@ def _digest(files: list[str], salt: str) -> str:
         digest.update(name.encode())
         digest.update(Path(name).read_bytes() if Path(name).exists() else b"")
     return digest.hexdigest()[:20]
+
+
+def _prune(folder: Path, name: str) -> None:
+    """Removes what has long not been used."""
+    for path in folder.glob(f"{glob.escape(name)}-*"):
+        with contextlib.suppress(OSError):
+            if path.stat().st_mtime < time.time() - _UNUSED_FOR:
+                path.unlink()
 
 
 @contextlib.contextmanager
@@ -125,17 +152,22 @@ def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: 
         if listed.exists():
             library = folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.so"
             if library.exists():
+                for used in (listed, library):
+                    with contextlib.suppress(OSError):  # another user's
+                        os.utime(used)
                 return library
+        _prune(folder, name)
         print(f"flash_wmma: compiling {name} for the emulator", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
             objects = [Path(work) / f"{i}.o" for i in range(len(sources))]
             commands = [
-                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD"]
+                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD", "-MT", "object"]
                 for source, target in zip(sources, objects, strict=True)
             ]
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 list(pool.map(_run, commands))
-            files = sorted({name for o in objects for name in _dependencies(o.with_suffix(".d"))})
+            found = {name for o in objects for name in _dependencies(o.with_suffix(".d"))}
+            files = sorted(found.union(map(str, sources)))
             built = Path(work) / "library.so"
             _run([path, "-shared", "-o", str(built), *map(str, objects), *link_flags])
             library = folder / f"{name}-{_digest(files, salt)}.so"

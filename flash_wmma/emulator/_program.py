@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -10,7 +11,7 @@ from torch import Tensor
 from .. import _checks
 from .._profile import Profile, launches_of
 from ._compile import EmulatorError, Mode, build
-from ._runtime import configure, take_profile
+from ._runtime import alone, configure, take_profile
 from ._settings import current, settings
 
 
@@ -31,6 +32,14 @@ def argument_of(name: str, value: object) -> Argument:
     if isinstance(value, float):
         return Argument(real=value)
     return _checks.refuse(name, type(value).__name__, "torch.Tensor, int, float", TypeError)
+
+
+def call_entry(library: ctypes.CDLL, name: str, arguments: Sequence[Argument]) -> str | None:
+    """Calls an entry of a compiled program, for the emulator or for a GPU. Returns what went wrong, if anything."""
+    library.flash_wmma_call.restype = ctypes.c_char_p
+    rows = (Argument * len(arguments))(*arguments)
+    error: bytes | None = library.flash_wmma_call(name.encode(), rows, ctypes.c_size_t(len(arguments)))
+    return None if error is None else error.decode()
 
 
 class Program:
@@ -67,8 +76,7 @@ class Program:
         self.source = path
         self.mode: Mode = mode
         self.library = build(path.stem, [path], mode)
-        self._call = ctypes.CDLL(str(self.library)).flash_wmma_call
-        self._call.restype = ctypes.c_char_p
+        self._entries = ctypes.CDLL(str(self.library))
 
     def call(self, name: str, *arguments: Tensor | int | float) -> None:
         """Calls an entry. Tensors, on the CPU, are passed as the address of their first element; kernels may touch them
@@ -79,19 +87,21 @@ class Program:
         """
         rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
         tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]
-        with settings(mode=self.mode):
+        with alone(), settings(mode=self.mode):
             configure(tensors)
-            error: bytes | None = self._call(name.encode(), (Argument * len(rows))(*rows), ctypes.c_size_t(len(rows)))
-        configure([])
+            try:
+                error = call_entry(self._entries, name, rows)
+            finally:
+                configure([])
         if error is not None:
-            raise EmulatorError(error.decode())
+            raise EmulatorError(error)
 
     def counts(self, name: str, *arguments: Tensor | int | float) -> str:
         """As :meth:`call`, and returns the counters of its launches as JSON, from which :meth:`profile` is made."""
-        with settings(counters=True):
+        with alone(), settings(counters=True):
             take_profile()
             self.call(name, *arguments)
-        return take_profile()
+            return take_profile()
 
     def profile(self, name: str, *arguments: Tensor | int | float) -> Profile:
         """As :meth:`call`, and returns the figures of its launches: see :func:`flash_wmma.profile`. What the ideal

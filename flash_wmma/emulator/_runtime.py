@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from .. import _checks
+from .._library import library
 from ._compile import EmulatorError, kernel_library, kernel_sources, runtime
 from ._settings import Settings, current
 
@@ -55,9 +59,19 @@ class Target(ctypes.Structure):
 @functools.cache
 def emulator() -> ctypes.CDLL:
     """The emulator's own library."""
-    library = ctypes.CDLL(str(runtime()))
-    library.flash_wmma_emulator_take_profile.restype = ctypes.c_char_p
-    return library
+    loaded = ctypes.CDLL(str(runtime()))
+    loaded.flash_wmma_emulator_take_profile.restype = ctypes.c_char_p
+    return loaded
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """Keeps the launches of other threads out, those of torch's ops too."""
+    library.flash_wmma_lock_emulator()
+    try:
+        yield
+    finally:
+        library.flash_wmma_unlock_emulator()
 
 
 def take_profile() -> str:
@@ -68,34 +82,39 @@ def take_profile() -> str:
 
 def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
     """Settings and memory of the launches to come: (name, tensor, whether it may be written)."""
-    library = emulator()
-    library.flash_wmma_emulator_configure(ctypes.byref(Config.of(current())))
+    emulator().flash_wmma_emulator_configure(ctypes.byref(Config.of(current())))
     rows = [
         Buffer(
             name.encode(), t.data_ptr(), t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), writable
         )
         for name, t, writable in buffers
     ]
-    library.flash_wmma_emulator_buffers((Buffer * len(rows))(*rows), len(rows))
+    emulator().flash_wmma_emulator_buffers((Buffer * len(rows))(*rows), len(rows))
 
 
 PREFIX = b"emulator: "
 """Begins every message of the emulator."""
+DONE, UNKNOWN, FAILED = 1, 2, -1
+"""Answers of ``EmulatorResolver`` (csrc/emulation.h)."""
 
 
 def fill(name: bytes, target: Target) -> int:
-    """The target of a kernel: 1, filled in; 0, no such kernel; -1, an error. Called from C++: nothing may be raised."""
+    """The target of a kernel, filled in, or why there is none. Called from C++: nothing may be raised."""
     try:
         kernel = name.decode()
         if kernel not in kernel_sources():
             target.error = " ".join(kernel_sources()).encode()
-            return 0
+            return UNKNOWN
         now = current()
-        target.library = str(kernel_library(kernel, now.mode)).encode()
+        target.library = os.fsencode(kernel_library(kernel, now.mode))
         target.arch, target.sm_count, target.smem_optin = now.arch, now.sm_count, now.shared_memory
         target.config = Config.of(now)
-        return 1
-    except (EmulatorError, OSError, ValueError) as error:
+        return DONE
+    except KeyboardInterrupt:
+        target.error = _checks.INTERRUPTED.encode()
+        return FAILED
+    except BaseException as error:
         kept = Target.error.size - len(PREFIX) - 1
-        target.error = PREFIX + str(error).encode()[-kept:]
-        return -1
+        said = str(error) if isinstance(error, EmulatorError) else f"{type(error).__name__}: {error}"
+        target.error = PREFIX + said.encode(errors="replace")[-kept:]
+        return FAILED

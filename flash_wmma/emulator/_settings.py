@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any, get_args
 
@@ -15,11 +16,20 @@ from ._compile import Mode
 
 SMEM_OPTIN = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a block may opt in to, by architecture."""
+_INT32 = 2**31 - 1
+_RANGES = {
+    "arch": (-_INT32, _INT32),
+    "sm_count": (1, _INT32),
+    "smem_optin": (0, _INT32),
+    "warp_size": (-_INT32, _INT32),
+    "threads": (1, 1024),
+    "seed": (0, 2**64 - 1),
+}
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the launches to come in this process. :func:`settings` changes them for a while."""
+    """Of the launches to come in this thread. :func:`settings` changes them for a while."""
 
     mode: Mode = "fast"
     """``"fast"`` runs kernels; ``"checked"`` also watches every access to memory and every wait."""
@@ -41,13 +51,20 @@ class Settings:
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
             _checks.refuse("mode", repr(self.mode), "'fast', 'checked'")
+        if not isinstance(self.counters, bool):
+            _checks.refuse("counters", repr(self.counters), "True, False", TypeError)
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if value is None and name in ("smem_optin", "threads"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool):
+                _checks.refuse(name, repr(value), "an int", TypeError)
+            if not least <= value <= most:
+                _checks.refuse(name, value, f"{least} … {most}")
         if self.arch not in SMEM_OPTIN:
             _checks.refuse("arch", self.arch, ", ".join(map(str, SMEM_OPTIN)))
         if self.warp_size not in (32, 64):
             _checks.refuse("warp_size", self.warp_size, "32, 64")
-        for name in ("sm_count", "threads"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                _checks.refuse(name, getattr(self, name), "a positive number")
 
     @property
     def shared_memory(self) -> int:
@@ -60,7 +77,7 @@ class Settings:
         return self.threads or torch.get_num_threads()
 
 
-_changes: dict[str, Any] = {}
+_changes: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("flash_wmma.emulator.settings", default=())
 
 
 def current() -> Settings:
@@ -68,12 +85,16 @@ def current() -> Settings:
     mode = os.environ.get("FLASH_WMMA_EMULATOR") or "fast"
     if mode not in get_args(Mode):
         _checks.refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
-    return replace(Settings(), **{"mode": mode, **_changes})
+    fields: dict[str, Any] = {"mode": mode}
+    for changes in _changes.get():
+        fields.update(changes)
+    return replace(Settings(), **fields)
 
 
 @contextlib.contextmanager
 def settings(**changes: Any) -> Iterator[Settings]:
-    """Changes fields of :class:`Settings` within a ``with`` block, for the whole process.
+    """Changes fields of :class:`Settings` within a ``with`` block, for the thread or asyncio task that runs it.
+    A thread that is started there begins with the defaults, unless Python hands it the context of its starter.
 
     >>> with flash_wmma.emulator.settings(mode="checked", arch=75, seed=3):
     ...     flash_wmma.forward(q, k, v, kernel="wmma_v3")
@@ -81,10 +102,8 @@ def settings(**changes: Any) -> Iterator[Settings]:
     Raises:
         TypeError, ValueError: no such field, or a value that it cannot have.
     """
-    before = _changes.copy()
-    _changes.update(changes)
+    _changes.set((*_changes.get(), changes))
     try:
         yield current()
     finally:
-        _changes.clear()
-        _changes.update(before)
+        _changes.set(tuple(known for known in _changes.get() if known is not changes))
