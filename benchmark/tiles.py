@@ -1,11 +1,12 @@
-"""Sweep of wmma_v3's tile shapes: warps, row tiles (Br), Bc, Q in registers, padding, the way P is handed over.
+"""Sweep of the tile shapes of wmma_v3, mma_sm80 and mma_sm75: warps, Br, Bc, stages, what stays in registers.
 
-    python benchmark/tiles.py build --head-dim 64 128     # needs nvcc; no GPU
-    python benchmark/tiles.py run --head-dim 64 128       # needs the GPU; prints the fastest shapes and the optimum
-    python benchmark/tiles.py run --head-dim 64 128 --plot tiles.png --json tiles.json
+    python benchmark/tiles.py build --kernel mma_sm80 --head-dim 64 128     # needs nvcc; no GPU
+    python benchmark/tiles.py run --kernel mma_sm80 --head-dim 64 128       # needs the GPU; the fastest, the optimum
+    python benchmark/tiles.py run --kernel mma_sm80 --head-dim 64 128 --plot tiles.png --json tiles.json
 
-`build` compiles every shape of the sweep into one small library of its own; the table of instances that ships in
-csrc/forward/wmma_v3.cu is what this program found.
+`build` compiles every shape of the sweep into a small library of its own; the tables of shapes that ship
+(csrc/forward: wmma_v3_instances.h, mma_sm80.cuh, mma_sm75.cu) are what this program found. mma_sm75 is compiled to
+compute_75 PTX, which the driver compiles for the present device.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,70 +32,152 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parent.parent
 
 
-def library_of(head_dim: int) -> Path:
-    """Where the sweep for a head dim is compiled to."""
-    return ROOT / "build" / "tiles" / f"tiles_d{head_dim}.so"
+def library_of(kernel: str, head_dim: int) -> Path:
+    """Where the sweep for a kernel and head dim is compiled to."""
+    return ROOT / "build" / "tiles" / f"{kernel}_d{head_dim}.so"
 
 
 @dataclass(frozen=True)
 class Shape:
-    """One instance of the kernel template: the parameters of wmma_v3::Tile."""
+    """One instance of a kernel template: the parameters of its Tile."""
+
+    bc: int
+    br: int = field(init=False)
+
+    #: the kernel's header in csrc/forward; its function and struct of shared memory, both templates of the tile T
+    header: ClassVar[str]
+    function: ClassVar[str]
+    shared_memory: ClassVar[str]
+
+    def tile(self, head_dim: int) -> str:
+        """The Tile in C++."""
+        raise NotImplementedError
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name} {value}" for name, value in asdict(self).items())
+
+
+@dataclass(frozen=True)
+class WmmaShape(Shape):
+    """An instance of wmma_v3."""
 
     warps: int
     row_tiles: int
-    bc: int
     q_in_registers: bool
     blocks_per_sm: int
     handover: str = "Registers"
     pad: int = 8
 
-    @property
-    def br(self) -> int:
-        return 16 * self.warps * self.row_tiles
+    header: ClassVar[str] = "wmma_v3.cuh"
+    function: ClassVar[str] = "wmma_v3::forward<{tile}>"
+    shared_memory: ClassVar[str] = "wmma_v3::SharedMemory<{tile}>"
 
-    def cpp(self, head_dim: int) -> str:
-        """The instance as C++."""
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "br", 16 * self.warps * self.row_tiles)
+
+    def tile(self, head_dim: int) -> str:
         q = str(self.q_in_registers).lower()
         return (
-            f"Tile<half, {head_dim}, {self.warps}, {self.row_tiles}, {self.bc}, {q}, "
-            f"{self.blocks_per_sm}, Handover::k{self.handover}, {self.pad}>"
+            f"wmma_v3::Tile<half, {head_dim}, {self.warps}, {self.row_tiles}, {self.bc}, {q}, "
+            f"{self.blocks_per_sm}, wmma_v3::Handover::k{self.handover}, {self.pad}>"
         )
 
 
-def shapes(head_dim: int) -> Iterator[Shape]:
-    """The sweep: what may be fast, then what the padding and the register handover are worth."""
+@dataclass(frozen=True)
+class MmaShape(Shape):
+    """An instance of mma_sm80 or mma_sm75."""
+
+    row_warps: int
+    dim_warps: int
+    row_tiles: int
+    stages: int
+    q_steps: int
+    blocks_per_sm: int
+    machine: str = "Sm80"
+
+    header: ClassVar[str] = "mma_sm80.cuh"
+    function: ClassVar[str] = "mma::forward<{tile}, false>"
+    shared_memory: ClassVar[str] = "mma::Smem<{tile}>"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "br", 16 * self.row_warps * self.row_tiles)
+
+    def tile(self, head_dim: int) -> str:
+        return (
+            f"mma::Tile<mma::{self.machine}, half, {head_dim}, {self.row_warps}, {self.dim_warps}, {self.row_tiles}, "
+            f"{self.bc}, {self.stages}, {self.q_steps}, {self.blocks_per_sm}>"
+        )
+
+
+def wmma_shapes(head_dim: int) -> Iterator[WmmaShape]:
+    """What may be fast, then what the padding and the register handover are worth."""
     for warps, row_tiles, bc, blocks in itertools.product((2, 4, 8), (1, 2), (16, 32, 64), (1, 2, 3, 4)):
         o_registers = row_tiles * head_dim // 2
         if o_registers > 128 or (bc == 16 and head_dim < 128):
             continue
         for q_in_registers in (True, False) if row_tiles * head_dim <= 128 else (False,):
-            registers = min(65536 // (blocks * warps * 32), 255)
+            registers = registers_of_a_thread(32 * warps * blocks)
             needed = o_registers + row_tiles * bc // 2 + (row_tiles * head_dim // 4 if q_in_registers else 0) + 32
-            if needed <= registers and (blocks == 1 or registers < 255):
-                yield Shape(warps, row_tiles, bc, q_in_registers, blocks)
-    base = Shape(4, 1, 32, head_dim <= 64, 2)
-    yield Shape(**{**asdict(base), "pad": 0})
-    yield Shape(**{**asdict(base), "handover": "Shared"})
+            if needed <= registers and (blocks == 1 or registers < MOST_REGISTERS):
+                yield WmmaShape(bc, warps, row_tiles, q_in_registers, blocks)
+    base = WmmaShape(32, 4, 1, head_dim <= 64, 2)
+    yield replace(base, pad=0)
+    yield replace(base, handover="Shared")
+
+
+def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
+    """What may be fast: with registers for S, O, Q's steps and, on Turing, the K/V tile on its way; 8 warps an SM."""
+    turing = machine == "Sm75"
+    layouts = itertools.product((4, 8), (1, 2), (1, 2), (16, 32, 64), (1, 2) if turing else (2, 3))
+    for row_warps, dim_warps, row_tiles, bc, stages in layouts:
+        warps = row_warps * dim_warps
+        if warps > 8 or bc // dim_warps % 16 or (dim_warps > 1 and head_dim < 128):
+            continue
+        blocks = 8 // warps
+        q_bytes, stage_bytes = 32 * row_warps * row_tiles * head_dim, 4 * bc * head_dim
+        if blocks * (q_bytes + stages * stage_bytes) > (64 if turing else 227) * 1024 * (blocks if turing else 1):
+            continue
+        needed = row_tiles * (head_dim // dim_warps // 2 + bc // dim_warps // 2) + 48
+        if turing:
+            needed += bc * head_dim // (32 * warps)
+        left = registers_of_a_thread(32 * warps * blocks) - needed
+        most = min(head_dim // 16, left // (4 * row_tiles))
+        if most < 0:
+            continue
+        for q_steps in sorted({0, most // 3, 2 * most // 3, most}):
+            yield MmaShape(bc, row_warps, dim_warps, row_tiles, stages, q_steps, blocks, machine)
+
+
+MOST_REGISTERS = 255
+
+
+def registers_of_a_thread(threads: int) -> int:
+    """What an SM's 64 Ki registers leave to each of so many threads."""
+    return min(65536 // threads, MOST_REGISTERS)
+
+
+SWEEPS: dict[str, Callable[[int], Iterator[Shape]]] = {
+    "wmma_v3": wmma_shapes,
+    "mma_sm80": partial(mma_shapes, machine="Sm80"),
+    "mma_sm75": partial(mma_shapes, machine="Sm75"),
+}
 
 
 SOURCE = """
-#include "{root}/csrc/forward/wmma_v3.cuh"
+{includes}
 using namespace flash_wmma;
-using namespace flash_wmma::wmma_v3;
 
-template <class T>
+template <class T, auto Function, class SharedMemory>
 int run_tile(const ForwardParams& p, void* stream) try {{
-    launch(wmma_v3::forward<T>, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory<T>)}}, stream, p);
+    launch(Function, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory)}}, stream, p);
     return 0;
 }} catch (const std::exception&) {{
     return 1;
 }}
-template <class T>
-int smem() {{ return sizeof(SharedMemory<T>); }}
 
 static int (*const kRun[])(const ForwardParams&, void*) = {{ {runs} }};
 static const void* const kFunctions[] = {{ {functions} }};
-static int (*const kSmem[])() = {{ {smems} }};
+static const int kSmem[] = {{ {smems} }};
 
 // Contiguous q, k, v, o (B, H, N, d) of half, lse (B, H, N).
 extern "C" int run(int tile, void* q, void* k, void* v, void* o, float* lse, long long b, long long hq, long long hk,
@@ -104,7 +187,7 @@ extern "C" int run(int tile, void* q, void* k, void* v, void* o, float* lse, lon
     p.batch = b, p.heads_q = hq, p.heads_k = hk, p.seqlen_q = nq, p.seqlen_k = nk, p.head_dim = p.head_dim_v = d;
     p.q = {{q, hq * nq * d, nq * d, d}}, p.o = {{o, hq * nq * d, nq * d, d}};
     p.k = {{k, hk * nk * d, nk * d, d}}, p.v = {{v, hk * nk * d, nk * d, d}};
-    p.lse = lse;
+    p.lse = lse, p.lse_batch = hq * nq, p.lse_head = nq;
     p.scale = 1.f / sqrtf(float(d));
     p.band = {{kUnbounded, causal ? 0 : kUnbounded, false}};
     return kRun[tile](p, stream);
@@ -112,7 +195,7 @@ extern "C" int run(int tile, void* q, void* k, void* v, void* o, float* lse, lon
 extern "C" int facts(int tile, int* registers, int* local_bytes, int* smem_bytes) {{
     cudaFuncAttributes a;
     if (cudaFuncGetAttributes(&a, kFunctions[tile]) != cudaSuccess) return 1;
-    *registers = a.numRegs, *local_bytes = int(a.localSizeBytes), *smem_bytes = kSmem[tile]();
+    *registers = a.numRegs, *local_bytes = int(a.localSizeBytes), *smem_bytes = kSmem[tile];
     return 0;
 }}
 """
@@ -124,20 +207,23 @@ def find_nvcc() -> str | None:
     return str(home) if home.exists() else shutil.which("nvcc")
 
 
-def build(library: Path, head_dim: int, tiles: list[Shape], arch: str) -> None:
+def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> None:
     """Compiles these shapes into a library of their own."""
     nvcc = find_nvcc()
     if nvcc is None:
         sys.exit("tiles.py build: nvcc not found; set CUDA_HOME or put nvcc on PATH")
     library.parent.mkdir(parents=True, exist_ok=True)
-    names = [tile.cpp(head_dim) for tile in tiles]
     source = library.with_suffix(".cu")
+    names = [tile.tile(head_dim) for tile in tiles]
+    functions = [tile.function.format(tile=name) for tile, name in zip(tiles, names, strict=True)]
+    memories = [tile.shared_memory.format(tile=name) for tile, name in zip(tiles, names, strict=True)]
+    headers = sorted({tile.header for tile in tiles} | {"mma_sm75.cuh" for tile in tiles if "Sm75" in str(tile)})
     source.write_text(
         SOURCE.format(
-            root=ROOT,
-            runs=", ".join(f"run_tile<{n}>" for n in names),
-            functions=", ".join(f"(const void*)&wmma_v3::forward<{n}>" for n in names),
-            smems=", ".join(f"smem<{n}>" for n in names),
+            includes="\n".join(f'#include "{ROOT}/csrc/forward/{header}"' for header in headers),
+            runs=", ".join(f"run_tile<{n}, {f}, {m}>" for n, f, m in zip(names, functions, memories, strict=True)),
+            functions=", ".join(f"(const void*)&{f}" for f in functions),
+            smems=", ".join(f"sizeof({m})" for m in memories),
         )
     )
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
@@ -182,18 +268,13 @@ class Result:
     over_sdpa_flash: float
 
     def row(self) -> str:
-        t = self.shape
         return (
-            f"{self.head_dim:4} {t.warps:5} {t.br:4} {t.bc:3} {'regs' if t.q_in_registers else 'smem':>5} "
-            f"{t.blocks_per_sm:6} {t.handover:>9} {t.pad:3} {self.registers:4} {self.local_bytes:5} "
-            f"{self.smem_bytes:6} {self.us:8.1f} {self.tflops:7.0f} {self.over_sdpa_flash:12.2f}"
+            f"{self.head_dim:4} {self.us:8.1f} {self.tflops:7.0f} {self.over_sdpa_flash:12.2f} {self.registers:4} "
+            f"{self.local_bytes:5} {self.smem_bytes:6}  {self.shape}"
         )
 
 
-HEADING = (
-    f"{'d':>4} {'warps':>5} {'Br':>4} {'Bc':>3} {'Q':>5} {'blk/SM':>6} {'P':>9} {'pad':>3} {'regs':>4} {'local':>5} "
-    f"{'smem':>6} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12}"
-)
+HEADING = f"{'d':>4} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12} {'regs':>4} {'local':>5} {'smem':>6}  shape"
 
 
 def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
@@ -202,7 +283,7 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
     import torch
     import torch.nn.functional as functional
 
-    library = Library(library_of(head_dim))
+    library = Library(library_of(args.kernel, head_dim))
     size = (args.batch, args.heads or max(1, 2048 // head_dim), args.seq_len, head_dim)
     torch.manual_seed(0)
     q, k, v = (torch.randn(size, device="cuda", dtype=torch.float16) for _ in range(3))
@@ -217,7 +298,7 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=args.causal)
 
-    tiles = list(shapes(head_dim))
+    tiles = list(SWEEPS[args.kernel](head_dim))
     contenders = {str(i): timing.Contender(partial(forward, i)) for i in range(len(tiles))}
     # A shape that asks for more than the device has fails, and is left out.
     measured = timing.measure(
@@ -248,7 +329,7 @@ def run(args: argparse.Namespace) -> None:
     """Prints each head dim's shapes, fastest first, then the optimum of each."""
     import torch
 
-    print(f"{torch.cuda.get_device_name()}, N = {args.seq_len}, fp16{', causal' if args.causal else ''}")
+    print(f"{args.kernel}, {torch.cuda.get_device_name()}, N = {args.seq_len}, fp16{', causal' if args.causal else ''}")
     results = {head_dim: sweep(head_dim, args) for head_dim in args.head_dim}
     print(HEADING)
     for rows in results.values():
@@ -287,8 +368,9 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     builder, runner = commands.add_parser("build"), commands.add_parser("run")
     for command in (builder, runner):
+        command.add_argument("--kernel", choices=SWEEPS, default="mma_sm80")
         command.add_argument("--head-dim", type=int, nargs="+", default=[64])
-    builder.add_argument("--arch", default="sm_90", help="nvcc -arch (default sm_90)")
+    builder.add_argument("--arch", help="nvcc -arch (default sm_90; of mma_sm75 compute_75, which is PTX)")
     runner.add_argument("--batch", type=int, default=8)
     runner.add_argument("--heads", type=int, help="default: hidden size 2048")
     runner.add_argument("--seq-len", type=int, default=2048)
@@ -302,9 +384,10 @@ def main() -> None:
         run(args)
         return
     for head_dim in args.head_dim:
-        tiles = list(shapes(head_dim))
-        build(library_of(head_dim), head_dim, tiles, args.arch)
-        print(f"{library_of(head_dim)}: {len(tiles)} shapes")
+        tiles = list(SWEEPS[args.kernel](head_dim))
+        library = library_of(args.kernel, head_dim)
+        build(library, head_dim, tiles, args.arch or ("compute_75" if args.kernel == "mma_sm75" else "sm_90"))
+        print(f"{library}: {len(tiles)} shapes")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,20 @@ import pytest
 import torch
 from conftest import NO_CUDA_KERNEL, marks, name, obstacle, targets
 from pairwise import every, pairwise
-from reference import DENSE, LAYOUTS, PLAIN, Mask, Modification, attention, check, libc, normal, reference, run
+from reference import (
+    DENSE,
+    LAYOUTS,
+    PLAIN,
+    Mask,
+    Modification,
+    attention,
+    check,
+    libc,
+    normal,
+    operand_dtype,
+    reference,
+    run,
+)
 from torch import Tensor
 
 import flash_wmma
@@ -207,6 +220,7 @@ def test_bias_that_hides(target: Target, kind: str, nq: int, nk: int) -> None:
     out, lse = run(kernel, q, k, v, modification=Modification(bias))
     if kind in ("first key", "last key"):
         value = v[:, :, 0 if kind == "first key" else -1].repeat_interleave(2, dim=1)
+        value = value.to(operand_dtype(kernel, dtype)).to(dtype)
         assert torch.equal(out, value[:, :, None].expand_as(out))
         assert bool(lse.isfinite().all())
     else:

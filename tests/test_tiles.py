@@ -1,4 +1,4 @@
-"""The tile shapes of wmma_v3 that do not ship: P handed over through shared memory, as on hardware whose fragments are
+"""Tile shapes that do not ship: P of wmma_v3 handed over through shared memory, as on hardware whose fragments are
 laid out otherwise, and other paddings and warps."""
 
 from __future__ import annotations
@@ -13,10 +13,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 import tiles
 
 SHAPES = [
-    tiles.Shape(4, 1, 32, True, 2, handover="Shared"),
-    tiles.Shape(2, 2, 64, False, 1, handover="Shared"),
-    tiles.Shape(1, 1, 16, True, 1, pad=0),
-    tiles.Shape(8, 1, 64, False, 1, pad=24),
+    tiles.WmmaShape(32, 4, 1, True, 2, handover="Shared"),
+    tiles.WmmaShape(64, 2, 2, False, 1, handover="Shared"),
+    tiles.WmmaShape(16, 1, 1, True, 1, pad=0),
+    tiles.WmmaShape(64, 8, 1, False, 1, pad=24),
+    tiles.MmaShape(32, 2, 2, 1, 2, 1, 2),
+    tiles.MmaShape(16, 4, 1, 2, 3, 0, 1),
+    tiles.MmaShape(32, 2, 2, 1, 2, 2, 2, "Sm75"),
+    tiles.MmaShape(64, 1, 1, 1, 1, 4, 1, "Sm75"),
 ]
 
 
@@ -51,7 +55,8 @@ def test_shape(library: tiles.Library, index: int, causal: bool, nq: int, nk: in
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-3)
 
 
-def test_every_sweep_has_shapes() -> None:
+@pytest.mark.parametrize("kernel", tiles.SWEEPS)
+def test_every_sweep_has_shapes(kernel: str) -> None:
     for head_dim in (32, 64, 96, 128, 192, 256):
-        found = list(tiles.shapes(head_dim))
+        found = list(tiles.SWEEPS[kernel](head_dim))
         assert len(found) == len(set(found)) > 4

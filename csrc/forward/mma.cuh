@@ -40,51 +40,51 @@ namespace flash_wmma::mma {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
 template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
-          int Stages, bool QInRegisters, int BlocksPerSm>
+          int Stages, int QSteps, int BlocksPerSm>
 struct Tile {
     using Machine = Architecture;
     using T = Scalar;
     static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
     static constexpr int kStages = Stages;
-    static constexpr bool kQInRegisters = QInRegisters;
-    static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
+    static constexpr int kSteps = HeadDim / 16, kQSteps = QSteps;  // of 16 along d; Q's first kQSteps stay in registers
+    static constexpr int kBlocksPerSm = BlocksPerSm;               // resident blocks to keep registers for
 
     static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
     static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
+    static constexpr bool kAllQInRegisters = kQSteps == kSteps;
+    static constexpr bool kQSharesRing = kAllQInRegisters && Machine::kThroughRegisters;  // its place in shared memory
+    static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
     static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
 };
 
 /// Map of a block's shared memory.
 template <class Tile>
-struct SharedMemory {
-    using T = typename Tile::T;
-    using KeyRows = SwizzledTile<T, Tile::kBc, Tile::kD>;
-    using QRows = SwizzledTile<T, Tile::kBr, Tile::kD>;
-    using WeightRows = SwizzledTile<T, Tile::kBr, Tile::kBc>;
+struct SharedTiles {
+    using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
+    using QRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kD>;
+    using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
 
     struct Stage {
         KeyRows k, v;
     };
-    struct QBesideFirst {  // before the loop: Q on its way to registers; the first tile may be on its way too
-        Stage first;
-        QRows q;
-    };
-    struct QAlone {
-        QRows q;
-    };
-    struct QBesideRing {  // Q stays
+    struct Apart {
         Stage ring[Tile::kStages];
         QRows q;
     };
-    using Start = std::conditional_t<Tile::Machine::kThroughRegisters, QAlone, QBesideFirst>;
-    union {
-        Stage ring[Tile::kStages];
-        std::conditional_t<Tile::kQInRegisters, Start, QBesideRing> with_q;
-        QRows o;  // after the loop, on its way out
+    struct Together {
+        union {
+            Stage ring[Tile::kStages];
+            QRows q;  // on its way to registers, before the first K/V tile comes
+        };
     };
+};
+template <class Tile>
+struct SharedMemory
+    : SharedTiles<Tile>,
+      std::conditional_t<Tile::kQSharesRing, typename SharedTiles<Tile>::Together, typename SharedTiles<Tile>::Apart> {
 };
 
 /// The same where warps share rows, with what goes between them.
@@ -155,21 +155,41 @@ struct Work {
     }
 };
 
+/// Waits for the warps that share these rows; they see each other's writes to shared memory.
+template <class Tile>
+__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
+    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
+    else __syncwarp();
+}
+
+/// Q's rows of this warp from global to shared memory, zeros beyond the sequence's end.
+template <class Tile>
+__device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
+    constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
+    const auto* const from = work.q_rows(work.tile.first_row);
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
+        const int vector = thread.dim_warp * 32 + thread.lane + i * kThreads;
+        const int row = thread.warp_row() + vector / kVectors, column = vector % kVectors * 8;
+        const bool inside = row < work.sequence.seqlen_q - work.tile.first_row && column < work.p.head_dim;
+        Tile::Machine::copy_16(smem.q.at(row, column), from + row * work.p.q.row + column, inside);
+    }
+}
+
 /// Q as the first product's operand: fragments in registers, or loaded from shared memory at each use.
 template <class Tile>
 struct QOperand {
-    std::uint32_t fragments[Tile::kQInRegisters ? Tile::kRowTiles : 1][Tile::kQInRegisters ? Tile::kD / 16 : 1][4];
+    std::uint32_t fragments[Tile::kRowTiles][Tile::kQSteps > 0 ? Tile::kQSteps : 1][4];
 
     __device__ __forceinline__ void load(Smem<Tile>& smem, const Thread<Tile>& thread) {
-        if constexpr (Tile::kQInRegisters)
 #pragma unroll
-            for (int r = 0; r < Tile::kRowTiles; ++r)
+        for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-                for (int c = 0; c < Tile::kD / 16; ++c) fetch(fragments[r][c], smem, thread, r, c);
+            for (int c = 0; c < Tile::kQSteps; ++c) fetch(fragments[r][c], smem, thread, r, c);
     }
     __device__ __forceinline__ void get(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread, int r,
                                         int c) const {
-        if constexpr (Tile::kQInRegisters)
+        if (c < Tile::kQSteps)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = fragments[r][c][i];
         else fetch(a, smem, thread, r, c);
@@ -179,7 +199,7 @@ struct QOperand {
     __device__ __forceinline__ static void fetch(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread,
                                                  int r, int c) {
         const typename SharedMemory<Tile>::QRows::Lane lane(thread.warp_row() + thread.lane % 16, thread.lane / 16 * 8);
-        ptx::ldmatrix_x4(a, lane.of(smem.with_q.q, 16 * r, 16 * c));
+        ptx::ldmatrix_x4(a, lane.of(smem.q, 16 * r, 16 * c));
     }
 };
 
@@ -299,12 +319,6 @@ __device__ __forceinline__ void hand_over(Weights<Tile>& weights, const Scores<T
             }
 }
 
-/// Waits for the warps that share these rows; they see each other's writes to shared memory.
-template <class Tile>
-__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
-    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
-}
-
 /// Whether it holds in every lane of the warps that share these rows, which meet.
 template <class Tile>
 __device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Thread<Tile>& thread) {
@@ -347,57 +361,72 @@ __device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Sme
     }
 }
 
-/// O * factor to global memory: fp32 straight from the registers, 16-bit types through shared memory, so that they go
-/// out in 16-byte pieces. The block has done with the loop's shared memory.
+/// A quad's lanes hold words (pairs of columns) q of four tiles' rows: afterwards lane q has the four words of tile q.
+__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int quad_lane) {
+#pragma unroll
+    for (const int step : {1, 2}) {
+        const bool upper = quad_lane & step;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const std::uint32_t sent = upper ? words[i] : words[i | step];
+            const std::uint32_t got = __shfl_xor_sync(kWarpMask, sent, step);
+            (upper ? words[i] : words[i | step]) = got;
+        }
+    }
+}
+
+/// O * factor to global memory, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
 template <class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, Smem<Tile>& smem, const Output<Tile>& o,
+__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
                                         const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
     using T = typename Tile::T;
     const ForwardParams& p = work.p;
-    const auto out_row = [&](auto type, int row) {
-        const auto [query, head] = work.tile.row(row);
-        return query < work.sequence.seqlen_q
-                   ? row_of<decltype(type)>(p.o, work.sequence.index, head, work.sequence.first_q + query)
-                   : nullptr;
-    };
     const bool bf16_out = std::is_same_v<T, bf16> || p.out_dtype == DType::kBFloat16;
+    const int lane_row = ptx::opaque(thread.row());
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
-            float* const out = p.out_dtype == DType::kFloat32 ? out_row(float{}, row) : nullptr;
+            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
+            const bool inside = query < work.sequence.seqlen_q;
+            const int row = work.sequence.first_q + query;
+            const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
+            if (p.out_dtype == DType::kFloat32) {
+                float* const out = row_of<float>(p.o, work.sequence.index, head, row);
 #pragma unroll
-            for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
-                const float x = o[r][c][2 * h] * factor[r][h], y = o[r][c][2 * h + 1] * factor[r][h];
-                const int column = thread.warp_column() + 8 * c;
-                if (p.out_dtype == DType::kFloat32) {
-                    if (out && column < p.head_dim_v)
-                        *reinterpret_cast<float2*>(out + column + thread.column()) = make_float2(x, y);
-                } else {
-                    *reinterpret_cast<std::uint32_t*>(smem.o.at(row, column) + thread.column()) =
-                        bf16_out ? packed<bf16>(x, y) : packed<T>(x, y);
+                for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
+                    const int column = thread.warp_column() + 8 * c;
+                    if (inside && column < p.head_dim_v)
+                        *reinterpret_cast<float2*>(out + column + thread.column()) =
+                            make_float2(value(c, 0), value(c, 1));
+                }
+            } else {
+                T* const out = row_of<T>(p.o, work.sequence.index, head, row);
+#pragma unroll
+                for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
+                    std::uint32_t words[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
+                        words[i] = bf16_out ? packed<bf16>(value(tile, 0), value(tile, 1))
+                                            : packed<T>(value(tile, 0), value(tile, 1));
+                    }
+                    transpose_in_quad(words, thread.lane % 4);
+                    const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
+                    if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
+                        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
                 }
             }
         }
-    if (p.out_dtype == DType::kFloat32) return;
-    if constexpr (Tile::kDimWarps > 1) meet(thread);
-    else __syncwarp();
-    constexpr int kVectors = Tile::kD / 8;
-    for (int i = thread.dim_warp * 32 + thread.lane; i < Tile::kWarpRows * kVectors; i += 32 * Tile::kDimWarps) {
-        const int row = thread.warp_row() + i / kVectors, column = i % kVectors * 8;
-        T* const out = out_row(T{}, row);
-        if (out && column < p.head_dim_v)
-            *reinterpret_cast<uint4*>(out + column) = *reinterpret_cast<const uint4*>(smem.o.at(row, column));
-    }
 }
 
-/// How a block's threads share the copy of Rows rows: vectors of 8 elements, neighbours in a row by neighbouring threads.
+/// How a block's threads share the copy of a K/V tile: vectors of 8 elements, neighbours in a row by neighbouring threads.
 /// Walks from a last tile of rows back to the first.
-template <class Tile, int Rows>
+template <class Tile>
 struct CopyMap {
     static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
-    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
+    static constexpr int kCount = (Tile::kBc + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
 
     const typename Tile::T* from;  // this thread's first vector of the next tile
     bool inside;                   // whether its column is below d
@@ -412,14 +441,55 @@ struct CopyMap {
         if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
 #pragma unroll
             for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
-                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
+                if (Tile::kBc % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Tile::kBc)
                     f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Rows * pitch;
+        from -= Tile::kBc * pitch;
     }
 
     __device__ static int row() { return static_cast<int>(threadIdx.x) / kVectors; }
     __device__ static int column() { return static_cast<int>(threadIdx.x) % kVectors * 8; }
 };
+
+/// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
+/// `right`. Rows begin at the query and keys at the key of this thread's first score.
+template <class Tile>
+__device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, const Thread<Tile>& thread, int first_key,
+                                     bool left, bool right) {
+    const auto each = [&](auto hidden) {
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
+                const auto hides = hidden(query);
+#pragma unroll
+                for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (hides(8 * j + e)) s[r][j][2 * h + e] = -INFINITY;
+            }
+    };
+    if (left)
+        each([&](int query) {
+            return [begin = work.mask.begin(query) - first_key](int offset) { return offset < begin; };
+        });
+    if (right)
+        each([&](int query) { return [end = work.mask.end(query) - first_key](int offset) { return offset >= end; }; });
+}
+
+/// This lane's maximum of its scores in each row.
+template <class Tile>
+__device__ __forceinline__ void maximum(float (&top)[Tile::kRowTiles][2], const Scores<Tile>& s) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            top[r][h] = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
+                top[r][h] = fmaxf(top[r][h], fmaxf(s[r][j][2 * h], s[r][j][2 * h + 1]));
+        }
+}
 
 /// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
 /// same in every thread, which saves registers.
@@ -428,8 +498,7 @@ struct CopyMap {
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
-    using KeyCopy = typename Tile::Machine::template Copy<Tile, kBc>;
-    using QCopy = typename Tile::Machine::template Copy<Tile, Tile::kBr>;
+    using Copy = typename Tile::Machine::template Copy<Tile>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
     const Assignment assigned = General ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
@@ -439,25 +508,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const int tiles = work.tiles;
     int key = (work.first_tile + tiles - 1) * kBc;  // first of the tile that is worked on
 
-    // Q and the first tile, then the others that the ring takes
-    KeyCopy k_copy(work.key_rows(p.k, key), p.k.row, p.head_dim),
-        v_copy(work.key_rows(p.v, key), p.v.row, p.head_dim_v);
-    {
-        QCopy q_copy(work.q_rows(work.tile.first_row), p.q.row, p.head_dim);
-        q_copy.start(smem.with_q.q, p.q.row, sequence.seqlen_q - work.tile.first_row);
-        q_copy.finish(smem.with_q.q);
-    }
+    // Q, and as many K/V tiles as copies run ahead; the first one may reach beyond the sequence's end
+    Copy k_copy(work.key_rows(p.k, key), p.k.row, p.head_dim), v_copy(work.key_rows(p.v, key), p.v.row, p.head_dim_v);
     if (tiles > 0) {
         k_copy.start(smem.ring[0].k, p.k.row, sequence.seqlen_k - key);
         v_copy.start(smem.ring[0].v, p.v.row, sequence.seqlen_k - key);
     }
+    copy_q<Tile>(smem, work, thread);
     ptx::cp_async_commit();
     QOperand<Tile> q;
-    if constexpr (Tile::kQInRegisters) {
-        ptx::cp_async_wait<0>();
-        __syncthreads();
+    if constexpr (Tile::kQSharesRing) {
+        meet(thread);
         q.load(smem, thread);
-        if constexpr (Tile::Machine::kThroughRegisters || kAhead > 1) __syncthreads();
+        __syncthreads();
     }
     if (tiles > 0) {
         k_copy.finish(smem.ring[0].k);
@@ -470,6 +533,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             v_copy.start(smem.ring[i].v, p.v.row);
         }
         ptx::cp_async_commit();
+    }
+    if constexpr (!Tile::kQSharesRing) {
+        ptx::cp_async_wait<kAhead - 1>();
+        meet(thread);
+        q.load(smem, thread);
     }
 
     // Where tiles begin that have a key that some row of the warp sees, and those whose keys all its rows see
@@ -528,7 +596,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 
             Scores<Tile> s;
             Weights<Tile> weights;
-            float offset[kRowTiles][2], sum[kRowTiles][2];
+            float top[kRowTiles][2], offset[kRowTiles][2], sum[kRowTiles][2];
             bool done = false;
             // A tile that every row sees, not the first: the old m serves if no weight overflows
             if (!first && key >= all_begin && key < all_end && value.rescale == 0.f) {
@@ -547,42 +615,36 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 done = all_agree<Tile>(fits, smem, thread);
             }
-            // Any other tile: S masked and scaled, m exact, O and l rescaled to it
+            // Any other tile: m exact, O and l rescaled to it
             if (!done) {
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
-                float top[kRowTiles][2];
+                if (!(factor > 0.f)) {  // then a score's order is not its product's
 #pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
+                    for (auto& row_tile : s)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
-                        const int first_key = key + thread.warp_key() + thread.column();
-                        const int begin = work.mask.begin(query) - first_key, end = work.mask.end(query) - first_key;
-                        top[r][h] = m[r][h];
+                        for (auto& tile : row_tile)
 #pragma unroll
-                        for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
-#pragma unroll
-                            for (int e = 0; e < 2; ++e) {
-                                float& score = s[r][j][2 * h + e];
-                                score = 8 * j + e >= begin && 8 * j + e < end ? score * factor : -INFINITY;
-                                top[r][h] = fmaxf(top[r][h], score);
-                            }
-                    }
+                            for (float& score : tile) score *= factor;
+                    factor = 1.f;
+                }
+                hide<Tile>(s, work, thread, key + thread.warp_key() + thread.column(), key < all_begin, key >= all_end);
+                maximum<Tile>(top, s);
                 combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
-                        const float base = top[r][h] == -INFINITY ? 0.f : top[r][h];  // no visible key yet
-                        const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
-                        m[r][h] = top[r][h];
+                        const float before = m[r][h];
+                        m[r][h] = fmaxf(before, top[r][h] * factor);
+                        const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
+                        const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
                         l[r][h] *= rescale;
                         offset[r][h] = value.weight - base;
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                weigh<Tile>(s, sum, 1.f, offset);
+                weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 meet(thread);
                 first = false;
@@ -619,8 +681,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                 p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
                     sum == 0.f ? -INFINITY : (m[r][h] + log2f(sum)) * kLn2;
         }
-    __syncthreads();  // K and V tiles have been used; O takes their place
-    store_o<Tile>(work, smem, o, inverse_l, thread);
+    store_o<Tile>(work, o, inverse_l, thread);
 }
 
 template <class Tile, bool General>
@@ -630,11 +691,12 @@ void launch_tile(const ForwardParams& p, Stream stream) {
 }
 
 template <class Tile, bool General>
-Shape shape(int min_arch, float blocks_per_sm) {
+Shape shape(int min_arch, float blocks_per_sm, int resident) {
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
              sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
             blocks_per_sm,
+            resident,
             launch_tile<Tile, General>};
 }
 

@@ -10,12 +10,13 @@
 
 namespace flash_wmma::mma {
 
-/// A tile shape and its launch. From `blocks_per_sm` blocks an SM on it is faster than the next shape of the same head
-/// dim in the table, which fills the device better.
+/// A tile shape and its launch. It is faster than the next shapes of the same head dim in the table if there are at least
+/// `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
 struct Shape {
     Instance facts;
     bool general;  ///< also for packed sequences, ScoreMods and converted inputs
     float blocks_per_sm;
+    int resident;
     void (*launch)(const ForwardParams&, Stream);
 };
 
@@ -32,6 +33,13 @@ inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
     return instances;
 }
 
+/// Whether an SM's shared memory, which is 1 KiB more than a block may opt in to, holds the shape's resident blocks, each of
+/// which takes 1 KiB more than it asks for.
+inline bool fits(const Shape& shape, const DeviceFacts& device) {
+    constexpr int kReserved = 1024;
+    return shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
+}
+
 /// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and
 /// that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the choice.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, const ForwardParams& p,
@@ -44,7 +52,7 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype != dtype || tile.head_dim < d || shape.general != general) continue;
-        if (tile.min_arch > device.arch || tile.smem_bytes > device.smem_optin) continue;
+        if (tile.min_arch > device.arch || !fits(shape, device)) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
         const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q * p.batch;

@@ -6,26 +6,25 @@
 namespace flash_wmma::mma {
 namespace {
 
-template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, bool QInRegisters,
-          bool General>
+template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, int QSteps, bool General>
 Shape shape(float blocks_per_sm) {
     constexpr int kBlocksPerSm = RowWarps * DimWarps > 4 ? 1 : 2;
-    using T = Tile<Sm75, half, HeadDim, RowWarps, DimWarps, RowTiles, KeyTile, Stages, QInRegisters, kBlocksPerSm>;
+    using T = Tile<Sm75, half, HeadDim, RowWarps, DimWarps, RowTiles, KeyTile, Stages, QSteps, kBlocksPerSm>;
     static_assert(sizeof(Smem<T>) <= 64 * 1024);
-    return mma::shape<T, General>(75, blocks_per_sm);
+    return mma::shape<T, General>(75, blocks_per_sm, 1);
 }
 
 /// The shapes that ship, without spills up to d = 192; arguments and order as in sm80_shapes.
 const std::vector<Shape> kShapes = {
-    shape<32, 4, 1, 2, 64, 1, true, false>(0.75f),   shape<32, 4, 1, 1, 64, 1, true, false>(0.f),
-    shape<64, 4, 1, 2, 32, 1, true, false>(0.75f),   shape<64, 4, 1, 1, 64, 1, true, false>(0.f),
-    shape<96, 4, 1, 2, 32, 1, false, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, true, false>(0.f),
-    shape<128, 4, 1, 2, 16, 2, false, false>(0.75f), shape<128, 4, 1, 1, 32, 1, true, false>(0.f),
-    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 4, 2, 1, 32, 1, true, false>(0.f),
+    shape<32, 4, 1, 2, 64, 1, 2, false>(0.75f),  shape<32, 4, 1, 1, 64, 1, 2, false>(0.f),
+    shape<64, 4, 1, 2, 32, 1, 4, false>(0.75f),  shape<64, 4, 1, 1, 64, 1, 4, false>(0.f),
+    shape<96, 4, 1, 2, 32, 1, 0, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, 6, false>(0.f),
+    shape<128, 4, 1, 2, 16, 1, 2, false>(0.75f), shape<128, 4, 1, 1, 32, 1, 8, false>(0.f),
+    shape<192, 4, 2, 1, 32, 1, 12, false>(0.f),  shape<256, 4, 2, 1, 32, 1, 16, false>(0.f),
 
-    shape<32, 4, 1, 1, 64, 1, true, true>(0.f),      shape<64, 4, 1, 1, 64, 1, true, true>(0.f),
-    shape<96, 4, 1, 1, 32, 1, true, true>(0.f),      shape<128, 4, 1, 1, 32, 1, true, true>(0.f),
-    shape<192, 4, 2, 1, 32, 1, true, true>(0.f),     shape<256, 4, 2, 1, 32, 1, true, true>(0.f),
+    shape<32, 4, 1, 1, 64, 1, 2, true>(0.f),     shape<64, 4, 1, 1, 64, 1, 4, true>(0.f),
+    shape<96, 4, 1, 1, 32, 1, 6, true>(0.f),     shape<128, 4, 1, 1, 32, 1, 8, true>(0.f),
+    shape<192, 4, 2, 1, 32, 1, 12, true>(0.f),   shape<256, 4, 2, 1, 32, 1, 16, true>(0.f),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 

@@ -19,22 +19,27 @@ struct Sm75 {
         ptx::mma_m16n8k8(d, second, b1);
     }
 
-    /// A block's copies of Rows rows, zeros beyond `rows`, in two steps.
-    template <class Tile, int Rows>
-    struct Copy : CopyMap<Tile, Rows> {
-        using CopyMap<Tile, Rows>::CopyMap;
+    /// A vector from global to shared memory, or zeros.
+    __device__ __forceinline__ static void copy_16(void* to, const void* from, bool inside) {
+        *static_cast<uint4*>(to) = inside ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    }
 
-        uint4 vectors[CopyMap<Tile, Rows>::kCount];
+    /// A block's copies of K or V tiles, zeros beyond `rows`, in two steps.
+    template <class Tile>
+    struct Copy : CopyMap<Tile> {
+        using CopyMap<Tile>::CopyMap;
+
+        uint4 vectors[CopyMap<Tile>::kCount];
 
         template <class Target>
-        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows = Rows) {
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows = Tile::kBc) {
             this->for_each(pitch, [&](int i, int row, int, const auto* from) {
                 vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
-            CopyMap<Tile, Rows>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
+            CopyMap<Tile>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
                 *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
             });
         }

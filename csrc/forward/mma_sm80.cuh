@@ -17,21 +17,26 @@ struct Sm80 {
         ptx::mma_m16n8k16<T>(d, a, b);
     }
 
-    /// A block's copies of Rows rows, zeros beyond `rows`; they land at the cp_async_wait of their group.
-    template <class Tile, int Rows>
-    struct Copy : CopyMap<Tile, Rows> {
-        using CopyMap<Tile, Rows>::CopyMap;
+    /// A vector from global to shared memory, or zeros; it lands at the cp_async_wait of its group.
+    __device__ __forceinline__ static void copy_16(void* to, const void* from, bool inside) {
+        ptx::cp_async_16(to, from, inside ? 16 : 0);
+    }
+
+    /// A block's copies of K or V tiles, zeros beyond `rows`.
+    template <class Tile>
+    struct Copy : CopyMap<Tile> {
+        using CopyMap<Tile>::CopyMap;
 
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {
             this->for_each(pitch, [&](int, int row, int column, const auto* from) {
-                ptx::cp_async_16(target.at(row, column), from, this->inside ? 16 : 0);
+                copy_16(target.at(row, column), from, this->inside);
             });
         }
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch, int rows) {
             this->for_each(pitch, [&](int, int row, int column, const auto* from) {
-                ptx::cp_async_16(target.at(row, column), from, this->inside && row < rows ? 16 : 0);
+                copy_16(target.at(row, column), from, this->inside && row < rows);
             });
         }
         template <class Target>
@@ -39,24 +44,27 @@ struct Sm80 {
     };
 };
 
-/// The shapes that ship, found by a sweep (docs/tuning/mma.md): per head dim, the larger tile before the one that fits
-/// less shared memory or fills the device with fewer rows. Arguments: d, row warps, dim warps, row tiles, Bc, stages, Q in
-/// registers, blocks an SM to keep registers for; then the blocks an SM from which the shape pays.
+/// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim, the fastest first, then
+/// what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps, dim warps, row tiles, Bc,
+/// stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM from which the shape pays, and
+/// how many must be resident on an SM for it to.
 template <class T, bool General>
 std::vector<Shape> sm80_shapes() {
     return {
-        shape<Tile<Sm80, T, 32, 4, 1, 2, 64, 3, true, 2>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 32, 4, 1, 1, 64, 2, true, 3>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 64, 4, 1, 2, 64, 3, true, 2>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 64, 4, 1, 1, 64, 2, true, 3>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 96, 4, 1, 2, 64, 2, false, 2>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 96, 4, 1, 1, 64, 2, true, 2>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 128, 4, 1, 2, 32, 3, false, 2>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 128, 4, 1, 1, 64, 2, true, 2>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 192, 8, 1, 1, 64, 2, false, 1>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 192, 4, 1, 1, 32, 2, false, 2>, General>(80, 0.f),
-        shape<Tile<Sm80, T, 256, 4, 2, 2, 64, 2, false, 1>, General>(80, 0.75f),
-        shape<Tile<Sm80, T, 256, 4, 1, 1, 32, 2, false, 2>, General>(80, 0.f),
+        shape<Tile<Sm80, T, 32, 4, 1, 1, 64, 3, 2, 4>, General>(80, 0.f, 1),
+        shape<Tile<Sm80, T, 64, 4, 1, 2, 64, 3, 4, 2>, General>(80, 0.75f, 2),
+        shape<Tile<Sm80, T, 64, 4, 1, 2, 64, 2, 4, 2>, General>(80, 0.75f, 2),
+        shape<Tile<Sm80, T, 64, 4, 1, 1, 64, 2, 4, 3>, General>(80, 0.f, 1),
+        shape<Tile<Sm80, T, 96, 4, 1, 2, 64, 2, 0, 2>, General>(80, 0.75f, 2),
+        shape<Tile<Sm80, T, 96, 4, 1, 1, 64, 2, 6, 2>, General>(80, 0.f, 2),
+        shape<Tile<Sm80, T, 96, 4, 1, 1, 32, 2, 6, 3>, General>(80, 0.f, 1),
+        shape<Tile<Sm80, T, 128, 4, 1, 2, 32, 3, 3, 2>, General>(80, 0.75f, 2),
+        shape<Tile<Sm80, T, 128, 4, 1, 1, 64, 2, 8, 2>, General>(80, 0.f, 2),
+        shape<Tile<Sm80, T, 128, 4, 1, 1, 32, 2, 8, 2>, General>(80, 0.f, 1),
+        shape<Tile<Sm80, T, 192, 4, 2, 2, 64, 2, 2, 1>, General>(80, 0.75f, 1),
+        shape<Tile<Sm80, T, 192, 4, 1, 1, 32, 2, 12, 2>, General>(80, 0.f, 1),
+        shape<Tile<Sm80, T, 256, 4, 2, 2, 64, 2, 0, 1>, General>(80, 0.75f, 1),
+        shape<Tile<Sm80, T, 256, 4, 1, 1, 32, 2, 6, 2>, General>(80, 0.f, 1),
     };
 }
 

@@ -1,0 +1,179 @@
+"""What masks, biases, grouped heads and packed sequences cost, against the peer that has the same.
+
+    python benchmark/features.py                       # mma_sm80, fp16, d = 64; needs the GPU
+    python benchmark/features.py --kernel mma_sm75 --dtype bf16 --json features.json
+
+Every row is one problem of 16,384 tokens and hidden size 2048, and one peer:
+
+    window 1024         FlashAttention-2 (torch's own copy) with the same window
+    GQA 8:1             the same kernel without groups
+    bias (1, H, N, N)   SDPA's efficient backend with the same additive mask
+    ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take
+    varlen              FlashAttention-2 on the same packed sequences, of lengths 1 to 4096
+
+The outputs that are timed are compared with the peer's where both compute the same. The method is timing.py's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import timing
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+import flash_wmma
+
+TOKENS, HIDDEN = 16384, 2048
+LENGTHS = (4096, 1, 2048, 17, 1024, 3000, 512, 255, 1500, 3835, 96)  # their sum is TOKENS
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
+TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A problem: our call and the peer's."""
+
+    name: str
+    peer: str
+    ours: Callable[[], Tensor]
+    theirs: Callable[[], Tensor]
+    same: bool = True  #: whether both compute the same
+
+
+def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool, **window: int) -> Tensor:
+    """FlashAttention-2 as torch has it; (B, H, N, d)."""
+    transposed = (t.transpose(1, 2) for t in (q, k, v))
+    n, scale = q.size(2), q.size(3) ** -0.5
+    out = torch.ops.aten._flash_attention_forward(
+        *transposed, None, None, n, n, 0.0, causal, False, scale=scale, **window
+    )[0]
+    return out.transpose(1, 2)
+
+
+def flash2_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int, causal: bool) -> Tensor:
+    """FlashAttention-2 on packed sequences; (total, H, d)."""
+    out: Tensor = torch.ops.aten._flash_attention_forward(
+        q, k, v, offsets, offsets, longest, longest, 0.0, causal, False, scale=q.size(2) ** -0.5
+    )[0]
+    return out
+
+
+def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterator[Row]:
+    """The problems, one after the other, so that only one is in memory."""
+    heads = HIDDEN // head_dim
+    torch.manual_seed(0)
+
+    def inputs(n: int, heads_k: int = heads) -> tuple[Tensor, Tensor, Tensor]:
+        def make(h: int) -> Tensor:
+            return torch.randn(TOKENS // n, h, n, head_dim, device="cuda", dtype=dtype)
+
+        return make(heads), make(heads_k), make(heads_k)
+
+    def forward(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
+        return flash_wmma.forward(q, k, v, kernel=kernel, causal=causal, **options)
+
+    q, k, v = inputs(TOKENS)
+    sides = {"window_size_left": 1024, "window_size_right": 0 if causal else 1024}
+    window = (1024, None) if causal else (1024, 1024)
+    yield Row(
+        "window 1024, N=16384",
+        "FA2, same window",
+        lambda: forward(q, k, v, window=window),
+        lambda: flash2(q, k, v, causal, **sides),
+    )
+    q, k, v = inputs(2048)
+    narrow = inputs(2048, max(1, heads // 8))
+    yield Row("GQA 8:1, N=2048", "itself, MHA", lambda: forward(*narrow), lambda: forward(q, k, v), same=False)
+    bias = torch.randn(1, heads, 2048, 2048, device="cuda", dtype=dtype)
+    if causal:
+        bias += torch.full((2048, 2048), -torch.inf, device="cuda", dtype=dtype).triu(1)
+
+    def efficient() -> Tensor:
+        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+            return scaled_dot_product_attention(q, k, v, attn_mask=bias)
+
+    yield Row("bias (1, H, N, N), N=2048", "SDPA efficient", lambda: forward(q, k, v, attn_bias=bias), efficient)
+    slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
+    plain = "FA2 without"
+    yield Row(
+        "ALiBi, N=2048",
+        plain,
+        lambda: forward(q, k, v, alibi_slopes=slopes),
+        lambda: flash2(q, k, v, causal),
+        same=False,
+    )
+    yield Row(
+        "softcap, N=2048", plain, lambda: forward(q, k, v, softcap=30.0), lambda: flash2(q, k, v, causal), same=False
+    )
+    packed = [torch.randn(TOKENS, heads, head_dim, device="cuda", dtype=dtype) for _ in range(3)]
+    offsets = torch.tensor((0, *LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    yield Row(
+        "varlen, 1 to 4096",
+        "FA2 varlen",
+        lambda: flash_wmma.forward_varlen(
+            *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
+        ),
+        lambda: flash2_packed(*packed, offsets, max(LENGTHS), causal),
+    )
+
+
+@dataclass(frozen=True)
+class Result:
+    """A row as measured."""
+
+    name: str
+    causal: bool
+    peer: str
+    ms: float
+    peer_ms: float
+    ratio: float
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernel", default="mma_sm80")
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=21)
+    parser.add_argument("--json", metavar="FILE", help="write the results there")
+    args = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("features.py: no CUDA device")
+    dtype, device = DTYPES[args.dtype], torch.device("cuda")
+    method = timing.Method(repeats=args.repeats)
+    print(
+        f"{args.kernel}, {args.dtype}, d = {args.head_dim}, {torch.cuda.get_device_name()}; {method.describe(device)}"
+    )
+    print(f"{'problem':28} {'causal':6} {'ms':>8}  {'peer':18} {'ms':>8} {'ratio':>6}")
+    results = []
+    for causal in (False, True):
+        for row in rows(args.kernel, dtype, args.head_dim, causal):
+            contenders = {"ours": timing.Contender(row.ours), "peer": timing.Contender(row.theirs)}
+            measured = timing.measure(contenders, device, method)
+            for name, error in measured.failures.items():
+                sys.exit(f"features.py: {row.name}, {name}: {error}")
+            out, expected = (measured.outputs[name].float() for name in contenders)
+            if row.same and not (out - expected).abs().max().item() < TOLERANCE[dtype]:
+                sys.exit(f"features.py: {row.name}: results differ by {(out - expected).abs().max().item()}")
+            ours, peer = measured.timings["ours"], measured.timings["peer"]
+            result = Result(row.name, causal, row.peer, ours.median, peer.median, ours.speedup_over(peer))
+            results.append(result)
+            print(
+                f"{result.name:28} {causal!s:6} {result.ms:8.3f}  {result.peer:18} {result.peer_ms:8.3f} "
+                f"{result.ratio:6.2f}",
+                flush=True,
+            )
+    if args.json:
+        Path(args.json).write_text(json.dumps([asdict(result) for result in results], indent=1))
+
+
+if __name__ == "__main__":
+    main()
