@@ -84,7 +84,7 @@ using namespace flash_wmma::wmma_v3;
 
 template <class T>
 int run_tile(const ForwardParams& p, void* stream) try {{
-    launch(wmma_v3::forward<T>, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory<T>)}}, stream, p);
+    launch(wmma_v3::forward<T, false>, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory<T>)}}, stream, p);
     return 0;
 }} catch (const std::exception&) {{
     return 1;
@@ -136,7 +136,7 @@ def build(library: Path, head_dim: int, tiles: list[Shape], arch: str) -> None:
         SOURCE.format(
             root=ROOT,
             runs=", ".join(f"run_tile<{n}>" for n in names),
-            functions=", ".join(f"(const void*)&wmma_v3::forward<{n}>" for n in names),
+            functions=", ".join(f"(const void*)&wmma_v3::forward<{n}, false>" for n in names),
             smems=", ".join(f"smem<{n}>" for n in names),
         )
     )

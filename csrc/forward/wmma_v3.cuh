@@ -34,6 +34,7 @@
 #include "../attention.h"
 #include "../device/element.cuh"
 #include "../device/mask.cuh"
+#include "../device/score_mod.cuh"
 #include "../device/tile.cuh"
 #include "../device/value_unit.cuh"
 #include "wmma_v3_instances.h"
@@ -195,42 +196,53 @@ __device__ bool layout_is_known(const typename SharedMemory<Tile>::Start& start)
     return __all_sync(kWarpMask, known);
 }
 
-/// What a block works on: its Q tile, the keys it may see, and the scales of its scores.
-template <class Tile>
+/// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
+template <class Tile, bool General>
 struct Work {
     using T = typename Tile::T;
     const ForwardParams& p;
+    Sequence sequence;
     QTile tile;
     BandMask mask;
-    const T *k, *v;              // row 0 of the head's K and V
+    const T *k, *v;              // the sequence's row 0 of the head's K and V
     const float *k_exp, *v_exp;  // exponents of converted inputs, one per kScaleRows keys; null: none
     int first_key, last_key;     // visible to some row of the tile, first_key a multiple of Bc
 
     __device__ explicit Work(const ForwardParams& params)
-        : p(params), tile(q_tile<Tile::kBr>(params)), mask(params.band, params.seqlen_q, params.seqlen_k) {
-        k = row_of<const T>(p.k, tile.batch, tile.head_k, 0);
-        v = row_of<const T>(p.v, tile.batch, tile.head_k, 0);
-        const int last_row = min(tile.first_row + Tile::kBr, static_cast<int>(p.seqlen_q)) - 1;
-        first_key = mask.begin(tile.first_row) / Tile::kBc * Tile::kBc;
-        last_key = mask.end(last_row) - 1;
+        : Work(params, General ? assignment<Tile::kBr>(params) : dense_assignment<Tile::kBr>(params)) {}
 
-        const std::int64_t k_head = tile.batch * p.heads_k + tile.head_k;
-        const std::int64_t k_tiles = (p.seqlen_k + kScaleRows - 1) / kScaleRows;
-        k_exp = p.exponents.k ? p.exponents.k + k_head * k_tiles : nullptr;
-        v_exp = p.exponents.v ? p.exponents.v + k_head * k_tiles : nullptr;
+    /// Whether the block has no rows, as some have among packed sequences.
+    __device__ bool idle() const {
+        return General && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q);
     }
+    /// Of which the index functions of tile.cuh ask: the sequence, or the batch entry, where nothing is packed.
+    __device__ auto place() const {
+        if constexpr (General) return sequence;
+        else return tile.batch;
+    }
+
 
     /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
     __device__ float query_scale(int row) const {
         const float scale = p.scale * kLog2e;
         if (!p.exponents.q) return scale;
-        const std::int64_t q_tiles = (p.seqlen_q + kScaleRows - 1) / kScaleRows;
-        const std::int64_t q_head = tile.batch * p.heads_q + tile.head;
-        return scale * exp2f(p.exponents.q[q_head * q_tiles + (tile.first_row + row) / kScaleRows]);
+        return scale * exp2f(p.exponents.q[q_scale_index(p, place(), tile.head) + (tile.first_row + row) / kScaleRows]);
     }
     /// Scale of the scores against the K tile at `key`.
     __device__ float score_scale(float query_scale, int key) const {
         return k_exp && key <= last_key ? query_scale * ptx::ex2(k_exp[key / kScaleRows]) : query_scale;
+    }
+
+  private:
+    __device__ Work(const ForwardParams& params, const Assignment& a)
+        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
+        k = row_of<const T>(p.k, tile.batch, tile.head_k, sequence.first_k);
+        v = row_of<const T>(p.v, tile.batch, tile.head_k, sequence.first_k);
+        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
+        first_key = mask.begin(tile.first_row) / Tile::kBc * Tile::kBc;
+        last_key = mask.end(last_row) - 1;
+        k_exp = p.exponents.k ? p.exponents.k + k_scale_index(p, place(), tile.head_k) : nullptr;
+        v_exp = p.exponents.v ? p.exponents.v + k_scale_index(p, place(), tile.head_k) : nullptr;
     }
 };
 
@@ -272,13 +284,13 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
 }
 
 /// Row's final 1/l, times O's unit, and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
-template <class Tile>
-__device__ void finish_row(const Work<Tile>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row, float m,
-                           float l) {
+template <class Tile, bool General>
+__device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
+                           float m, float l) {
     smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(unit.exponent) / l;
     const auto [query, head] = work.tile.row(row);
-    if (query < work.p.seqlen_q)
-        work.p.lse[lse_index(work.p, work.tile.batch, head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
+    if (query < work.sequence.seqlen_q)
+        work.p.lse[lse_index(work.p, work.place(), head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
 }
 
 /// S = Q K^T of a warp's rows against a K tile.
@@ -342,6 +354,24 @@ __device__ __forceinline__ void multiply_pv(OAccumulators<Tile>& o, const Weight
         }
 }
 
+/// ScoreMod on S, where there is one: `scale` brings a product to log2 units.
+template <class Tile, bool General>
+__device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::kBc / 16],
+                                       const Work<Tile, General>& work, float scale, int warp_row, int key) {
+    if constexpr (General) {
+        if (!ScoreMod<General>::active(work.p)) return;
+        const ScoreMod<General> mod(work.p, work.sequence, work.tile);
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const auto at = [&](int i, int j, int e) -> float& {
+            return s[i / 2][j / 2].x[element_of_row(i % 2, 2 * (j % 2) + e)];
+        };
+        const auto query = [&](int i) {
+            return work.tile.row(warp_row + 16 * (i / 2) + row_of_element(lane, 2 * (i % 2))).query;
+        };
+        mod.template apply<2 * Tile::kRowTiles, Tile::kBc / 8>(at, scale, query, key + column_of_element(lane, 0));
+    }
+}
+
 /// P = exp2(S * factor + offset), in place; returns this lane's part of the row sum.
 template <class Tile>
 __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16], int h, float factor, float offset) {
@@ -358,18 +388,18 @@ __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16]
 }
 
 /// The main loop where fragments are laid out as known: softmax and P in registers.
-template <class Tile>
-__device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile>& smem, const QOperand<Tile>& q,
+template <class Tile, bool General>
+__device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const QOperand<Tile>& q,
                                        OAccumulators<Tile>& o, int warp_row) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles;
     const ForwardParams& p = work.p;
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int seqlen_k = static_cast<int>(p.seqlen_k);
+    const int seqlen_q = work.sequence.seqlen_q, seqlen_k = work.sequence.seqlen_k;
     const float q_scale = work.query_scale(warp_row);
 
     // Keys that some row of the warp sees, and keys that all its rows see
     const int first_query = work.tile.row(warp_row).query;
-    const int last_query = min(work.tile.row(warp_row + Tile::kWarpRows - 1).query, static_cast<int>(p.seqlen_q) - 1);
+    const int last_query = min(work.tile.row(warp_row + Tile::kWarpRows - 1).query, seqlen_q - 1);
     const int some_begin = work.mask.begin(first_query);
     const int some_end = first_query <= last_query ? work.mask.end(last_query) : 0;
     const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query);
@@ -398,6 +428,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         ptx::cp_async_commit();
 
         const float scale = work.score_scale(q_scale, key);
+        const float factor = ScoreMod<General>::active(p) ? 1.f : scale;  // from s to log2 units
         const bool visible = key < some_end && key + kBc > some_begin && key <= work.last_key;
         ValueUnit::Step value{0.f, 0.f};
         if (work.v_exp && visible) value = unit.step(work.v_exp[key / kScaleRows]);
@@ -407,13 +438,14 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
         if (pending && key >= all_begin && key + kBc <= all_end && value.rescale == 0.f) {
             multiply_qk<Tile>(s, q, k);
             multiply_pv<Tile>(o, weights, v);
+            modify(s, work, scale, warp_row, key);
             float sum[kRowTiles][2];
             bool fits = true;  // false for a NaN too
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    sum[r][h] = weights_of_row<Tile>(s[r], h, scale, value.weight - m[r][h]);
+                    sum[r][h] = weights_of_row<Tile>(s[r], h, factor, value.weight - m[r][h]);
                     fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 }
             hand_over<Tile>(weights, s);
@@ -432,6 +464,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
 
         // Any other tile: S masked and scaled, m exact, O and l rescaled to it
         multiply_qk<Tile>(s, q, k);
+        modify(s, work, scale, warp_row, key);
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -445,7 +478,7 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
                     for (int e = 0; e < 4; ++e) {
                         const int i = element_of_row(h, e), column = 16 * j + column_of_element(lane, i);
                         float& score = s[r][j].x[i];
-                        score = column >= begin && column < end ? score * scale : -INFINITY;
+                        score = column >= begin && column < end ? score * factor : -INFINITY;
                         top = fmaxf(top, score);
                     }
                 top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
@@ -476,9 +509,9 @@ __device__ __forceinline__ void attend(const Work<Tile>& work, SharedMemory<Tile
 }
 
 /// O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
-template <class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Tile>& smem, OAccumulators<Tile>& o,
-                                        int warp_row) {
+template <class Tile, bool General>
+__device__ __forceinline__ void store_o(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
+                                        OAccumulators<Tile>& o, int warp_row) {
     using T = typename Tile::T;
     constexpr int kColumns = Tile::kOutColumns, kVector = 8, kVectors = kColumns / kVector;
     const ForwardParams& p = work.p;
@@ -497,7 +530,8 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
                 const int row = i / kVectors, column = i % kVectors * kVector;
                 const int tile_row = warp_row + 16 * r + row;
                 const auto [query, head] = work.tile.row(tile_row);
-                if (query >= p.seqlen_q || first + column >= p.head_dim_v) continue;
+                if (query >= work.sequence.seqlen_q || first + column >= p.head_dim_v) continue;
+                const int out_row = work.sequence.first_q + query;
                 const float inverse_l = smem.inverse_l[tile_row];
                 float x[kVector];
 #pragma unroll
@@ -508,7 +542,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
                 }
                 if (p.out_dtype == DType::kFloat32) {
                     auto* out =
-                        reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, query) + first + column);
+                        reinterpret_cast<float4*>(row_of<float>(p.o, work.tile.batch, head, out_row) + first + column);
                     out[0] = make_float4(x[0], x[1], x[2], x[3]);
                     out[1] = make_float4(x[4], x[5], x[6], x[7]);
                 } else {
@@ -518,7 +552,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
                     } out;
 #pragma unroll
                     for (int e = 0; e < 4; ++e) out.pairs[e] = Element<T>::pair(x[2 * e], x[2 * e + 1]);
-                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, query) + first + column) =
+                    *reinterpret_cast<uint4*>(row_of<T>(p.o, work.tile.batch, head, out_row) + first + column) =
                         out.vector;
                 }
             }
@@ -528,18 +562,18 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, SharedMemory<Til
 /// The whole of a block's work for any fragment layout, once Q is in shared memory: S and P through shared memory, 16
 /// keys at a time, a lane pair on each row. Not inlined, so that it costs the common route no registers.
 // spills: sm_80 sm_90: as forward, whose registers bound it.
-template <class Tile>
+template <class Tile, bool General>
 __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     using T = typename Tile::T;
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    const Work<Tile> work(p);
+    const Work<Tile, General> work(p);
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * Tile::kWarpRows;
     QOperand<Tile> q;
     q.load(smem, warp_row);
     OAccumulators<Tile> o;
     clear<Tile>(o);
     const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 2, first_column = lane % 2 * 8;
-    const int seqlen_k = static_cast<int>(p.seqlen_k);
+    const int seqlen_k = work.sequence.seqlen_k;
     const float q_scale = work.query_scale(warp_row);
     auto& [k, v, warps] = smem.opaque;
     auto& scratch = warps[threadIdx.x / 32];
@@ -557,6 +591,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         const float scale = work.score_scale(q_scale, key);
+        const float factor = ScoreMod<General>::active(p) ? 1.f : scale;
         const ValueUnit::Step value = work.v_exp ? unit.step(work.v_exp[key / kScaleRows]) : ValueUnit::Step{0.f, 0.f};
 
 #pragma unroll
@@ -575,9 +610,17 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             const int query = work.tile.row(warp_row + 16 * r + row).query;
             const int begin = work.mask.begin(query) - key, end = work.mask.end(query) - key;
             float score[8], top = m[r], sum = 0.f;
+            for (int i = 0; i < 8; ++i) score[i] = scratch.tile[row][first_column + i];
+            if constexpr (General)
+                if (ScoreMod<General>::active(p)) {
+                    const ScoreMod<General> mod(p, work.sequence, work.tile);
+                    for (int i = 0; i < 8; i += 2)
+                        mod.template apply<1, 1>([&](int, int, int e) -> float& { return score[i + e]; }, scale,
+                                                 [&](int) { return query; }, key + first_column + i);
+                }
             for (int i = 0; i < 8; ++i) {
                 const int column = first_column + i;
-                score[i] = column >= begin && column < end ? scratch.tile[row][column] * scale : -INFINITY;
+                score[i] = column >= begin && column < end ? score[i] * factor : -INFINITY;
                 top = fmaxf(top, score[i]);
             }
             top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
@@ -615,21 +658,23 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     store_o(work, smem, o, warp_row);
 }
 
+/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every thread.
 // spills: sm_80 sm_90: the tiles at the register limit keep up to a dozen loop-invariant values (addresses, bounds) in
 // local memory, written once a block and read a few times a tile; tiles that avoid it are slower (docs/tuning).
-template <class Tile>
+template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    const Work<Tile> work(p);
+    const Work<Tile, General> work(p);
+    if (work.idle()) return;
     const int tid = static_cast<int>(threadIdx.x), warp_row = tid / 32 * Tile::kWarpRows;
-    const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+    const Sequence& sequence = work.sequence;
 
     // Q, then the first K tile, on their way; the index tile meanwhile
-    copy_tile_async<Tile, Tile::kBr>(smem.q(), row_of<const T>(p.q, work.tile.batch, work.tile.head, 0), p.q.row,
-                                     work.tile.first_row, seqlen_q, p.head_dim);
+    const T* queries = row_of<const T>(p.q, work.tile.batch, work.tile.head, sequence.first_q);
+    copy_tile_async<Tile, Tile::kBr>(smem.q(), queries, p.q.row, work.tile.first_row, sequence.seqlen_q, p.head_dim);
     ptx::cp_async_commit();
-    copy_tile_async<Tile, Tile::kBc>(smem.loop.k[0], work.k, p.k.row, work.first_key, seqlen_k, p.head_dim);
+    copy_tile_async<Tile, Tile::kBc>(smem.loop.k[0], work.k, p.k.row, work.first_key, sequence.seqlen_k, p.head_dim);
     ptx::cp_async_commit();
     for (int i = tid; i < 256; i += Tile::kThreads) {
         smem.start.index[i / 16][i % 16] = Element<T>::from(static_cast<float>(i));
@@ -638,7 +683,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     ptx::cp_async_wait<1>();
     __syncthreads();
     if (Tile::kHandover == Handover::kShared || !layout_is_known<Tile>(smem.start)) {
-        attend_opaque<Tile>(p);
+        attend_opaque<Tile, General>(p);
         return;
     }
     QOperand<Tile> q;
@@ -652,18 +697,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     store_o(work, smem, o, warp_row);
 }
 
-template <class Tile>
+template <class Tile, bool General>
 void launch_tile(const ForwardParams& p, Stream stream) {
-    const LaunchConfig config{q_tile_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
-    launch(forward<Tile>, config, stream, p);
+    const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+    launch(forward<Tile, General>, config, stream, p);
 }
 
-template <class Tile>
+template <class Tile, bool General = false>
 Shape shape(int min_arch, float blocks_per_sm) {
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
-             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile>)},
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
+            General,
             blocks_per_sm,
-            launch_tile<Tile>};
+            launch_tile<Tile, General>};
 }
 
 // The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and the
@@ -680,15 +726,6 @@ std::vector<Shape> common_shapes(int min_arch) {
     };
 }
 
-/// In place of the wide shapes on sm_75, where those would not keep their registers.
-inline std::vector<Shape> turing_shapes() {
-    return {
-        shape<Tile<half, 64, 4, 2, 32, true, 2>>(75, 0.75f),
-        shape<Tile<half, 96, 4, 1, 32, true, 2>>(75, 0.f),
-        shape<Tile<half, 192, 4, 1, 16, false, 1>>(75, 0.f),
-    };
-}
-
 /// From sm_80 on: more registers and shared memory a block.
 template <class T>
 std::vector<Shape> wide_shapes() {
@@ -696,6 +733,16 @@ std::vector<Shape> wide_shapes() {
         shape<Tile<T, 64, 4, 2, 64, true, 2>>(80, 0.75f), shape<Tile<T, 96, 4, 2, 32, true, 1>>(80, 1.5f),
         shape<Tile<T, 96, 4, 1, 64, true, 2>>(80, 0.f),   shape<Tile<T, 128, 4, 2, 32, false, 1>>(80, 1.5f),
         shape<Tile<T, 192, 4, 1, 32, true, 1>>(80, 0.f),  shape<Tile<T, 256, 4, 1, 32, false, 1>>(80, 0.f),
+    };
+}
+
+/// For packed sequences and ScoreMods, on every architecture. Few, for `auto` takes others there.
+template <class T>
+std::vector<Shape> general_shapes(int min_arch) {
+    return {
+        shape<Tile<T, 64, 4, 1, 64, true, 2>, true>(min_arch, 0.f),
+        shape<Tile<T, 128, 4, 1, 32, true, 2>, true>(min_arch, 0.f),
+        shape<Tile<T, 256, 2, 1, 16, false, 1>, true>(min_arch, 0.f),
     };
 }
 
