@@ -39,14 +39,15 @@ const std::vector<Instance> kInstances = [] {
     return instances;
 }();
 
-/// The least head dim that holds d and d_v; of its shapes the largest tile that fits the device and that fills it.
-/// fp32 runs on the half instances. `batch_invariant` leaves the number of heads and sequences out of the choice.
+/// Of the shapes for what is asked, those of the least head dim that holds d and d_v; of these the largest tile that fits
+/// the device and that fills it. fp32 runs on the half instances. `batch_invariant` leaves the number of heads and
+/// sequences out of the choice.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const DType dtype = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
     const int d = std::max(p.head_dim, p.head_dim_v);
     const Sequences& s = p.sequences;
-    const bool general = p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k ||
-                         s.seqused_k;
+    const bool general =
+        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
     const Shape* chosen = nullptr;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;

@@ -212,15 +212,12 @@ struct Work {
         : Work(params, General ? assignment<Tile::kBr>(params) : dense_assignment<Tile::kBr>(params)) {}
 
     /// Whether the block has no rows, as some have among packed sequences.
-    __device__ bool idle() const {
-        return General && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q);
-    }
-    /// Of which the index functions of tile.cuh ask: the sequence, or the batch entry, where nothing is packed.
+    __device__ bool idle() const { return General && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q); }
+    /// What the index functions of tile.cuh ask for: the sequence, or the batch entry where nothing is packed.
     __device__ auto place() const {
         if constexpr (General) return sequence;
         else return tile.batch;
     }
-
 
     /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
     __device__ float query_scale(int row) const {
@@ -389,8 +386,8 @@ __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16]
 
 /// The main loop where fragments are laid out as known: softmax and P in registers.
 template <class Tile, bool General>
-__device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const QOperand<Tile>& q,
-                                       OAccumulators<Tile>& o, int warp_row) {
+__device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
+                                       const QOperand<Tile>& q, OAccumulators<Tile>& o, int warp_row) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles;
     const ForwardParams& p = work.p;
     const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -659,8 +656,9 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
 }
 
 /// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every thread.
-// spills: sm_80 sm_90: the tiles at the register limit keep up to a dozen loop-invariant values (addresses, bounds) in
-// local memory, written once a block and read a few times a tile; tiles that avoid it are slower (docs/tuning).
+// spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
+// dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile; tiles
+// that avoid it are slower (docs/tuning).
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
@@ -736,7 +734,7 @@ std::vector<Shape> wide_shapes() {
     };
 }
 
-/// For packed sequences and ScoreMods, on every architecture. Few, for `auto` takes others there.
+/// For packed sequences and ScoreMods, on every architecture: one per range of d, since `auto` prefers another kernel.
 template <class T>
 std::vector<Shape> general_shapes(int min_arch) {
     return {

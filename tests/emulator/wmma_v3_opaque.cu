@@ -10,7 +10,7 @@ using namespace flash_wmma;
 template <bool General>
 void attend(const ForwardParams& p) {
     using namespace wmma_v3;
-    shape<Tile<half, 64, 2, 2, 32, !General, 1, Handover::kShared>, General>(75, 0.f).launch(p, nullptr);
+    shape<Tile<half, 64, 2, 2, 16, !General, 1, Handover::kShared>, General>(75, 0.f).launch(p, nullptr);
 }
 
 /// Contiguous (1, H, N, d) of half and lse (1, H, N); d is 64.
@@ -32,8 +32,8 @@ void causal(half* q, half* k, half* v, half* o, float* lse, int heads_q, int hea
 
 /// Nq and Nk rows in all, `batch` sequences of at most longest_q and longest_k; bias (H, longest_q, longest_k).
 void general(half* q, half* k, half* v, half* o, float* lse, int heads_q, int heads_k, int nq, int nk,
-             std::int32_t* cu_seqlens_q, std::int32_t* cu_seqlens_k, int batch, int longest_q, int longest_k, half* bias,
-             float* slopes, float softcap) {
+             std::int32_t* cu_seqlens_q, std::int32_t* cu_seqlens_k, int batch, int longest_q, int longest_k,
+             half* bias, float* slopes, float softcap) {
     ForwardParams p = params(q, k, v, o, lse, heads_q, heads_k, nq, nk);
     p.batch = batch, p.seqlen_q = longest_q, p.seqlen_k = longest_k;
     p.sequences.cu_seqlens_q = cu_seqlens_q, p.sequences.total_q = nq;
