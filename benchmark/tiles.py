@@ -84,7 +84,7 @@ using namespace flash_wmma::wmma_v3;
 
 template <class T>
 int run_tile(const ForwardParams& p, void* stream) try {{
-    launch(wmma_v3::forward<T, false>, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory<T>)}}, stream, p);
+    wmma_v3::launch_tile<T, false>(p, stream);
     return 0;
 }} catch (const std::exception&) {{
     return 1;
