@@ -44,9 +44,9 @@ class Shape:
     bc: int
     br: int = field(init=False)
 
-    #: the kernel's header in csrc/forward; its function and struct of shared memory, both templates of the tile T
+    #: the kernel's header in csrc/forward, its namespace, its struct of shared memory
     header: ClassVar[str]
-    function: ClassVar[str]
+    namespace: ClassVar[str]
     shared_memory: ClassVar[str]
 
     def tile(self, head_dim: int) -> str:
@@ -69,8 +69,8 @@ class WmmaShape(Shape):
     pad: int = 8
 
     header: ClassVar[str] = "wmma_v3.cuh"
-    function: ClassVar[str] = "wmma_v3::forward<{tile}>"
-    shared_memory: ClassVar[str] = "wmma_v3::SharedMemory<{tile}>"
+    namespace: ClassVar[str] = "wmma_v3"
+    shared_memory: ClassVar[str] = "SharedMemory"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 16 * self.warps * self.row_tiles)
@@ -96,8 +96,8 @@ class MmaShape(Shape):
     machine: str = "Sm80"
 
     header: ClassVar[str] = "mma_sm80.cuh"
-    function: ClassVar[str] = "mma::forward<{tile}, false>"
-    shared_memory: ClassVar[str] = "mma::Smem<{tile}>"
+    namespace: ClassVar[str] = "mma"
+    shared_memory: ClassVar[str] = "Smem"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 16 * self.row_warps * self.row_tiles)
@@ -167,9 +167,9 @@ SOURCE = """
 {includes}
 using namespace flash_wmma;
 
-template <class T, auto Function, class SharedMemory>
+template <void (*Launch)(const ForwardParams&, Stream)>
 int run_tile(const ForwardParams& p, void* stream) try {{
-    launch(Function, {{q_tile_grid(p, T::kBr), dim3(T::kThreads), sizeof(SharedMemory)}}, stream, p);
+    Launch(p, stream);
     return 0;
 }} catch (const std::exception&) {{
     return 1;
@@ -214,16 +214,18 @@ def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> No
         sys.exit("tiles.py build: nvcc not found; set CUDA_HOME or put nvcc on PATH")
     library.parent.mkdir(parents=True, exist_ok=True)
     source = library.with_suffix(".cu")
-    names = [tile.tile(head_dim) for tile in tiles]
-    functions = [tile.function.format(tile=name) for tile, name in zip(tiles, names, strict=True)]
-    memories = [tile.shared_memory.format(tile=name) for tile, name in zip(tiles, names, strict=True)]
+
+    def each(code: str) -> list[str]:
+        parts = [(t.namespace, t.shared_memory, t.tile(head_dim)) for t in tiles]
+        return [code.format(space=space, shared_memory=memory, tile=tile) for space, memory, tile in parts]
+
     headers = sorted({tile.header for tile in tiles} | {"mma_sm75.cuh" for tile in tiles if "Sm75" in str(tile)})
     source.write_text(
         SOURCE.format(
             includes="\n".join(f'#include "{ROOT}/csrc/forward/{header}"' for header in headers),
-            runs=", ".join(f"run_tile<{n}, {f}, {m}>" for n, f, m in zip(names, functions, memories, strict=True)),
-            functions=", ".join(f"(const void*)&{f}" for f in functions),
-            smems=", ".join(f"sizeof({m})" for m in memories),
+            runs=", ".join(f"run_tile<{launch}>" for launch in each("{space}::launch_tile<{tile}, false>")),
+            functions=", ".join(f"(const void*)&{function}" for function in each("{space}::forward<{tile}, false>")),
+            smems=", ".join(f"sizeof({memory})" for memory in each("{space}::{shared_memory}<{tile}>")),
         )
     )
     flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]

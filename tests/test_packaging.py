@@ -193,8 +193,8 @@ template void wmma_v2<float>(ForwardParams);
 namespace wmma_v3 {
 enum class Handover { kRegisters, kShared };
 template <class Scalar, int, int, int, int, bool, int, Handover, int> struct Tile {};
-template <class Tile> void forward(ForwardParams) {}
-template void forward<Tile<__half, 256, 2, 1, 16, false, 1, Handover::kRegisters, 8>>(ForwardParams);
+template <class Tile, bool> void forward(ForwardParams) {}
+template void forward<Tile<__half, 256, 2, 1, 16, false, 1, Handover::kRegisters, 8>, true>(ForwardParams);
 }
 }
 """

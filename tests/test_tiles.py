@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import FOLDER
+from reference import Mask, Modification, attention
+
+from flash_wmma.emulator import Program
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
 import tiles
@@ -53,6 +57,42 @@ def test_shape(library: tiles.Library, index: int, causal: bool, nq: int, nk: in
     expected = scores.softmax(-1) @ v.double().repeat_interleave(2, 1)
     torch.testing.assert_close(out.double(), expected, rtol=2e-3, atol=4e-3)
     torch.testing.assert_close(lse.double(), scores.logsumexp(-1), rtol=1e-5, atol=1e-3)
+
+
+def opaque(entry: str, nq: int, nk: int, *more: torch.Tensor | int | float) -> list[torch.Tensor]:
+    """q, k, v, o and lse of wmma_v3 through shared memory, emulated."""
+    generator = torch.Generator().manual_seed(nq)
+    q, k, v = (torch.randn(1, h, n, 64, generator=generator).half() for h, n in ((2, nq), (1, nk), (1, nk)))
+    k *= torch.linspace(0.5, 3, nk)[:, None].half()
+    out, lse = torch.full_like(q, torch.nan), torch.full(q.shape[:3], torch.nan)
+    Program(FOLDER / "wmma_v3_opaque.cu").call(entry, q, k, v, out, lse, 2, 1, nq, nk, *more)
+    return [q, k, v, out, lse]
+
+
+def close(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, torch.Tensor]) -> None:
+    torch.testing.assert_close(out.double(), expected[0], rtol=2e-3, atol=4e-3)
+    torch.testing.assert_close(lse.double(), expected[1], rtol=1e-5, atol=1e-3)
+
+
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (70, 100)])
+def test_opaque_route(nq: int, nk: int) -> None:
+    q, k, v, out, lse = opaque("causal", nq, nk)
+    close(out, lse, attention(q.double(), k.double(), v.double(), Mask("bottom_right")))
+
+
+def test_opaque_route_with_everything() -> None:
+    """Packed sequences, bias, ALiBi and softcap at once."""
+    lengths = ((5, 0, 70, 1), (9, 4, 100, 0))
+    cu = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in lengths]
+    longest = [max(n) for n in lengths]
+    bias = torch.randn(2, *longest, generator=torch.Generator().manual_seed(0)).half()
+    slopes = torch.tensor([0.5, 0.125])
+    q, k, v, out, lse = opaque("general", sum(lengths[0]), sum(lengths[1]), *cu, 4, *longest, bias, slopes, 3.0)
+    for b, (nq, nk) in enumerate(zip(*lengths, strict=True)):
+        rows, keys = (slice(int(c[b]), int(c[b + 1])) for c in cu)
+        one = [t[:, :, s].double() for t, s in ((q, rows), (k, keys), (v, keys))]
+        modification = Modification(bias[None, :, :nq, :nk].double(), slopes, 3.0)
+        close(out[:, :, rows], lse[:, :, rows], attention(*one, Mask("bottom_right"), None, modification))
 
 
 @pytest.mark.parametrize("kernel", tiles.SWEEPS)

@@ -159,18 +159,25 @@ __device__ __forceinline__ std::int64_t lse_index(const ForwardParams& p, const 
     return lse_index(p, sequence.index, head, row);
 }
 
-/// Index in Exponents::q (k and v) of a sequence's first group of kScaleRows rows, in one head.
+/// Index in Exponents::q (k and v) of the first group of kScaleRows rows of (batch, head).
+__device__ __forceinline__ std::int64_t q_scale_index(const ForwardParams& p, int batch, int head) {
+    return (batch * p.heads_q + head) * ((p.seqlen_q + kScaleRows - 1) / kScaleRows);
+}
+__device__ __forceinline__ std::int64_t k_scale_index(const ForwardParams& p, int batch, int head_k) {
+    return (batch * p.heads_k + head_k) * ((p.seqlen_k + kScaleRows - 1) / kScaleRows);
+}
+/// The same of a sequence in one head.
 __device__ __forceinline__ std::int64_t q_scale_index(const ForwardParams& p, const Sequence& sequence, int head) {
     const Sequences& s = p.sequences;
     if (s.cu_seqlens_q)
         return head * packed_tiles(s.total_q, p.batch, kScaleRows) + sequence.first_q / kScaleRows + sequence.index;
-    return (sequence.index * p.heads_q + head) * ((p.seqlen_q + kScaleRows - 1) / kScaleRows);
+    return q_scale_index(p, sequence.index, head);
 }
 __device__ __forceinline__ std::int64_t k_scale_index(const ForwardParams& p, const Sequence& sequence, int head_k) {
     const Sequences& s = p.sequences;
     if (s.cu_seqlens_k)
         return head_k * packed_tiles(s.total_k, p.batch, kScaleRows) + sequence.first_k / kScaleRows + sequence.index;
-    return (sequence.index * p.heads_k + head_k) * ((p.seqlen_k + kScaleRows - 1) / kScaleRows);
+    return k_scale_index(p, sequence.index, head_k);
 }
 
 }  // namespace flash_wmma

@@ -10,10 +10,20 @@ namespace flash_wmma::wmma_v3 {
 
 namespace {
 
+/// In place of the wide shapes on sm_75, where those would not keep their registers.
+std::vector<Shape> turing_shapes() {
+    return {
+        shape<Tile<half, 64, 4, 2, 32, true, 2>>(75, 0.75f),
+        shape<Tile<half, 96, 4, 1, 32, true, 2>>(75, 0.f),
+        shape<Tile<half, 192, 4, 1, 16, false, 1>>(75, 0.f),
+    };
+}
+
 /// Every shape of this build, by head dim, the largest tile first.
 const std::vector<Shape> kShapes = [] {
     std::vector<Shape> all = common_shapes<half>(75);
-    for (auto* more : {turing_shapes, sm80_half_shapes, sm80_bf16_shapes})
+    for (auto* more :
+         {turing_shapes, sm80_half_shapes, sm80_bf16_shapes, half_general_shapes, sm80_bf16_general_shapes})
         if (more)
             for (const Shape& shape : more()) all.push_back(shape);
     std::stable_sort(all.begin(), all.end(), [](const Shape& a, const Shape& b) {
@@ -29,19 +39,23 @@ const std::vector<Instance> kInstances = [] {
     return instances;
 }();
 
-/// The least head dim that holds d and d_v; of its shapes the largest tile that fits the device and that fills it.
-/// fp32 runs on the half instances. `batch_invariant` leaves the number of heads out of the choice.
+/// Of the shapes for what is asked, those of the least head dim that holds d and d_v; of these the largest tile that fits
+/// the device and that fills it. fp32 runs on the half instances. `batch_invariant` leaves the number of heads and
+/// sequences out of the choice.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const DType dtype = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
     const int d = std::max(p.head_dim, p.head_dim_v);
+    const Sequences& s = p.sequences;
+    const bool general =
+        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
     const Shape* chosen = nullptr;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != dtype || tile.head_dim < d) continue;
+        if (tile.dtype != dtype || tile.head_dim < d || shape.general != general) continue;
         if (tile.min_arch > device.arch || tile.smem_bytes > device.smem_optin) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
-        const auto blocks = static_cast<float>((p.seqlen_q + tile.br - 1) / tile.br * p.heads_q * p.batch);
+        const auto blocks = static_cast<float>(assignment_grid(p, tile.br).x);
         if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
     }
     if (!chosen) throw std::runtime_error("flash_wmma: wmma_v3 has no tile that fits the device");
@@ -71,7 +85,7 @@ const KernelInfo kInfo = {
     /*float16=*/true,
     /*min_head_dim=*/1,
     /*max_head_dim=*/256,
-    /*features=*/kCausal | kWindow | kValueDim,
+    /*features=*/kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
     /*auto_rank=*/10,
     kInstances.data(),
     kInstances.size(),
