@@ -15,17 +15,18 @@ Shape shape(float blocks_per_sm) {
     return mma::shape<T, General>(75, blocks_per_sm);
 }
 
-/// The shapes that ship, without spills up to d = 192; arguments and order as in sm80_shapes.
+/// The shapes that ship, none of which spills; arguments and order as in sm80_shapes.
 const std::vector<Shape> kShapes = {
     shape<32, 4, 1, 2, 64, 1, true, false>(0.75f),   shape<32, 4, 1, 1, 64, 1, true, false>(0.f),
     shape<64, 4, 1, 2, 32, 1, true, false>(0.75f),   shape<64, 4, 1, 1, 64, 1, true, false>(0.f),
     shape<96, 4, 1, 2, 32, 1, false, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, true, false>(0.f),
     shape<128, 4, 1, 2, 16, 2, false, false>(0.75f), shape<128, 4, 1, 1, 32, 1, true, false>(0.f),
-    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 4, 2, 1, 32, 1, true, false>(0.f),
+    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 8, 1, 1, 16, 1, true, false>(0.375f),
+    shape<256, 3, 2, 1, 32, 1, false, false>(0.f),
 
     shape<32, 4, 1, 1, 64, 1, true, true>(0.f),      shape<64, 4, 1, 1, 64, 1, true, true>(0.f),
     shape<96, 4, 1, 1, 32, 1, true, true>(0.f),      shape<128, 4, 1, 1, 32, 1, true, true>(0.f),
-    shape<192, 4, 2, 1, 32, 1, true, true>(0.f),     shape<256, 4, 2, 1, 32, 1, true, true>(0.f),
+    shape<192, 4, 2, 1, 32, 1, true, true>(0.f),     shape<256, 3, 2, 1, 32, 1, false, true>(0.f),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 

@@ -22,12 +22,25 @@ struct Sm75 {
     /// A block's copies of Rows rows, zeros beyond `rows`, in two steps.
     template <class Tile, int Rows>
     struct Copy : CopyMap<Tile, Rows> {
-        using CopyMap<Tile, Rows>::CopyMap;
+        using Map = CopyMap<Tile, Rows>;
 
-        uint4 vectors[CopyMap<Tile, Rows>::kCount];
+        int head_dim;
+        uint4 vectors[Map::kCount];
+
+        __device__ Copy(const typename Tile::T* source, std::int64_t pitch, int d)
+            : Map(source, pitch, d), head_dim(d) {}
 
         template <class Target>
-        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows = Rows) {
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
+            // Asked anew at each tile: a warp that holds whole rows of O has no register left for it at d = 256
+            const int tid = static_cast<int>(threadIdx.x);
+            const bool inside = Tile::kDimWarps == 1 ? ptx::opaque(tid) % Map::kVectors * 8 < head_dim : this->inside;
+            this->for_each(pitch, [&](int i, int, int, const auto* from) {
+                vectors[i] = inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows) {
             this->for_each(pitch, [&](int i, int row, int, const auto* from) {
                 vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
