@@ -15,8 +15,8 @@ The path of a plain tile. Of all back edges the loop's is the one whose body hol
 graph of basic blocks without that edge. A way through it, from the loop's head to the back edge, is a plain tile's if
 it executes exactly the HMMA that the tile's shape asks for (Bc keys, all of d, both products, once: the shape stands in
 the function's name) and copies the next K/V tile (the most LDG and STS.128 of any such way). Of those the shortest is
-taken: the exact path, for masked tiles, finds a maximum besides. Both products once and the copy are checked by
-counting; that the shortest such way is the plain one is an assumption, and --blocks prints the way, to be checked.
+taken: the exact path, for masked tiles, finds a maximum besides, by FMNMX and SHFL, and a way with either is refused.
+--blocks prints the way's basic blocks, to be looked at.
 """
 
 from __future__ import annotations
@@ -339,6 +339,8 @@ class Model:
 
 def model(function: str, code: Sequence[Instruction], shape: Shape, shared_bytes: int) -> Model:
     path = plain_path(code, shape.hmma)
+    if any(instruction.base in ("FMNMX", "SHFL") for instruction in path.instructions):
+        raise CannotModel(f"{shape}: the shortest way through the loop takes a maximum, so it is not a plain tile's")
     mix = Counter(class_of(instruction) for instruction in path.instructions)
     bounds = []
     for card in CARDS:

@@ -211,6 +211,10 @@ def test_a_way_has_both_products_once(issue_model: ModuleType) -> None:
         issue_model.plain_path(code, 16)
     with pytest.raises(issue_model.CannotModel, match="no loop"):
         issue_model.plain_path(code[:2], 8)
+    # A plain tile's block that is none
+    maximum = code_of(issue_model, SASS.replace("VOTE.ANY R24, PT, P3", "FMNMX R3, R0, R3, !PT"))
+    with pytest.raises(issue_model.CannotModel, match="takes a maximum"):
+        issue_model.model(NAME, maximum, issue_model.shape_of(NAME), 64)
 
 
 def test_cycles(issue_model: ModuleType) -> None:
@@ -259,7 +263,7 @@ def test_spills_are_counted(issue_model: ModuleType) -> None:
 
 
 def test_every_instance_of_the_build(issue_model: ModuleType) -> None:
-    """The way is found in what was compiled here, and copies as many vectors as it stores."""
+    """In what was compiled here: the way is found, copies as many vectors as it stores, and has the weights' EX2 alone."""
     objects = sorted((ROOT / "build").glob("*/csrc/forward/mma_sm75.cu.o"))
     if not objects:
         pytest.skip("mma_sm75 was not compiled here")
@@ -267,9 +271,13 @@ def test_every_instance_of_the_build(issue_model: ModuleType) -> None:
         sass = issue_model.disassembled(objects[-1])
     except issue_model.CannotModel as why:
         pytest.skip(str(why))
-    shapes = [(issue_model.shape_of(name), code) for name, code in issue_model.functions(sass)]
-    assert len(shapes) >= 12
-    for shape, code in shapes:
+    found = list(issue_model.functions(sass))
+    assert len(found) >= 12
+    for name, code in found:
+        shape = issue_model.shape_of(name)
         assert shape is not None
+        assert sum(issue_model.model(name, code, shape, 64).mix.values()) > shape.hmma
         path = issue_model.plain_path(code, shape.hmma).instructions
+        weights = 16 * shape.row_tiles * shape.keys // shape.dim_warps // 32  # of a lane
+        assert issue_model.count(path, "MUFU.EX2") == weights + shape.general  # and one of V's exponent
         assert issue_model.count(path, "LDG.E.128") == issue_model.count(path, "STS.128") > 0
