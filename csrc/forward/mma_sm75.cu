@@ -21,7 +21,7 @@ const std::vector<Shape> kShapes = {
     shape<64, 4, 1, 2, 32, 1, true, false>(0.75f),   shape<64, 4, 1, 1, 64, 1, true, false>(0.f),
     shape<96, 4, 1, 2, 32, 1, false, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, true, false>(0.f),
     shape<128, 4, 1, 2, 16, 2, false, false>(0.75f), shape<128, 4, 1, 1, 32, 1, true, false>(0.f),
-    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 8, 1, 1, 16, 1, true, false>(0.375f),
+    shape<192, 4, 2, 1, 32, 1, true, false>(0.f),    shape<256, 8, 1, 1, 16, 1, true, false>(0.55f),
     shape<256, 3, 2, 1, 32, 1, false, false>(0.f),
 
     shape<32, 4, 1, 1, 64, 1, true, true>(0.f),      shape<64, 4, 1, 1, 64, 1, true, true>(0.f),
