@@ -105,8 +105,8 @@ inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341
 template <class Tile>
 struct Thread {
     int lane, row_warp, dim_warp;
-    __device__ Thread() {
-        const int tid = static_cast<int>(threadIdx.x);
+    __device__ Thread() : Thread(static_cast<int>(threadIdx.x)) {}
+    __device__ explicit Thread(int tid) {
         lane = tid % 32;
         row_warp = tid / 32 / Tile::kDimWarps;
         dim_warp = tid / 32 % Tile::kDimWarps;
@@ -451,17 +451,19 @@ struct CopyMap {
 };
 
 /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
-/// `right`. Rows begin at the query and keys at the key of this thread's first score.
+/// `right`. The tile begins at `key`.
 template <class Tile>
-__device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, const Thread<Tile>& thread, int first_key,
-                                     bool left, bool right) {
+__device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, int key, bool left, bool right) {
+    // Where a tile waits in registers, plain tiles have none left for what is needed here: asked anew
+    const int tid = static_cast<int>(threadIdx.x);
+    const Thread<Tile> thread(Tile::Machine::kThroughRegisters ? ptx::opaque(tid) : tid);
+    const int first_key = key + thread.warp_key() + thread.column();
     const auto each = [&](auto hidden) {
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const int query = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query;
-                const auto hides = hidden(query);
+                const auto hides = hidden(work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query);
 #pragma unroll
                 for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
 #pragma unroll
@@ -628,7 +630,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                             for (float& score : tile) score *= factor;
                     factor = 1.f;
                 }
-                hide<Tile>(s, work, thread, key + thread.warp_key() + thread.column(), key < all_begin, key >= all_end);
+                hide<Tile>(s, work, key, key < all_begin, key >= all_end);
                 maximum<Tile>(top, s);
                 combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
 #pragma unroll

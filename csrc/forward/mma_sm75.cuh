@@ -32,7 +32,13 @@ struct Sm75 {
         uint4 vectors[CopyMap<Tile>::kCount];
 
         template <class Target>
-        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows = Tile::kBc) {
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
+            this->for_each(pitch, [&](int i, int, int, const auto* from) {
+                vectors[i] = this->inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows) {
             this->for_each(pitch, [&](int i, int row, int, const auto* from) {
                 vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
