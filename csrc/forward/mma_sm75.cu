@@ -8,7 +8,7 @@ namespace {
 
 template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, int QSteps, bool General>
 Shape shape(float blocks_per_sm) {
-    constexpr int kBlocksPerSm = RowWarps * DimWarps > 4 ? 1 : 2;
+    constexpr int kBlocksPerSm = DimWarps == 1 && RowWarps <= 4 ? 2 : 1;
     using T = Tile<Sm75, half, HeadDim, RowWarps, DimWarps, RowTiles, KeyTile, Stages, QSteps, kBlocksPerSm>;
     static_assert(sizeof(Smem<T>) <= 64 * 1024);
     return mma::shape<T, General>(75, blocks_per_sm, 1);
