@@ -250,3 +250,23 @@ def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str) -> None:
     view.copy_(tensors[large])
     tensors[large] = view
     check(*flash_wmma.forward(**tensors, kernel=kernel.name, return_lse=True), expected)
+
+
+@pytest.mark.gpu
+def test_more_than_2_to_the_31_elements(kernel: flash_wmma.Kernel) -> None:
+    """Contiguous tensors whose last batch entries lie beyond 2^31 elements, in and out."""
+    if kernel.device != "cuda":
+        pytest.skip("on the GPU alone")
+    h, n, d = 8, 128, 64
+    b = 2**31 // (h * n * d) + 3
+    if torch.float16 not in kernel.dtypes or torch.cuda.mem_get_info()[0] < 10 * b * h * n * d:
+        pytest.skip("not enough memory")
+    q, k, v = (torch.zeros(b, h, n, d, dtype=torch.float16, device="cuda") for _ in range(3))
+    some = torch.tensor([0, 1, b // 2, b - 3, b - 2, b - 1], device="cuda")
+    for seed, t in enumerate((q, k, v)):
+        t[some] = normal((len(some), h, n, d), dtype=torch.float16, device="cuda", seed=seed)
+    out, lse = flash_wmma.forward(q, k, v, kernel=kernel.name, return_lse=True)
+    assert out.numel() > 2**31
+    check(out[some], lse[some], reference(kernel, q[some], k[some], v[some]))
+    assert not out[2 : b // 2].any()
+    assert not out[b // 2 + 1 : b - 3].any()
