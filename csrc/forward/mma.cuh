@@ -617,19 +617,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 done = all_agree<Tile>(fits, smem, thread);
             }
-            // Any other tile: m exact, O and l rescaled to it
+            // Any other tile: S scaled and masked, m exact, O and l rescaled to it
             if (!done) {
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
-                if (!(factor > 0.f)) {  // then a score's order is not its product's
 #pragma unroll
-                    for (auto& row_tile : s)
+                for (auto& row_tile : s)
 #pragma unroll
-                        for (auto& tile : row_tile)
+                    for (auto& tile : row_tile)
 #pragma unroll
-                            for (float& score : tile) score *= factor;
-                    factor = 1.f;
-                }
+                        for (float& score : tile) score *= factor;
                 hide<Tile>(s, work, key, key < all_begin, key >= all_end);
                 maximum<Tile>(top, s);
                 combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
@@ -638,7 +635,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const float before = m[r][h];
-                        m[r][h] = fmaxf(before, top[r][h] * factor);
+                        m[r][h] = fmaxf(before, top[r][h]);
                         const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
                         const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
                         l[r][h] *= rescale;
@@ -646,7 +643,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                weigh<Tile>(s, sum, factor, offset);
+                weigh<Tile>(s, sum, 1.f, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 meet(thread);
                 first = false;

@@ -35,6 +35,7 @@ _COMMON = [
 _KERNEL = [
     *_COMMON,
     *("-O2", "-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
+    "-U_FORTIFY_SOURCE",  # which some distributions set, and which has a memcpy of its own
     "-fstack-clash-protection",  # a frame larger than a fiber's guard page does not jump over it
     *(f"-I{CSRC / 'emulator' / 'include'}", f"-I{CSRC / 'device'}", "-include", "cuda_runtime.h", "-x", "c++"),
 ]
