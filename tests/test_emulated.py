@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shlex
 import subprocess
@@ -12,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import emulated_kernel, name, on_gpu
-from reference import Mask, check, normal, reference, run
+from reference import PLAIN, Mask, Modification, check, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
@@ -96,16 +97,18 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
     """Each tile of each kernel runs, on a device and with a number of heads for which it is chosen: several tiles of
     keys, free, masked and partial."""
     mask = Mask("bottom_right") if "causal" in cuda_kernel.features else Mask()
-    for device in devices(instance):
+    modifications = [PLAIN, Modification(softcap=5.0)] if "softcap" in cuda_kernel.features else [PLAIN]
+    for modification, device in itertools.product(modifications, devices(instance)):
         for heads in (1, 2, 4, 8):
             q = normal((1, heads, instance.br + 5, instance.head_dim), dtype=instance.dtype, seed=1)
             k = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=2)
             v = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=3)
-            options = {"causal": mask.causal, "kernel": cuda_kernel.name}
+            options = {"causal": mask.causal, "kernel": cuda_kernel.name, "softcap": modification.softcap}
             if flash_wmma.explain(q, k, v, device_facts=device, **options).instance == instance:
                 with settings(mode="checked", arch=device.arch, sm_count=device.sm_count):
                     assert flash_wmma.explain(q, k, v, **options).instance == instance
-                    check(*run(cuda_kernel, q, k, v, mask), reference(emulated_kernel(cuda_kernel), q, k, v, mask))
+                    expected = reference(emulated_kernel(cuda_kernel), q, k, v, mask, None, modification)
+                    check(*run(cuda_kernel, q, k, v, mask, None, modification), expected)
                 return
     pytest.fail(f"{instance} is chosen on no device")
 
@@ -207,7 +210,8 @@ def test_without_compiler(tmp_path: Path) -> None:
     if not built:
         code = "from flash_wmma.__main__ import main; main(['info'])"
         done = python(code, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
-        assert "not compiled: wmma_v1, wmma_v2, wmma_v3: running a CUDA kernel on the CPU needs" in done.stdout
+        absent = ", ".join(kernel.name for kernel in CUDA_KERNELS)
+        assert f"not compiled: {absent}: running a CUDA kernel on the CPU needs" in done.stdout
 
 
 AUTO = """
