@@ -264,3 +264,18 @@ def test_data_parallel(tmp_path: object) -> None:
     for process in processes:
         _, errors = process.communicate(timeout=120)
         assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("shared", [None, 2])
+def test_module(shared: int | None) -> None:
+    torch.manual_seed(0)
+    layer = flash_wmma.MultiheadAttention(32, 4, num_kv_heads=shared, causal=True)
+    x = torch.randn(2, 9, 32)
+    got = torch.autograd.grad(layer(x).square().sum(), tuple(layer.parameters()))
+    layer.kernel = "math"
+    expected = torch.autograd.grad(layer(x).square().sum(), tuple(layer.parameters()))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"num_heads: got 3, allowed: a divisor of embed_dim, 32"):
+        flash_wmma.MultiheadAttention(32, 3)
+    with pytest.raises(ValueError, match=r"num_kv_heads: got 3, allowed: a divisor of num_heads, 4"):
+        flash_wmma.MultiheadAttention(32, 4, num_kv_heads=3)
