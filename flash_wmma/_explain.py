@@ -135,7 +135,7 @@ def explain(
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
         device_facts = _facts(q.device)
     on_cpu = device_facts.arch == 0
-    emulated = on_cpu and kernel != "auto" and kernel_named(kernel).device == "cuda"
+    emulated = kernel != "auto" and kernel_named(kernel).device == "cuda" and on_cpu
     if emulated:
         device_facts = _emulated_facts()
     sizes = {
