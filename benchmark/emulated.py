@@ -56,7 +56,7 @@ class Emulated:
 def kernel_names(library: ModuleType) -> list[str]:
     """The kernels that the emulator has the sources of."""
     emulator = getattr(library, "emulator", None)
-    return list(emulator.kernel_sources()) if emulator else []
+    return list(emulator.kernel_sources("forward")) if emulator else []
 
 
 def obstacle(library: ModuleType) -> str | None:

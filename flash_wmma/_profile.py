@@ -610,10 +610,10 @@ def profile(
     _checks.options(causal, scale, window, softcap, kernel)
     if q.device.type not in ("cpu", "cuda"):
         _checks.refuse("q.device", q.device, "cpu, cuda")
-    if not kernel_sources():
+    if not kernel_sources("forward"):
         raise EmulatorError(f"no CUDA kernel can run on the CPU: this installation has no kernel sources in {CSRC}")
-    if kernel not in kernel_sources():
-        _checks.refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources())))
+    if kernel not in kernel_sources("forward"):
+        _checks.refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources("forward"))))
     tensors = [t.cpu() if t.device.type == "cuda" else t for t in (q, k, v)]
     changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
     with alone(), settings(mode="checked", counters=True, **changes) as now:
