@@ -76,6 +76,47 @@ class ScoreMod<true> {
             });
     }
 
+    /// The same for an array of products in any arrangement, for backward: x[n] is that of query(n) and key(n), and slope[n]
+    /// becomes the derivative of the score by the scaled product.
+    template <int Count, class Query, class Key>
+    __device__ __forceinline__ void apply_each(float (&x)[Count], float (&slope)[Count], float scale, Query query,
+                                               Key key) const {
+        const auto each = [&](auto f) {
+#pragma unroll
+            for (int n = 0; n < Count; ++n) f(x[n], n);
+        };
+        if (p.softcap != 0.f) {
+            const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
+            each([&](float& score, int n) {
+                const float t = tanh(score * to_x);
+                slope[n] = fmaf(-t, t, 1.f);
+                score = from_x * t;
+            });
+        } else {
+            each([&](float& score, int) { score *= scale; });
+        }
+        if (bias_) {
+            const auto add = [&](auto type) {
+                const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
+                const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
+                each([&](float& score, int n) {
+                    score = biased(score, bias[min(query(n), last_query) * p.bias.query +
+                                               min(key(n), last_key) * p.bias.key]);
+                });
+            };
+            switch (p.bias.dtype) {
+                case DType::kFloat32: add(float{}); break;
+                case DType::kFloat16: add(__half{}); break;
+                case DType::kBFloat16: add(__nv_bfloat16{}); break;
+                case DType::kBool: add(bool{}); break;
+            }
+        }
+        if (slope_ != 0.f)
+            each([&](float& score, int n) {
+                score = fmaf(-slope_, fabsf(static_cast<float>(query(n) + offset_ - key(n))), score);
+            });
+    }
+
   private:
     static constexpr float kLog2e = 1.44269504088896341f;
 
