@@ -123,14 +123,31 @@ struct ForwardParams {
     void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
 };
 
+/// The gradient of an additive bias, fp32, one element for each of the bias's own: strides are 0 where it is broadcast.
+struct BiasGradient {
+    float* data;
+    std::int64_t batch, head, query, key;
+};
+
+/// The gradients of forward (FlashAttention-2, algorithm 2). With x and lse as above and x' the score before bias and
+/// ALiBi, a kernel recomputes the weights and writes
+///     P = exp(x - lse), and 0 where the band or the bias hides the key, or lse is -inf
+///     dV = P^T dO      dP = dO V^T      delta_i = o_i dO_i - dlse_i      dS = P * (dP - delta)
+///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
+/// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
+///
+/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: ops.cpp has zeroed them, and
+/// a kernel writes the rows of the sequences alone (of dk and dv: of the keys in use).
 struct BackwardParams {
-    ForwardParams forward;  ///< what forward was given; o and lse are inputs here
-    Rows dout, dq, dk, dv;
-    const float* dlse;  ///< (B, Hq, Nq) or null
-    float* delta;       ///< (B, Hq, Nq) workspace: rowsum(o * dout) - dlse
-    float* dq_accum;    ///< fp32 (B, Hq, Nq, d) when dq is accumulated by atomics
-    float* dbias;       ///< fp32, the bias's own shape
-    bool deterministic;
+    /// What forward was given, as ops.cpp gives it to a forward kernel; o and lse are inputs here, with rows of dout's
+    /// alignment. exponents, partials and workspace are null.
+    ForwardParams forward;
+    Rows dout;           ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
+    Rows dq, dk, dv;     ///< in the shapes of q, k, v and in forward.out_dtype; rows are 16-byte aligned
+    const float* dlse;   ///< with lse's shape and strides, or null: zeros
+    BiasGradient dbias;  ///< zeroed by ops.cpp; null data: not asked for
+    bool deterministic;  ///< the same to the bit from run to run: nothing is summed by atomics
+    void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
 };
 
 }  // namespace flash_wmma

@@ -3,7 +3,6 @@
 
 #include <dlfcn.h>
 
-#include <algorithm>
 #include <memory>
 #include <mutex>
 #include <stdexcept>
@@ -30,22 +29,23 @@ Function symbol(void* library, const char* name) {
     return reinterpret_cast<Function>(address);
 }
 
-const std::vector<const KernelInfo*>& kernels_in(void* library) {
-    return *symbol<const std::vector<const KernelInfo*>* (*)()>(library, "flash_wmma_emulated_kernels")();
+const KernelTable& kernels_in(void* library) {
+    return *symbol<const KernelTable* (*)()>(library, "flash_wmma_emulated_kernels")();
 }
 
-std::vector<const KernelInfo*>& known() {
-    static std::vector<const KernelInfo*> all = registry::kernels();
+KernelTable& known() {
+    static KernelTable all = registry::kernels();
     return all;
 }
 
 }  // namespace
 
-Emulation::Emulation(const std::string& kernel) {
-    if (!g_resolver) registry::unknown(kernel, registry::kernels());
+Emulation::Emulation(const std::string& kernel, const char* direction) {
+    const auto built = registry::kernels().facts(direction);
+    if (!g_resolver) registry::unknown(kernel, built);
     const auto target = std::make_unique<EmulatorTarget>();
-    const int answer = g_resolver(kernel.c_str(), target.get());
-    if (answer == 2) registry::unknown(kernel, registry::kernels(), target->error);
+    const int answer = g_resolver(kernel.c_str(), direction, target.get());
+    if (answer == 2) registry::unknown(kernel, built, target->error);
     if (answer != 1 || !target->library[0])
         throw std::runtime_error(target->error[0] ? target->error : "emulator: Python gave no library of " + kernel);
     void* library = load(target->library);
@@ -59,27 +59,26 @@ Emulation::Emulation(const std::string& kernel) {
     device_.warp_size = config_.warp_size;
 }
 
-void Emulation::run(const KernelInfo& kernel, const ForwardParams& params,
-                    const std::vector<emulator::Buffer>& buffers) const {
-    const std::lock_guard lock(g_run_mutex);
-    configure_(&config_);
-    struct Known {
-        decltype(set_buffers_) set;
-        ~Known() { set(nullptr, 0); }
-    } const known{set_buffers_};
-    set_buffers_(buffers.data(), buffers.size());
-    kernel.launch(params, device_, nullptr);
+Emulation::Memory::Memory(const Emulation& emulation, const std::vector<emulator::Buffer>& buffers)
+    : emulation_(emulation) {
+    g_run_mutex.lock();
+    emulation_.configure_(&emulation_.config_);
+    emulation_.set_buffers_(buffers.data(), buffers.size());
+}
+
+Emulation::Memory::~Memory() {
+    emulation_.set_buffers_(nullptr, 0);
+    g_run_mutex.unlock();
 }
 
 namespace emulation {
 
-const std::vector<const KernelInfo*>& kernels() { return known(); }
+const KernelTable& kernels() { return known(); }
 
 void add_library(const std::string& path) {
-    const auto by_name = [](const KernelInfo* a, const KernelInfo* b) { return std::string(a->name) < b->name; };
-    for (const KernelInfo* kernel : kernels_in(load(path)))
-        if (!std::binary_search(known().begin(), known().end(), kernel, by_name))
-            known().insert(std::lower_bound(known().begin(), known().end(), kernel, by_name), kernel);
+    const KernelTable& added = kernels_in(load(path));
+    for (const KernelInfo* kernel : added.forward) known().add(*kernel);
+    for (const BackwardKernelInfo* kernel : added.backward) known().add(*kernel);
 }
 
 }  // namespace emulation

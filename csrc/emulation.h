@@ -17,25 +17,40 @@ struct EmulatorTarget {
     emulator::Config config;
 };
 
-/// Fills in the target of the kernel named. 1: done; 2: no kernel has that name; else the error says why there is none
+/// Fills in the target of the kernel named, `direction` "forward" or "backward". 1: done; 2: no kernel has that name; else the error says why there is none
 /// (0 comes from ctypes, when Python failed unheard).
-using EmulatorResolver = int (*)(const char* kernel, EmulatorTarget* target);
+using EmulatorResolver = int (*)(const char* kernel, const char* direction, EmulatorTarget* target);
 
 /// A kernel's source, compiled for the emulator.
 class Emulation {
   public:
     /// Throws std::invalid_argument if no kernel has that name, std::runtime_error if its library cannot be made.
-    explicit Emulation(const std::string& kernel);
+    Emulation(const std::string& kernel, const char* direction);
 
     const DeviceFacts& device() const { return device_; }
     /// The kernels in the library.
-    const std::vector<const KernelInfo*>& kernels() const { return *kernels_; }
+    const KernelTable& kernels() const { return *kernels_; }
 
     /// Runs a kernel on memory that consists of these buffers. Throws std::runtime_error with the emulator's finding.
-    void run(const KernelInfo& kernel, const ForwardParams& params, const std::vector<emulator::Buffer>& buffers) const;
+    template <class Params>
+    void run(const Kernel<Params>& kernel, const Params& params, const std::vector<emulator::Buffer>& buffers) const {
+        const Memory memory(*this, buffers);
+        kernel.launch(params, device_, nullptr);
+    }
 
   private:
-    const std::vector<const KernelInfo*>* kernels_ = nullptr;
+    /// Configures the emulator and makes the buffers known to it, which knows those of one launch at a time.
+    class Memory {
+      public:
+        Memory(const Emulation& emulation, const std::vector<emulator::Buffer>& buffers);
+        ~Memory();
+        Memory(const Memory&) = delete;
+
+      private:
+        const Emulation& emulation_;
+    };
+
+    const KernelTable* kernels_ = nullptr;
     void (*configure_)(const emulator::Config*) = nullptr;
     void (*set_buffers_)(const emulator::Buffer*, std::size_t) = nullptr;
     emulator::Config config_;
@@ -44,8 +59,8 @@ class Emulation {
 
 namespace emulation {
 
-/// All kernels that are known: those of this build and those of the libraries that were added, by name.
-__attribute__((visibility("default"))) const std::vector<const KernelInfo*>& kernels();
+/// All kernels that are known: those of this build and those of the libraries that were added.
+__attribute__((visibility("default"))) const KernelTable& kernels();
 
 /// Adds the kernels of an emulator's library, except those whose name is known. Throws std::runtime_error.
 __attribute__((visibility("default"))) void add_library(const std::string& path);

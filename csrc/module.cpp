@@ -3,8 +3,10 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <array>
 #include <cmath>
 #include <map>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -18,9 +20,10 @@ namespace py = pybind11;
 namespace flash_wmma {
 namespace {
 
-const KernelInfo& kernel_named(const std::string& name) {
-    for (const KernelInfo* kernel : emulation::kernels())
-        if (name == kernel->name) return *kernel;
+const KernelFacts& kernel_named(const std::string& name) {
+    for (const char* direction : {"forward", "backward"})
+        for (const KernelFacts* kernel : emulation::kernels().facts(direction))
+            if (name == kernel->name) return *kernel;
     throw py::key_error(name);
 }
 
@@ -30,7 +33,7 @@ py::dict instance_facts(const Instance& i) {
                     py::arg("warps") = i.warps, py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
 }
 
-py::dict kernel_facts(const KernelInfo& k) {
+py::dict kernel_facts(const KernelFacts& k) {
     std::vector<std::string> dtypes;
     if (k.float32) dtypes.emplace_back("float32");
     if (k.float16) dtypes.emplace_back("float16");
@@ -45,9 +48,9 @@ py::dict kernel_facts(const KernelInfo& k) {
                     py::arg("instances") = instances);
 }
 
-py::list kernels() {
+py::list kernels(const std::string& direction) {
     py::list all;
-    for (const KernelInfo* kernel : emulation::kernels()) all.append(kernel_facts(*kernel));
+    for (const KernelFacts* kernel : emulation::kernels().facts(direction)) all.append(kernel_facts(*kernel));
     return all;
 }
 
@@ -89,24 +92,26 @@ struct Problem {
     }
 };
 
-/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}.
-py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
-                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
-    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap);
-    ForwardParams& params = problem.params;
+DeviceFacts device_of(const py::tuple& facts) {
     DeviceFacts device;
-    device.arch = device_facts[0].cast<int>();
-    device.sm_count = device_facts[1].cast<int>();
-    device.smem_optin = device_facts[2].cast<int>();
-    device.warp_size = device_facts[3].cast<int>();
+    device.arch = facts[0].cast<int>();
+    device.sm_count = facts[1].cast<int>();
+    device.smem_optin = facts[2].cast<int>();
+    device.warp_size = facts[3].cast<int>();
+    return device;
+}
 
-    const KernelInfo* taken = nullptr;
+/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}. `problem`
+/// is that of `params`, whose head dims a kernel sees in multiples of 8.
+template <class Params>
+py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device) {
+    const Kernel<Params>* taken = nullptr;
     try {
         taken = &registry::select(name, params, device, emulation::kernels());
     } catch (const std::invalid_argument&) {  // the reasons say it
     }
     std::map<std::string, std::string> reasons;
-    for (const KernelInfo* kernel : emulation::kernels()) {
+    for (const Kernel<Params>* kernel : emulation::kernels().of(params)) {
         if (kernel == taken || (name != "auto" && name != kernel->name)) continue;
         std::string why_not = registry::refusal(*kernel, params, device);
         if (why_not.empty()) why_not = kernel->auto_rank == 0 ? "runs by name only" : "ranks below the kernel taken";
@@ -115,12 +120,34 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
     py::object instance = py::none();
     if (taken) {
         const auto padded = [](std::int32_t d) { return (d + 7) / 8 * 8; };
-        params.head_dim = padded(params.head_dim);
-        params.head_dim_v = padded(params.head_dim_v);
+        problem.head_dim = padded(problem.head_dim);
+        problem.head_dim_v = padded(problem.head_dim_v);
         if (taken->choose) instance = instance_facts(taken->choose(params, device));
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
                     py::arg("instance") = instance, py::arg("reasons") = reasons);
+}
+
+py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
+                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
+    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap);
+    return answer(name, problem.params, problem.params, device_of(device_facts));
+}
+
+/// `dbias_strides`: those of the bias's gradient, 0 where it is broadcast; None: it is not asked for.
+py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
+                          const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, double softcap,
+                          const py::tuple& device_facts,
+                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic) {
+    static float present = 0.f;
+    BackwardParams params{};
+    params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap).params;
+    if (dbias_strides) {
+        const auto& s = *dbias_strides;
+        params.dbias = {&present, s[0], s[1], s[2], s[3]};
+    }
+    params.deterministic = deterministic;
+    return answer(name, params, params.forward, device_of(device_facts));
 }
 
 const DeviceRuntime& runtime() {
@@ -135,7 +162,7 @@ py::tuple device_facts(int device) {
 
 /// None for a kernel that is no CUDA function.
 py::object function_facts(const std::string& name, std::size_t instance) {
-    const KernelInfo& kernel = kernel_named(name);
+    const KernelFacts& kernel = kernel_named(name);
     if (instance >= kernel.instance_count) throw py::index_error("instance");
     const void* function = kernel.instances[instance].function;
     if (!function) return py::none();
@@ -158,10 +185,12 @@ py::object cuda_build() {
 PYBIND11_MODULE(_C, m) {
     using namespace pybind11::literals;
     m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
-    m.def("kernels", &flash_wmma::kernels);
+    m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
           "alibi_slopes"_a, "softcap"_a, "device_facts"_a);
+    m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
+          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "device_facts"_a, "dbias_strides"_a, "deterministic"_a);
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

@@ -271,7 +271,7 @@ std::tuple<Tensor, Tensor> run(ForwardParams& p, const Operand& q, const Operand
     // A CUDA kernel by name on CPU tensors runs in the emulator
     std::optional<Emulation> emulation;
     if (!cuda && o.kernel_name != "auto" && !registry::is_cpu_kernel(o.kernel_name)) {
-        emulation.emplace(o.kernel_name);
+        emulation.emplace(o.kernel_name, "forward");
         device = emulation->device();
     }
     const KernelInfo& kernel =

@@ -10,9 +10,16 @@
 namespace flash_wmma {
 namespace {
 
-std::vector<const KernelInfo*>& table() {
-    static std::vector<const KernelInfo*> kernels;
+KernelTable& table() {
+    static KernelTable kernels;
     return kernels;
+}
+
+template <class Params>
+void insert(Kernels<Params>& kernels, const Kernel<Params>& kernel) {
+    const auto by_name = [](const KernelFacts* a, const KernelFacts* b) { return std::strcmp(a->name, b->name) < 0; };
+    const auto at = std::lower_bound(kernels.begin(), kernels.end(), &kernel, by_name);
+    if (at == kernels.end() || by_name(&kernel, *at)) kernels.insert(at, &kernel);
 }
 
 const DeviceRuntime* g_runtime = nullptr;
@@ -24,17 +31,38 @@ struct FeatureName {
     const char* name;
 };
 constexpr FeatureName kFeatureNames[] = {
-    {kCausal, "causal"},   {kWindow, "window"},      {kBias, "attn_bias"},     {kAlibi, "alibi_slopes"},
-    {kSoftcap, "softcap"}, {kVarlen, "varlen"},      {kValueDim, "d_v != d"},  {kDropout, "dropout"},
-    {kSinks, "sinks"},     {kPagedKv, "page_table"}, {kSplitKv, "num_splits"},
+    {kCausal, "causal"},
+    {kWindow, "window"},
+    {kBias, "attn_bias"},
+    {kAlibi, "alibi_slopes"},
+    {kSoftcap, "softcap"},
+    {kVarlen, "varlen"},
+    {kValueDim, "d_v != d"},
+    {kDropout, "dropout"},
+    {kSinks, "sinks"},
+    {kPagedKv, "page_table"},
+    {kSplitKv, "num_splits"},
+    {kDeterministic, "deterministic"},
+    {kBiasGradient, "the gradient of attn_bias"},
+    {kDeterministicBiasGradient, "the gradient of a broadcast attn_bias with deterministic"},
 };
+
+/// The forward problem of params.
+const ForwardParams& problem(const ForwardParams& p) { return p; }
+const ForwardParams& problem(const BackwardParams& p) { return p.forward; }
 
 }  // namespace
 
-Registration::Registration(const KernelInfo& kernel) {
-    auto by_name = [](const KernelInfo* a, const KernelInfo* b) { return std::strcmp(a->name, b->name) < 0; };
-    table().insert(std::lower_bound(table().begin(), table().end(), &kernel, by_name), &kernel);
+std::vector<const KernelFacts*> KernelTable::facts(const std::string& direction) const {
+    if (direction == "backward") return {backward.begin(), backward.end()};
+    return {forward.begin(), forward.end()};
 }
+
+void KernelTable::add(const KernelInfo& kernel) { insert(forward, kernel); }
+void KernelTable::add(const BackwardKernelInfo& kernel) { insert(backward, kernel); }
+
+Registration::Registration(const KernelInfo& kernel) { table().add(kernel); }
+Registration::Registration(const BackwardKernelInfo& kernel) { table().add(kernel); }
 
 RuntimeRegistration::RuntimeRegistration(const DeviceRuntime& runtime) { g_runtime = &runtime; }
 
@@ -42,11 +70,13 @@ namespace registry {
 
 const DeviceRuntime* device_runtime() { return g_runtime; }
 
-const std::vector<const KernelInfo*>& kernels() { return table(); }
+const KernelTable& kernels() { return table(); }
 
 bool is_cpu_kernel(const std::string& name) {
-    return std::any_of(kernels().begin(), kernels().end(),
-                       [&](const KernelInfo* kernel) { return kernel->min_arch == 0 && name == kernel->name; });
+    for (const char* direction : {"forward", "backward"})
+        for (const KernelFacts* kernel : kernels().facts(direction))
+            if (kernel->min_arch == 0 && name == kernel->name) return true;
+    return false;
 }
 
 const char* dtype_name(DType dtype) {
@@ -83,7 +113,22 @@ unsigned features_of(const ForwardParams& p) {
     return features;
 }
 
-std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const DeviceFacts& device) {
+unsigned features_of(const BackwardParams& p) {
+    unsigned features = features_of(p.forward);
+    if (p.deterministic) features |= kDeterministic;
+    if (p.dbias.data) {
+        const ForwardParams& f = p.forward;
+        const bool broadcast = (p.dbias.batch == 0 && f.batch > 1) || (p.dbias.head == 0 && f.heads_q > 1) ||
+                               (p.dbias.query == 0 && f.seqlen_q > 1) || (p.dbias.key == 0 && f.seqlen_k > 1);
+        features |= kBiasGradient;
+        if (p.deterministic && broadcast) features |= kDeterministicBiasGradient;
+    }
+    return features;
+}
+
+template <class Params>
+std::string refusal(const Kernel<Params>& kernel, const Params& params, const DeviceFacts& device) {
+    const ForwardParams& p = problem(params);
     const bool cpu_kernel = kernel.min_arch == 0, cpu_tensors = device.arch == 0;
     if (cpu_kernel && !cpu_tensors) return "runs on cpu tensors, these are on a cuda device";
     if (!cpu_kernel && cpu_tensors) return "runs on cuda tensors, and on cpu tensors by name, in the emulator";
@@ -109,7 +154,7 @@ std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const Devi
         const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(kernel.max_head_dim);
         return "head dim: got " + std::to_string(d) + ", allowed: " + (low == high ? low : low + " to " + high);
     }
-    if (const unsigned missing = features_of(p) & ~kernel.features) {
+    if (const unsigned missing = features_of(params) & ~kernel.features) {
         std::string names;
         for (const std::string& name : feature_names(missing)) names += (names.empty() ? "" : ", ") + name;
         return "does not support " + names;
@@ -117,40 +162,48 @@ std::string refusal(const KernelInfo& kernel, const ForwardParams& p, const Devi
     return "";
 }
 
-void unknown(const std::string& name, const std::vector<const KernelInfo*>& kernels, const std::string& others) {
+void unknown(const std::string& name, const std::vector<const KernelFacts*>& kernels, const std::string& others) {
     std::istringstream words(others);
     std::set<std::string> names{std::istream_iterator<std::string>(words), {}};
-    for (const KernelInfo* kernel : kernels) names.insert(kernel->name);
+    for (const KernelFacts* kernel : kernels) names.insert(kernel->name);
     std::string text;
     for (const std::string& known : names) text += ", '" + known + "'";
     throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + text);
 }
 
-const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
-                         const std::vector<const KernelInfo*>& kernels) {
+template <class Params>
+const Kernel<Params>& select(const std::string& name, const Params& params, const DeviceFacts& device,
+                             const KernelTable& table) {
+    const Kernels<Params>& kernels = table.of(params);
     if (name != "auto") {
-        for (const KernelInfo* kernel : kernels) {
+        for (const Kernel<Params>* kernel : kernels) {
             if (name != kernel->name) continue;
             const std::string why_not = refusal(*kernel, params, device);
             if (why_not.empty()) return *kernel;
             throw std::invalid_argument("kernel '" + name + "' cannot run this: " + why_not);
         }
-        unknown(name, kernels);
+        unknown(name, {kernels.begin(), kernels.end()});
     }
-    const KernelInfo* best = nullptr;
-    for (const KernelInfo* kernel : kernels) {
+    const Kernel<Params>* best = nullptr;
+    for (const Kernel<Params>* kernel : kernels) {
         if (kernel->auto_rank == 0 || (best && kernel->auto_rank <= best->auto_rank)) continue;
         if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
         if (refusal(*kernel, params, device).empty()) best = kernel;
     }
     if (best) return *best;
     std::string reasons;
-    for (const KernelInfo* kernel : kernels)
+    for (const Kernel<Params>* kernel : kernels)
         if (kernel->auto_rank != 0)
             reasons +=
                 (reasons.empty() ? "" : "; ") + std::string(kernel->name) + ": " + refusal(*kernel, params, device);
     throw std::invalid_argument("kernel 'auto' cannot run this: " + (reasons.empty() ? "no kernel is built" : reasons));
 }
+
+#define FLASH_WMMA_INSTANTIATE(Params)                                                      \
+    template std::string refusal(const Kernel<Params>&, const Params&, const DeviceFacts&); \
+    template const Kernel<Params>& select(const std::string&, const Params&, const DeviceFacts&, const KernelTable&)
+FLASH_WMMA_INSTANTIATE(ForwardParams);
+FLASH_WMMA_INSTANTIATE(BackwardParams);
 
 }  // namespace registry
 }  // namespace flash_wmma

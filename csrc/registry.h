@@ -1,5 +1,5 @@
-// One row per kernel. A kernel's file states its facts in a KernelInfo and registers it with a static Registration;
-// everything that asks "which kernels are there, what can they do, which one runs" asks here.
+// One row per kernel. A kernel's file states its facts in a KernelInfo (or BackwardKernelInfo) and registers it with a
+// static Registration; everything that asks "which kernels are there, what can they do, which one runs" asks here.
 #pragma once
 
 #include <cstddef>
@@ -18,7 +18,7 @@ struct DeviceFacts {
     int warp_size = 0;
 };
 
-/// Features beyond dense attention with any Nq, Nk and Hq a multiple of Hk. Bits of KernelInfo::features.
+/// Features beyond dense attention with any Nq, Nk and Hq a multiple of Hk. Bits of KernelFacts::features.
 enum Feature : unsigned {
     kCausal = 1u << 0,
     kWindow = 1u << 1,
@@ -31,6 +31,9 @@ enum Feature : unsigned {
     kSinks = 1u << 8,
     kPagedKv = 1u << 9,
     kSplitKv = 1u << 10,
+    kDeterministic = 1u << 11,              ///< backward: BackwardParams::deterministic
+    kBiasGradient = 1u << 12,               ///< backward: dbias, summed over what the bias is broadcast over
+    kDeterministicBiasGradient = 1u << 13,  ///< backward: that sum, of a broadcast bias, under kDeterministic
 };
 
 /// One compiled instance of a kernel template.
@@ -44,8 +47,9 @@ struct Instance {
     const void* function;  ///< the __global__ function; null on the CPU
 };
 
-struct KernelInfo {
-    const char* name;
+/// What a kernel is, whatever it computes.
+struct KernelFacts {
+    const char* name;  ///< no two kernels share one, forward or backward
     const char* summary;
     int min_arch;           ///< 0: a CPU kernel
     int bf16_min_arch;      ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
@@ -55,16 +59,42 @@ struct KernelInfo {
     int auto_rank;      ///< `auto` takes the highest rank that fits; 0: only by name
     const Instance* instances;
     std::size_t instance_count;
+};
+
+template <class Params>
+struct Kernel : KernelFacts {
     /// The instance that runs these params on that device; null on the CPU.
-    const Instance& (*choose)(const ForwardParams&, const DeviceFacts&);
-    /// Bytes of ForwardParams::workspace that launch needs.
-    std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&);
+    const Instance& (*choose)(const Params&, const DeviceFacts&);
+    /// Bytes of Params::workspace that launch needs.
+    std::int64_t (*workspace_bytes)(const Params&, const DeviceFacts&);
     /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
-    void (*launch)(const ForwardParams&, const DeviceFacts&, Stream);
+    void (*launch)(const Params&, const DeviceFacts&, Stream);
+};
+using KernelInfo = Kernel<ForwardParams>;
+using BackwardKernelInfo = Kernel<BackwardParams>;
+
+/// Kernels by name.
+template <class Params>
+using Kernels = std::vector<const Kernel<Params>*>;
+
+/// The kernels of a build, or of a library of the emulator.
+struct KernelTable {
+    Kernels<ForwardParams> forward;
+    Kernels<BackwardParams> backward;
+
+    /// Those for these params.
+    const Kernels<ForwardParams>& of(const ForwardParams&) const { return forward; }
+    const Kernels<BackwardParams>& of(const BackwardParams&) const { return backward; }
+    /// Those of a direction, "forward" or "backward".
+    std::vector<const KernelFacts*> facts(const std::string& direction) const;
+    /// Adds a kernel, unless its name is there.
+    void add(const KernelInfo& kernel);
+    void add(const BackwardKernelInfo& kernel);
 };
 
 struct Registration {
     explicit Registration(const KernelInfo& kernel);
+    explicit Registration(const BackwardKernelInfo& kernel);
 };
 
 /// What the driver says of one compiled function on the present device.
@@ -90,8 +120,8 @@ namespace registry {
 /// The CUDA runtime of this build, or null.
 const DeviceRuntime* device_runtime();
 
-/// All kernels of this build, by name.
-const std::vector<const KernelInfo*>& kernels();
+/// The kernels of this build.
+const KernelTable& kernels();
 
 /// Whether this build has a CPU kernel of that name.
 bool is_cpu_kernel(const std::string& name);
@@ -104,18 +134,21 @@ std::vector<std::string> feature_names(unsigned features);
 
 /// The features that these params use, as Feature bits.
 unsigned features_of(const ForwardParams& params);
+unsigned features_of(const BackwardParams& params);
 
 /// Throws std::invalid_argument: none of these kernels, nor of those named beside them, is called `name`.
-[[noreturn]] void unknown(const std::string& name, const std::vector<const KernelInfo*>& kernels,
+[[noreturn]] void unknown(const std::string& name, const std::vector<const KernelFacts*>& kernels,
                           const std::string& others = "");
 
 /// Why `kernel` cannot run `params` (with the dtype the user passed) on that device; empty if it can.
-std::string refusal(const KernelInfo& kernel, const ForwardParams& params, const DeviceFacts& device);
+template <class Params>
+std::string refusal(const Kernel<Params>& kernel, const Params& params, const DeviceFacts& device);
 
 /// The kernel for `name` ("auto" or a kernel's name) among those given. A named kernel never falls back.
 /// Throws std::invalid_argument that says what is allowed.
-const KernelInfo& select(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
-                         const std::vector<const KernelInfo*>& kernels = registry::kernels());
+template <class Params>
+const Kernel<Params>& select(const std::string& name, const Params& params, const DeviceFacts& device,
+                             const KernelTable& kernels = registry::kernels());
 
 }  // namespace registry
 }  // namespace flash_wmma

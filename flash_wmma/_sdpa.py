@@ -23,7 +23,7 @@ def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype,
         return 1 << 30
     facts = device_facts(device if index is None else f"{device}:{index}")
     largest = 0
-    for d in {kernel["head_dims"][1] for kernel in table.kernels()}:
+    for d in {kernel["head_dims"][1] for kernel in table.kernels("forward")}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
         answer = table.explain(
             "auto",

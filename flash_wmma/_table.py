@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from . import _checks
 from ._native import native
-from .emulator import EmulatorError, kernel_library, kernel_sources
+from .emulator import Direction, EmulatorError, kernel_library, kernel_sources
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Kernel:
     """What one kernel can do."""
 
     name: str
+    """No two kernels share one, forward or backward."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     summary: str
@@ -102,7 +103,7 @@ def not_built() -> dict[str, str]:
 
 
 @functools.cache
-def _kernels() -> tuple[Kernel, ...]:
+def _kernels(direction: Direction) -> tuple[Kernel, ...]:
     not_built()
     return tuple(
         Kernel(
@@ -113,23 +114,28 @@ def _kernels() -> tuple[Kernel, ...]:
                 "instances": tuple(map(instance_of, facts["instances"])),
             }
         )
-        for facts in native().kernels()
+        for facts in native().kernels(direction)
     )
 
 
-def kernels() -> list[Kernel]:
-    """All kernels, by name. In a build without CUDA, the kernels for it run on CPU tensors alone, in the emulator: the
-    first call compiles them, if that has not been done. That needs g++; without it they are not listed.
+def kernels(direction: Direction = "forward") -> list[Kernel]:
+    """All kernels of a direction, ``"forward"`` or ``"backward"``, by name.
+
+    In a build without CUDA, the kernels for it run on CPU tensors alone, in the emulator: the first call compiles them,
+    if that has not been done. That needs g++; without it they are not listed.
 
     Raises:
         ImportError: ``flash_wmma._C`` was not built for this Python.
+        ValueError: no such direction.
     """
-    return list(_kernels())
+    if direction not in get_args(Direction):
+        _checks.refuse("direction", repr(direction), ", ".join(map(repr, get_args(Direction))))
+    return list(_kernels(direction))
 
 
 def kernel_named(name: str) -> Kernel:
     """The kernel of that name. Raises ``ValueError`` with the list of names if there is none."""
-    table = {kernel.name: kernel for kernel in _kernels()}
+    table = {kernel.name: kernel for direction in get_args(Direction) for kernel in _kernels(direction)}
     if name not in table:
         _checks.refuse("kernel", repr(name), ", ".join(map(repr, table)))
     return table[name]

@@ -156,7 +156,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, source: Path, changes: dict[str, str
         text = text.replace(old, new, 1)
     source.write_text(text)
     for module in (_compile, _runtime):
-        monkeypatch.setattr(module, "kernel_sources", lambda: {"broken": (source,)})
+        monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": {"broken": (source,)})
     return "broken"
 
 

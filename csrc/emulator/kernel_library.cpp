@@ -1,7 +1,6 @@
 // Linked into every kernel's library: hands out the kernels that its files have registered.
 #include "../registry.h"
 
-extern "C" __attribute__((visibility("default"))) const std::vector<const flash_wmma::KernelInfo*>*
-flash_wmma_emulated_kernels() {
+extern "C" __attribute__((visibility("default"))) const flash_wmma::KernelTable* flash_wmma_emulated_kernels() {
     return &flash_wmma::registry::kernels();
 }

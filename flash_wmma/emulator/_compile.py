@@ -19,9 +19,10 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 Mode = Literal["fast", "checked"]
+Direction = Literal["forward", "backward"]
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_dir()), _PACKAGE / "csrc")
@@ -93,12 +94,17 @@ def compiler() -> tuple[str, str]:
 
 
 @functools.cache
-def kernel_sources() -> dict[str, tuple[Path, ...]]:
-    """The sources of each CUDA kernel, by its name: the file that states it and those whose names begin as its does."""
-    files = sorted(p for folder in ("forward", "backward") for p in (CSRC / folder).glob("*.cu"))
+def kernel_sources(direction: Direction | None = None) -> dict[str, tuple[Path, ...]]:
+    """The sources of each CUDA kernel (of that direction), by its name: the file that states it and those whose names
+    begin as its does."""
+    folders = (direction,) if direction else get_args(Direction)
+    files = sorted(p for folder in folders for p in (CSRC / folder).glob("*.cu"))
     stated = {path: re.findall(r'/\*name=\*/\s*"(\w+)"', path.read_text()) for path in files}
     return {
-        name: (path, *(p for p in files if not stated[p] and p.stem.startswith(f"{path.stem}_")))
+        name: (
+            path,
+            *(p for p in files if not stated[p] and p.parent == path.parent and p.stem.startswith(f"{path.stem}_")),
+        )
         for path, names in stated.items()
         for name in names
     }
@@ -207,5 +213,6 @@ def kernel_library(kernel: str, mode: Mode) -> Path:
         EmulatorError: as :func:`build`.
     """
     bricks = [p for p in sorted((CSRC / "device").glob("*.cu")) if p.name != "runtime.cu"]
-    files = [*kernel_sources()[kernel], *bricks, CSRC / "registry.cpp", CSRC / "emulator" / "kernel_library.cpp"]
-    return build(kernel_sources()[kernel][0].stem, files, mode)
+    sources = kernel_sources()[kernel]
+    files = [*sources, *bricks, CSRC / "registry.cpp", CSRC / "emulator" / "kernel_library.cpp"]
+    return build(f"{sources[0].parent.name}_{sources[0].stem}", files, mode)

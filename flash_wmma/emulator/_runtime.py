@@ -98,12 +98,12 @@ DONE, UNKNOWN, FAILED = 1, 2, -1
 """Answers of ``EmulatorResolver`` (csrc/emulation.h)."""
 
 
-def fill(name: bytes, target: Target) -> int:
+def fill(name: bytes, direction: bytes, target: Target) -> int:
     """The target of a kernel, filled in, or why there is none. Called from C++: nothing may be raised."""
     try:
-        kernel = name.decode()
-        if kernel not in kernel_sources():
-            target.error = " ".join(kernel_sources()).encode()
+        kernel, sources = name.decode(), kernel_sources("backward" if direction == b"backward" else "forward")
+        if kernel not in sources:
+            target.error = " ".join(sources).encode()
             return UNKNOWN
         now = current()
         target.library = os.fsencode(kernel_library(kernel, now.mode))
