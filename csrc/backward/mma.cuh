@@ -310,13 +310,13 @@ struct Cursor {
 
 /// The copies of streamed tiles to the ring, in the order of a Cursor.
 template <class Tile, Pass kPass>
-class Stream {
+class StreamedTiles {
   public:
     using T = typename Tile::T;
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kStream>;
     static constexpr bool kOfQueries = kPass != Pass::kQueries;
 
-    __device__ Stream(const Problem& problem, const OwnedTile& own, const Cursor& cursor)
+    __device__ StreamedTiles(const Problem& problem, const OwnedTile& own, const Cursor& cursor)
         : p_(problem), own_(own), at_(cursor), first_(rows(true), pitch(true), p_.forward.head_dim),
           second_(rows(false), pitch(false), p_.forward.head_dim_v) {}
 
@@ -427,7 +427,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     own_facts[r][h] = row < sequence.seqlen_q ? facts_of(problem, sequence, own.head)[row] : kNoRow;
                 }
 
-        Stream<Tile, kPass> stream(problem, own, at);
+        StreamedTiles<Tile, kPass> stream(problem, own, at);
         stream.start(smem, 0);
         stream.finish(smem, 0);
         ptx::cp_async_commit();
@@ -473,7 +473,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if constexpr (General)
                     if (ScoreMod<true>::active(p)) {
                         const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
-                        mod.template apply_each<Scores<Tile>>(s, slope, scale, query, key);
+                        mod.apply_each(
+                            each, [&](int r, int j, int i) -> float& { return s[r][j][i]; },
+                            [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scale, query, key);
                         factor = 1.f;
                     }
                 RowFacts step_facts[kStep / 8][2];  // of streamed queries
@@ -506,8 +508,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 each([&](int r, int j, int i) { ds[r][j][i] *= s[r][j][i]; });
                 if constexpr (General)
                     if (ScoreMod<true>::active(p)) {
-                        if (kPass != Pass::kQueries && problem.dbias)
-                            add_bias_gradient(problem, sequence, at.head, ds, query, key);
+                        if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                            float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
+                            each([&](int r, int j, int i) {
+                                const std::int64_t q = query(r, j, i), k = key(r, j, i);
+                                if (s[r][j][i] != 0.f) ptx::red_add(dbias + q * b.query + k * b.key, ds[r][j][i]);
+                            });
+                        }
                         if (p.softcap != 0.f) each([&](int r, int j, int i) { ds[r][j][i] *= slope[r][j][i]; });
                     }
 
@@ -569,7 +576,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 }
 
 template <class Tile, bool General, Pass kPass>
-void launch_tile(const Problem& problem, flash_wmma::Stream stream) {
+void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
     const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
     if (grid.x == 0) return;

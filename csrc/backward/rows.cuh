@@ -124,7 +124,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         if (lane == 0) {
             RowFacts facts = kNoRow;
             if (used) {
-                const std::int64_t index = lse_index(p, sequence, group.head, row);
+                const std::int64_t index =
+                    sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
                 const float lse = p.lse[index];
                 if (lse != -INFINITY) facts = {-lse * kLog2e, (problem.dlse ? problem.dlse[index] : 0.f) - sum};
             }
@@ -157,6 +158,18 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
         T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + group.first_row + row);
         *reinterpret_cast<uint4*>(to + column) = out.vector;
     }
+}
+
+/// Bytes of the workspace, and what it holds.
+inline std::int64_t workspace_bytes(const BackwardParams& params) {
+    const std::int64_t rows = row_groups(params.forward) * kRowGroup;
+    const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
+    return rows * (std::int64_t{sizeof(RowFacts)} + dq);
+}
+inline Problem problem_of(const BackwardParams& params) {
+    auto* facts = static_cast<RowFacts*>(params.workspace);
+    auto* dq_rows = reinterpret_cast<float*>(facts + row_groups(params.forward) * kRowGroup);
+    return {params, facts, params.deterministic ? nullptr : dq_rows};
 }
 
 /// Launches prepare or finish.

@@ -9,8 +9,8 @@
 
 namespace flash_wmma {
 
-/// Rows [first_row, ...) of a sequence; `rows` of them, not positive if there are none, are the block's to write. Owned
-/// keys may lie behind sequence.seqlen_k: no query sees those.
+/// Rows [first_row, ...) of a sequence; `rows` of them, not positive if there are none, are the block's to write: not
+/// packed, keys that are not in use (behind sequence.seqlen_k) too.
 struct OwnedTile {
     Sequence sequence;
     int head, head_k;  // owned keys: the first query head that reads them
@@ -35,12 +35,9 @@ __device__ OwnedTile owned_keys(const ForwardParams& p) {
         const int head = static_cast<int>(blockIdx.x / tiles);
         const PackedTile found =
             packed_tile(s.cu_seqlens_k, p.batch, s.total_k, Own, static_cast<int>(blockIdx.x % tiles));
-        Sequence rows = sequence(p, found.sequence);
-        const bool behind = found.sequence == p.batch;
-        if (behind) rows.first_k = detail::first_row(s.cu_seqlens_k, p.batch, s.total_k), rows.seqlen_q = 0;
-        const int end = behind ? static_cast<int>(s.total_k)
-                               : detail::first_row(s.cu_seqlens_k, found.sequence + 1, s.total_k);
-        return {rows, head * group, head, found.tile * Own, found.tile < 0 ? 0 : end - rows.first_k - found.tile * Own};
+        const Sequence rows = sequence(p, found.sequence);
+        const int first_row = found.tile * Own;
+        return {rows, head * group, head, first_row, first_row < 0 ? 0 : rows.seqlen_k - first_row};
     }
     const auto tiles = static_cast<unsigned>((p.seqlen_k + Own - 1) / Own), heads = static_cast<unsigned>(p.heads_k);
     const int tile = static_cast<int>(blockIdx.x % tiles), slice = static_cast<int>(blockIdx.x / tiles);

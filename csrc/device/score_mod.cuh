@@ -76,32 +76,27 @@ class ScoreMod<true> {
             });
     }
 
-    /// The same for an array of products in any arrangement, for backward: x[n] is that of query(n) and key(n), and slope[n]
-    /// becomes the derivative of the score by the scaled product.
-    template <int Count, class Query, class Key>
-    __device__ __forceinline__ void apply_each(float (&x)[Count], float (&slope)[Count], float scale, Query query,
-                                               Key key) const {
-        const auto each = [&](auto f) {
-#pragma unroll
-            for (int n = 0; n < Count; ++n) f(x[n], n);
-        };
+    /// The same for products in any arrangement, for backward: each(f) calls f(r, j, i) for all of them, x(r, j, i) is the product
+    /// of query(r, j, i) and key(r, j, i), and slope(r, j, i) becomes the score's derivative by the scaled product.
+    template <class Each, class X, class Slope, class Query, class Key>
+    __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {
             const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
-            each([&](float& score, int n) {
-                const float t = tanh(score * to_x);
-                slope[n] = fmaf(-t, t, 1.f);
-                score = from_x * t;
+            each([&](int r, int j, int i) {
+                const float t = tanh(x(r, j, i) * to_x);
+                slope(r, j, i) = fmaf(-t, t, 1.f);
+                x(r, j, i) = from_x * t;
             });
         } else {
-            each([&](float& score, int) { score *= scale; });
+            each([&](int r, int j, int i) { x(r, j, i) *= scale; });
         }
         if (bias_) {
+            const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
             const auto add = [&](auto type) {
                 const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
-                const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
-                each([&](float& score, int n) {
-                    score = biased(score, bias[min(query(n), last_query) * p.bias.query +
-                                               min(key(n), last_key) * p.bias.key]);
+                each([&](int r, int j, int i) {
+                    const std::int64_t q = min(query(r, j, i), last_query), k = min(key(r, j, i), last_key);
+                    x(r, j, i) = biased(x(r, j, i), bias[q * p.bias.query + k * p.bias.key]);
                 });
             };
             switch (p.bias.dtype) {
@@ -112,8 +107,8 @@ class ScoreMod<true> {
             }
         }
         if (slope_ != 0.f)
-            each([&](float& score, int n) {
-                score = fmaf(-slope_, fabsf(static_cast<float>(query(n) + offset_ - key(n))), score);
+            each([&](int r, int j, int i) {
+                x(r, j, i) = fmaf(-slope_, fabsf(static_cast<float>(query(r, j, i) + offset_ - key(r, j, i))), x(r, j, i));
             });
     }
 

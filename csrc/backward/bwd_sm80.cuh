@@ -1,0 +1,29 @@
+// The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
+#pragma once
+
+#include "bwd_sm80_shapes.h"
+#include "mma.cuh"
+
+namespace flash_wmma::backward {
+
+/// Arguments: d, own warps, stream warps, row tiles, rows of a streamed tile, step, stages, resident operands (1: the
+/// second; 2: both), blocks an SM to keep registers for.
+template <class T, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step, int Stages,
+          int Resident, int BlocksPerSm>
+using Sm80Tile = Tile<mma::Sm80, T, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, Stages, Resident,
+                      BlocksPerSm>;
+
+template <class T, bool General>
+std::vector<Shape> sm80_fused_shapes() {
+    constexpr Pass kFused = Pass::kFused;
+    return {
+        shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 2, 1, 2>, General, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 32, 2, 1, 2>, General, kFused>(80),
+        shape<Sm80Tile<T, 96, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
+        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
+        shape<Sm80Tile<T, 192, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
+    };
+}
+
+}  // namespace flash_wmma::backward
