@@ -13,16 +13,29 @@ template <class T, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int
 using Sm80Tile = Tile<mma::Sm80, T, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, Stages, Resident,
                       BlocksPerSm>;
 
+/// Shapes that fit the largest shared memory first. What is not General has the fused pass alone.
 template <class T, bool General>
 std::vector<Shape> sm80_fused_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
         shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 2, 1, 2>, General, kFused>(80),
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 32, 2, 1, 2>, General, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, General, kFused>(80),
         shape<Sm80Tile<T, 96, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
         shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
         shape<Sm80Tile<T, 192, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
         shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
+    };
+}
+template <class T>
+std::vector<Shape> sm80_split_shapes() {
+    constexpr Pass kKeys = Pass::kKeys, kQueries = Pass::kQueries;
+    return {
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, true, kKeys>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 32, 2, 2, 2>, true, kQueries>(80),
+        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kKeys>(80),
+        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 16, 2, 0, 2>, true, kQueries>(80),
+        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 1, 1>, true, kKeys>(80),
+        shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, true, kQueries>(80),
     };
 }
 

@@ -443,7 +443,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 ptx::cp_async_commit();
             }
             auto& tile = smem.ring[slot];
-#pragma unroll
+#pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
                 const int first = thread.warp_stream() + step;  // of the tile's rows
                 const int own_base = own.first_row + thread.warp_row(), stream_base = at.row + first;

@@ -22,6 +22,12 @@ struct Shape {
     void (*launch)(const Problem&, Stream);
 };
 
+inline std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
+    std::vector<Shape> all;
+    for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+}
+
 /// The instances of `shapes`, in the same order.
 inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
     std::vector<Instance> instances;

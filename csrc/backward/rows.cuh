@@ -13,6 +13,7 @@
 #include "../attention.h"
 #include "../device/element.cuh"
 #include "../device/tile.cuh"
+#include "mma_shapes.h"
 
 namespace flash_wmma::backward {
 
@@ -91,7 +92,9 @@ __device__ inline RowGroup row_group(const ForwardParams& p) {
 
 inline constexpr int kRowThreads = 256;
 
-template <class T>
+// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them: the
+// order of dQ's buffer depends on them.
+template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
@@ -134,7 +137,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     }
 }
 
-template <class T>
+template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
@@ -177,6 +180,20 @@ inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream 
     const std::int64_t groups = row_groups(problem.forward);
     if (groups > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 groups of query rows");
     if (groups > 0) launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads)}, stream, problem);
+}
+
+/// All launches of a backward of T; shape(pass) is the Shape that runs a pass.
+template <class Machine, class T, class ShapeOf>
+void launch_all(const BackwardParams& params, Stream stream, ShapeOf shape) {
+    const Problem problem = problem_of(params);
+    launch_rows(prepare<Machine, T>, problem, stream);
+    if (params.deterministic) {
+        shape(Pass::kKeys).launch(problem, stream);
+        shape(Pass::kQueries).launch(problem, stream);
+    } else {
+        shape(Pass::kFused).launch(problem, stream);
+        launch_rows(finish<Machine, T>, problem, stream);
+    }
 }
 
 }  // namespace flash_wmma::backward

@@ -43,8 +43,9 @@ __device__ OwnedTile owned_keys(const ForwardParams& p) {
     const int tile = static_cast<int>(blockIdx.x % tiles), slice = static_cast<int>(blockIdx.x / tiles);
     const int batch = slice / static_cast<int>(heads), head = slice % static_cast<int>(heads);
     const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
-    return {Packed ? sequence(p, batch) : Sequence{batch, 0, 0, seqlen_q, seqlen_k}, head * group, head, tile * Own,
-            seqlen_k - tile * Own};
+    Sequence rows{batch, 0, 0, seqlen_q, seqlen_k};
+    if constexpr (Packed) rows = sequence(p, batch);
+    return {rows, head * group, head, tile * Own, seqlen_k - tile * Own};
 }
 
 /// The grid for owned_keys<own>. Throws std::runtime_error if the problem has more tiles than a grid holds.
