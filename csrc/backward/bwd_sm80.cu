@@ -6,9 +6,8 @@
 namespace flash_wmma::backward {
 namespace {
 
-const std::vector<Shape> kShapes =
-    join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(), sm80_bf16_shapes(),
-                      sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
+const std::vector<Shape> kShapes = join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(),
+                                         sm80_bf16_shapes(), sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
@@ -20,7 +19,7 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
 }
 
-std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) { return workspace_bytes(p); }
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) { return backward::workspace_bytes(p); }
 
 void launch_bwd_sm80(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     const auto shape = [&](Pass pass) { return shape_of(pass, p, device); };

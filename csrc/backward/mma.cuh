@@ -41,8 +41,8 @@ struct Tile {
     using Machine = Architecture;
     using T = Scalar;
     static constexpr int kD = HeadDim, kOwnWarps = OwnWarps, kStreamWarps = StreamWarps, kRowTiles = RowTiles;
-    static constexpr int kStream = StreamTile;        // rows of a streamed tile
-    static constexpr int kStep = Step;                // of those, what a warp has of S at a time
+    static constexpr int kStream = StreamTile;  // rows of a streamed tile
+    static constexpr int kStep = Step;          // of those, what a warp has of S at a time
     static constexpr int kStages = Stages;
     static constexpr bool kSecondInRegisters = Resident >= 1, kFirstInRegisters = Resident == 2;
     static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
@@ -81,7 +81,7 @@ struct SharedMemory {
     std::conditional_t<Tile::kSecondInRegisters, Nothing, OwnRows> staying;
     std::conditional_t<kExchangesDs, Weights, Nothing> ds;
     std::conditional_t<kExchangesP, Weights, Nothing> p;
-    alignas(16) RowFacts facts[Tile::kStages][kPass == Pass::kQueries ? 2 : Tile::kStream];  // of streamed queries
+    RowPair facts[Tile::kStages][kPass == Pass::kQueries ? 1 : Tile::kStream / 2];  // of streamed queries
 
     __device__ OwnRows& second() {
         if constexpr (Tile::kSecondInRegisters) return passing;
@@ -94,8 +94,7 @@ struct SharedMemory {
 template <class Tile>
 struct Thread {
     int lane, own_warp, stream_warp, warp;
-    __device__ Thread() {
-        const int tid = static_cast<int>(threadIdx.x);
+    __device__ explicit Thread(int tid) {
         lane = tid % 32;
         warp = tid / 32;
         own_warp = warp / Tile::kStreamWarps;
@@ -108,24 +107,28 @@ struct Thread {
     __device__ int column() const { return lane % 4 * 2; }
 };
 
-/// A 16x16 fragment at (row, column) of a swizzled tile. By rows: the rows of A (16x16), or the columns of two B (16x8)
-/// that are stored one a row. Across: the rows of two B stored as they are, or A stored with its columns as rows.
-template <class Rows>
-__device__ __forceinline__ void load_a(std::uint32_t (&a)[4], const Rows& rows, int row, int column, int lane) {
-    ptx::ldmatrix_x4(a, typename Rows::Lane(lane % 16, lane / 16 * 8).of(rows, row, column));
-}
-template <class Rows>
-__device__ __forceinline__ void load_b(std::uint32_t (&b)[4], const Rows& rows, int row, int column, int lane) {
-    ptx::ldmatrix_x4(b, typename Rows::Lane(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8).of(rows, row, column));
-}
-template <class Rows>
-__device__ __forceinline__ void load_a_across(std::uint32_t (&a)[4], const Rows& rows, int row, int column, int lane) {
-    ptx::ldmatrix_x4_trans(a, typename Rows::Lane(lane / 16 * 8 + lane % 8, lane / 8 % 2 * 8).of(rows, row, column));
-}
-template <class Rows>
-__device__ __forceinline__ void load_b_across(std::uint32_t (&b)[4], const Rows& rows, int row, int column, int lane) {
-    ptx::ldmatrix_x4_trans(b, typename Rows::Lane(lane % 16, lane / 16 * 8).of(rows, row, column));
-}
+/// Reads 16x16 fragments of a swizzled tile. kA: the rows of A (16x16). kB: the columns of two B (16x8) that are stored
+/// one a row. kBAcross: the rows of two B stored as they are; kAAcross: A stored with its columns as rows.
+enum class Fragment { kA, kB, kAAcross, kBAcross };
+template <Fragment kFragment, class Rows>
+class Reader {
+  public:
+    /// (row, column): where this thread's warp begins.
+    __device__ __forceinline__ Reader(int lane, int row, int column)
+        : lane_(row + (kByRows ? lane % 16 : lane / 16 * 8 + lane % 8),
+                column + (kByRows ? lane / 16 : lane / 8 % 2) * 8) {}
+    /// The fragment at (row, column) from there, multiples of 16; the column is known at compile time.
+    __device__ __forceinline__ void operator()(std::uint32_t (&fragment)[4], const Rows& rows, int row,
+                                               int column) const {
+        if constexpr (kFragment == Fragment::kA || kFragment == Fragment::kB)
+            ptx::ldmatrix_x4(fragment, lane_.of(rows, row, column));
+        else ptx::ldmatrix_x4_trans(fragment, lane_.of(rows, row, column));
+    }
+
+  private:
+    static constexpr bool kByRows = kFragment == Fragment::kA || kFragment == Fragment::kBAcross;
+    typename Rows::Lane lane_;
+};
 
 /// The warp's own rows as an operand: fragments in registers, or loaded from shared memory at each use.
 template <class Tile, bool InRegisters>
@@ -134,12 +137,12 @@ struct OwnOperand {
 
     template <class Rows>
     __device__ __forceinline__ void load(const Rows& rows, const Thread<Tile>& thread) {
+        const Reader<Fragment::kA, Rows> read(thread.lane, thread.warp_row(), 0);
         if constexpr (InRegisters)
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-                for (int c = 0; c < Tile::kD / 16; ++c)
-                    load_a(fragments[r][c], rows, thread.warp_row() + 16 * r, 16 * c, thread.lane);
+                for (int c = 0; c < Tile::kD / 16; ++c) read(fragments[r][c], rows, 16 * r, 16 * c);
     }
     template <class Rows>
     __device__ __forceinline__ void get(std::uint32_t (&a)[4], const Rows& rows, const Thread<Tile>& thread, int r,
@@ -147,7 +150,7 @@ struct OwnOperand {
         if constexpr (InRegisters)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = fragments[r][c][i];
-        else load_a(a, rows, thread.warp_row() + 16 * r, 16 * c, thread.lane);
+        else Reader<Fragment::kA, Rows>(thread.lane, thread.warp_row(), 0)(a, rows, 16 * r, 16 * c);
     }
 };
 
@@ -178,6 +181,7 @@ template <class Tile, bool InRegisters, class OwnRows, class StreamRows>
 __device__ __forceinline__ void multiply_rows(Scores<Tile>& s, const OwnOperand<Tile, InRegisters>& own,
                                               const OwnRows& rows, const StreamRows& stream, int first,
                                               const Thread<Tile>& thread) {
+    const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
         std::uint32_t a[Tile::kRowTiles][4];
@@ -186,7 +190,7 @@ __device__ __forceinline__ void multiply_rows(Scores<Tile>& s, const OwnOperand<
 #pragma unroll
         for (int j = 0; j < Tile::kStep / 16; ++j) {
             std::uint32_t b[4];
-            load_b(b, stream, first + 16 * j, 16 * c, thread.lane);
+            read(b, stream, first + 16 * j, 16 * c);
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) multiply<Tile>(s[r][2 * j], s[r][2 * j + 1], a[r], b);
         }
@@ -198,10 +202,11 @@ template <class Tile, class StreamRows>
 __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
                                                  const std::uint32_t (&weights)[Tile::kRowTiles][4],
                                                  const StreamRows& stream, int first, const Thread<Tile>& thread) {
+    const Reader<Fragment::kBAcross, StreamRows> read(thread.lane, 0, thread.warp_column());
 #pragma unroll
     for (int c = 0; c < Tile::kWarpColumns / 16; ++c) {
         std::uint32_t b[4];
-        load_b_across(b, stream, first, thread.warp_column() + 16 * c, thread.lane);
+        read(b, stream, first, 16 * c);
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
             multiply<Tile>(gradient[r][2 * c], gradient[r][2 * c + 1], weights[r], b);
@@ -215,8 +220,7 @@ __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTil
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            weights[r][i] =
-                mma::packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
+            weights[r][i] = mma::packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
 }
 
 /// A step of weights to shared memory, for the other warps.
@@ -242,15 +246,17 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
     const int column = thread.warp / Tile::kQueryWarps * Tile::kQueryColumns;
     float dq[kRowTiles][Tile::kQueryColumns / 8][4];
     clear(dq);
+    const Reader<Fragment::kAAcross, Weights> read_ds(thread.lane, 0, row);
+    const Reader<Fragment::kBAcross, OwnRows> read_keys(thread.lane, 0, column);
 #pragma unroll
     for (int k = 0; k < Tile::kOwn / 16; ++k) {
         std::uint32_t a[kRowTiles][4];
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) load_a_across(a[r], ds, 16 * k, row + 16 * r, thread.lane);
+        for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
 #pragma unroll
         for (int c = 0; c < Tile::kQueryColumns / 16; ++c) {
             std::uint32_t b[4];
-            load_b_across(b, keys, 16 * k, column + 16 * c, thread.lane);
+            read_keys(b, keys, 16 * k, 16 * c);
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
         }
@@ -277,9 +283,9 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
         for (int c = 0; c < Tile::kWarpColumns / 8; ++c)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *reinterpret_cast<std::uint32_t*>(staging.at(thread.warp_row() + 16 * r + 8 * h + thread.row(),
-                                                             thread.warp_column() + 8 * c) +
-                                                  thread.column()) =
+                *reinterpret_cast<std::uint32_t*>(
+                    staging.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), thread.warp_column() + 8 * c) +
+                    thread.column()) =
                     mma::packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
     __syncwarp();
     constexpr int kVectors = Tile::kWarpColumns / 8;
@@ -293,8 +299,8 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
 
 /// The streamed tiles of one head after the other, each head's from the last to the first.
 struct Cursor {
-    int head;   // query head
-    int row;    // first of the tile
+    int head;         // query head
+    int row;          // first of the tile
     int first, last;  // rows at which the first and the last tile of a head begin
     int step;
 
@@ -315,9 +321,14 @@ class StreamedTiles {
     using T = typename Tile::T;
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kStream>;
     static constexpr bool kOfQueries = kPass != Pass::kQueries;
+    /// Whether a tile can wait in registers while products are computed.
+    static constexpr bool kWaitsInRegisters = Tile::Machine::kThroughRegisters && Copy::kCount <= 4;
 
     __device__ StreamedTiles(const Problem& problem, const OwnedTile& own, const Cursor& cursor)
-        : p_(problem), own_(own), at_(cursor), first_(rows(true), pitch(true), p_.forward.head_dim),
+        : p_(problem),
+          own_(own),
+          at_(cursor),
+          first_(rows(true), pitch(true), p_.forward.head_dim),
           second_(rows(false), pitch(false), p_.forward.head_dim_v) {}
 
     __device__ __forceinline__ void start(SharedMemory<Tile, kPass>& smem, int slot) {
@@ -326,9 +337,9 @@ class StreamedTiles {
         second_.start(smem.ring[slot].second, pitch(false), left);
         if constexpr (kOfQueries)
             if (threadIdx.x < Tile::kStream / 2) {
-                const RowFacts* from = facts_of(p_, own_.sequence, at_.head) + at_.row + 2 * threadIdx.x;
+                const RowPair* from = facts_of(p_, own_.sequence, at_.head) + at_.row / 2 + threadIdx.x;
                 if constexpr (Tile::Machine::kThroughRegisters) pair_ = *reinterpret_cast<const uint4*>(from);
-                else ptx::cp_async_16(&smem.facts[slot][2 * threadIdx.x], from, 16);
+                else ptx::cp_async_16(&smem.facts[slot][threadIdx.x], from, 16);
             }
         if (at_.advance()) {
             first_ = Copy(rows(true), pitch(true), p_.forward.head_dim);
@@ -340,20 +351,19 @@ class StreamedTiles {
         first_.finish(smem.ring[slot].first);
         second_.finish(smem.ring[slot].second);
         if constexpr (kOfQueries && Tile::Machine::kThroughRegisters)
-            if (threadIdx.x < Tile::kStream / 2)
-                *reinterpret_cast<uint4*>(&smem.facts[slot][2 * threadIdx.x]) = pair_;
+            if (threadIdx.x < Tile::kStream / 2) *reinterpret_cast<uint4*>(&smem.facts[slot][threadIdx.x]) = pair_;
     }
 
   private:
     __device__ std::int64_t pitch(bool first) const {
-        return first ? (kOfQueries ? p_.forward.q.row : p_.forward.k.row) : (kOfQueries ? p_.dout.row : p_.forward.v.row);
+        return first ? (kOfQueries ? p_.forward.q.row : p_.forward.k.row)
+                     : (kOfQueries ? p_.dout.row : p_.forward.v.row);
     }
     __device__ const T* rows(bool first) const {
         const Sequence& s = own_.sequence;
         if constexpr (kOfQueries)
             return row_of<const T>(first ? p_.forward.q : p_.dout, s.index, at_.head, s.first_q + at_.row);
-        else
-            return row_of<const T>(first ? p_.forward.k : p_.forward.v, s.index, own_.head_k, s.first_k + at_.row);
+        else return row_of<const T>(first ? p_.forward.k : p_.forward.v, s.index, own_.head_k, s.first_k + at_.row);
     }
 
     const Problem& p_;
@@ -375,7 +385,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
-    const Thread<Tile> thread;
+    const Thread<Tile> thread(static_cast<int>(threadIdx.x));
     const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, General>(p) : owned_queries<Tile::kOwn, General>(p);
     if (own.rows <= 0) return;
     const Sequence& sequence = own.sequence;
@@ -417,14 +427,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             own_second.load(smem.second(), thread);
             __syncthreads();  // the ring takes its place
         }
-        RowFacts own_facts[kRowTiles][2];  // of own queries
+        float minus_lse[kRowTiles][2], minus_delta[kRowTiles][2];  // of own queries
         if constexpr (!kOwnsKeys)
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     const int row = own.first_row + thread.warp_row() + 16 * r + 8 * h + thread.row();
-                    own_facts[r][h] = row < sequence.seqlen_q ? facts_of(problem, sequence, own.head)[row] : kNoRow;
+                    const bool exists = row < sequence.seqlen_q;
+                    const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
+                    minus_lse[r][h] = exists ? pair.minus_lse[row % 2] : -INFINITY;
+                    minus_delta[r][h] = pair.minus_delta[row % 2];
                 }
 
         StreamedTiles<Tile, kPass> stream(problem, own, at);
@@ -478,23 +491,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                             [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scale, query, key);
                         factor = 1.f;
                     }
-                RowFacts step_facts[kStep / 8][2];  // of streamed queries
-                if constexpr (kOwnsKeys)
-#pragma unroll
-                    for (int j = 0; j < kStep / 8; ++j)
-                        *reinterpret_cast<float4*>(step_facts[j]) =
-                            *reinterpret_cast<const float4*>(&smem.facts[slot][first + 8 * j + thread.column()]);
-                const auto facts = [&](int r, int j, int i) {
-                    return kOwnsKeys ? step_facts[j][i % 2] : own_facts[r][i / 2];
-                };
+                const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
                 each([&](int r, int j, int i) {
-                    s[r][j][i] = ptx::ex2(fmaf(s[r][j][i], factor, facts(r, j, i).minus_lse));
+                    const float offset = kOwnsKeys ? pairs[4 * j].minus_lse[i % 2] : minus_lse[r][i / 2];
+                    s[r][j][i] = ptx::ex2(fmaf(s[r][j][i], factor, offset));
                 });
-                const bool all_visible =
-                    kOwnsKeys ? mask.all_visible(stream_base, stream_base + kStep - 1, own_base,
-                                                 own_base + Tile::kWarpRows - 1)
-                              : mask.all_visible(own_base, own_base + Tile::kWarpRows - 1, stream_base,
-                                                 stream_base + kStep - 1);
+                const bool all_visible = kOwnsKeys ? mask.all_visible(stream_base, stream_base + kStep - 1, own_base,
+                                                                      own_base + Tile::kWarpRows - 1)
+                                                   : mask.all_visible(own_base, own_base + Tile::kWarpRows - 1,
+                                                                      stream_base, stream_base + kStep - 1);
                 if (!all_visible)
                     each([&](int r, int j, int i) {
                         const int q = query(r, j, i), k = key(r, j, i);
@@ -503,7 +508,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
                 // dS
                 Scores<Tile> ds;
-                each([&](int r, int j, int i) { ds[r][j][i] = facts(r, j, i).minus_delta; });
+                each([&](int r, int j, int i) {
+                    ds[r][j][i] = kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
+                });
                 multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first, thread);
                 each([&](int r, int j, int i) { ds[r][j][i] *= s[r][j][i]; });
                 if constexpr (General)
@@ -532,34 +539,35 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         multiply_weights<Tile>(d_first, weights, tile.first, step + k, thread);
                     }
             }
-            if constexpr (kThroughRegisters)
+            if constexpr (stream.kWaitsInRegisters)
                 if (left > 1) stream.start(smem, next);
             if constexpr (Map::kExchangesDs) __syncthreads();
-            if constexpr (Tile::kStreamWarps > 1)
+            // Computed anew, so that the addresses of these products take no registers in the others
+            const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+            if constexpr (Tile::kStreamWarps > 1) {
+                const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
 #pragma unroll
                 for (int k = 0; k < Tile::kStream; k += 16) {
                     std::uint32_t weights[kRowTiles][4];
                     if constexpr (kOwnsKeys) {
 #pragma unroll
-                        for (int r = 0; r < kRowTiles; ++r)
-                            load_a(weights[r], smem.p, thread.warp_row() + 16 * r, k, thread.lane);
-                        multiply_weights<Tile>(d_second, weights, tile.second, k, thread);
+                        for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.p, 16 * r, k);
+                        multiply_weights<Tile>(d_second, weights, tile.second, k, again);
                     }
 #pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-                        load_a(weights[r], smem.ds, thread.warp_row() + 16 * r, k, thread.lane);
-                    multiply_weights<Tile>(d_first, weights, tile.first, k, thread);
+                    for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.ds, 16 * r, k);
+                    multiply_weights<Tile>(d_first, weights, tile.first, k, again);
                 }
+            }
             if constexpr (kPass == Pass::kFused)
-                add_to_dq<Tile>(dq_of(problem, sequence, at.head, at.row), p.head_dim, smem.ds, smem.first, thread);
+                add_to_dq<Tile>(dq_of(problem, sequence, at.head, at.row), p.head_dim, smem.ds, smem.first, again);
 
             if constexpr (kStages == 1) __syncthreads();
-            if constexpr (kStages == 1 && !kThroughRegisters) {
-                if (left > 1) stream.start(smem, next);
-                ptx::cp_async_commit();
+            if (left > 1) {
+                if constexpr (kStages == 1 && !stream.kWaitsInRegisters) stream.start(smem, next);
+                stream.finish(smem, next);
             }
-            if constexpr (kThroughRegisters)
-                if (left > 1) stream.finish(smem, next);
+            if constexpr (kStages == 1) ptx::cp_async_commit();
             slot = next;
         }
     }

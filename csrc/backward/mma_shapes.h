@@ -40,8 +40,8 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
     const Sequences& s = p.sequences;
-    const bool general = p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k ||
-                         s.seqused_k;
+    const bool general =
+        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && (shape.general || !general) &&

@@ -20,16 +20,15 @@ namespace flash_wmma::backward {
 inline constexpr int kRowGroup = kScaleRows;
 inline constexpr float kLog2e = 1.44269504088896341f;
 
-/// Of a query row: -L in log2 units, and -D, where D = rowsum(O dO) - dL.
-struct alignas(8) RowFacts {
-    float minus_lse, minus_delta;
+/// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that does
+/// not exist, has -inf and 0, so that its P is 0.
+struct alignas(16) RowPair {
+    float minus_lse[2], minus_delta[2];
 };
-/// Of a row that sees no key, or that does not exist: its P is 0.
-inline constexpr RowFacts kNoRow = {-INFINITY, 0.f};
 
 /// What the kernels are given: the params, and where in the workspace things are.
 struct Problem : BackwardParams {
-    RowFacts* facts;
+    RowPair* facts;
     float* dq_rows;  // DqFragments, only if dQ is accumulated
 };
 
@@ -40,9 +39,9 @@ inline std::int64_t row_groups(const ForwardParams& p) {
                                        : (p.seqlen_q + kRowGroup - 1) / kRowGroup * p.batch);
 }
 
-/// Facts of row 0 of a sequence's head.
-__device__ __forceinline__ RowFacts* facts_of(const Problem& problem, const Sequence& sequence, int head) {
-    return problem.facts + q_scale_index(problem.forward, sequence, head) * kRowGroup;
+/// Facts of rows 0 and 1 of a sequence's head.
+__device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const Sequence& sequence, int head) {
+    return problem.facts + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 2);
 }
 /// dQ's buffer from row `row`, a multiple of 16, of a sequence's head on.
 __device__ __forceinline__ float* dq_of(const Problem& problem, const Sequence& sequence, int head, int row) {
@@ -125,14 +124,19 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
 #pragma unroll
         for (int l = kLanes / 2; l; l /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, l);
         if (lane == 0) {
-            RowFacts facts = kNoRow;
+            float minus_lse = -INFINITY, minus_delta = 0.f;
             if (used) {
                 const std::int64_t index =
                     sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
                 const float lse = p.lse[index];
-                if (lse != -INFINITY) facts = {-lse * kLog2e, (problem.dlse ? problem.dlse[index] : 0.f) - sum};
+                if (lse != -INFINITY) {
+                    minus_lse = -lse * kLog2e;
+                    minus_delta = (problem.dlse ? problem.dlse[index] : 0.f) - sum;
+                }
             }
-            problem.facts[std::int64_t{blockIdx.x} * kRowGroup + i] = facts;
+            RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
+            pair.minus_lse[i % 2] = minus_lse;
+            pair.minus_delta[i % 2] = minus_delta;
         }
     }
 }
@@ -167,11 +171,11 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
 inline std::int64_t workspace_bytes(const BackwardParams& params) {
     const std::int64_t rows = row_groups(params.forward) * kRowGroup;
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    return rows * (std::int64_t{sizeof(RowFacts)} + dq);
+    return rows * (std::int64_t{sizeof(RowPair)} / 2 + dq);
 }
 inline Problem problem_of(const BackwardParams& params) {
-    auto* facts = static_cast<RowFacts*>(params.workspace);
-    auto* dq_rows = reinterpret_cast<float*>(facts + row_groups(params.forward) * kRowGroup);
+    auto* facts = static_cast<RowPair*>(params.workspace);
+    auto* dq_rows = reinterpret_cast<float*>(facts + row_groups(params.forward) * (kRowGroup / 2));
     return {params, facts, params.deterministic ? nullptr : dq_rows};
 }
 

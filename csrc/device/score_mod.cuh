@@ -108,7 +108,8 @@ class ScoreMod<true> {
         }
         if (slope_ != 0.f)
             each([&](int r, int j, int i) {
-                x(r, j, i) = fmaf(-slope_, fabsf(static_cast<float>(query(r, j, i) + offset_ - key(r, j, i))), x(r, j, i));
+                x(r, j, i) =
+                    fmaf(-slope_, fabsf(static_cast<float>(query(r, j, i) + offset_ - key(r, j, i))), x(r, j, i));
             });
     }
 
