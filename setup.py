@@ -58,7 +58,8 @@ AVX2 = "-mavx2 -mfma -mf16c"
 GROUPS = (
     Group("csrc/module.cpp", f"{HIDDEN} {TORCH} -isystem $python_include"),
     Group("csrc/registry.cpp"),  # the registry's functions are what libflash_wmma.so exports
-    Group("csrc/ops.cpp", f"{HIDDEN} {TORCH}"),
+    Group("csrc/ops*.cpp", f"{HIDDEN} {TORCH}"),
+    Group("csrc/arguments.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/emulation.cpp", HIDDEN),
     Group("csrc/cpu/*_avx512.cpp", f"{HIDDEN} {AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl", skip=not X86),
     Group("csrc/cpu/*_avx2.cpp", f"{HIDDEN} {AVX2}", skip=not X86),

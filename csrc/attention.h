@@ -1,8 +1,8 @@
-// The contract between the ops (csrc/ops.cpp) and the kernels: plain structs, no torch, no CUDA.
+// The contract between the ops (csrc/ops*.cpp) and the kernels: plain structs, no torch, no CUDA.
 //
 // Shapes, as a kernel sees them: q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), o (B, Hq, Nq, d_v),
 // lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,
-// every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: ops.cpp pads or copies what
+// every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: the ops pad or copy what
 // is not so. Strides count elements. A pointer that a kernel does not need is null.
 //
 // The score of query i and key j, in flash-attn's order (its softcap comes before its ALiBi) and SDPA's (its mask is
@@ -136,16 +136,16 @@ struct BiasGradient {
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 ///
-/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: ops.cpp has zeroed them, and
+/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them, and
 /// a kernel writes the rows of the sequences alone (of dk and dv: of the keys in use).
 struct BackwardParams {
-    /// What forward was given, as ops.cpp gives it to a forward kernel; o and lse are inputs here, with rows of dout's
+    /// What forward was given, as the ops give it to a forward kernel; o and lse are inputs here, with rows of dout's
     /// alignment. exponents, partials and workspace are null.
     ForwardParams forward;
     Rows dout;           ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
     Rows dq, dk, dv;     ///< in the shapes of q, k, v and in forward.out_dtype; rows are 16-byte aligned
     const float* dlse;   ///< with lse's shape and strides, or null: zeros
-    BiasGradient dbias;  ///< zeroed by ops.cpp; null data: not asked for
+    BiasGradient dbias;  ///< zeroed by the ops; null data: not asked for
     bool deterministic;  ///< the same to the bit from run to run: nothing is summed by atomics
     void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
 };

@@ -60,7 +60,7 @@ DType dtype_named(const std::string& name) {
     throw py::value_error("dtype: got " + name + ", allowed: float32, float16, bfloat16");
 }
 
-/// Params as csrc/ops.cpp fills them, without tensors: a pointer that is only asked whether it is null points here.
+/// Params as the ops fill them, without tensors: a pointer that is only asked whether it is null points here.
 struct Problem {
     ForwardParams params{};
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -55,9 +57,11 @@ def _forward_varlen(
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
 
-def _gradients(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dbias = q.new_empty((0,)) if attn_bias is None else attn_bias.new_empty(attn_bias.shape)
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dbias
+def _like(t: Tensor) -> Tensor:
+    """A gradient: dense, in the order of heads and rows that the argument has."""
+    if t.dim() == 4 and t.stride(1) < t.stride(2):
+        return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
 
 
 def _backward(
@@ -68,11 +72,22 @@ def _backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
     attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    dropout_p: float = 0.0,
+    bias_grad: bool = False,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(q, k, v, attn_bias)
+    dbias = q.new_empty(0) if attn_bias is None or not bias_grad else attn_bias.new_empty(attn_bias.shape)
+    return _like(q), _like(k), _like(v), dbias
 
 
 def _backward_varlen(
@@ -88,11 +103,10 @@ def _backward_varlen(
     seqused_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
-    attn_bias: Tensor | None = None,
-    *_: object,
-    **__: object,
+    *options: Any,
+    **named: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _gradients(q, k, v, attn_bias)
+    return _backward(dout, dlse, q, k, v, out, lse, *options, **named)
 
 
 for _op, _fake in (

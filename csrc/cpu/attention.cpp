@@ -9,51 +9,17 @@
 // Short queries against many keys (decoding) are also split over the keys, by shape alone, and the splits are combined
 // in order. So every row is computed in the same order whatever the number of threads: bitwise equal from run to run,
 // and in a packed sequence bitwise what the sequence alone would give.
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
-
-#include <torch/csrc/stable/ops.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "isa.h"
 #include "registry.h"
+#include "tasks.h"
 
 namespace flash_wmma {
 namespace cpu {
 namespace {
-
-std::vector<const IsaKernel*>& isa_kernels() {
-    static std::vector<const IsaKernel*> kernels;
-    return kernels;
-}
-
-const IsaKernel& select_isa() {
-    const char* wanted = std::getenv("FLASH_WMMA_CPU_ISA");
-    const IsaKernel* best = nullptr;
-    std::string names;
-    for (const IsaKernel* kernel : isa_kernels()) {
-        const bool named = wanted && std::strcmp(wanted, kernel->name) == 0;
-        if (!kernel->supported()) {
-            if (named) throw std::invalid_argument(std::string("FLASH_WMMA_CPU_ISA: this processor has no ") + wanted);
-            continue;
-        }
-        if (named) return *kernel;
-        names += std::string(names.empty() ? "'" : ", '") + kernel->name + "'";
-        if (!best || kernel->rank > best->rank) best = kernel;
-    }
-    if (wanted)
-        throw std::invalid_argument(std::string("FLASH_WMMA_CPU_ISA: got '") + wanted + "', allowed here: " + names);
-    return *best;
-}
-
-std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
 /// Dense attention: a call of it, or one sequence of a packed call with its pointers moved there.
 struct Problem {
@@ -85,39 +51,6 @@ struct Problem {
                static_cast<double>(params.seqlen_k) * (params.head_dim + params.head_dim_v);
     }
 };
-
-/// The rows of a packed tensor that a sequence takes (attention.h); a longer one than was said is cut.
-struct Run {
-    std::int64_t begin, length;
-    Run(const std::int32_t* cu_seqlens, std::int64_t b, std::int64_t total, std::int64_t longest) {
-        begin = std::clamp(std::int64_t{cu_seqlens[b]}, std::int64_t{0}, total);
-        length = std::min(std::clamp(std::int64_t{cu_seqlens[b + 1]}, begin, total) - begin, longest);
-    }
-};
-
-void* moved(void* data, std::int64_t elements, DType dtype) {
-    return static_cast<char*>(data) + elements * (dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2);
-}
-
-/// Sequence b of packed ones as dense attention.
-ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
-    const Sequences& s = packed.sequences;
-    const Run queries(s.cu_seqlens_q, b, s.total_q, packed.seqlen_q),
-        keys(s.cu_seqlens_k, b, s.total_k, packed.seqlen_k);
-    ForwardParams p = packed;
-    p.sequences = {};
-    p.batch = 1;
-    p.seqlen_q = queries.length;
-    p.seqlen_k = s.seqused_k ? std::clamp(std::int64_t{s.seqused_k[b]}, std::int64_t{0}, keys.length) : keys.length;
-    p.q.data = moved(p.q.data, queries.begin * p.q.row, p.dtype);
-    p.k.data = moved(p.k.data, keys.begin * p.k.row, p.dtype);
-    p.v.data = moved(p.v.data, keys.begin * p.v.row, p.dtype);
-    p.o.data = moved(p.o.data, queries.begin * p.o.row, p.out_dtype);
-    p.lse += queries.begin;
-    if (p.bias.data) p.bias.data = moved(const_cast<void*>(p.bias.data), b * p.bias.batch, p.bias.dtype);
-    if (p.alibi_slopes) p.alibi_slopes += b * p.alibi_batch_stride;
-    return p;
-}
 
 /// What runs: the problems, the longest first, and how they are shared out.
 struct Plan {
@@ -191,17 +124,6 @@ std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     return (plan.workers * plan.scratch + plan.partials) * static_cast<std::int64_t>(sizeof(float));
 }
 
-/// Runs work(task, worker) for every task in [0, tasks), each as soon as a worker is free.
-template <class Work>
-void run_tasks(std::int64_t workers, std::int64_t tasks, const Work& work) {
-    std::atomic<std::int64_t> next{0};
-    const auto drain = [&](std::int64_t worker, std::int64_t) {
-        for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(task, worker);
-    };
-    if (workers == 1) drain(0, 1);
-    else torch::stable::parallel_for(0, workers, 1, drain);
-}
-
 /// o = 0 and lse = -inf for the packed rows [begin, end).
 void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
     const std::size_t bytes = static_cast<std::size_t>(p.head_dim_v) * (p.out_dtype == DType::kFloat32 ? 4 : 2);
@@ -273,8 +195,6 @@ const KernelInfo kKernel{
 const Registration registration(kKernel);
 
 }  // namespace
-
-IsaRegistration::IsaRegistration(const IsaKernel& kernel) { isa_kernels().push_back(&kernel); }
 
 }  // namespace cpu
 }  // namespace flash_wmma

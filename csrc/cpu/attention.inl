@@ -749,10 +749,5 @@ void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t 
     }
 }
 
-template <class Isa>
-constexpr IsaKernel isa_kernel(const char* name, int rank, bool (*supported)()) {
-    return {name, rank, tile_rows<Isa>(), supported, scratch_floats<Isa>, attend<Isa>, combine<Isa>};
-}
-
 }  // namespace
 }  // namespace flash_wmma::cpu

@@ -1,7 +1,7 @@
 // The CPU kernel for AVX2 with FMA and F16C.
 #include <immintrin.h>
 
-#include "attention.inl"
+#include "backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <immintrin.h>
 
-#include "attention.inl"
+#include "backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

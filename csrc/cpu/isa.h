@@ -1,4 +1,4 @@
-// The contract between the CPU kernel's driver (attention.cpp) and its compute units, one per instruction set
+// The contract between the CPU kernels' drivers (attention.cpp, backward.cpp) and their compute units, one per instruction set
 // (attention_avx512.cpp, ...). Plain structs and function pointers only: a unit compiled for AVX-512 must not emit an
 // inline function that the linker could pick for code that runs everywhere.
 #pragma once
@@ -20,6 +20,14 @@ struct Task {
 /// Floats of one row of a split: o[d_v], maximum of the unscaled scores, sum.
 constexpr std::int64_t partial_stride(std::int64_t head_dim_v) { return head_dim_v + 2; }
 
+/// A run of the keys of one key/value head, all query heads that read it, in an entry of its own: batch is 1.
+struct BackwardTask {
+    std::int64_t head_k;
+    std::int64_t key_begin, key_end;
+    const float* delta;  ///< (Hq, Nq): rowsum(o * dout) - dlse
+    float* dq;           ///< (Hq / Hk, Nq, query_stride): this run's part of the unscaled dq, uninitialised
+};
+
 struct IsaKernel {
     const char* name;  ///< as FLASH_WMMA_CPU_ISA says it
     int rank;          ///< the highest that is supported runs
@@ -30,6 +38,19 @@ struct IsaKernel {
     void (*attend)(const ForwardParams&, const Task&, float* scratch);
     /// Writes o and lse of packed rows [row_begin, row_end) from `splits` partials that lie `split_stride` floats apart.
     void (*combine)(const ForwardParams&, const Task&, int splits, std::int64_t split_stride);
+
+    /// Floats of a row of BackwardTask::dq.
+    std::int64_t (*query_stride)(const ForwardParams&);
+    /// Floats of scratch that delta, backward and finish_query need, 64-byte aligned.
+    std::int64_t (*backward_scratch)(const ForwardParams&);
+    /// Writes delta (Hq, Nq) of a query head's rows [row_begin, row_end).
+    void (*delta)(const BackwardParams&, std::int64_t head, std::int64_t row_begin, std::int64_t row_end, float* delta,
+                  float* scratch);
+    /// Writes dk and dv of the task's keys and its part of dq, and adds to dbias.
+    void (*backward)(const BackwardParams&, const BackwardTask&, float* scratch);
+    /// Writes a row of dq: scale times the sum of `parts`, which lie `part_stride` floats apart.
+    void (*finish_query)(const BackwardParams&, std::int64_t head, std::int64_t row, const float* first, int parts,
+                         std::int64_t part_stride, float* scratch);
 };
 
 struct IsaRegistration {

@@ -1,0 +1,146 @@
+// The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout.
+//
+// This file splits the work (backward.inl is the algorithm): every batch entry or packed sequence is an entry, every
+// key/value head of it a few tasks that share out its keys, by shape alone. Each task has a part of dq of its own, which
+// are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
+#include <vector>
+
+#include "tasks.h"
+
+namespace flash_wmma::cpu {
+namespace {
+
+/// One batch entry, or one of packed sequences, as a problem with batch 1.
+BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
+    const ForwardParams& f = all.forward;
+    BackwardParams p = all;
+    if (f.sequences.cu_seqlens_q) {
+        p.forward = sequence(f, b);
+        const Run queries(f.sequences.cu_seqlens_q, b, f.sequences.total_q, f.seqlen_q),
+            keys(f.sequences.cu_seqlens_k, b, f.sequences.total_k, f.seqlen_k);
+        for (Rows* t : {&p.dout, &p.dq}) t->data = moved(t->data, queries.begin * t->row, f.out_dtype);
+        for (Rows* t : {&p.dk, &p.dv}) t->data = moved(t->data, keys.begin * t->row, f.out_dtype);
+        if (p.dlse) p.dlse += queries.begin;
+    } else {
+        ForwardParams& one = p.forward;
+        one.batch = 1;
+        for (Rows* t : {&one.q, &one.k, &one.v}) t->data = moved(t->data, b * t->batch, f.dtype);
+        for (Rows* t : {&one.o, &p.dout, &p.dq, &p.dk, &p.dv}) t->data = moved(t->data, b * t->batch, f.out_dtype);
+        one.lse += b * f.lse_batch;
+        if (p.dlse) p.dlse += b * f.lse_batch;
+        if (one.bias.data) one.bias.data = moved(const_cast<void*>(f.bias.data), b * f.bias.batch, f.bias.dtype);
+        if (one.alibi_slopes) one.alibi_slopes += b * f.alibi_batch_stride;
+    }
+    if (p.dbias.data) p.dbias.data += b * p.dbias.batch;
+    return p;
+}
+
+struct Entry {
+    BackwardParams params;
+    std::int64_t splits, split_keys, part;  ///< part: floats of one split's dq
+    std::int64_t first_delta, first_dq;     ///< floats into their arrays
+    std::int64_t rows() const { return params.forward.heads_q * params.forward.seqlen_q; }
+};
+
+/// What runs, and where its memory lies in the workspace.
+struct Plan {
+    const IsaKernel& isa = select_isa();
+    std::vector<Entry> entries;
+    std::int64_t splits = 1;  ///< of the entry with the most
+    std::int64_t deltas = 0, parts = 0, scratch, stride, workers;
+
+    explicit Plan(const BackwardParams& p) {
+        // Enough tasks for the threads of a large machine, of keys enough to pay for a part of dq each.
+        constexpr std::int64_t kTasks = 64, kMinSplitKeys = 4 * kTileKeys;
+        const ForwardParams& f = p.forward;
+        scratch = ceil_div(isa.backward_scratch(f), 16) * 16;
+        stride = isa.query_stride(f);
+        const std::int64_t wanted = std::max(std::int64_t{1}, kTasks / (f.batch * f.heads_k));
+        for (std::int64_t b = 0; b < f.batch; ++b) {
+            Entry e{};
+            e.params = entry_of(p, b);
+            const ForwardParams& one = e.params.forward;
+            if (one.seqlen_q == 0 || one.seqlen_k == 0) continue;
+            const std::int64_t tiles = ceil_div(one.seqlen_k, kTileKeys);
+            e.split_keys = std::max(kMinSplitKeys, ceil_div(tiles, wanted) * kTileKeys);
+            e.splits = ceil_div(one.seqlen_k, e.split_keys);
+            e.part = e.rows() * stride;
+            e.first_delta = deltas;
+            e.first_dq = parts;
+            deltas += ceil_div(e.rows(), 16) * 16;
+            parts += e.splits * e.part;
+            splits = std::max(splits, e.splits);
+            entries.push_back(e);
+        }
+        workers = std::max<std::int64_t>(1, torch::stable::get_num_threads());
+    }
+    std::int64_t floats() const { return workers * scratch + deltas + parts; }
+};
+
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+    return Plan(p).floats() * static_cast<std::int64_t>(sizeof(float));
+}
+
+void launch(const BackwardParams& p, const DeviceFacts&, Stream) {
+    const Plan plan(p);
+    const ForwardParams& f = p.forward;
+    float *scratch = static_cast<float*>(p.workspace), *deltas = scratch + plan.workers * plan.scratch,
+          *parts = deltas + plan.deltas;
+    const auto count = static_cast<std::int64_t>(plan.entries.size());
+
+    run_tasks(plan.workers, count * f.heads_q, [&](std::int64_t t, std::int64_t worker) {
+        const Entry& e = plan.entries[static_cast<std::size_t>(t / f.heads_q)];
+        plan.isa.delta(e.params, t % f.heads_q, 0, e.params.forward.seqlen_q, deltas + e.first_delta,
+                       scratch + worker * plan.scratch);
+    });
+
+    // Tasks with the same (entry, head, split) up to what dbias is broadcast over form a group.
+    const bool shared = p.dbias.data;
+    const std::int64_t by_entry = shared && p.dbias.batch == 0 ? 1 : count,
+                       by_head = shared && p.dbias.head == 0 ? 1 : f.heads_k,
+                       by_split = shared && p.dbias.key == 0 ? 1 : plan.splits;
+    run_tasks(plan.workers, by_entry * by_head * by_split, [&](std::int64_t group, std::int64_t worker) {
+        for (std::int64_t i = group / by_split / by_head; i < count; i += by_entry) {
+            const Entry& e = plan.entries[static_cast<std::size_t>(i)];
+            for (std::int64_t head = group / by_split % by_head; head < f.heads_k; head += by_head)
+                for (std::int64_t split = group % by_split; split < e.splits; split += by_split) {
+                    const std::int64_t begin = split * e.split_keys;
+                    const BackwardTask task{head, begin, std::min(begin + e.split_keys, e.params.forward.seqlen_k),
+                                            deltas + e.first_delta,
+                                            parts + e.first_dq + split * e.part + head * (e.part / f.heads_k)};
+                    plan.isa.backward(e.params, task, scratch + worker * plan.scratch);
+                }
+        }
+    });
+
+    run_tasks(plan.workers, count * f.heads_q, [&](std::int64_t t, std::int64_t worker) {
+        const Entry& e = plan.entries[static_cast<std::size_t>(t / f.heads_q)];
+        const std::int64_t head = t % f.heads_q, rows = e.params.forward.seqlen_q;
+        for (std::int64_t i = 0; i < rows; ++i)
+            plan.isa.finish_query(e.params, head, i, parts + e.first_dq + (head * rows + i) * plan.stride,
+                                  static_cast<int>(e.splits), e.part, scratch + worker * plan.scratch);
+    });
+}
+
+const BackwardKernelInfo kKernel{
+    "bwd_cpu",
+    "native CPU kernel, fp32 arithmetic, a block of keys a task",
+    /*min_arch=*/0,
+    /*bf16_min_arch=*/1,
+    /*float32=*/true,
+    /*float16=*/true,
+    /*min_head_dim=*/1,
+    /*max_head_dim=*/256,
+    kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic | kBiasGradient |
+        kDeterministicBiasGradient,
+    /*auto_rank=*/100,
+    /*instances=*/nullptr,
+    /*instance_count=*/0,
+    /*choose=*/nullptr,
+    workspace_bytes,
+    launch,
+};
+const Registration registration(kKernel);
+
+}  // namespace
+}  // namespace flash_wmma::cpu

@@ -1,0 +1,295 @@
+// Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set as
+// attention.inl is, and like it fp32 throughout.
+//
+// A task owns a run of the keys of a key/value head. It walks K/V tiles of Bc = kTileKeys keys and inside each all query
+// rows that see it, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up in memory that no
+// other task touches. Nothing is atomic and every sum has one order, so the result is the same to the bit from run to
+// run, whatever the number of threads.
+//
+// Five products a tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
+//     S = Q K^T        dP = dO V^T        dV += P^T dO        dK += dS^T Q        dQ += dS K
+// so K and V are transposed once per K/V tile, and P and dS are read by columns as they lie.
+//
+// The weights are recomputed from lse: P = exp(x - lse). Where a key is hidden P is 0 and dS is set to 0, whatever dP is;
+// a NaN or inf of Q, K or dO still reaches what it is multiplied with (0 * inf), as in torch.
+//
+// Bound: the FMA units, as attention.inl.
+#pragma once
+
+#include "attention.inl"
+
+namespace flash_wmma::cpu {
+namespace {
+
+/// Br: query rows of a tile, whole blocks of kProductRows.
+constexpr int kProductRows = 6, kQueryRows = 60;
+
+/// A[m][k] is data[m * row + k * column].
+struct Factor {
+    const float* data;
+    std::int64_t row, column;
+};
+
+/// A block of C[m][n] += A[m][k] B[k][n], kProductRows x kVectors vectors; rows beyond m repeat the last one.
+template <class Isa, int kVectors>
+void multiply_block(float* c, std::int64_t c_stride, Factor a, const float* b, std::int64_t b_stride, int m, int k) {
+    using Vec = typename Isa::Vec;
+    const float* left[kProductRows];
+    float* out[kProductRows];
+    Vec acc[kProductRows][kVectors];
+    for (int r = 0; r < kProductRows; ++r) {
+        const std::int64_t row = min64(r, m - 1);
+        left[r] = a.data + row * a.row;
+        out[r] = c + row * c_stride;
+        for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::load(out[r] + v * Isa::kLanes);
+    }
+    for (int i = 0; i < k; ++i, b += b_stride) {
+        Vec right[kVectors];
+        for (int v = 0; v < kVectors; ++v) right[v] = Isa::load(b + v * Isa::kLanes);
+        for (int r = 0; r < kProductRows; ++r) {
+            const Vec element = Isa::broadcast(left[r][i * a.column]);
+            for (int v = 0; v < kVectors; ++v) acc[r][v] = Isa::fma(element, right[v], acc[r][v]);
+        }
+    }
+    for (int r = 0; r < kProductRows; ++r)
+        for (int v = 0; v < kVectors; ++v) Isa::store(out[r] + v * Isa::kLanes, acc[r][v]);
+}
+
+/// C[m][n] += A[m][k] B[k][n]; n is a multiple of the lanes, rows of B and C are aligned.
+template <class Isa>
+void multiply(float* c, std::int64_t c_stride, Factor a, const float* b, std::int64_t b_stride, int m, int n, int k) {
+    constexpr int kVectors = Isa::kLanes == 16 ? 4 : 2, kWide = kVectors * Isa::kLanes;
+    for (int column = 0; column < n;) {
+        const bool wide = n - column >= kWide;
+        for (int row = 0; row < m; row += kProductRows) {
+            const Factor rows{a.data + row * a.row, a.row, a.column};
+            float* out = c + row * c_stride + column;
+            if (wide) multiply_block<Isa, kVectors>(out, c_stride, rows, b + column, b_stride, m - row, k);
+            else multiply_block<Isa, 1>(out, c_stride, rows, b + column, b_stride, m - row, k);
+        }
+        column += wide ? kWide : Isa::kLanes;
+    }
+}
+
+/// dst[c][r] = src[r][c]; both dimensions are multiples of the lanes.
+template <class Isa>
+void transpose(const float* src, std::int64_t rows, std::int64_t columns, float* dst) {
+    constexpr int kLanes = Isa::kLanes;
+    for (std::int64_t r = 0; r < rows; r += kLanes)
+        for (std::int64_t c = 0; c < columns; c += kLanes) {
+            typename Isa::Vec block[kLanes];
+            for (int i = 0; i < kLanes; ++i) block[i] = Isa::load(src + (r + i) * columns + c);
+            Isa::transpose(block);
+            for (int i = 0; i < kLanes; ++i) Isa::store(dst + (c + i) * rows + r, block[i]);
+        }
+}
+
+inline void clear(float* dst, std::int64_t floats) {
+    __builtin_memset(dst, 0, static_cast<std::size_t>(floats) * sizeof(float));
+}
+
+/// `n` rows as fp32, padded with zeros to whole vectors.
+template <class Isa>
+void load_rows(const Rows& t, DType dtype, std::int64_t head, std::int64_t first, std::int64_t n, int columns,
+               float* dst) {
+    const std::int64_t stride = padded<Isa>(columns);
+    for (std::int64_t i = 0; i < n; ++i, dst += stride) {
+        load_row<Isa>(row_pointer(t, dtype, 0, head, first + i), dtype, dst, columns);
+        clear(dst + columns, stride - columns);
+    }
+}
+
+template <class Isa>
+void store_scaled(float* row, float factor, const Rows& t, DType dtype, std::int64_t head, std::int64_t i,
+                  int columns) {
+    for (int c = 0; c < columns; ++c) row[c] *= factor;
+    store_row<Isa>(row, const_cast<char*>(row_pointer(t, dtype, 0, head, i)), dtype, columns);
+}
+
+/// Makes P of the products in `s` and dS' of those in `dp`, in place, for one query row and a tile of keys from `first`
+/// on, of which it sees [lo, hi]. `bias`: what is added to the scores, or null. dS before softcap's factor is added to
+/// `dbias`, whose elements lie `dbias_step` apart, if it is not null.
+template <class Isa>
+void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std::int32_t place, std::int32_t lo,
+               std::int32_t hi, std::int32_t first, int n, const float* bias, float* dbias, std::int64_t dbias_step,
+               float* s, float* dp) {
+    using Vec = typename Isa::Vec;
+    using Int = typename Isa::Int;
+    constexpr int kLanes = Isa::kLanes;
+    Int lane;
+    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const Vec zero = Isa::broadcast(0.f), one = Isa::broadcast(1.f), log2e = Isa::broadcast(static_cast<float>(kLog2E));
+    const Vec base = Isa::broadcast(lse == -kInfinity ? kInfinity : lse);
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        const Int index = lane + (first + j);
+        Vec x = Isa::load(s + j) * Isa::broadcast(p.scale), factor = one;
+        if (p.softcap != 0.f) {
+            const Vec t = tanh<Isa>(x * Isa::broadcast(1.f / p.softcap));
+            x = t * Isa::broadcast(p.softcap);
+            factor = one - t * t;
+        }
+        if (bias) x += Isa::load(bias + j);
+        if (p.alibi_slopes) {
+            const Int distance = place - index;
+            x -= Isa::broadcast(slope) * __builtin_convertvector(distance < 0 ? -distance : distance, Vec);
+        }
+        const Vec weight = exp2<Isa>((x - base) * log2e);
+        const Vec visible = ((lo <= index) & (index <= hi)) ? weight : zero;
+        const Vec gradient = visible == zero ? zero : visible * (Isa::load(dp + j) - Isa::broadcast(delta));
+        Isa::store(s + j, visible);
+        Isa::store(dp + j, gradient);
+        for (int i = 0; dbias && i < kLanes && j + i < n; ++i) dbias[(j + i) * dbias_step] += gradient[i];
+        if (p.softcap != 0.f) Isa::store(dp + j, gradient * factor);
+    }
+}
+
+template <class Isa>
+std::int64_t query_stride(const ForwardParams& p) {
+    return padded<Isa>(p.head_dim);
+}
+
+/// The arrays of a task, each a whole number of lines. Those of Bc rows come in whole vectors.
+template <class Isa>
+struct BackwardScratch {
+    float *k, *k_transposed, *v_transposed, *dk, *dv;  ///< of a K/V tile
+    float *q, *dout, *s, *dp, *bias;                   ///< of a Q tile
+    std::int64_t floats;
+
+    BackwardScratch(const ForwardParams& p, float* memory) {
+        const std::int64_t d = padded<Isa>(p.head_dim), dv_ = padded<Isa>(p.head_dim_v);
+        float* next = memory;
+        const auto take = [&](std::int64_t n) {
+            float* run = next;
+            next += round_up(n, 16);
+            return run;
+        };
+        k = take(kTileKeys * max64(d, dv_));  // V passes through it on its way to its transpose
+        k_transposed = take(kTileKeys * d);
+        v_transposed = take(kTileKeys * dv_);
+        dk = take(kTileKeys * d);
+        dv = take(kTileKeys * dv_);
+        q = take(kQueryRows * d);
+        dout = take(kQueryRows * dv_);
+        s = take(kQueryRows * kTileKeys);
+        dp = take(kQueryRows * kTileKeys);
+        bias = take(kTileKeys);
+        floats = next - memory;
+    }
+};
+
+template <class Isa>
+std::int64_t backward_scratch(const ForwardParams& p) {
+    return BackwardScratch<Isa>(p, nullptr).floats;
+}
+
+template <class Isa>
+void row_deltas(const BackwardParams& params, std::int64_t head, std::int64_t row_begin, std::int64_t row_end,
+                float* delta, float* scratch) {
+    const ForwardParams& p = params.forward;
+    float *o = scratch, *dout = scratch + padded<Isa>(p.head_dim_v);
+    for (std::int64_t i = row_begin; i < row_end; ++i) {
+        load_rows<Isa>(p.o, p.out_dtype, head, i, 1, p.head_dim_v, o);
+        load_rows<Isa>(params.dout, p.out_dtype, head, i, 1, p.head_dim_v, dout);
+        auto sums = Isa::broadcast(0.f);
+        for (int c = 0; c < p.head_dim_v; c += Isa::kLanes)
+            sums = Isa::fma(Isa::load(o + c), Isa::load(dout + c), sums);
+        float sum = 0.f;
+        for (int c = 0; c < Isa::kLanes; ++c) sum += sums[c];
+        delta[head * p.seqlen_q + i] = sum - (params.dlse ? params.dlse[head * p.lse_head + i] : 0.f);
+    }
+}
+
+/// The products and weights of a Q tile with the K/V tile in scratch.
+template <class Isa>
+void backward_tile(const BackwardParams& params, const BackwardTask& task, const BackwardScratch<Isa>& memory,
+                   std::int64_t head, std::int64_t row, int rows, std::int64_t first, int keys) {
+    const ForwardParams& p = params.forward;
+    const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
+    const int dn = static_cast<int>(d), dvn = static_cast<int>(dv);
+    load_rows<Isa>(p.q, p.dtype, head, row, rows, p.head_dim, memory.q);
+    load_rows<Isa>(params.dout, p.out_dtype, head, row, rows, p.head_dim_v, memory.dout);
+    clear(memory.s, kQueryRows * kTileKeys);
+    clear(memory.dp, kQueryRows * kTileKeys);
+    multiply<Isa>(memory.s, kTileKeys, {memory.q, d, 1}, memory.k_transposed, kTileKeys, rows, kTileKeys, p.head_dim);
+    multiply<Isa>(memory.dp, kTileKeys, {memory.dout, dv, 1}, memory.v_transposed, kTileKeys, rows, kTileKeys,
+                  p.head_dim_v);
+    for (int r = 0; r < rows; ++r) {
+        const std::int64_t i = row + r;
+        std::int32_t lo, hi;
+        visible_keys(p, i, lo, hi);
+        if (p.bias.data) load_bias<Isa>(p, 0, {i, head}, first, keys, memory.bias);
+        const BiasGradient& b = params.dbias;
+        weigh_row<Isa>(p, p.lse[head * p.lse_head + i], task.delta[head * p.seqlen_q + i],
+                       p.alibi_slopes ? p.alibi_slopes[head] : 0.f,
+                       static_cast<std::int32_t>(i + p.seqlen_k - p.seqlen_q), lo, hi, static_cast<std::int32_t>(first),
+                       keys, p.bias.data ? memory.bias : nullptr,
+                       b.data ? b.data + head * b.head + i * b.query + first * b.key : nullptr, b.key,
+                       memory.s + r * kTileKeys, memory.dp + r * kTileKeys);
+    }
+    float* dq = task.dq + ((head - task.head_k * (p.heads_q / p.heads_k)) * p.seqlen_q + row) * d;
+    multiply<Isa>(memory.dv, dv, {memory.s, 1, kTileKeys}, memory.dout, dv, keys, dvn, rows);
+    multiply<Isa>(memory.dk, d, {memory.dp, 1, kTileKeys}, memory.q, d, keys, dn, rows);
+    multiply<Isa>(dq, d, {memory.dp, kTileKeys, 1}, memory.k, d, rows, dn, keys);
+}
+
+template <class Isa>
+void backward(const BackwardParams& params, const BackwardTask& task, float* scratch) {
+    const ForwardParams& p = params.forward;
+    const BackwardScratch<Isa> memory(p, scratch);
+    const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v), group = p.heads_q / p.heads_k;
+    clear(task.dq, group * p.seqlen_q * d);
+    clear(memory.bias, kTileKeys);
+    for (std::int64_t first = task.key_begin; first < task.key_end; first += kTileKeys) {
+        const int keys = static_cast<int>(min64(kTileKeys, task.key_end - first));
+        clear(memory.k, kTileKeys * max64(d, dv));
+        load_rows<Isa>(p.v, p.dtype, task.head_k, first, keys, p.head_dim_v, memory.k);
+        transpose<Isa>(memory.k, kTileKeys, dv, memory.v_transposed);
+        clear(memory.k, kTileKeys * d);
+        load_rows<Isa>(p.k, p.dtype, task.head_k, first, keys, p.head_dim, memory.k);
+        transpose<Isa>(memory.k, kTileKeys, d, memory.k_transposed);
+        clear(memory.dk, kTileKeys * d);
+        clear(memory.dv, kTileKeys * dv);
+        for (std::int64_t head = task.head_k * group; head < (task.head_k + 1) * group; ++head)
+            for (std::int64_t row = 0; row < p.seqlen_q; row += kQueryRows) {
+                const int rows = static_cast<int>(min64(kQueryRows, p.seqlen_q - row));
+                std::int32_t lo, hi, other;  // of the tile: a band's bounds grow with the row
+                visible_keys(p, row, lo, other);
+                visible_keys(p, row + rows - 1, other, hi);
+                if (lo < first + keys && hi >= first)
+                    backward_tile<Isa>(params, task, memory, head, row, rows, first, keys);
+            }
+        for (int j = 0; j < keys; ++j) {
+            store_scaled<Isa>(memory.dk + j * d, p.scale, params.dk, p.out_dtype, task.head_k, first + j, p.head_dim);
+            store_scaled<Isa>(memory.dv + j * dv, 1.f, params.dv, p.out_dtype, task.head_k, first + j, p.head_dim_v);
+        }
+    }
+}
+
+template <class Isa>
+void finish_query(const BackwardParams& params, std::int64_t head, std::int64_t row, const float* first, int parts,
+                  std::int64_t part_stride, float* scratch) {
+    const ForwardParams& p = params.forward;
+    clear(scratch, p.head_dim);
+    for (int s = 0; s < parts; ++s, first += part_stride)
+        for (int c = 0; c < p.head_dim; ++c) scratch[c] += first[c];
+    store_scaled<Isa>(scratch, p.scale, params.dq, p.out_dtype, head, row, p.head_dim);
+}
+
+template <class Isa>
+constexpr IsaKernel isa_kernel(const char* name, int rank, bool (*supported)()) {
+    return {name,
+            rank,
+            tile_rows<Isa>(),
+            supported,
+            scratch_floats<Isa>,
+            attend<Isa>,
+            combine<Isa>,
+            query_stride<Isa>,
+            backward_scratch<Isa>,
+            row_deltas<Isa>,
+            backward<Isa>,
+            finish_query<Isa>};
+}
+
+}  // namespace
+}  // namespace flash_wmma::cpu
