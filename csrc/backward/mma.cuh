@@ -332,6 +332,10 @@ class StreamedTiles {
           second_(rows(false), pitch(false), p_.forward.head_dim_v) {}
 
     __device__ __forceinline__ void start(SharedMemory<Tile, kPass>& smem, int slot) {
+        if (new_head_) {
+            first_ = Copy(rows(true), pitch(true), p_.forward.head_dim);
+            second_ = Copy(rows(false), pitch(false), p_.forward.head_dim_v);
+        }
         const int left = (kOfQueries ? own_.sequence.seqlen_q : own_.sequence.seqlen_k) - at_.row;
         first_.start(smem.ring[slot].first, pitch(true), left);
         second_.start(smem.ring[slot].second, pitch(false), left);
@@ -341,10 +345,7 @@ class StreamedTiles {
                 if constexpr (Tile::Machine::kThroughRegisters) pair_ = *reinterpret_cast<const uint4*>(from);
                 else ptx::cp_async_16(&smem.facts[slot][threadIdx.x], from, 16);
             }
-        if (at_.advance()) {
-            first_ = Copy(rows(true), pitch(true), p_.forward.head_dim);
-            second_ = Copy(rows(false), pitch(false), p_.forward.head_dim_v);
-        }
+        new_head_ = at_.advance();
     }
     /// Where copies go through registers: the tile that was started last to shared memory.
     __device__ __forceinline__ void finish(SharedMemory<Tile, kPass>& smem, int slot) {
@@ -368,7 +369,8 @@ class StreamedTiles {
 
     const Problem& p_;
     const OwnedTile& own_;
-    Cursor at_;  // of the next copy
+    Cursor at_;              // of the next copy
+    bool new_head_ = false;  // whether it is a head's first
     Copy first_, second_;
     uint4 pair_;
 };
