@@ -18,8 +18,10 @@
 // `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are exchanged through
 // shared memory, and each owns its part of the columns of the gradients. dQ takes dS from shared memory in any case.
 //
-// Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes the SM 4 cycles, an HMMA 1.5, so that every
-// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four.
+// Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
+// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. At d = 64 a tile of 64 queries
+// and 128 keys is 1,920 cycles of HMMA and about 1,950 of shared memory, at d = 128 3,840 and 4,750. The additions to dQ are
+// 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
 #pragma once
 
 #include "../device/element.cuh"
@@ -377,6 +379,8 @@ class StreamedTiles {
 
 /// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
 /// thread, which saves registers.
+// spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local memory, as
+// a rule 10 to 40 loads a streamed tile, against some thousand instructions.
 template <class Tile, bool General, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
@@ -396,7 +400,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     // The streamed tiles that see an own row, or that an own row sees
     const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q);
     const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
-    const int end = kOwnsKeys ? min(sequence.seqlen_q, mask.last_query(end_row - 1) + 1) : mask.end(end_row - 1);
+    const int end = kOwnsKeys ? min(sequence.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
     Cursor at{own.head, 0, begin / Tile::kStream * Tile::kStream, (end - 1) / Tile::kStream * Tile::kStream,
               Tile::kStream};
     at.row = at.last;
