@@ -49,6 +49,9 @@ struct Tile {
     static constexpr bool kSecondInRegisters = Resident >= 1, kFirstInRegisters = Resident == 2;
     static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
 
+    // dP follows S in parts where that repeats no load of its operand
+    static constexpr int kPart = kSecondInRegisters ? 16 : kStep;
+
     static constexpr int kWarps = kOwnWarps * kStreamWarps, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kOwnWarps;
     static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kD / kStreamWarps;
@@ -156,9 +159,12 @@ struct OwnOperand {
     }
 };
 
-/// Accumulators of the warp: S or dP of its rows and a step of streamed rows; a gradient of its rows and columns.
+/// Accumulators of the warp: S of its rows and a step of streamed rows, dP of a part of it; a gradient of its rows and
+/// columns.
 template <class Tile>
 using Scores = float[Tile::kRowTiles][Tile::kStep / 8][4];
+template <class Tile>
+using ScoresPart = float[Tile::kRowTiles][Tile::kPart / 8][4];
 template <class Tile>
 using Gradient = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
 
@@ -178,11 +184,11 @@ __device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], co
     Tile::Machine::template multiply<typename Tile::T>(right, a, b[2], b[3]);
 }
 
-/// S += own rows times streamed rows [first, first + kStep), both along d.
-template <class Tile, bool InRegisters, class OwnRows, class StreamRows>
-__device__ __forceinline__ void multiply_rows(Scores<Tile>& s, const OwnOperand<Tile, InRegisters>& own,
-                                              const OwnRows& rows, const StreamRows& stream, int first,
-                                              const Thread<Tile>& thread) {
+/// S += own rows times streamed rows [first, first + 8 * Tiles), both along d.
+template <class Tile, int Tiles, bool InRegisters, class OwnRows, class StreamRows>
+__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4],
+                                              const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
+                                              const StreamRows& stream, int first, const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
@@ -190,7 +196,7 @@ __device__ __forceinline__ void multiply_rows(Scores<Tile>& s, const OwnOperand<
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r) own.get(a[r], rows, thread, r, c);
 #pragma unroll
-        for (int j = 0; j < Tile::kStep / 16; ++j) {
+        for (int j = 0; j < Tiles / 2; ++j) {
             std::uint32_t b[4];
             read(b, stream, first + 16 * j, 16 * c);
 #pragma unroll
@@ -216,8 +222,9 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
 }
 
 /// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for element.
-template <class Tile>
-__device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTiles][4], const Scores<Tile>& s, int j) {
+template <class Tile, int Tiles>
+__device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTiles][4],
+                                          const float (&s)[Tile::kRowTiles][Tiles][4], int j) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
@@ -226,12 +233,13 @@ __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTil
 }
 
 /// A step of weights to shared memory, for the other warps.
-template <class Tile, class Weights>
-__device__ __forceinline__ void exchange(Weights& to, const Scores<Tile>& s, int first, const Thread<Tile>& thread) {
+template <class Tile, int Tiles, class Weights>
+__device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRowTiles][Tiles][4], int first,
+                                         const Thread<Tile>& thread) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-        for (int j = 0; j < Tile::kStep / 8; ++j)
+        for (int j = 0; j < Tiles; ++j)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(
@@ -512,38 +520,52 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         if (k < mask.begin(q) || k >= mask.end(q)) s[r][j][i] = 0.f;
                     });
 
-                // dS
-                Scores<Tile> ds;
-                each([&](int r, int j, int i) {
-                    ds[r][j][i] = kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
-                });
-                multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first, thread);
-                each([&](int r, int j, int i) { ds[r][j][i] *= s[r][j][i]; });
-                if constexpr (General)
-                    if (ScoreMod<true>::active(p)) {
-                        if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
-                            float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
-                            each([&](int r, int j, int i) {
-                                const std::int64_t q = query(r, j, i), k = key(r, j, i);
-                                if (s[r][j][i] != 0.f) ptx::red_add(dbias + q * b.query + k * b.key, ds[r][j][i]);
-                            });
-                        }
-                        if (p.softcap != 0.f) each([&](int r, int j, int i) { ds[r][j][i] *= slope[r][j][i]; });
-                    }
-
-                if constexpr (Map::kExchangesDs) exchange<Tile>(smem.ds, ds, first, thread);
                 if constexpr (Map::kExchangesP) exchange<Tile>(smem.p, s, first, thread);
-                if constexpr (Tile::kStreamWarps == 1)
+
+                // dS
+                ScoresPart<Tile> ds;
 #pragma unroll
-                    for (int k = 0; k < kStep; k += 16) {
-                        std::uint32_t weights[kRowTiles][4];
-                        if constexpr (kOwnsKeys) {
-                            hand_over<Tile>(weights, s, k / 8);
-                            multiply_weights<Tile>(d_second, weights, tile.second, step + k, thread);
+                for (int part = 0; part < kStep / 8; part += Tile::kPart / 8) {
+                    const auto each_of_part = [&](auto f) {
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                            for (int j = 0; j < Tile::kPart / 8; ++j)
+#pragma unroll
+                                for (int i = 0; i < 4; ++i) f(ds[r][j][i], r, part + j, i);
+                    };
+                    each_of_part([&](float& x, int r, int j, int i) {
+                        x = kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
+                    });
+                    multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
+                    each_of_part([&](float& x, int r, int j, int i) { x *= s[r][j][i]; });
+                    if constexpr (General)
+                        if (ScoreMod<true>::active(p)) {
+                            if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                                float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
+                                each_of_part([&](float& x, int r, int j, int i) {
+                                    const std::int64_t q = query(r, j, i), k = key(r, j, i);
+                                    if (s[r][j][i] != 0.f) ptx::red_add(dbias + q * b.query + k * b.key, x);
+                                });
+                            }
+                            if (p.softcap != 0.f)
+                                each_of_part([&](float& x, int r, int j, int i) { x *= slope[r][j][i]; });
                         }
-                        hand_over<Tile>(weights, ds, k / 8);
-                        multiply_weights<Tile>(d_first, weights, tile.first, step + k, thread);
-                    }
+
+                    if constexpr (Map::kExchangesDs) exchange<Tile>(smem.ds, ds, first + 8 * part, thread);
+                    if constexpr (Tile::kStreamWarps == 1)
+#pragma unroll
+                        for (int k = 0; k < Tile::kPart; k += 16) {
+                            const int row = step + 8 * part + k;
+                            std::uint32_t weights[kRowTiles][4];
+                            if constexpr (kOwnsKeys) {
+                                hand_over<Tile>(weights, s, part + k / 8);
+                                multiply_weights<Tile>(d_second, weights, tile.second, row, thread);
+                            }
+                            hand_over<Tile>(weights, ds, k / 8);
+                            multiply_weights<Tile>(d_first, weights, tile.first, row, thread);
+                        }
+                }
             }
             if constexpr (stream.kWaitsInRegisters)
                 if (left > 1) stream.start(smem, next);
