@@ -19,9 +19,9 @@
 // shared memory, and each owns its part of the columns of the gradients. dQ takes dS from shared memory in any case.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
-// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. At d = 64 a tile of 64 queries
-// and 128 keys is 1,920 cycles of HMMA and about 1,950 of shared memory, at d = 128 3,840 and 4,750. The additions to dQ are
-// 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
+// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and 128 keys
+// is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory at d = 64, 3,840 and 5,000 at d = 128; no
+// access has a bank conflict. The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
 #pragma once
 
 #include "../device/element.cuh"
@@ -271,13 +271,13 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
             for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
         }
     }
+    float* to = dq_rows + DqFragment::offset(row, column, head_dim);
 #pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
+    for (int r = 0; r < kRowTiles; ++r, to += DqFragment::offset(16, 0, head_dim))
 #pragma unroll
         for (int c = 0; c < Tile::kQueryColumns / 8; ++c)
             if (column + 8 * c < head_dim)
-                DqFragment::add(dq_rows + DqFragment::offset(row + 16 * r, column + 8 * c, head_dim), dq[r][c],
-                                thread.lane);
+                DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
 }
 
 /// A gradient, times `factor`, to the rows [0, rows) of global memory; the warp's part of `staging` belongs to it.
