@@ -15,6 +15,7 @@ from ._flash_attn import (
     flash_attn_varlen_qkvpacked_func,
 )
 from ._forward import forward, forward_varlen
+from ._module import MultiheadAttention
 from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
 from ._profile import Profile, profile
 from ._sdpa import scaled_dot_product_attention
@@ -29,6 +30,7 @@ __all__ = [
     "FunctionFacts",
     "Instance",
     "Kernel",
+    "MultiheadAttention",
     "Occupancy",
     "Profile",
     "__version__",

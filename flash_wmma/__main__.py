@@ -29,7 +29,7 @@ CARDS = {  # multiprocessors of a usual card
 
 def _kernel_lines() -> list[str]:
     lines = []
-    for k in flash_wmma.kernels():
+    for k in (*flash_wmma.kernels(), *flash_wmma.kernels("backward")):
         where = "cpu" if k.device == "cpu" else f"cuda, sm_{k.min_arch} on"
         dtypes = ", ".join(str(t).removeprefix("torch.") for t in k.dtypes)
         if k.device == "cuda" and k.bf16_min_arch > k.min_arch:

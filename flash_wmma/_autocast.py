@@ -17,25 +17,36 @@ _HALF = (torch.float16, torch.bfloat16)
 _library = torch.library.Library("flash_wmma", "IMPL")  # type: ignore[no-untyped-call]
 
 
+def _half(x: Any, dtype: torch.dtype) -> Any:
+    """A bias in what was the inputs' dtype becomes theirs."""
+    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x
+
+
+def cast(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The differentiable inputs as the ops will see them: what autograd saves must have been cast."""
+    if not torch.is_autocast_enabled(q.device.type):
+        return q, k, v, attn_bias
+    dtype = torch.get_autocast_dtype(q.device.type)
+    q, k, v = (t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v))
+    return q, k, v, _half(attn_bias, dtype)
+
+
 def _register(name: str, device: str, key: str) -> None:
     op = getattr(ops, name).default
     keyset = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
 
-    def cast(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
+    def forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **options: Any) -> Any:
         dtype = torch.get_autocast_dtype(device)
-
-        def half(x: Any) -> Any:  # a bias in what was the inputs' dtype
-            return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x
 
         with torch._C._ExcludeDispatchKeyGuard(keyset):
             return op(
                 *(t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v)),
-                *map(half, rest),
-                **{name: half(x) for name, x in options.items()},
+                *(_half(x, dtype) for x in rest),
+                **{name: _half(x, dtype) for name, x in options.items()},
             )
 
-    op.py_impl(getattr(torch._C.DispatchKey, key))(cast)
-    _library.impl(name, cast, key)  # type: ignore[no-untyped-call]
+    op.py_impl(getattr(torch._C.DispatchKey, key))(forward)
+    _library.impl(name, forward, key)  # type: ignore[no-untyped-call]
 
 
 for _name in ("forward", "forward_varlen"):

@@ -18,10 +18,18 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MATH_DTYPES = (*DTYPES, torch.float64)
+"""What ``kernel="math"`` takes."""
 MAX_SEQLEN = 2**30
 
 INTERRUPTED = "emulator: interrupted"
 """What the library says when ``KeyboardInterrupt`` was raised while it asked Python for a kernel."""
+
+FORWARD_MODE = (
+    'forward-mode differentiation is not built: pass kernel="math", plain torch ops, which have every derivative, or '
+    "torch.autograd.forward_ad.unpack_dual(...).primal"
+)
+"""What is said to who differentiates forward."""
 
 Causal = bool | Literal["top_left", "bottom_right"]
 Window = tuple[int | None, int | None]
@@ -46,7 +54,13 @@ def tensors(**named: object) -> None:
             refuse(f"{name}.layout", t.layout, "torch.strided")
 
 
-def inputs(q: Tensor, k: Tensor, v: Tensor, layout: str = "(B, H, N, d)") -> None:
+def inputs(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    layout: str = "(B, H, N, d)",
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
     """q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), or with ``layout`` "(total, H, d)" q (total_q, Hq, d) and
     so on: of one dtype, on one device, Hq a multiple of Hk."""
     tensors(q=q, k=k, v=v)
@@ -54,8 +68,8 @@ def inputs(q: Tensor, k: Tensor, v: Tensor, layout: str = "(B, H, N, d)") -> Non
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != (3 if packed else 4):
             refuse(f"{name}.shape", _shape(t.shape), layout)
-    if q.dtype not in DTYPES:
-        refuse("q.dtype", q.dtype, ", ".join(map(str, DTYPES)))
+    if q.dtype not in dtypes:
+        refuse("q.dtype", q.dtype, ", ".join(map(str, dtypes)))
     for name, t in (("k", k), ("v", v)):
         if t.dtype != q.dtype:
             refuse(f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
@@ -141,9 +155,10 @@ def packed(
     max_seqlen_k: int,
     attn_bias: Tensor | None,
     alibi_slopes: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """The tensors of ``forward_varlen``, but for what the lengths are."""
-    inputs(q, k, v, "(total, H, d)")
+    inputs(q, k, v, "(total, H, d)", dtypes)
     lengths(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] != batch + 1:
@@ -192,12 +207,12 @@ def sequences(
 
 
 def no_gradient(**named: Tensor | None) -> None:
-    """None requires grad: forward alone is built."""
+    """None requires grad: of these no kernel has a gradient."""
     for name, t in named.items():
         if t is not None and t.requires_grad:
             raise NotImplementedError(
-                f"{name}: got a tensor that requires grad, but backward is not built yet; "
-                f"call under torch.no_grad() or pass {name}.detach()"
+                f"{name}: got a tensor that requires grad, which no kernel computes; call under torch.no_grad(), pass "
+                f'{name}.detach(), or kernel="math", plain torch ops, which have its gradient'
             )
 
 
@@ -205,10 +220,7 @@ def no_tangent(**named: Tensor | None) -> None:
     """None carries a forward-mode tangent."""
     for name, t in named.items():
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
-            raise NotImplementedError(
-                f"{name}: got a dual tensor, but forward-mode differentiation is not built; "
-                f"pass torch.autograd.forward_ad.unpack_dual({name}).primal"
-            )
+            raise NotImplementedError(f"{name}: got a dual tensor: {FORWARD_MODE}")
 
 
 def band(causal: object, window: object) -> None:
@@ -248,9 +260,16 @@ def device(q: Tensor) -> None:
         refuse("q.device", q.device, "cpu, cuda")
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, alibi_slopes: Tensor | None) -> None:
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
+) -> None:
     """The tensors of ``forward``."""
-    inputs(q, k, v)
+    inputs(q, k, v, dtypes=dtypes)
     bias(attn_bias, q, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     slopes(alibi_slopes, q, q.shape[0])
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -47,6 +47,10 @@ class Explanation:
     device: DeviceFacts
     emulated: bool = False
     """Whether a CUDA kernel is asked for on the CPU: ``device`` is then what the emulator stands for."""
+    backward_kernel: str | None = None
+    """The kernel that computes the gradients of q, k, v and an attn_bias that requires one; ``None`` if none can."""
+    backward_reasons: dict[str, str] = field(default_factory=dict)
+    """For each of ``flash_wmma.kernels("backward")`` that was not taken: why."""
     left_to_torch: str = ""
     """Why :func:`flash_wmma.scaled_dot_product_attention` leaves these inputs to torch; empty if it does not."""
 
@@ -55,8 +59,10 @@ class Explanation:
         lines = [f"device   {device}", f"kernel   {self.kernel or 'none can run this'}"]
         if self.instance is not None:
             lines.append(f"tile     {self.instance}")
-        width = max(map(len, self.reasons), default=0)
+        width = max(map(len, (*self.reasons, *self.backward_reasons)), default=0)
         lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.reasons.items()]
+        lines.append(f"backward {self.backward_kernel or 'none can run this'}")
+        lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.backward_reasons.items()]
         if self.left_to_torch:
             lines.append(f"SDPA     is left to torch: {self.left_to_torch}")
         return "\n".join(lines)
@@ -91,6 +97,8 @@ def explain(
     softcap: float = 0.0,
     dropout_p: float = 0.0,
     kernel: str = "auto",
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
     device_facts: DeviceFacts | None = None,
 ) -> Explanation:
     """Which kernel and which tile :func:`flash_wmma.forward` takes for the same arguments, and why not the others.
@@ -101,8 +109,10 @@ def explain(
     :func:`flash_wmma.forward_varlen` takes them, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v);
     they are taken for one sequence.
 
-    ``Explanation.left_to_torch`` says whether :func:`flash_wmma.scaled_dot_product_attention` would call torch instead
-    (for tensors on a real device); ``dropout_p`` is an argument of that function alone.
+    ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel`` and ``deterministic``
+    are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
+    :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device);
+    ``dropout_p`` is an argument of that function alone.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
@@ -124,7 +134,8 @@ def explain(
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
         device_facts = _facts(q.device)
-    emulated = kernel != "auto" and kernel_named(kernel).device == "cuda" and device_facts.arch == 0
+    on_cpu = device_facts.arch == 0
+    emulated = kernel != "auto" and kernel_named(kernel).device == "cuda" and on_cpu
     if emulated:
         device_facts = _emulated_facts()
     sizes = {
@@ -138,8 +149,7 @@ def explain(
         "total_q": seqlen_q,
         "total_k": seqlen_k,
     }
-    answer = native().explain(
-        kernel,
+    problem = (
         str(q.dtype).removeprefix("torch."),
         sizes,
         band(causal, window),
@@ -147,8 +157,17 @@ def explain(
         attn_bias is not None,
         alibi_slopes is not None,
         softcap,
-        (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size),
     )
+    facts = (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size)
+    answer = native().explain(kernel, *problem, facts)
+    if backward_kernel != "auto" and kernel_named(backward_kernel).device == "cuda" and on_cpu:
+        now = _emulated_facts()
+        facts = (now.arch, now.sm_count, now.smem_optin, now.warp_size)
+    elif emulated:
+        facts = (0, 0, 0, 0)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    gradients = native().explain_backward(backward_kernel, *problem, facts, _bias_strides(attn_bias), deterministic)
     tile = answer["instance"]
     why = "" if q.device.type == "meta" else left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa=True)
     return Explanation(
@@ -157,8 +176,19 @@ def explain(
         reasons=answer["reasons"],
         device=device_facts,
         emulated=emulated,
+        backward_kernel=gradients["kernel"],
+        backward_reasons=gradients["reasons"],
         left_to_torch=why,
     )
+
+
+def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:
+    """The strides (b, h, i, j) of the bias's gradient as far as they matter: 0 where it is broadcast. ``None``: it is
+    not asked for."""
+    if attn_bias is None or not attn_bias.requires_grad:
+        return None
+    sizes = (1,) * (4 - attn_bias.dim()) + tuple(attn_bias.shape)
+    return tuple(int(size != 1) for size in sizes)
 
 
 def _emulated_facts() -> DeviceFacts:

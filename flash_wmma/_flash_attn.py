@@ -76,14 +76,14 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right; -1: no bound.
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap).
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the scores.
-        deterministic: of no effect: the forward pass always is.
+        deterministic: gradients that are the same to the bit from run to run; the forward pass always is.
         return_attn_probs: also return lse and an empty tensor, which stands where flash-attn puts dropout's pattern.
 
     Returns:
         out (B, Nq, Hq, d_v), contiguous; with ``return_attn_probs`` (out, lse (B, Hq, Nq) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout, or an input that requires grad.
+        NotImplementedError: dropout, or alibi_slopes that require grad.
         TypeError, ValueError: as :func:`flash_wmma.forward`, whose names of the arguments the message uses.
     """
     if dropout_p != 0:
@@ -105,6 +105,7 @@ def flash_attn_func(
         "auto",
         False,
         True,
+        deterministic=deterministic or None,
     )
     return _result(out.transpose(1, 2), lse, return_attn_probs)
 
@@ -207,7 +208,7 @@ def flash_attn_varlen_func(
         (Hq, total_q) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout, a paged cache, or an input that requires grad.
+        NotImplementedError: dropout, a paged cache, or alibi_slopes that require grad.
         TypeError, ValueError: as :func:`flash_wmma.forward_varlen`.
     """
     if dropout_p != 0:
@@ -233,6 +234,7 @@ def flash_attn_varlen_func(
         False,
         validate,
         True,
+        deterministic=deterministic or None,
     )
     return _result(out, lse, return_attn_probs)
 

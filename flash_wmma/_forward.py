@@ -1,4 +1,4 @@
-"""Attention forward."""
+"""Attention: the public functions, with or without gradients."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _checks, _fake  # noqa: F401  (they register what they are named for)
+from . import _autocast, _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
 from ._checks import Causal, Window
 from ._library import ops
 
@@ -38,16 +38,43 @@ def dense(
     kernel: str,
     batch_invariant: bool,
     flash_attn: bool,
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`forward`. By ``flash_attn``'s conventions out is (B, N, H, d) in memory, and a window is
     aligned to the last key even without ``causal``."""
     try:
-        if torch.is_grad_enabled() and (
-            q.requires_grad or k.requires_grad or v.requires_grad or attn_bias is not None or alibi_slopes is not None
-        ):
-            _checks.no_gradient(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        if kernel == "math":
+            _checks.dense(q, k, v, attn_bias, alibi_slopes, _checks.MATH_DTYPES)
+            _checks.options(causal, scale, window, softcap, kernel)
+            left, right, bottom_right = band(causal, window)
+            options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)
+            return _math.dense(q, k, v, *options)
+        if alibi_slopes is not None and torch.is_grad_enabled():
+            _checks.no_gradient(alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
             _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        if _autograd.wanted(q, k, v, attn_bias):
+            left, right, bottom_right = band(causal, window)
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+            return _autograd.attend(
+                q,
+                k,
+                v,
+                attn_bias,
+                alibi_slopes,
+                None,
+                scale,
+                left,
+                right,
+                bottom_right or flash_attn,
+                flash_attn,
+                softcap,
+                batch_invariant,
+                kernel,
+                backward_kernel,
+                deterministic,
+            )
         # Every argument that is handed to the op costs a tenth of a microsecond.
         plain = attn_bias is alibi_slopes is None and softcap == 0 and kernel == "auto" and not batch_invariant
         if plain and causal is False and scale is None and window is None and not flash_attn:
@@ -98,6 +125,8 @@ def forward(
     kernel: str = ...,
     return_lse: Literal[False] = ...,
     batch_invariant: bool = ...,
+    backward_kernel: str = ...,
+    deterministic: bool | None = ...,
 ) -> Tensor: ...
 
 
@@ -116,6 +145,8 @@ def forward(
     kernel: str = ...,
     return_lse: Literal[True],
     batch_invariant: bool = ...,
+    backward_kernel: str = ...,
+    deterministic: bool | None = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -133,12 +164,14 @@ def forward(
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
-    No gradient: inputs that require one are refused until backward is built. Under ``torch.autocast`` q, k and v are
-    cast to autocast's dtype.
+    out and lse are differentiable in q, k, v and an additive attn_bias, once, in reverse mode; backward recomputes the
+    weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are cast to its dtype.
 
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -156,10 +189,15 @@ def forward(
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap), before anything is added.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
-            :mod:`flash_wmma.emulator` then runs its source.
+            :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is none of them but plain torch ops, which store
+            the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
+            ``torch.func``, the gradient of alibi_slopes.
         return_lse: also return the logarithm of the softmax's denominator.
         batch_invariant: take tiles and splits from (Nq, Nk, d) and the device alone, so that a batch entry's result
             does not depend, to the bit, on the others.
+        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients.
+        deterministic: gradients that are the same to the bit from run to run; default
+            ``torch.are_deterministic_algorithms_enabled()`` when they are computed. Forward always is.
 
     Returns:
         out (B, Hq, Nq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, Nq), float32, natural
@@ -168,14 +206,30 @@ def forward(
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
-        NotImplementedError: an input requires grad or is a dual tensor.
+        NotImplementedError: an input is a dual tensor, alibi_slopes requires grad, or, in backward, a gradient of a
+            gradient is asked for; ``kernel="math"`` has them.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
     """
-    out, lse = dense(q, k, v, causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, False)
+    out, lse = dense(
+        q,
+        k,
+        v,
+        causal,
+        scale,
+        window,
+        attn_bias,
+        alibi_slopes,
+        softcap,
+        kernel,
+        batch_invariant,
+        False,
+        backward_kernel,
+        deterministic,
+    )
     return (out, lse) if return_lse else out
 
 
@@ -198,19 +252,47 @@ def packed(
     batch_invariant: bool,
     validate: bool,
     flash_attn: bool,
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`forward_varlen`; with ``flash_attn`` a window is aligned to the last key, always."""
     try:
-        if torch.is_grad_enabled():
-            _checks.no_gradient(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        if forward_ad._current_level >= 0:
-            _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        if validate:
-            _checks.packed(
-                q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes
-            )
+        if kernel != "math":
+            if alibi_slopes is not None and torch.is_grad_enabled():
+                _checks.no_gradient(alibi_slopes=alibi_slopes)
+            if forward_ad._current_level >= 0:
+                _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+        if validate or kernel == "math":
+            dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
+            _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
             _checks.sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k)
         left, right, bottom_right = band(causal, window)
+        bottom_right = bottom_right or flash_attn
+        if kernel == "math":
+            _checks.options(causal, scale, window, softcap, kernel)
+            options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)
+            return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
+        if _autograd.wanted(q, k, v, attn_bias):
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+            return _autograd.attend(
+                q,
+                k,
+                v,
+                attn_bias,
+                alibi_slopes,
+                lengths,
+                scale,
+                left,
+                right,
+                bottom_right,
+                False,
+                softcap,
+                batch_invariant,
+                kernel,
+                backward_kernel,
+                deterministic,
+            )
         return _op_varlen(  # type: ignore[no-any-return]
             q,
             k,
@@ -224,7 +306,7 @@ def packed(
             scale,
             left,
             right,
-            bottom_right or flash_attn,
+            bottom_right,
             attn_bias,
             alibi_slopes,
             softcap,
@@ -266,6 +348,8 @@ def forward_varlen(
     kernel: str = ...,
     return_lse: Literal[False] = ...,
     batch_invariant: bool = ...,
+    backward_kernel: str = ...,
+    deterministic: bool | None = ...,
     validate: bool = ...,
 ) -> Tensor: ...
 
@@ -290,6 +374,8 @@ def forward_varlen(
     kernel: str = ...,
     return_lse: Literal[True],
     batch_invariant: bool = ...,
+    backward_kernel: str = ...,
+    deterministic: bool | None = ...,
     validate: bool = ...,
 ) -> tuple[Tensor, Tensor]: ...
 
@@ -313,6 +399,8 @@ def forward_varlen(
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`forward` for sequences of different lengths, packed one after the other without padding.
@@ -330,7 +418,8 @@ def forward_varlen(
         max_seqlen_q: at least the length of every sequence's queries; what a longer one gives is unspecified.
         max_seqlen_k: likewise of its keys.
         seqused_k: (B), int32: only the first that many keys of each sequence are used.
-        causal, scale, window, softcap, kernel, batch_invariant: as for :func:`forward`; Nq and Nk are the sequence's.
+        causal, scale, window, softcap, kernel, batch_invariant, backward_kernel, deterministic: as for :func:`forward`;
+            Nq and Nk are the sequence's.
         attn_bias: what broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         return_lse: also return the logarithm of the softmax's denominator.
@@ -363,5 +452,7 @@ def forward_varlen(
         batch_invariant,
         validate,
         False,
+        backward_kernel,
+        deterministic,
     )
     return (out, lse) if return_lse else out

@@ -14,7 +14,9 @@ from ._native import native
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
+def _cached_largest_head_dim(
+    device: str, index: int | None, dtype: torch.dtype, features: str, deterministic: bool
+) -> int:
     from ._explain import device_facts  # which takes the reasons of this module into its answers
 
     try:
@@ -23,9 +25,10 @@ def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype,
         return 1 << 30
     facts = device_facts(device if index is None else f"{device}:{index}")
     largest = 0
+    strides = (1, 1, 1, 1) if "gradient of attn_bias" in features else None
     for d in {kernel["head_dims"][1] for kernel in table.kernels("forward")}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
-        answer = table.explain(
+        problem = (
             "auto",
             str(dtype).removeprefix("torch."),
             sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
@@ -36,13 +39,19 @@ def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype,
             0.0,  # softcap
             (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
         )
-        largest = max(largest, d if answer["kernel"] else 0)
+        runs = table.explain(*problem)["kernel"]
+        if "gradient" in features:
+            runs = runs and table.explain_backward(*problem, strides, deterministic)["kernel"]
+        largest = max(largest, d if runs else 0)
     return largest
 
 
-def _largest_head_dim(device: str, index: int | None, dtype: torch.dtype, features: str) -> int:
-    """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v"."""
-    return _cached_largest_head_dim(device, index, dtype, features)
+def _largest_head_dim(
+    device: str, index: int | None, dtype: torch.dtype, features: str, deterministic: bool = False
+) -> int:
+    """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v",
+    "gradient", "gradient of attn_bias"."""
+    return _cached_largest_head_dim(device, index, dtype, features, deterministic)
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
@@ -65,14 +74,14 @@ def left_to_torch(
     """
     if dropout_p != 0:
         return "dropout_p is not 0"
-    recorded = differentiable and torch.is_grad_enabled()
+    recorded = False
     for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
         if type(t) is not Tensor and type(t).__torch_function__ is not torch._C._disabled_torch_function_impl:
             return "an input is a tensor subclass with an attention of its own"  # torch.nn.attention.bias.CausalBias
         if t.is_nested or t.layout is not torch.strided:
             return "an input is no dense tensor"
-        if recorded and t.requires_grad:
-            return "an input requires grad, and backward is not built yet"
+        recorded = recorded or t.requires_grad
+    recorded = recorded and differentiable and torch.is_grad_enabled()
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is on"
     device, dtype = query.device, query.dtype
@@ -112,7 +121,12 @@ def left_to_torch(
         return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
     if d != dv:
         features += " d_v"
-    largest = _largest_head_dim(kind, device.index, dtype, features)
+    if recorded:
+        features += " gradient" + " of attn_bias" * (attn_mask is not None and attn_mask.requires_grad)
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        largest = _largest_head_dim(kind, device.index, dtype, features.strip(), deterministic)
+    else:
+        largest = _largest_head_dim(kind, device.index, dtype, features)
     if d < 1 or dv < 1 or d > largest or dv > largest:
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
@@ -131,7 +145,7 @@ def scaled_dot_product_attention(
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
     What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
-    dropout, inputs that require grad, other ranks than 4, float64, float32 on a GPU while
+    dropout, forward-mode differentiation, other ranks than 4, float64, float32 on a GPU while
     ``torch.get_float32_matmul_precision()`` is ``"highest"``, … :func:`flash_wmma.explain` names the reason.
 
     Args:

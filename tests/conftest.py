@@ -23,6 +23,8 @@ from flash_wmma._library import PATH as LIBRARY
 from flash_wmma._table import not_built
 
 ROOT = Path(__file__).resolve().parent.parent
+KERNEL_FIXTURES = ("target", "backward_target", "kernel", "case")
+"""By which tests are given a kernel."""
 EMULATED_CASES = 24
 """Of a test, for an emulated kernel and dtype."""
 
@@ -61,7 +63,8 @@ def build_native(config: pytest.Config) -> None:
 
 def pytest_report_header(config: pytest.Config) -> str:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "no CUDA device"
-    names = ", ".join(kernel.name + " (emulated)" * emulated(kernel) for kernel in kernels_under_test(config))
+    kernels = [*kernels_under_test(config), *kernels_under_test(config, "backward")]
+    names = ", ".join(kernel.name + " (emulated)" * emulated(kernel) for kernel in kernels)
     lines = [f"flash_wmma {flash_wmma.__version__}, torch {torch.__version__}, {device}; kernels: {names}"]
     return lines + [f"flash_wmma: {name} is not tested: {why}" for name, why in not_built().items()]
 
@@ -79,7 +82,7 @@ def emulated_kernel(kernel: flash_wmma.Kernel) -> flash_wmma.Kernel:
 @pytest.fixture(autouse=True)
 def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     """The kernels that the tests are given are checked where they are emulated, unless the test says otherwise."""
-    given = {"kernel", "target", "case"} & set(request.fixturenames)
+    given = set(KERNEL_FIXTURES) & set(request.fixturenames)
     with flash_wmma.emulator.settings(**{"mode": "checked"} if given else {}):
         yield
 
@@ -93,15 +96,19 @@ def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str
     return f"needs sm_{least}, the device is sm_{arch}" if arch < least else ""
 
 
-def kernels_under_test(config: pytest.Config) -> list[flash_wmma.Kernel]:
+def kernels_under_test(
+    config: pytest.Config, direction: flash_wmma.emulator.Direction = "forward"
+) -> list[flash_wmma.Kernel]:
     only = config.getoption("--kernel")
-    kernels = [kernel for kernel in flash_wmma.kernels() if not only or kernel.name in only]
+    kernels = [kernel for kernel in flash_wmma.kernels(direction) if not only or kernel.name in only]
     return [kernel if kernel.device == "cpu" or on_gpu() else emulated_kernel(kernel) for kernel in kernels]
 
 
-def targets(config: pytest.Config) -> list[tuple[flash_wmma.Kernel, torch.dtype]]:
-    """Each kernel with each of its dtypes."""
-    return [(kernel, dtype) for kernel in kernels_under_test(config) for dtype in kernel.dtypes]
+def targets(
+    config: pytest.Config, direction: flash_wmma.emulator.Direction = "forward"
+) -> list[tuple[flash_wmma.Kernel, torch.dtype]]:
+    """Each kernel of a direction with each of its dtypes."""
+    return [(kernel, dtype) for kernel in kernels_under_test(config, direction) for dtype in kernel.dtypes]
 
 
 def marks(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> list[pytest.MarkDecorator]:
@@ -124,18 +131,19 @@ NO_CUDA_KERNEL = pytest.param(
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`kernel`: every kernel. `target`: every (kernel, dtype)."""
+    """`kernel`: every kernel. `target`: every (kernel, dtype). `backward_target`: those of backward."""
     without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
     absent = [NO_CUDA_KERNEL] if without_cuda else []
     if "kernel" in metafunc.fixturenames:
         rows = [pytest.param(k, id=label(k), marks=marks(k)) for k in kernels_under_test(metafunc.config)]
         metafunc.parametrize("kernel", rows + absent)
-    if "target" in metafunc.fixturenames:
+    directions: dict[str, flash_wmma.emulator.Direction] = {"target": "forward", "backward_target": "backward"}
+    for fixture in directions.keys() & set(metafunc.fixturenames):
         rows = [
             pytest.param((k, dtype), id=f"{label(k)}-{name(dtype)}", marks=marks(k, dtype))
-            for k, dtype in targets(metafunc.config)
+            for k, dtype in targets(metafunc.config, directions[fixture])
         ]
-        metafunc.parametrize("target", rows + absent)
+        metafunc.parametrize(fixture, rows + absent)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -145,7 +153,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     cases: dict[tuple[object, ...], list[pytest.Item]] = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        given = next((parameters[name] for name in ("target", "kernel", "case") if name in parameters), None)
+        given = next((parameters[name] for name in KERNEL_FIXTURES if name in parameters), None)
         kernel, dtype = given[:2] if isinstance(given, tuple) else (given, None)
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
             cases.setdefault((item.path, item.originalname, kernel.name, dtype), []).append(item)

@@ -99,6 +99,7 @@ def attention(
     scores = modification.apply((q @ k.transpose(2, 3)) * scale)
     scores = scores.masked_fill(~visible, -math.inf)
     empty = scores.isneginf().all(dim=3)
+    scores = scores.masked_fill(empty[..., None], 0)  # whose gradient would be NaN
     weights = scores.softmax(dim=3).masked_fill(empty[..., None], 0)
     return weights @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
 

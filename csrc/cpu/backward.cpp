@@ -52,6 +52,8 @@ struct Plan {
     explicit Plan(const BackwardParams& p) {
         // Enough tasks for the threads of a large machine, of keys enough to pay for a part of dq each.
         constexpr std::int64_t kTasks = 64, kMinSplitKeys = 4 * kTileKeys;
+        constexpr double kWorkerGrain = 1e6;  // multiply-adds that are worth waking a thread for
+        double work = 0;
         const ForwardParams& f = p.forward;
         scratch = ceil_div(isa.backward_scratch(f), 16) * 16;
         stride = isa.query_stride(f);
@@ -61,6 +63,8 @@ struct Plan {
             e.params = entry_of(p, b);
             const ForwardParams& one = e.params.forward;
             if (one.seqlen_q == 0 || one.seqlen_k == 0) continue;
+            work += 2.5 * static_cast<double>(one.heads_q * one.seqlen_q) * static_cast<double>(one.seqlen_k) *
+                    (one.head_dim + one.head_dim_v);
             const std::int64_t tiles = ceil_div(one.seqlen_k, kTileKeys);
             e.split_keys = std::max(kMinSplitKeys, ceil_div(tiles, wanted) * kTileKeys);
             e.splits = ceil_div(one.seqlen_k, e.split_keys);
@@ -72,7 +76,8 @@ struct Plan {
             splits = std::max(splits, e.splits);
             entries.push_back(e);
         }
-        workers = std::max<std::int64_t>(1, torch::stable::get_num_threads());
+        const auto threads = static_cast<std::int64_t>(torch::stable::get_num_threads());
+        workers = std::clamp(static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)), std::int64_t{1}, threads);
     }
     std::int64_t floats() const { return workers * scratch + deltas + parts; }
 };

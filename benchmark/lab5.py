@@ -1,0 +1,159 @@
+"""Time, TFLOP/s and peak memory of attention's forward and backward, one configuration a process, as JSON.
+
+    python benchmark/lab5.py --batch_size 32 --seq_len 1024 --num_heads 32 --emb_dim 2048 --impl Flash2 --causal
+
+``Pytorch`` is eager matmul, mask, softmax, matmul; ``SDPA`` torch's fused attention; ``Flash2`` this library. FLOPs are
+4 * B * N^2 * emb_dim for forward and 2.5 times that for backward, halved under ``--causal``; a time is the median of
+``--repeats``; ``forward_backward`` is the sum of both times. MB are 2^20 bytes: the device's peak, on the CPU the
+largest resident set of the process. Out of memory, the figures are null and ``"error"`` says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import resource
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+PASSES = ("forward", "backward", "forward_backward")
+DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def plain(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Eager attention, which stores the score matrix."""
+    scores = q @ k.transpose(2, 3) / math.sqrt(q.shape[3])
+    if causal:
+        hidden = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    return scores.softmax(dim=3) @ v
+
+
+def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """Torch's fused attention."""
+    return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
+    """This library's."""
+    import flash_wmma
+
+    return flash_wmma.forward(q, k, v, causal=causal)
+
+
+IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
+    "Pytorch": plain,
+    "Flash2": flash2,
+    "SDPA": sdpa,
+}
+
+
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Of one call, the device's work included."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
+
+
+def peak_memory(device: torch.device) -> float:
+    """In MB."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**20
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+
+
+def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """The three passes and the memory."""
+    batch, n, heads = arguments.batch_size, arguments.seq_len, arguments.num_heads
+    shape = (batch, heads, n, arguments.emb_dim // heads)
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(shape, dtype=DTYPES[arguments.dtype], device=device, requires_grad=True) for _ in "qkv")
+    dout = torch.randn(shape, dtype=DTYPES[arguments.dtype], device=device)
+    attend = IMPLEMENTATIONS[arguments.impl]
+    times: dict[str, list[float]] = {"forward": [], "backward": []}
+    for turn in range(arguments.repeats + 3):  # the first three warm up
+        out: list[Tensor] = []
+        forward = seconds(lambda out=out: out.append(attend(q, k, v, arguments.causal)), device)  # type: ignore[misc]
+        backward = seconds(lambda out=out: torch.autograd.grad(out[0], (q, k, v), dout), device)  # type: ignore[misc]
+        if turn >= 3:
+            times["forward"].append(forward)
+            times["backward"].append(backward)
+    flops = 4 * batch * n**2 * arguments.emb_dim * (0.5 if arguments.causal else 1)
+    taken = {name: statistics.median(each) for name, each in times.items()}
+    taken["forward_backward"] = taken["forward"] + taken["backward"]
+    work = {"forward": flops, "backward": 2.5 * flops, "forward_backward": 3.5 * flops}
+    result: dict[str, Any] = {
+        name: {"time(s)": taken[name], "FLOPS(TFLOPs/s)": work[name] / taken[name] / 1e12} for name in PASSES
+    }
+    result["peak_memory_usage(MB)"] = peak_memory(device)
+    return result
+
+
+def run(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """What the file holds."""
+    try:
+        return measure(arguments, device)
+    except torch.OutOfMemoryError as error:
+        nothing = {name: {"time(s)": None, "FLOPS(TFLOPs/s)": None} for name in PASSES}
+        text = str(error).splitlines()[0]
+        return {**nothing, "peak_memory_usage(MB)": None, "error": f"out of memory: {text}"}
+
+
+def positive(text: str) -> int:
+    """An int of at least 1."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, allowed: 1 and more")
+    return number
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line; exits with a message where it is wrong."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("batch_size", 32), ("seq_len", 1024), ("num_heads", 32), ("emb_dim", 2048)):
+        parser.add_argument(f"--{name}", type=positive, default=default)
+    parser.add_argument("--impl", choices=IMPLEMENTATIONS, default="Flash2")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--repeats", type=positive, default=30)
+    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="default: standard output")
+    arguments = parser.parse_args(argv)
+    if arguments.emb_dim % arguments.num_heads:
+        parser.error(f"--emb_dim: got {arguments.emb_dim}, allowed: a multiple of --num_heads, {arguments.num_heads}")
+    if arguments.output is not None:
+        try:
+            arguments.output.touch()
+        except OSError as error:
+            parser.error(f"--output: {arguments.output} cannot be written: {error.strerror}")
+    return arguments
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    arguments = parse(argv)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result = run(arguments, device)
+    text = json.dumps(result, indent=2)
+    if arguments.output is None:
+        print(text)
+    else:
+        arguments.output.write_text(text + "\n")
+    return int("error" in result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

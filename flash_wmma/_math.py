@@ -1,0 +1,107 @@
+"""``kernel="math"``: attention written out in plain torch ops.
+
+It stores the score matrix and is slow. In return it has whatever torch's ops have: gradients of gradients,
+forward-mode differentiation, ``torch.func``, float64.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device) -> Tensor:
+    """(Nq, Nk): true where the band lets the query see the key."""
+    place = torch.arange(nq, device=device)[:, None] + (nk - nq if bottom_right else 0)
+    key = torch.arange(nk, device=device)
+    seen = torch.ones(nq, nk, dtype=torch.bool, device=device)
+    if left >= 0:
+        seen = seen & (key >= place - left)
+    if right >= 0:
+        seen = seen & (key <= place + right)
+    return seen
+
+
+def dense(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float | None,
+    left: int,
+    right: int,
+    bottom_right: bool,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_wmma.forward``, computed in float32 (float64 for float64 inputs)."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    group = q.shape[1] // max(k.shape[1], 1)
+    keys, values = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
+    nq, nk = q.shape[2], k.shape[2]
+    hidden = ~_visible(nq, nk, left, right, bottom_right, q.device)
+    scores = q.to(dtype) @ keys.transpose(2, 3) * (1 / math.sqrt(max(q.shape[3], 1)) if scale is None else scale)
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if attn_bias is not None and attn_bias.dtype == torch.bool:
+        hidden = hidden | ~attn_bias
+    elif attn_bias is not None:
+        scores = scores + attn_bias.to(dtype)
+    if alibi_slopes is not None:
+        place = torch.arange(nq, device=q.device)[:, None] + nk - nq
+        distance = (place - torch.arange(nk, device=q.device)).abs()
+        scores = scores - alibi_slopes.to(dtype)[..., None, None] * distance
+    scores = scores.masked_fill(hidden, -math.inf)
+    # A query that sees nothing: its scores are put aside, so that no derivative of any order meets inf - inf.
+    empty = scores.detach().isneginf().all(dim=3, keepdim=True)
+    scores = scores.masked_fill(empty, 0)
+    out = scores.softmax(dim=3).masked_fill(empty, 0) @ values
+    lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)
+    return out.to(q.dtype), lse.float() if dtype == torch.float32 else lse
+
+
+def packed(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    seqused_k: Tensor | None,
+    scale: float | None,
+    left: int,
+    right: int,
+    bottom_right: bool,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    softcap: float,
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of ``flash_wmma.forward_varlen``, one sequence after the other. It waits for the device."""
+    begins_q, begins_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    outs, lses, done = [], [], 0
+    dtype = torch.promote_types(q.dtype, torch.float32)
+
+    def rest(rows: int) -> None:
+        outs.append(q.new_zeros(rows, q.shape[1], v.shape[2]))
+        lses.append(q.new_full((q.shape[1], rows), -math.inf, dtype=dtype))
+
+    for b in range(len(begins_q) - 1):
+        rows, keys = slice(*begins_q[b : b + 2]), slice(*begins_k[b : b + 2])
+        if seqused_k is not None:
+            keys = slice(keys.start, min(keys.start + max(int(seqused_k[b]), 0), keys.stop))
+        rest(rows.start - done)
+        done = rows.stop
+        one, its_keys, its_values = (t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys]))
+        bias, slopes = attn_bias, alibi_slopes
+        if bias is not None:
+            bias = bias[b : b + 1] if bias.dim() == 4 and bias.shape[0] > 1 else bias
+            for dim, n in ((-2, one.shape[2]), (-1, its_keys.shape[2])):
+                bias = bias.narrow(dim, 0, n) if bias.dim() >= -dim and bias.shape[dim] > 1 else bias
+        if slopes is not None and slopes.dim() == 2:
+            slopes = slopes[b : b + 1]
+        out, lse = dense(one, its_keys, its_values, scale, left, right, bottom_right, bias, slopes, softcap)
+        outs.append(out[0].transpose(0, 1))
+        lses.append(lse[0])
+    rest(q.shape[0] - done)
+    return torch.cat(outs), torch.cat(lses, dim=1)

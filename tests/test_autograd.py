@@ -1,0 +1,281 @@
+"""Gradients as callers get them: autograd, torch.compile, checkpointing, DDP, kernel="math"."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import flash_wmma
+from flash_wmma import forward, forward_varlen
+from flash_wmma._library import ops
+
+
+def tensors(
+    *sizes: int, count: int = 3, dtype: torch.dtype = torch.float32, requires_grad: bool = True
+) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    made = (torch.randn(sizes, generator=generator).to(dtype) for _ in range(count))
+    return tuple(t.requires_grad_(requires_grad) for t in made)
+
+
+def loss(result: tuple[Tensor, Tensor]) -> Tensor:
+    """Of out and lse both."""
+    out, lse = result
+    return out.float().square().sum() + lse.masked_fill(lse.isneginf(), 0).sin().sum()
+
+
+CALLS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window": (3, 2)},
+    "softcap": {"softcap": 2.0},
+    "slopes": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "scale": {"scale": -0.3},
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_forward_against_math(call: str) -> None:
+    q, bias = tensors(2, 4, 9, 16, count=1)[0], torch.randn(4, 1, 12, requires_grad=True)
+    k, v = tensors(2, 2, 12, 16, count=2)
+    got, expected = (
+        torch.autograd.grad(
+            loss(forward(q, k, v, attn_bias=bias, kernel=kernel, return_lse=True, **CALLS[call])),  # type: ignore[call-overload]
+            (q, k, v, bias),
+        )
+        for kernel in ("auto", "math")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_varlen_against_math() -> None:
+    (q,), (k, v) = tensors(20, 4, 16, count=1), tensors(25, 2, 16, count=2)
+    bias = torch.randn(1, 4, 1, 12, requires_grad=True)
+    lengths = [torch.tensor(t, dtype=torch.int32) for t in ([0, 7, 7, 18], [0, 12, 13, 22])]
+    got, expected = (
+        torch.autograd.grad(
+            loss(
+                forward_varlen(q, k, v, *lengths, 11, 12, causal=True, attn_bias=bias, kernel=kernel, return_lse=True)
+            ),
+            (q, k, v, bias),
+        )
+        for kernel in ("auto", "math")
+    )
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not any(t[end:].any() for t, end in zip(got, (18, 22, 22), strict=False))
+
+
+def test_math_is_forward() -> None:
+    q, k, v = tensors(2, 4, 9, 16, requires_grad=False)
+    mask = torch.rand(9, 9, generator=torch.Generator().manual_seed(1)) > 0.4
+    mask[3] = False
+    for got, expected in zip(
+        *(forward(q, k, v, attn_bias=mask, kernel=kernel, return_lse=True) for kernel in ("math", "auto")), strict=True
+    ):
+        torch.testing.assert_close(got, expected)
+
+
+def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    out = flash_wmma.flash_attn_func(*(t.transpose(1, 2) for t in (q, k, v)), causal=True)
+    assert isinstance(out, Tensor)
+    return out.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    "attend", [lambda q, k, v: flash_wmma.scaled_dot_product_attention(q, k, v, is_causal=True), flash_attn]
+)
+def test_drop_ins(attend: Callable[..., Tensor]) -> None:
+    inputs = tensors(2, 4, 9, 16)
+    got = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+    out = functional.scaled_dot_product_attention(*inputs, is_causal=True)
+    torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), inputs))
+
+
+def test_only_the_gradients_that_are_asked_for() -> None:
+    q, k, v = tensors(1, 2, 9, 16)
+    forward(q, k.detach(), v.detach()).sum().backward()
+    assert q.grad is not None
+    assert k.grad is None
+    bias = torch.zeros(9, 9)
+    with torch.profiler.profile() as profile:
+        forward(q, k, v, attn_bias=bias).sum().backward()
+    assert bias.grad is None
+    assert any(event.key == "flash_wmma::backward" for event in profile.key_averages())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(dtype: torch.dtype) -> None:
+    q, k, v = tensors(1, 2, 9, 16)
+    with torch.autocast("cpu", dtype):
+        out = forward(q, k, v)
+    assert out.dtype == dtype
+    got = torch.autograd.grad(out.float().sum(), (q, k, v))
+    expected = torch.autograd.grad(forward(q, k, v).sum(), (q, k, v))
+    torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+def test_kernel_by_name() -> None:
+    q, k, v = tensors(1, 2, 9, 16)
+    forward(q, k, v, backward_kernel="bwd_cpu").sum().backward()
+    with pytest.raises(ValueError, match=r"kernel: got 'nobody', allowed: 'auto', .*'bwd_cpu'"):
+        forward(q, k, v, backward_kernel="nobody").sum().backward()
+
+
+# ---- What is not built ----------------------------------------------------------------------------------------------
+
+
+def test_double_backward_names_the_way_out() -> None:
+    q, k, v = tensors(1, 2, 5, 8)
+    (dq,) = torch.autograd.grad(forward(q, k, v).sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r'gradient of a gradient.*kernel="math"'):
+        dq.sum().backward()
+    (dq,) = torch.autograd.grad(forward(q, k, v, kernel="math").square().sum(), q, create_graph=True)
+    dq.square().sum().backward()
+
+
+def test_forward_mode_names_the_way_out() -> None:
+    q, k, v = tensors(1, 2, 5, 8, requires_grad=False)
+    with pytest.raises(NotImplementedError, match=r'q: got a dual tensor: .*kernel="math"'):
+        torch.func.jvp(lambda q: forward(q, k, v), (q,), (q,))
+    _, tangent = torch.func.jvp(lambda q: forward(q, k, v, kernel="math"), (q,), (q,))
+    assert tangent.shape == q.shape
+
+
+def test_torch_func() -> None:
+    q, k, v = tensors(1, 2, 5, 8, requires_grad=False)
+    with pytest.raises(NotImplementedError, match=r'torch.func is not supported: kernel="math"'):
+        torch.func.grad(lambda q: forward(q, k, v).sum())(q)
+    each = torch.func.vmap(torch.func.grad(lambda q: forward(q[None], k, v, kernel="math").square().sum()))
+    assert each(q).shape == q.shape
+
+
+@pytest.mark.parametrize("call", [{}, {"causal": "bottom_right"}, {"causal": True, "softcap": 1.5}, {"window": (1, 0)}])
+def test_gradcheck(call: dict[str, object]) -> None:
+    """In both modes and once more, with rows that see no key."""
+    (q,), (k, v) = (tensors(1, 2, n, 4, count=c, dtype=torch.float64) for n, c in ((4, 1), (3, 2)))
+    bias = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    slopes = torch.rand(2, requires_grad=False)
+
+    def attend(*inputs: Tensor) -> Tensor:
+        q, k, v, bias = inputs
+        out, lse = forward(q, k, v, attn_bias=bias, alibi_slopes=slopes, kernel="math", return_lse=True, **call)  # type: ignore[call-overload]
+        return out.sum(dim=3) + lse.masked_fill(lse.isneginf(), 0)  # type: ignore[no-any-return]
+
+    assert torch.autograd.gradcheck(attend, (q, k, v, bias), check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(attend, (q, k, v, bias))
+
+
+# ---- Torch's machinery ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compile(backend: str) -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(2, 4, 9, 16)
+    bias = torch.randn(9, 9, requires_grad=True)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(q * 2, k, v, attn_bias=bias, causal=True, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    got, expected = (torch.autograd.grad(loss(f(q, k, v, bias)), (q, k, v, bias)) for f in (compiled, attend))
+    torch.testing.assert_close(got, expected)
+
+
+def test_compile_of_packed_sequences() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(20, 4, 16)
+    lengths = torch.tensor([0, 7, 20], dtype=torch.int32)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward_varlen(q, k, v, lengths, lengths, 13, 13, causal=True, return_lse=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    got, expected = (torch.autograd.grad(loss(f(q, k, v)), (q, k, v)) for f in (compiled, attend))
+    torch.testing.assert_close(got, expected)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    inputs = tensors(2, 4, 9, 16)
+    out = checkpoint(forward, *inputs, use_reentrant=reentrant)
+    out.sum().backward()
+    expected = torch.autograd.grad(forward(*inputs).sum(), inputs)
+    torch.testing.assert_close(tuple(t.grad for t in inputs), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_opcheck(bias: bool) -> None:
+    q, k, v = tensors(2, 4, 9, 16, requires_grad=False)
+    attn_bias = torch.randn(9, 9) if bias else None
+    out, lse = ops.forward(q, k, v, attn_bias=attn_bias)
+    options = {"attn_bias": attn_bias, "bias_grad": bias}
+    torch.library.opcheck(ops.backward.default, (out, lse, q, k, v, out, lse), options)
+    layout = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    torch.library.opcheck(ops.backward.default, (out, None, *layout, out, lse), options)
+    packed = [t[0].transpose(0, 1) for t in (out, q, k, v, out)]
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32)
+    torch.library.opcheck(
+        ops.backward_varlen.default, (packed[0], None, *packed[1:], lse[0], lengths, lengths, None, 5, 5)
+    )
+
+
+DDP = """
+import sys, torch, flash_wmma
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = torch.nn.Linear(32, 96)
+    def forward(self, x):
+        q, k, v = self.qkv(x).unflatten(2, (3, 4, 8)).permute(2, 0, 3, 1, 4)
+        return flash_wmma.forward(q, k, v, causal=True)
+
+rank = int(sys.argv[1])
+dist.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", rank=rank, world_size=2)
+torch.manual_seed(0)
+layer = Layer()
+x = torch.randn(2, 9, 32)
+layer(x).square().sum().div(2).backward()
+expected = layer.qkv.weight.grad.clone()
+layer.zero_grad()
+parallel = DistributedDataParallel(layer)
+parallel(x[rank : rank + 1]).square().sum().backward()
+torch.testing.assert_close(layer.qkv.weight.grad, expected)
+dist.destroy_process_group()
+"""
+
+
+def test_data_parallel(tmp_path: object) -> None:
+    """Two processes with half a batch each have the gradients of the whole."""
+    processes = [
+        subprocess.Popen([sys.executable, "-c", DDP, str(rank), f"{tmp_path}/store"], stderr=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in processes:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+
+
+@pytest.mark.parametrize("shared", [None, 2])
+def test_module(shared: int | None) -> None:
+    torch.manual_seed(0)
+    layer = flash_wmma.MultiheadAttention(32, 4, num_kv_heads=shared, causal=True)
+    x = torch.randn(2, 9, 32)
+    got = torch.autograd.grad(layer(x).square().sum(), tuple(layer.parameters()))
+    layer.kernel = "math"
+    expected = torch.autograd.grad(layer(x).square().sum(), tuple(layer.parameters()))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    with pytest.raises(ValueError, match=r"num_heads: got 3, allowed: a divisor of embed_dim, 32"):
+        flash_wmma.MultiheadAttention(32, 3)
+    with pytest.raises(ValueError, match=r"num_kv_heads: got 3, allowed: a divisor of num_heads, 4"):
+        flash_wmma.MultiheadAttention(32, 4, num_kv_heads=3)

@@ -1,0 +1,351 @@
+"""Gradients of every kernel against float64, edges first.
+
+The yardstick is forward's (reference.py), each gradient normalised by its own largest value.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from reference import (
+    DENSE,
+    LAYOUTS,
+    PLAIN,
+    Mask,
+    Modification,
+    as_multiplied,
+    attention,
+    bits,
+    few,
+    filled,
+    normal,
+    operand_dtype,
+    poisoned_memory,
+    surrounded,
+)
+from torch import Tensor
+
+import flash_wmma
+from flash_wmma._forward import band
+from flash_wmma._library import ops
+
+BackwardTarget = tuple[flash_wmma.Kernel, torch.dtype]
+
+
+class Inputs(NamedTuple):
+    """What a kernel is given; without ``dlse`` the loss does not see lse."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor | None
+
+    def to(self, dtype: torch.dtype) -> Inputs:
+        return Inputs(*(None if t is None else t.to(dtype) for t in self))  # type: ignore[arg-type]
+
+
+def inputs(
+    kernel: flash_wmma.Kernel,
+    dtype: torch.dtype,
+    nq: int = 100,
+    nk: int = 70,
+    d: int = 64,
+    dv: int | None = None,
+    heads: tuple[int, int] = (4, 2),
+    batch: int = 2,
+    layout: str = "contiguous",
+    with_dlse: bool = True,
+) -> Inputs:
+    hq, hk = heads
+    shapes = ((hq, nq, d), (hk, nk, d), (hk, nk, dv or d), (hq, nq, dv or d))
+    q, k, v, dout = (
+        normal((few(kernel, batch), *shape), layout, dtype, kernel.device, seed) for seed, shape in enumerate(shapes)
+    )
+    return Inputs(q, k, v, dout, normal((q.shape[0], hq, nq, 1), device=kernel.device, seed=9)[..., 0].contiguous())
+
+
+def true_gradients(given: Inputs, mask: Mask, modification: Modification) -> list[Tensor]:
+    """Plain attention's, in the inputs' dtype: of q, k, v and of an additive bias."""
+    leaves = [t.detach().requires_grad_() for t in given[:3]]
+    bias = modification.attn_bias
+    if bias is not None and bias.dtype != torch.bool:
+        bias = bias.to(given.q.dtype).detach().requires_grad_()
+        leaves.append(bias)
+    out, lse = attention(*leaves[:3], mask, None, modification._replace(attn_bias=bias))
+    loss = (out * given.dout).sum()
+    if given.dlse is not None:
+        loss = loss + (lse.masked_fill(lse.isneginf(), 0) * given.dlse).sum()
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def compute(
+    kernel: flash_wmma.Kernel,
+    given: Inputs,
+    mask: Mask = DENSE,
+    modification: Modification = PLAIN,
+    deterministic: bool = False,
+) -> list[Tensor]:
+    """The kernel's, from poisoned memory; the inputs' storages stay as they are."""
+    out, lse = flash_wmma.forward(
+        *given[:3], causal=mask.causal, window=mask.window, return_lse=True, **modification._asdict()
+    )
+    bias = modification.attn_bias
+    before = [bits(t) for t in given if t is not None]
+    with poisoned_memory():
+        *gradients, dbias = ops.backward(
+            given.dout,
+            given.dlse,
+            *given[:3],
+            out,
+            lse,
+            None,
+            *band(mask.causal, mask.window),
+            *modification,
+            bias_grad=bias is not None and bias.dtype != torch.bool,
+            deterministic=deterministic,
+            kernel_name=kernel.name,
+        )
+    assert all(torch.equal(bits(t), b) for t, b in zip((t for t in given if t is not None), before, strict=True))
+    return [*gradients, dbias] if bias is not None and bias.dtype != torch.bool else gradients
+
+
+def error(gradient: Tensor, expected: Tensor) -> float:
+    """The largest, in units of the largest value of that gradient."""
+    if gradient.numel() == 0:
+        return 0.0
+    scale = float(expected.abs().max()) or 1.0
+    return float((gradient.double() - expected).abs().max()) / scale
+
+
+def check(
+    kernel: flash_wmma.Kernel,
+    given: Inputs,
+    mask: Mask = DENSE,
+    modification: Modification = PLAIN,
+    deterministic: bool = False,
+) -> list[Tensor]:
+    """The yardstick, on every gradient."""
+    gradients = compute(kernel, given, mask, modification, deterministic)
+    dtype, operand = given.q.dtype, operand_dtype(kernel, given.q.dtype)
+    multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), given.dlse)
+    exact = true_gradients(multiplied.to(torch.float64), mask, modification)
+    plain = true_gradients(multiplied.to(operand), mask, modification)
+    rounding = max(torch.finfo(operand).eps, torch.finfo(dtype).eps) / 2
+    for what, leaf, gradient, expected, its_plain in zip(
+        ("dq", "dk", "dv", "dbias"), (*given[:3], modification.attn_bias), gradients, exact, plain, strict=False
+    ):
+        assert leaf is not None
+        assert gradient.shape == leaf.shape
+        assert gradient.dtype == leaf.dtype
+        assert not gradient.isnan().any(), f"NaN in {what}"
+        allowed = 2 * max(error(its_plain, expected), rounding) + 1e-5
+        assert error(gradient, expected) <= allowed, f"{what}: {error(gradient, expected):.3e}, allowed {allowed:.3e}"
+    return gradients
+
+
+def needs(kernel: flash_wmma.Kernel, *features: str) -> None:
+    for feature in features:
+        if feature not in kernel.features:
+            pytest.skip(f"{kernel.name} has no {feature}")
+
+
+MASKS = {
+    "dense": DENSE,
+    "causal": Mask(True),
+    "bottom right": Mask("bottom_right"),
+    "window": Mask(False, (5, 9)),
+    "causal window": Mask("bottom_right", (20, None)),
+}
+
+
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 70), (100, 70), (65, 129)])
+def test_masks(backward_target: BackwardTarget, mask: str, nq: int, nk: int) -> None:
+    """Nq != Nk, one row, and queries or keys that see nothing."""
+    kernel, dtype = backward_target
+    needs(kernel, *(["window"] if "window" in mask else ["causal"] if mask != "dense" else []))
+    check(kernel, inputs(kernel, dtype, nq, nk), MASKS[mask])
+
+
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (5, 5), (40, 40), (128, 128), (64, 24), (20, 64)])
+def test_head_dims(backward_target: BackwardTarget, d: int, dv: int) -> None:
+    kernel, dtype = backward_target
+    low, high = kernel.head_dims
+    if not low <= min(d, dv) <= max(d, dv) <= high:
+        pytest.skip("head dim")
+    needs(kernel, *(["d_v != d"] if d != dv else []))
+    check(kernel, inputs(kernel, dtype, 40, 50, d, dv))
+
+
+@pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "broadcast_rows"])
+def test_layouts(backward_target: BackwardTarget, layout: str) -> None:
+    """Strides of every kind, with NaN all around. (Of equal rows the gradients cancel out: nothing to measure by.)"""
+    kernel, dtype = backward_target
+    check(kernel, inputs(kernel, dtype, 40, 50, layout=layout))
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
+def test_grouped_heads(backward_target: BackwardTarget, heads: tuple[int, int]) -> None:
+    kernel, dtype = backward_target
+    check(kernel, inputs(kernel, dtype, heads=heads), Mask())
+
+
+def test_without_dlse_and_with_it_alone(backward_target: BackwardTarget) -> None:
+    kernel, dtype = backward_target
+    given = inputs(kernel, dtype)
+    check(kernel, given._replace(dlse=None))
+    check(kernel, given._replace(dout=torch.zeros_like(given.dout)))
+
+
+def test_softcap_and_alibi(backward_target: BackwardTarget) -> None:
+    kernel, dtype = backward_target
+    needs(kernel, "softcap", "alibi_slopes", "causal")
+    given = inputs(kernel, dtype)
+    slopes = torch.rand(given.q.shape[:2], device=kernel.device)
+    check(kernel, given, Mask("bottom_right"), Modification(None, slopes, 2.0))
+
+
+@pytest.mark.parametrize("broadcast", list(itertools.product((False, True), repeat=4)))
+def test_bias_is_reduced_over_what_it_is_broadcast_over(
+    backward_target: BackwardTarget, broadcast: tuple[bool, ...]
+) -> None:
+    kernel, dtype = backward_target
+    needs(kernel, "attn_bias", "the gradient of attn_bias")
+    given = inputs(kernel, dtype, 40, 50)
+    full = (*given.q.shape[:3], 50)
+    shape = tuple(1 if one else n for one, n in zip(broadcast, full, strict=True))
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(kernel.device)
+    check(kernel, given, DENSE, Modification(attn_bias=bias))
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_bias_of_fewer_dimensions(backward_target: BackwardTarget, rank: int) -> None:
+    kernel, dtype = backward_target
+    needs(kernel, "attn_bias", "the gradient of attn_bias")
+    given = inputs(kernel, dtype, 40, 50)
+    shape = (given.q.shape[1], 40, 50)[3 - rank :]
+    bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(kernel.device)
+    check(kernel, given, DENSE, Modification(attn_bias=bias))
+
+
+@pytest.mark.parametrize("kind", ["bool", "infinite"])
+def test_rows_hidden_by_a_bias(backward_target: BackwardTarget, kind: str) -> None:
+    """A query that sees nothing, and a key that nobody sees, have gradient 0."""
+    kernel, dtype = backward_target
+    needs(kernel, "attn_bias", *(["the gradient of attn_bias"] if kind == "infinite" else []))
+    given = inputs(kernel, dtype, 40, 50)
+    seen = torch.rand(40, 50, generator=torch.Generator().manual_seed(1)) > 0.3
+    seen[7], seen[:, 11] = False, False
+    seen = seen.to(kernel.device)
+    bias = seen if kind == "bool" else torch.zeros(40, 50, device=kernel.device).masked_fill(~seen, -math.inf)
+    dq, dk, dv, *_ = check(kernel, given, DENSE, Modification(attn_bias=bias))
+    assert not any(t.any() for t in (dq[:, :, 7], dk[:, :, 11], dv[:, :, 11]))
+
+
+@pytest.mark.parametrize(("nq", "nk", "batch"), [(0, 5, 1), (5, 0, 1), (5, 5, 0)])
+def test_empty(backward_target: BackwardTarget, nq: int, nk: int, batch: int) -> None:
+    kernel, dtype = backward_target
+    q, k = (torch.ones(batch, 2, n, 64, dtype=dtype, device=kernel.device) for n in (nq, nk))
+    lse = torch.zeros(batch, 2, nq, device=kernel.device)
+    with poisoned_memory():
+        gradients = ops.backward(q, None, q, k, k, q, lse, kernel_name=kernel.name)
+    assert [g.shape for g in gradients[:3]] == [q.shape, k.shape, k.shape]
+    assert not any(g.any() for g in gradients[:3])
+
+
+@pytest.mark.parametrize("mask", ["dense", "causal", "bottom right"])
+def test_packed(backward_target: BackwardTarget, mask: str) -> None:
+    """Each sequence as by itself; rows of no sequence, and keys that are not in use, have gradient 0."""
+    kernel, dtype = backward_target
+    needs(kernel, "varlen", *(["causal"] if mask != "dense" else []))
+    device = kernel.device
+    ends_q, ends_k, used = [0, 20, 20, 85], [0, 30, 37, 90], [30, 7, 40]
+    lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in (ends_q, ends_k, used)]
+    flat = inputs(kernel, dtype, 90, 100, batch=1)
+    q, k, v, dout = (t[0].transpose(0, 1) for t in flat[:4])
+    assert flat.dlse is not None
+    dlse = flat.dlse[0]
+    causal = MASKS[mask].causal
+    out, lse = flash_wmma.forward_varlen(
+        q, k, v, *lengths[:2], 65, 53, seqused_k=lengths[2], causal=causal, return_lse=True
+    )
+    options: tuple[Any, ...] = (None, *band(causal, None))
+    with poisoned_memory():
+        dq, dk, dv, _ = ops.backward_varlen(
+            dout, dlse, q, k, v, out, lse, *lengths, 65, 53, *options, kernel_name=kernel.name
+        )
+    assert not any(t.any() for t in (dq[85:], dk[77:], dv[77:]))
+    for b in range(3):
+        rows = slice(ends_q[b], ends_q[b + 1])
+        keys = slice(ends_k[b], ends_k[b] + used[b])
+        one = Inputs(
+            *(t[s].transpose(0, 1)[None] for t, s in ((q, rows), (k, keys), (v, keys), (dout, rows))),
+            dlse[None, :, rows].contiguous(),
+        )
+        alone = compute(kernel, one, MASKS[mask])
+        for packed, expected in zip((dq[rows], dk[keys], dv[keys]), alone, strict=True):
+            torch.testing.assert_close(packed.transpose(0, 1)[None], expected)
+
+
+def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -> None:
+    kernel, dtype = backward_target
+    needs(kernel, "deterministic")
+    given = inputs(kernel, dtype, 130, 300)
+    bias = torch.randn(130, 300, device=kernel.device)
+    reduced = "the gradient of a broadcast attn_bias with deterministic" in kernel.features
+    modification = Modification(attn_bias=bias) if reduced else PLAIN
+    first = check(kernel, given, DENSE, modification, deterministic=True)
+    for _ in range(few(kernel, 5)):
+        again = compute(kernel, given, DENSE, modification, deterministic=True)
+        assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
+    """Scores far apart: the recomputed weights neither overflow nor vanish."""
+    kernel, dtype = backward_target
+    given = inputs(kernel, dtype, 40, 50)
+    given.q[:, :, ::3] *= 8
+    given.k[:, :, -1] *= 4
+    check(kernel, given)
+
+
+def test_gradients_keep_the_order_of_heads_and_rows() -> None:
+    q = filled(surrounded((2, 4, 9, 64), "bnhd", torch.float32, "cpu"), torch.randn(2, 4, 9, 64))
+    out, lse = ops.forward(q, q, q)
+    dq, *_ = ops.backward(out, None, q, q, q, out, lse)
+    assert dq.transpose(1, 2).is_contiguous()
+
+
+def test_refusals() -> None:
+    q = torch.randn(1, 2, 10, 64)
+    out, lse = ops.forward(q, q, q)
+    for change, message in (
+        ({"dout": out[:, :, 1:]}, r"dout: got shape \(1, 2, 9, 64\)"),
+        ({"dout": out.half()}, "dout.dtype"),
+        ({"lse": lse[:, 1:]}, "lse: got shape"),
+        ({"dlse": lse.double()}, "dlse.dtype"),
+        ({"bias_grad": True}, "bias_grad: there is no additive attn_bias"),
+        ({"kernel_name": "cpu"}, r"kernel: got 'cpu', allowed: 'auto', .*'bwd_cpu'"),
+        ({"softcap": -1.0}, "softcap"),
+    ):
+        call = {"dout": out, "dlse": None, "q": q, "k": q, "v": q, "out": out, "lse": lse} | change
+        with pytest.raises(RuntimeError, match=message):
+            ops.backward(**call)
+
+
+def test_table() -> None:
+    names = {kernel.name for kernel in flash_wmma.kernels("backward")}
+    assert "bwd_cpu" in names
+    assert names.isdisjoint(kernel.name for kernel in flash_wmma.kernels())
+    q = torch.randn(1, 2, 10, 64)
+    answer = flash_wmma.explain(q, q, q)
+    assert answer.backward_kernel == "bwd_cpu"
+    assert set(answer.backward_reasons) == names - {"bwd_cpu"}
+    assert "backward bwd_cpu" in str(answer)
+    with pytest.raises(ValueError, match="direction: got 'sideways'"):
+        flash_wmma.kernels("sideways")  # type: ignore[arg-type]
