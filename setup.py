@@ -65,7 +65,7 @@ GROUPS = (
     Group("csrc/cpu/*_avx2.cpp", f"{HIDDEN} {AVX2}", skip=not X86),
     Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
-    Group("csrc/*/mma_sm75*.cu", cuda="7.5+PTX"),
+    Group("csrc/*/*_sm75*.cu", cuda="7.5+PTX"),
     Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )

@@ -75,6 +75,28 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Whether red_add_4 is one instruction, and so wants the four floats of a thread side by side.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+inline constexpr bool kVectorRed = false;
+#else
+inline constexpr bool kVectorRed = true;
+#endif
+
+/// Adds x to the float at p in global memory, without an answer (red.global.add.f32).
+__device__ __forceinline__ void red_add(float* p, float x) {
+    asm volatile("red.global.add.f32 [%0], %1;" ::"l"(p), "f"(x) : "memory");
+}
+/// Adds four floats to those at p, 16-byte aligned, each atomically (sm_90: red.global.add.v4.f32).
+__device__ __forceinline__ void red_add_4(float* p, const float (&x)[4]) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(p), "f"(x[0]), "f"(x[1]), "f"(x[2]), "f"(x[3])
+                 : "memory");
+#else
+#pragma unroll
+    for (int i = 0; i < 4; ++i) red_add(p + i, x[i]);
+#endif
+}
+
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800  // kernels name these in the host's pass too
 
 /// D += A B for one 16x8 tile: A 16x16 (row), B 16x8 (column), of half or bf16 (mma.sync.m16n8k16). Lanes as in

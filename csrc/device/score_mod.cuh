@@ -76,6 +76,43 @@ class ScoreMod<true> {
             });
     }
 
+    /// The same for products in any arrangement, for backward: each(f) calls f(r, j, i) for all of them, x(r, j, i) is the product
+    /// of query(r, j, i) and key(r, j, i), and slope(r, j, i) becomes the score's derivative by the scaled product.
+    template <class Each, class X, class Slope, class Query, class Key>
+    __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
+        if (p.softcap != 0.f) {
+            const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
+            each([&](int r, int j, int i) {
+                const float t = tanh(x(r, j, i) * to_x);
+                slope(r, j, i) = fmaf(-t, t, 1.f);
+                x(r, j, i) = from_x * t;
+            });
+        } else {
+            each([&](int r, int j, int i) { x(r, j, i) *= scale; });
+        }
+        if (bias_) {
+            const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
+            const auto add = [&](auto type) {
+                const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
+                each([&](int r, int j, int i) {
+                    const std::int64_t q = min(query(r, j, i), last_query), k = min(key(r, j, i), last_key);
+                    x(r, j, i) = biased(x(r, j, i), bias[q * p.bias.query + k * p.bias.key]);
+                });
+            };
+            switch (p.bias.dtype) {
+                case DType::kFloat32: add(float{}); break;
+                case DType::kFloat16: add(__half{}); break;
+                case DType::kBFloat16: add(__nv_bfloat16{}); break;
+                case DType::kBool: add(bool{}); break;
+            }
+        }
+        if (slope_ != 0.f)
+            each([&](int r, int j, int i) {
+                x(r, j, i) =
+                    fmaf(-slope_, fabsf(static_cast<float>(query(r, j, i) + offset_ - key(r, j, i))), x(r, j, i));
+            });
+    }
+
   private:
     static constexpr float kLog2e = 1.44269504088896341f;
 

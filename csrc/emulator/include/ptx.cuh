@@ -116,6 +116,15 @@ EMULATOR_BRICK inline void named_barrier_arrive(int id, int threads, EMULATOR_SI
     emulator::barrier(id, threads, 0, false, "bar.arrive", site, EMULATOR_PC);
 }
 
+inline constexpr bool kVectorRed = true;
+EMULATOR_BRICK inline void red_add(float* p, float x) {
+    emulator::update(p, [=](float old) __attribute__((always_inline)) { return old + x; }, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void red_add_4(float* p, const float (&x)[4]) {
+    for (int i = 0; i < 4; ++i)
+        emulator::update(p + i, [=](float old) __attribute__((always_inline)) { return old + x[i]; }, EMULATOR_PC);
+}
+
 EMULATOR_BRICK inline void cp_async_16(void* shared, const void* global, int bytes) {
     emulator::async_copy(shared, global, 16, bytes, EMULATOR_PC);
 }

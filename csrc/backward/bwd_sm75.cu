@@ -1,0 +1,70 @@
+// bwd_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later: m16n8k8 of half, tiles through registers, at most
+// 64 KiB of shared memory. Its instances, the choice among them, and its row in the registry.
+#include "../forward/mma_sm75.cuh"
+#include "mma.cuh"
+
+namespace flash_wmma::backward {
+namespace {
+
+/// Arguments as in bwd_sm80.cuh. Every instance is for any problem.
+template <Pass kPass, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step, int Resident,
+          int BlocksPerSm>
+Shape shape() {
+    using T =
+        Tile<mma::Sm75, half, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, 1, Resident, BlocksPerSm>;
+    static_assert(sizeof(SharedMemory<T, kPass>) <= 64 * 1024);
+    return backward::shape<T, true, kPass>(75);
+}
+
+const std::vector<Shape> kShapes = {
+    shape<Pass::kFused, 32, 4, 1, 2, 64, 16, 1, 2>(),    shape<Pass::kFused, 64, 4, 1, 2, 32, 16, 1, 2>(),
+    shape<Pass::kFused, 128, 4, 2, 1, 32, 16, 0, 1>(),   shape<Pass::kFused, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kKeys, 64, 4, 1, 2, 32, 16, 1, 2>(),     shape<Pass::kKeys, 128, 4, 2, 1, 32, 16, 0, 1>(),
+    shape<Pass::kKeys, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kQueries, 64, 4, 1, 1, 64, 32, 2, 2>(),  shape<Pass::kQueries, 128, 4, 1, 1, 32, 16, 0, 2>(),
+    shape<Pass::kQueries, 256, 2, 2, 1, 32, 16, 1, 1>(),
+};
+const std::vector<Instance> kInstances = instances_of(kShapes);
+
+const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
+    return choose_shape(kShapes, DType::kFloat16, pass, p.forward, device);
+}
+
+const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
+    const Shape& shape = shape_of(p.deterministic ? Pass::kKeys : Pass::kFused, p, device);
+    return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
+}
+
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) { return backward::workspace_bytes(p); }
+
+void launch_bwd_sm75(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    launch_all<mma::Sm75, half>(p, stream, [&](Pass pass) { return shape_of(pass, p, device); });
+}
+
+const BackwardKernelInfo kInfo = {
+    {
+        /*name=*/"bwd_sm75",
+        /*summary=*/
+        "mma.sync m16n8k8, ldmatrix, swizzled tiles, dK and dV in registers, at most 64 KiB of shared memory",
+        /*min_arch=*/75,
+        /*bf16_min_arch=*/0,
+        /*float32=*/false,
+        /*float16=*/true,
+        /*min_head_dim=*/1,
+        /*max_head_dim=*/256,
+        /*features=*/kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient |
+            kDeterministic,
+        /*auto_rank=*/20,
+        kInstances.data(),
+        kInstances.size(),
+    },
+    choose,
+    workspace_bytes,
+    launch_bwd_sm75,
+};
+const Registration kRegistration(kInfo);
+
+}  // namespace
+}  // namespace flash_wmma::backward

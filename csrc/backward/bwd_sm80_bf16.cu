@@ -1,0 +1,8 @@
+// The bf16 instances of bwd_sm80.
+#include "bwd_sm80.cuh"
+
+namespace flash_wmma::backward {
+
+std::vector<Shape> sm80_bf16_shapes() { return sm80_fused_shapes<bf16, false>(); }
+
+}  // namespace flash_wmma::backward

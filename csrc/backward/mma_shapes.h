@@ -1,0 +1,54 @@
+// The compiled tile shapes of bwd_sm80 and bwd_sm75, shared by their sources, and the choice among them.
+#pragma once
+
+#include <algorithm>
+#include <stdexcept>
+#include <vector>
+
+#include "../registry.h"
+
+namespace flash_wmma::backward {
+
+struct Problem;
+
+/// What a launch computes (mma.cuh).
+enum class Pass { kFused, kKeys, kQueries };
+
+/// A tile shape of a pass and its launch.
+struct Shape {
+    Instance facts;
+    bool general;  ///< also for packed sequences and ScoreMods
+    Pass pass;
+    void (*launch)(const Problem&, Stream);
+};
+
+inline std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
+    std::vector<Shape> all;
+    for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
+    return all;
+}
+
+/// The instances of `shapes`, in the same order.
+inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
+    std::vector<Instance> instances;
+    for (const Shape& shape : shapes) instances.push_back(shape.facts);
+    return instances;
+}
+
+/// Of the shapes for this pass, dtype and kind of problem that fit the device, the first in the table that holds d and d_v.
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
+                                 const DeviceFacts& device) {
+    const int d = std::max(p.head_dim, p.head_dim_v);
+    const Sequences& s = p.sequences;
+    const bool general =
+        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    for (const Shape& shape : shapes) {
+        const Instance& tile = shape.facts;
+        if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && (shape.general || !general) &&
+            tile.min_arch <= device.arch && tile.smem_bytes <= device.smem_optin)
+            return shape;
+    }
+    throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");
+}
+
+}  // namespace flash_wmma::backward

@@ -1,0 +1,60 @@
+// The tile of rows that a block of a backward kernel owns, of one side: keys of a key/value head, or queries of a query
+// head.
+#pragma once
+
+#include <launch.h>
+
+#include "../attention.h"
+#include "tile.cuh"
+
+namespace flash_wmma {
+
+/// Rows [first_row, ...) of a sequence; `rows` of them, not positive if there are none, are the block's to write: not
+/// packed, keys that are not in use (behind sequence.seqlen_k) too.
+struct OwnedTile {
+    Sequence sequence;
+    int head, head_k;  // owned keys: the first query head that reads them
+    int first_row, rows;
+};
+
+template <int Own, bool Packed>
+__device__ OwnedTile owned_queries(const ForwardParams& p) {
+    const Assignment a = Packed ? assignment<Own>(p) : dense_assignment<Own>(p);
+    const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
+    return {a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};
+}
+
+/// Numbered tile-fastest, so that neighbours in time share a head's queries in L2. With a causal band the first tile has
+/// the most queries and goes first.
+template <int Own, bool Packed>
+__device__ OwnedTile owned_keys(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    const int group = static_cast<int>(p.heads_q / p.heads_k);
+    if (Packed && s.cu_seqlens_k) {
+        const auto tiles = static_cast<unsigned>(packed_tiles(s.total_k, p.batch, Own));
+        const int head = static_cast<int>(blockIdx.x / tiles);
+        const PackedTile found =
+            packed_tile(s.cu_seqlens_k, p.batch, s.total_k, Own, static_cast<int>(blockIdx.x % tiles));
+        const Sequence rows = sequence(p, found.sequence);
+        const int first_row = found.tile * Own;
+        return {rows, head * group, head, first_row, first_row < 0 ? 0 : rows.seqlen_k - first_row};
+    }
+    const auto tiles = static_cast<unsigned>((p.seqlen_k + Own - 1) / Own), heads = static_cast<unsigned>(p.heads_k);
+    const int tile = static_cast<int>(blockIdx.x % tiles), slice = static_cast<int>(blockIdx.x / tiles);
+    const int batch = slice / static_cast<int>(heads), head = slice % static_cast<int>(heads);
+    const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+    Sequence rows{batch, 0, 0, seqlen_q, seqlen_k};
+    if constexpr (Packed) rows = sequence(p, batch);
+    return {rows, head * group, head, tile * Own, seqlen_k - tile * Own};
+}
+
+/// The grid for owned_keys<own>. Throws std::runtime_error if the problem has more tiles than a grid holds.
+inline dim3 owned_keys_grid(const ForwardParams& p, int own) {
+    const Sequences& s = p.sequences;
+    const std::int64_t tiles =
+        s.cu_seqlens_k ? packed_tiles(s.total_k, p.batch, own) : (p.seqlen_k + own - 1) / own * p.batch;
+    if (tiles * p.heads_k > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 key tiles");
+    return dim3(static_cast<unsigned>(tiles * p.heads_k));
+}
+
+}  // namespace flash_wmma

@@ -1,0 +1,123 @@
+"""Every tile shape of bwd_sm80 and bwd_sm75, in the emulator: the head dims, the shared memory of each generation of
+cards, both loop orders, and what only the general instances do."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import pytest
+import torch
+from reference import grouped
+from torch import Tensor
+
+import flash_wmma
+
+TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of a gradient's largest value
+KIB = 1024
+
+
+class Case(NamedTuple):
+    nq: int
+    nk: int
+    causal: bool = False
+    left: int = -1
+    softcap: float = 0.0
+    slopes: tuple[float, float] | None = None
+    bias: tuple[int, int, int, int] | None = None
+    dlse: bool = False
+
+
+CAUSAL = Case(100, 150, causal=True)
+GENERAL = Case(150, 70, softcap=3.0, slopes=(0.3, 0.1), dlse=True)
+WINDOW = Case(130, 100, causal=True, left=20)  # the first 30 queries see no key
+
+
+def check(kernel: str, case: Case, d: int, dv: int, dtype: torch.dtype, smem_kib: int, deterministic: bool) -> None:
+    """Two query heads that share a key/value head, against float64 autograd of plain attention."""
+    make = torch.Generator().manual_seed(0)
+    shapes = ((1, 2, case.nq, d), (1, 1, case.nk, d), (1, 1, case.nk, dv), (1, 2, case.nq, dv))
+    q, k, v, dout = (torch.randn(shape, generator=make).to(dtype) for shape in shapes)
+    dlse = torch.randn(1, 2, case.nq, generator=make) if case.dlse else None
+    bias = torch.randn(case.bias, generator=make) if case.bias else None
+    slopes = torch.tensor(case.slopes) if case.slopes else None
+
+    wanted = [x.double().requires_grad_() for x in (q, k, v, *([bias] if bias is not None else []))]
+    x = wanted[0] @ grouped(wanted[1], 2).mT * d**-0.5
+    if case.softcap:
+        x = case.softcap * (x / case.softcap).tanh()
+    if bias is not None:
+        x = x + wanted[3]
+    place, key = torch.arange(case.nq)[:, None] + case.nk - case.nq, torch.arange(case.nk)
+    if slopes is not None:
+        x = x - slopes.double()[:, None, None] * (place - key).abs()
+    seen = torch.ones(case.nq, case.nk, dtype=torch.bool)
+    if case.causal:
+        seen &= key <= place
+    if case.left >= 0:
+        seen &= key >= place - case.left
+    lse = x.masked_fill(~seen, -math.inf).logsumexp(-1)
+    finite = lse.masked_fill(lse == -math.inf, 0.0)
+    out = torch.where(seen, (x - finite[..., None]).exp(), 0.0) @ grouped(wanted[2], 2)
+    loss = (out * dout.double()).sum()
+    if dlse is not None:
+        loss = loss + (finite * dlse.double()).sum()
+    gradients = torch.autograd.grad(loss, wanted)
+
+    def run() -> tuple[Tensor, ...]:
+        return tuple(
+            torch.ops.flash_wmma.backward(
+                *(dout, dlse, q, k, v, out.detach().to(dtype), lse.detach().float()),
+                window_left=case.left,
+                window_right=0 if case.causal else -1,
+                bottom_right=True,
+                attn_bias=bias,
+                alibi_slopes=slopes,
+                softcap=case.softcap,
+                bias_grad=bias is not None,
+                deterministic=deterministic,
+                kernel_name=kernel,
+            )
+        )
+
+    with flash_wmma.emulator.settings(mode="checked", smem_optin=smem_kib * KIB):
+        results = run()
+        again = run() if deterministic else results
+    for name, got, want, repeated in zip(("dq", "dk", "dv", "dbias"), results, gradients, again, strict=False):
+        error = ((got.double() - want).abs().max() / want.abs().max()).item()
+        assert error < TOLERANCE[dtype], f"{name}: {error}"
+        assert torch.equal(got, repeated), name
+
+
+HEAD_DIMS = [(8, 8), (32, 16), (64, 64), (40, 96), (128, 72), (136, 192), (256, 248)]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
+@pytest.mark.parametrize("name", ["bwd_sm80", "bwd_sm75"])
+def test_head_dims(name: str, d: int, dv: int, deterministic: bool) -> None:
+    for case in (CAUSAL, GENERAL):
+        check(name, case, d, dv, torch.float16, 227 if name == "bwd_sm80" else 64, deterministic)
+
+
+@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
+def test_bf16(d: int, dv: int) -> None:
+    for case in (CAUSAL, GENERAL):
+        check("bwd_sm80", case, d, dv, torch.bfloat16, 227, False)
+
+
+@pytest.mark.parametrize("smem_kib", [99, 163])
+@pytest.mark.parametrize("d", [64, 128, 192, 256])
+def test_less_shared_memory(d: int, smem_kib: int) -> None:
+    for deterministic in (False, True):
+        check("bwd_sm80", CAUSAL, d, d, torch.float16, smem_kib, deterministic)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("name", ["bwd_sm80", "bwd_sm75"])
+def test_masked_rows_and_bias(name: str, deterministic: bool) -> None:
+    smem_kib = 227 if name == "bwd_sm80" else 64
+    check(name, WINDOW, 64, 64, torch.float16, smem_kib, deterministic)
+    check(name, Case(70, 80, bias=(1, 2, 70, 80), softcap=2.0), 64, 64, torch.float16, smem_kib, deterministic)
+    if not deterministic:  # a sum over what the bias is broadcast over goes by atomics
+        check(name, Case(70, 80, bias=(1, 1, 1, 80), dlse=True), 128, 64, torch.float16, smem_kib, False)
