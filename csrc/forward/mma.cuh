@@ -421,12 +421,12 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
         }
 }
 
-/// How a block's threads share the copy of a K/V tile: vectors of 8 elements, neighbours in a row by neighbouring threads.
+/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by neighbouring threads.
 /// Walks from a last tile of rows back to the first.
-template <class Tile>
+template <class Tile, int Rows>
 struct CopyMap {
     static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
-    static constexpr int kCount = (Tile::kBc + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
+    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
 
     const typename Tile::T* from;  // this thread's first vector of the next tile
     bool inside;                   // whether its column is below d
@@ -441,9 +441,9 @@ struct CopyMap {
         if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
 #pragma unroll
             for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
-                if (Tile::kBc % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Tile::kBc)
+                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
                     f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Tile::kBc * pitch;
+        from -= Rows * pitch;
     }
 
     __device__ static int row() { return static_cast<int>(threadIdx.x) / kVectors; }
@@ -500,7 +500,7 @@ __device__ __forceinline__ void maximum(float (&top)[Tile::kRowTiles][2], const 
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
-    using Copy = typename Tile::Machine::template Copy<Tile>;
+    using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
     const Assignment assigned = General ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);

@@ -24,12 +24,12 @@ struct Sm75 {
         *static_cast<uint4*>(to) = inside ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
     }
 
-    /// A block's copies of K or V tiles, zeros beyond `rows`, in two steps.
-    template <class Tile>
-    struct Copy : CopyMap<Tile> {
-        using CopyMap<Tile>::CopyMap;
+    /// A block's copies of tiles of Rows rows, zeros beyond `rows`, in two steps.
+    template <class Tile, int Rows>
+    struct Copy : CopyMap<Tile, Rows> {
+        using CopyMap<Tile, Rows>::CopyMap;
 
-        uint4 vectors[CopyMap<Tile>::kCount];
+        uint4 vectors[CopyMap<Tile, Rows>::kCount];
 
         template <class Target>
         __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
@@ -45,7 +45,7 @@ struct Sm75 {
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
-            CopyMap<Tile>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
+            CopyMap<Tile, Rows>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
                 *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
             });
         }

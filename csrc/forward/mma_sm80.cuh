@@ -22,10 +22,10 @@ struct Sm80 {
         ptx::cp_async_16(to, from, inside ? 16 : 0);
     }
 
-    /// A block's copies of K or V tiles, zeros beyond `rows`.
-    template <class Tile>
-    struct Copy : CopyMap<Tile> {
-        using CopyMap<Tile>::CopyMap;
+    /// A block's copies of tiles of Rows rows, zeros beyond `rows`.
+    template <class Tile, int Rows>
+    struct Copy : CopyMap<Tile, Rows> {
+        using CopyMap<Tile, Rows>::CopyMap;
 
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {
