@@ -95,8 +95,8 @@ def test_opaque_route_with_everything() -> None:
         close(out[:, :, rows], lse[:, :, rows], attention(*one, Mask("bottom_right"), None, modification))
 
 
-@pytest.mark.parametrize("kernel", tiles.SWEEPS)
-def test_every_sweep_has_shapes(kernel: str) -> None:
+@pytest.mark.parametrize("swept", tiles.SWEEPS)
+def test_every_sweep_has_shapes(swept: str) -> None:
     for head_dim in (32, 64, 96, 128, 192, 256):
-        found = list(tiles.SWEEPS[kernel](head_dim))
+        found = list(tiles.SWEEPS[swept](head_dim))
         assert len(found) == len(set(found)) > 4

@@ -357,14 +357,18 @@ def test_no_synchronisation(target: Target) -> None:
     q, k, v = inputs(target)
     packed = [t[0, :, :33].transpose(0, 1) for t in (q, k, v)]
     lengths = torch.tensor([0, 33], dtype=torch.int32, device="cuda") if "varlen" in kernel.features else None
-    flash_wmma.forward(q, k, v, kernel=kernel.name)
+
+    def call() -> None:
+        flash_wmma.forward(q, k, v, kernel=kernel.name)
+        if lengths is not None:
+            flash_wmma.forward_varlen(*packed, lengths, lengths, 33, 33, kernel=kernel.name)
+
+    call()  # the first loads the kernels
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
         torch.cuda._sleep(200_000_000)
-        flash_wmma.forward(q, k, v, kernel=kernel.name)
-        if lengths is not None:
-            flash_wmma.forward_varlen(*packed, lengths, lengths, 33, 33, kernel=kernel.name)
+        call()
         assert not torch.cuda.current_stream().query(), "forward waited for the device"
     finally:
         torch.cuda.set_sync_debug_mode("default")
