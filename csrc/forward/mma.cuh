@@ -495,7 +495,7 @@ __device__ __forceinline__ void maximum(float (&top)[Tile::kRowTiles][2], const 
 
 /// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
 /// same in every thread, which saves registers.
-// spills: sm_75 sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
+// spills: sm_80 sm_90: general tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
 // memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
