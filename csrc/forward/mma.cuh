@@ -479,9 +479,10 @@ __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, in
         each([&](int query) { return [end = work.mask.end(query) - first_key](int offset) { return offset >= end; }; });
 }
 
-/// This lane's maximum of its scores in each row.
+/// Each row's maximum of its scores in this tile. Warps that share rows meet.
 template <class Tile>
-__device__ __forceinline__ void maximum(float (&top)[Tile::kRowTiles][2], const Scores<Tile>& s) {
+__device__ __forceinline__ void row_maximum(float (&top)[Tile::kRowTiles][2], const Scores<Tile>& s, Smem<Tile>& smem,
+                                            const Thread<Tile>& thread) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
@@ -491,11 +492,25 @@ __device__ __forceinline__ void maximum(float (&top)[Tile::kRowTiles][2], const 
             for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
                 top[r][h] = fmaxf(top[r][h], fmaxf(s[r][j][2 * h], s[r][j][2 * h + 1]));
         }
+    combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
+}
+
+/// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ by less
+/// than 1. -inf (no visible key yet) counts as such, NaN does not.
+template <class Tile>
+__device__ __forceinline__ bool all_moderate(const float (&x)[Tile::kRowTiles][2], float factor) {
+    constexpr float kLimit = 1 << 24;
+    bool all = true;
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) all &= x[r][h] == -INFINITY || fabsf(x[r][h] * factor) < kLimit;
+    return all;
 }
 
 /// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
 /// same in every thread, which saves registers.
-// spills: sm_75 sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
+// spills: sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
 // memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
@@ -560,7 +575,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         for (auto& tile : o[r]) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
     }
 
-    bool first = true;                     // whether m is still to be set
+    bool settled = false;                  // whether m is set, and moderate
     int slot = 0, previous = kStages - 1;  // of this tile and of the one before, in the ring
     for (int left = tiles; left > 0; --left, key -= kBc) {
         ptx::cp_async_wait<kAhead - 1>();
@@ -601,7 +616,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             float top[kRowTiles][2], offset[kRowTiles][2], sum[kRowTiles][2];
             bool done = false;
             // A tile that every row sees, not the first: the old m serves if no weight overflows
-            if (!first && key >= all_begin && key < all_end && value.rescale == 0.f) {
+            if (settled && key >= all_begin && key < all_end && value.rescale == 0.f) {
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -617,36 +632,46 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
                 done = all_agree<Tile>(fits, smem, thread);
             }
-            // Any other tile: S scaled and masked, m exact, O and l rescaled to it
+            // Any other tile: S masked, m exact, O and l rescaled to it
             if (!done) {
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
+                const auto hide_band = [&] { hide<Tile>(s, work, key, key < all_begin, key >= all_end); };
+                hide_band();
+                row_maximum<Tile>(top, s, smem, thread);
+                const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate<Tile>(top, factor));
+                if (!moderate) {  // products are rounded first, so that the largest is m to the bit
 #pragma unroll
-                for (auto& row_tile : s)
+                    for (auto& row_tile : s)
 #pragma unroll
-                    for (auto& tile : row_tile)
+                        for (auto& tile : row_tile)
 #pragma unroll
-                        for (float& score : tile) score *= factor;
-                hide<Tile>(s, work, key, key < all_begin, key >= all_end);
-                maximum<Tile>(top, s);
-                combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
+                            for (float& score : tile) score *= factor;
+                    factor = 1.f;
+                    hide_band();
+                    meet(thread);
+                    row_maximum<Tile>(top, s, smem, thread);
+                }
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) {
                         const float before = m[r][h];
-                        m[r][h] = fmaxf(before, top[r][h]);
+                        m[r][h] = fmaxf(before, top[r][h] * factor);
                         const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
                         const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
                         l[r][h] *= rescale;
-                        offset[r][h] = value.weight - base;
+                        offset[r][h] = value.weight - (moderate ? base : 0.f);
+                        if (!moderate)
+#pragma unroll
+                            for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                weigh<Tile>(s, sum, 1.f, offset);
+                settled = __all_sync(kWarpMask, all_moderate<Tile>(m, 1.f));
+                weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 meet(thread);
-                first = false;
             }
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
