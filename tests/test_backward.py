@@ -334,7 +334,7 @@ def test_refusals() -> None:
         ({"softcap": -1.0}, "softcap"),
     ):
         call = {"dout": out, "dlse": None, "q": q, "k": q, "v": q, "out": out, "lse": lse} | change
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises((RuntimeError, ValueError), match=message):  # which of them depends on torch's version
             ops.backward(**call)
 
 
