@@ -21,7 +21,10 @@ def _cached_largest_head_dim(device: str, index: int | None, dtype: torch.dtype,
         table = native()
     except ImportError:  # forward works without the table, and says itself what it cannot run
         return 1 << 30
-    facts = device_facts(device if index is None else f"{device}:{index}")
+    try:
+        facts = device_facts(device if index is None else f"{device}:{index}")
+    except RuntimeError:  # a build without CUDA kernels
+        return 0
     largest = 0
     for d in {kernel["head_dims"][1] for kernel in table.kernels()}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
