@@ -122,11 +122,11 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
 
 
 def cap(softcap: object) -> None:
-    """0 or a positive number."""
-    allowed = "0 (none) or a positive float"
+    """0 or a positive number, of which float32 has the inverse."""
+    allowed = "0 (none) or a positive float, 1e-30 to 1e30"
     if isinstance(softcap, bool) or not isinstance(softcap, int | float | torch.SymFloat):
         refuse("softcap", repr(softcap), allowed, TypeError)
-    if not 0 <= softcap < float("inf"):
+    if not (softcap == 0 or 1e-30 <= softcap <= 1e30):
         refuse("softcap", softcap, allowed)
 
 
@@ -159,6 +159,7 @@ def packed(
 ) -> None:
     """The tensors of ``forward_varlen``, but for what the lengths are."""
     inputs(q, k, v, "(total, H, d)", dtypes)
+    tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     lengths(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] != batch + 1:

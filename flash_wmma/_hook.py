@@ -36,10 +36,16 @@ def _laid_out(t: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def _attend(
-    query: Tensor, key: Tensor, value: Tensor, is_causal: bool, attn_mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    is_causal: bool,
+    attn_mask: Tensor | None,
+    scale: float | None,
+    bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
     bnhd = not query.is_contiguous()
-    out, lse = ops.forward(query, key, value, scale, -1, 0 if is_causal else -1, False, bnhd, attn_mask)
+    out, lse = ops.forward(query, key, value, scale, -1, 0 if is_causal else -1, bottom_right, bnhd, attn_mask)
     if out.shape == query.shape:
         out = _laid_out(out, torch.empty_like(query, device="meta").stride())
     return out, lse
@@ -69,7 +75,7 @@ def _cpu(original: Any) -> Any:
             return original.call_boxed(  # type: ignore[no-any-return]
                 keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )
-        out, lse = _attend(query, key, value, is_causal, attn_mask, scale)
+        out, lse = _attend(query, key, value, is_causal, attn_mask, scale, bottom_right=False)
         if attn_mask is not None:
             lse.masked_fill_(
                 lse == -math.inf, 0
@@ -96,7 +102,8 @@ def _cuda(original: Any) -> Any:
         why = left_to_torch(query, key, value, None, dropout_p, is_causal, True, differentiable=False)
         if why or return_debug_mask:
             return original.call_boxed(keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
-        out, lse = _attend(query, key, value, is_causal, None, scale)
+        # torch aligns it to the last key where it calls this operator itself (nn/attention/bias.py)
+        out, lse = _attend(query, key, value, is_causal, None, scale, bottom_right=True)
         return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
     return forward

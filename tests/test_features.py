@@ -25,6 +25,7 @@ from reference import (
     as_multiplied,
     attention,
     check,
+    head_error,
     libc,
     normal,
     operand_dtype,
@@ -205,6 +206,21 @@ def few(target: Target, feature: str, nq: int = 37, nk: int = 70, hk: int = 2) -
         normal((2, hk, nk, 64), seed=2, **where),
         normal((2, hk, nk, 64), seed=3, **where),
     )
+
+
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+def test_least_finite_bias_hides_nothing(target: Target, bias_dtype: torch.dtype) -> None:
+    """A row whose keys all carry it is the mean of v, as softmax has it; beside others they weigh nothing."""
+    kernel, dtype = target
+    if bias_dtype not in (dtype, torch.float32):
+        pytest.skip("neither float32 nor the inputs' dtype")
+    q, k, v = few(target, "attn_bias", 20, 150)
+    bias = torch.zeros(20, 150, dtype=bias_dtype, device=kernel.device)
+    bias[3] = bias[:, 70:] = torch.finfo(bias_dtype).min
+    out, lse = run(kernel, q, k, v, modification=Modification(bias))
+    check_out = reference(kernel, q, k, v, modification=Modification(bias))
+    assert head_error(out, check_out.out) <= 2 * check_out.plain_error + 1e-5
+    assert bool(lse.isfinite().all())
 
 
 @pytest.mark.parametrize("nq, nk", [(1, 1), (1, 65), (3, 700), (49, 1), (64, 64)])

@@ -136,8 +136,9 @@ def test_equal_scores(target: Target, nk: int, value: float) -> None:
     assert torch.allclose(lse, torch.full_like(lse, value + math.log(nk)), atol=1e-3 * max(1, abs(value)))
 
 
+@pytest.mark.parametrize("scale", [0.125, -0.125])
 @pytest.mark.parametrize("size", [3e3, 3e4, 3.3e7])
-def test_equal_scores_of_any_size(target: Target, size: float) -> None:
+def test_equal_scores_of_any_size(target: Target, size: float, scale: float) -> None:
     """The mean of v, however far the scores' unit in the last place lies above 1."""
     kernel, dtype = target
     if size > torch.finfo(operand_dtype(kernel, dtype)).max and kernel.auto_rank == 0:
@@ -148,7 +149,7 @@ def test_equal_scores_of_any_size(target: Target, size: float) -> None:
     q[..., 0], k[..., 0] = -min(size, torch.finfo(dtype).max), min(1.37 * size, torch.finfo(dtype).max)
     v = normal((1, 1, 300, D), dtype=dtype, device=kernel.device, seed=1)
     operand = as_multiplied(v, operand_dtype(kernel, dtype))
-    out, _ = run(kernel, q, k, v)
+    out, _ = run(kernel, q, k, v, scale=scale)
     assert head_error(out, operand.mean(2, keepdim=True).expand(out.shape)) <= 4 * operand_eps(target)
 
 

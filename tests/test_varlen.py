@@ -264,6 +264,7 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "k heads": ({"k": torch.zeros(12, 4, 64), "v": torch.zeros(12, 4, 64)}, ValueError, r"q\.shape: got \(12, 2, 64\)"),
     "v length": ({"v": torch.zeros(13, 2, 64)}, ValueError, r"v\.shape: got \(13, 2, 64\)"),
     "k dtype": ({"k": torch.zeros(12, 2, 64).half()}, ValueError, r"k\.dtype: got torch\.float16"),
+    "cu none": ({"cu_seqlens_k": None}, TypeError, r"cu_seqlens_k: got NoneType, allowed: torch\.Tensor"),
     "cu list": ({"cu_seqlens_q": [0, 5, 12]}, TypeError, r"cu_seqlens_q: got list, allowed: torch\.Tensor"),
     "cu int64": (
         {"cu_seqlens_q": torch.tensor([0, 5, 12])},

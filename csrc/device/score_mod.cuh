@@ -128,8 +128,17 @@ class ScoreMod<true> {
         return fabsf(x) < 0.02f ? fmaf(x * x, x * (-1.f / 3.f), x) : far;
     }
 
-    __device__ static float biased(float score, float bias) { return fmaf(bias, kLog2e, score); }
-    __device__ static float biased(float score, __half bias) { return biased(score, __half2float(bias)); }
+    /// -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
+    __device__ static float biased(float score, float bias) {
+        constexpr float kLeast = -3.402823466e38f;
+        float log2_bias = bias * kLog2e;
+        if (bias >= kLeast && log2_bias < kLeast) log2_bias = kLeast;
+        return bias == -INFINITY ? -INFINITY : score + log2_bias;
+    }
+    __device__ static float biased(float score, __half bias) {
+        const float wide = __half2float(bias);
+        return wide == -INFINITY ? -INFINITY : fmaf(wide, kLog2e, score);
+    }
     __device__ static float biased(float score, __nv_bfloat16 bias) { return biased(score, __bfloat162float(bias)); }
     __device__ static float biased(float score, bool visible) { return visible ? score : -INFINITY; }
 

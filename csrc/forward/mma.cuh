@@ -8,7 +8,7 @@
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
-// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
+// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled. Beyond 2^24 m is always exact.
 //
 // Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O (ValueUnit).
 //
@@ -668,7 +668,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                settled = __all_sync(kWarpMask, all_moderate<Tile>(m, 1.f));
+                settled = moderate && __all_sync(kWarpMask, all_moderate<Tile>(m, 1.f));
                 weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 meet(thread);
