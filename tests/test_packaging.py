@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
@@ -19,6 +17,9 @@ import pytest
 
 import flash_wmma
 from flash_wmma.emulator import kernel_sources
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+import issue_model
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = flash_wmma.build_info().library
@@ -37,14 +38,11 @@ def expected_code(source: str) -> set[str]:
 
 
 def tool(name: str) -> str:
-    """A binary tool's path: on PATH, beside nvcc, from PyPI, or from triton. Skips the test if there is none."""
-    places = [Path(home) / "bin" for home in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if home]
-    for folder in map(Path, sys.path):
-        places += [folder / "nvidia/cu13/bin", folder / "triton/backends/nvidia/bin"]
-    found = shutil.which(name) or shutil.which(name, path=os.pathsep.join(map(str, places)))
-    if not found:
+    """A binary tool's path, as the issue model finds it. Skips the test if there is none."""
+    try:
+        return issue_model.tool(name)
+    except issue_model.CannotModel:
         pytest.skip(f"{name} not found")
-    return found
 
 
 def run(*command: str | Path) -> str:

@@ -131,9 +131,9 @@ class ScoreMod<true> {
     /// -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
     __device__ static float biased(float score, float bias) {
         constexpr float kLeast = -3.402823466e38f;
-        float log2_bias = bias * kLog2e;
-        if (bias >= kLeast && log2_bias < kLeast) log2_bias = kLeast;
-        return bias == -INFINITY ? -INFINITY : score + log2_bias;
+        const float sum = fmaf(bias, kLog2e, score);
+        if (bias >= kLeast && score >= kLeast && sum < kLeast) return kLeast;
+        return bias == -INFINITY ? -INFINITY : sum;
     }
     __device__ static float biased(float score, __half bias) {
         const float wide = __half2float(bias);

@@ -53,8 +53,7 @@ struct Tile {
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
     static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
-    static constexpr bool kAllQInRegisters = kQSteps == kSteps;
-    static constexpr bool kQSharesRing = kAllQInRegisters && Machine::kThroughRegisters;  // its place in shared memory
+    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
     static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
