@@ -130,14 +130,14 @@ class ScoreMod<true> {
 
     /// -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
     __device__ static float biased(float score, float bias) {
-        constexpr float kLeast = -3.402823466e38f;
-        const float sum = fmaf(bias, kLog2e, score);
-        if (bias >= kLeast && score >= kLeast && sum < kLeast) return kLeast;
-        return bias == -INFINITY ? -INFINITY : sum;
+        constexpr float kLeast = -2.35e38f;  // about the least float over log2(e)
+        if (bias == -INFINITY) score = 0.f;
+        else if (bias < kLeast) bias = kLeast;
+        return fmaf(bias, kLog2e, score);
     }
     __device__ static float biased(float score, __half bias) {
         const float wide = __half2float(bias);
-        return wide == -INFINITY ? -INFINITY : fmaf(wide, kLog2e, score);
+        return fmaf(wide, kLog2e, wide == -INFINITY ? 0.f : score);
     }
     __device__ static float biased(float score, __nv_bfloat16 bias) { return biased(score, __bfloat162float(bias)); }
     __device__ static float biased(float score, bool visible) { return visible ? score : -INFINITY; }

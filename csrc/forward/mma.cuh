@@ -494,17 +494,28 @@ __device__ __forceinline__ void row_maximum(float (&top)[Tile::kRowTiles][2], co
     combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
 }
 
-/// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ by less
-/// than 1. -inf (no visible key yet) counts as such, NaN does not.
+/// Whether the rows' maxima are below 2^24: then a product that is rounded, as m is, and one that is not, as in an FMA, differ
+/// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
 template <class Tile>
-__device__ __forceinline__ bool all_moderate(const float (&x)[Tile::kRowTiles][2], float factor) {
+__device__ __forceinline__ bool all_moderate(const float (&m)[Tile::kRowTiles][2]) {
     constexpr float kLimit = 1 << 24;
     bool all = true;
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-        for (int h = 0; h < 2; ++h) all &= x[r][h] == -INFINITY || fabsf(x[r][h] * factor) < kLimit;
+        for (int h = 0; h < 2; ++h) all &= m[r][h] == -INFINITY || fabsf(m[r][h]) < kLimit;
     return all;
+}
+
+/// S *= factor.
+template <class Tile>
+__device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
+#pragma unroll
+    for (auto& row_tile : s)
+#pragma unroll
+        for (auto& tile : row_tile)
+#pragma unroll
+            for (float& score : tile) score = __fmul_rn(score, factor);
 }
 
 /// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
@@ -599,13 +610,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             const auto modify = [&, scale = factor](Scores<Tile>& s) {
                 if constexpr (General) {
                     if (!ScoreMod<General>::active(p)) return;
+                    // Asked anew which thread this is, so that nothing of this waits in registers through other tiles
+                    const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
                     const ScoreMod<General> mod(p, sequence, work.tile);
                     const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
                     const auto query = [&](int i) {
-                        return work.tile.row(thread.warp_row() + 8 * i + thread.row()).query;
+                        return work.tile.row(here.warp_row() + 8 * i + here.row()).query;
                     };
                     mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
-                                                                           key + thread.warp_key() + thread.column());
+                                                                           key + here.warp_key() + here.column());
                 }
             };
             if (ScoreMod<General>::active(p)) factor = 1.f;
@@ -635,22 +648,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             if (!done) {
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
-                const auto hide_band = [&] { hide<Tile>(s, work, key, key < all_begin, key >= all_end); };
-                hide_band();
-                row_maximum<Tile>(top, s, smem, thread);
-                const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate<Tile>(top, factor));
-                if (!moderate) {  // products are rounded first, so that the largest is m to the bit
-#pragma unroll
-                    for (auto& row_tile : s)
-#pragma unroll
-                        for (auto& tile : row_tile)
-#pragma unroll
-                            for (float& score : tile) score *= factor;
+                if (!(factor > 0.f)) {
+                    multiply_by<Tile>(s, factor);
                     factor = 1.f;
-                    hide_band();
-                    meet(thread);
-                    row_maximum<Tile>(top, s, smem, thread);
                 }
+                hide<Tile>(s, work, key, key < all_begin, key >= all_end);
+                row_maximum<Tile>(top, s, smem, thread);
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -660,14 +663,24 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                         const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
                         const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
                         l[r][h] *= rescale;
-                        offset[r][h] = value.weight - (moderate ? base : 0.f);
-                        if (!moderate)
-#pragma unroll
-                            for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
+                        offset[r][h] = value.weight - base;
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                settled = moderate && __all_sync(kWarpMask, all_moderate<Tile>(m, 1.f));
+                settled = __all_sync(kWarpMask, all_moderate<Tile>(m));
+                if (!settled) {  // products are rounded, as m is, before m is subtracted
+                    multiply_by<Tile>(s, factor);
+                    factor = 1.f;
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
+                            offset[r][h] = value.weight;
+#pragma unroll
+                            for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
+                        }
+                }
                 weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 meet(thread);

@@ -269,7 +269,11 @@ EMULATOR_INLINE float __log2f(float x) { return log2f(x); }
 EMULATOR_INLINE float __fdividef(float a, float b) { return a / b; }
 EMULATOR_INLINE float __frcp_rn(float x) { return 1.f / x; }
 EMULATOR_INLINE float __fadd_rn(float a, float b) { return a + b; }
-EMULATOR_INLINE float __fmul_rn(float a, float b) { return a * b; }
+EMULATOR_INLINE float __fmul_rn(float a, float b) {
+    float product = a * b;
+    asm("" : "+m"(product));  // never part of an FMA
+    return product;
+}
 EMULATOR_INLINE float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 EMULATOR_INLINE float rsqrtf(float x) { return 1.f / sqrtf(x); }
 
