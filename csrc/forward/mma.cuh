@@ -453,9 +453,9 @@ struct CopyMap {
 /// `right`. The tile begins at `key`.
 template <class Tile>
 __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, int key, bool left, bool right) {
-    // Where a tile waits in registers, plain tiles have none left for what is needed here: asked anew
+    // Asked anew where plain tiles have no registers left for what is needed here, or are faster without it
     const int tid = static_cast<int>(threadIdx.x);
-    const Thread<Tile> thread(Tile::Machine::kThroughRegisters ? ptx::opaque(tid) : tid);
+    const Thread<Tile> thread(Tile::Machine::kThroughRegisters || Tile::kD <= 64 ? ptx::opaque(tid) : tid);
     const int first_key = key + thread.warp_key() + thread.column();
     const auto each = [&](auto hidden) {
 #pragma unroll

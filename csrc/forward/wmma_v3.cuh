@@ -114,6 +114,9 @@ __device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::k
     }
 }
 
+/// Below this a score's product with its scale, rounded, and the same inside an FMA differ by less than P is rounded by.
+inline constexpr float kModerate = 1 << 13;
+
 /// P = exp2(S * factor + offset), in place; returns this lane's part of the row sum.
 template <class Tile>
 __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16], int h, float factor, float offset) {
@@ -176,7 +179,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
         if (work.v_exp && visible) value = unit.step(work.v_exp[key / kScaleRows]);
         Accumulator s[kRowTiles][kBc / 16];
 
-        // A tile that every row sees, after another: the old m serves if no weight overflows
+        // A tile that every row sees, after another: the old m serves if no weight overflows and scores are not large
         if (pending && key >= all_begin && key + kBc <= all_end && value.rescale == 0.f) {
             multiply_qk<Tile>(s, q, k);
             multiply_pv<Tile>(o, weights, v);
@@ -188,7 +191,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
                     sum[r][h] = weights_of_row<Tile>(s[r], h, factor, value.weight - m[r][h]);
-                    fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
+                    fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum && fabsf(m[r][h]) < kModerate;
                 }
             hand_over<Tile>(weights, s);
             if (__all_sync(kWarpMask, fits)) {
