@@ -34,7 +34,7 @@
 #include "../device/swizzle.cuh"
 #include "../device/tile.cuh"
 #include "../device/value_unit.cuh"
-#include "mma_shapes.h"
+#include "shapes.h"
 
 namespace flash_wmma::mma {
 

@@ -28,8 +28,9 @@ const std::vector<Shape> kShapes = {
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
+/// Converted inputs run on the general instances.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, DType::kFloat16, p, device);
+    return flash_wmma::choose_shape(kShapes, DType::kFloat16, is_general(p) || p.dtype != DType::kFloat16, p, device);
 }
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {

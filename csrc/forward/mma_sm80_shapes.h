@@ -1,7 +1,7 @@
 // The parts of mma_sm80's table, one source each so that they compile side by side.
 #pragma once
 
-#include "mma_shapes.h"
+#include "shapes.h"
 
 namespace flash_wmma::mma {
 

@@ -33,33 +33,12 @@ const std::vector<Shape> kShapes = [] {
     return all;
 }();
 
-const std::vector<Instance> kInstances = [] {
-    std::vector<Instance> instances;
-    for (const Shape& shape : kShapes) instances.push_back(shape.facts);
-    return instances;
-}();
+const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// Of the shapes for what is asked, those of the least head dim that holds d and d_v; of these the largest tile that fits
-/// the device and that fills it. fp32 runs on the half instances. `batch_invariant` leaves the number of heads and
-/// sequences out of the choice.
+/// fp32 runs on the half instances.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const DType dtype = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
-    const int d = std::max(p.head_dim, p.head_dim_v);
-    const Sequences& s = p.sequences;
-    const bool general =
-        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
-    const Shape* chosen = nullptr;
-    for (const Shape& shape : kShapes) {
-        const Instance& tile = shape.facts;
-        if (tile.dtype != dtype || tile.head_dim < d || shape.general != general) continue;
-        if (tile.min_arch > device.arch || tile.smem_bytes > device.smem_optin) continue;
-        if (chosen && chosen->facts.head_dim < tile.head_dim) break;
-        chosen = &shape;
-        const auto blocks = static_cast<float>(assignment_grid(p, tile.br).x);
-        if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
-    }
-    if (!chosen) throw std::runtime_error("flash_wmma: wmma_v3 has no tile that fits the device");
-    return *chosen;
+    return flash_wmma::choose_shape(kShapes, dtype, is_general(p), p, device);
 }
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {

@@ -305,6 +305,7 @@ Shape shape(int min_arch, float blocks_per_sm) {
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
             blocks_per_sm,
+            /*resident=*/1,
             launch_tile<Tile, General>};
 }
 

@@ -4,18 +4,9 @@
 
 #include <vector>
 
-#include "../registry.h"
+#include "shapes.h"
 
 namespace flash_wmma::wmma_v3 {
-
-/// A tile shape and its launch. From `blocks_per_sm` blocks an SM on it is faster than the next smaller tile of the same
-/// head dim, which fills the device better.
-struct Shape {
-    Instance facts;
-    bool general;  ///< for packed sequences and ScoreMods
-    float blocks_per_sm;
-    void (*launch)(const ForwardParams&, Stream);
-};
 
 std::vector<Shape> half_general_shapes();
 

@@ -1,4 +1,4 @@
-// The compiled tile shapes of mma_sm80 and mma_sm75, shared by their sources, and the choice among them.
+// A kernel's compiled tile shapes and the choice among them.
 #pragma once
 
 #include <algorithm>
@@ -8,13 +8,13 @@
 
 #include "../registry.h"
 
-namespace flash_wmma::mma {
+namespace flash_wmma {
 
 /// A tile shape and its launch. It is faster than the next shapes of the same head dim in the table if there are at least
 /// `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
 struct Shape {
     Instance facts;
-    bool general;  ///< also for packed sequences, ScoreMods and converted inputs
+    bool general;  ///< for what is_general says, and nothing else
     float blocks_per_sm;
     int resident;
     void (*launch)(const ForwardParams&, Stream);
@@ -40,14 +40,17 @@ inline bool fits(const Shape& shape, const DeviceFacts& device) {
     return shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
 }
 
+/// Packed sequences and ScoreMods, which plain instances do without.
+inline bool is_general(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    return p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+}
+
 /// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and
 /// that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the choice.
-inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, const ForwardParams& p,
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, bool general, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    const Sequences& s = p.sequences;
-    const bool general = p.dtype != dtype || p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q ||
-                         s.cu_seqlens_k || s.seqused_k;
     const Shape* chosen = nullptr;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
@@ -55,7 +58,7 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
         if (tile.min_arch > device.arch || !fits(shape, device)) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
-        const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q * p.batch;
+        const std::int64_t rows = p.sequences.cu_seqlens_q ? p.sequences.total_q : p.seqlen_q * p.batch;
         const auto blocks = static_cast<float>(rows * p.heads_q) / static_cast<float>(tile.br);
         if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
     }
@@ -63,4 +66,4 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
     return *chosen;
 }
 
-}  // namespace flash_wmma::mma
+}  // namespace flash_wmma
