@@ -614,9 +614,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
                     const ScoreMod<General> mod(p, sequence, work.tile);
                     const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
-                    const auto query = [&](int i) {
-                        return work.tile.row(here.warp_row() + 8 * i + here.row()).query;
-                    };
+                    const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
                     mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
                                                                            key + here.warp_key() + here.column());
                 }

@@ -12,7 +12,8 @@ const std::vector<Instance> kInstances = instances_of(kShapes);
 /// Converted inputs run on the general instances.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const bool converted = p.dtype == DType::kFloat32;
-    return flash_wmma::choose_shape(kShapes, converted ? DType::kFloat16 : p.dtype, is_general(p) || converted, p, device);
+    return flash_wmma::choose_shape(kShapes, converted ? DType::kFloat16 : p.dtype, is_general(p) || converted, p,
+                                    device);
 }
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
