@@ -193,8 +193,9 @@ std::vector<LaunchProfile> g_profiles;
 
 const char* name(Instruction what) {
     static constexpr const char* kNames[] = {
-        "mma",   "ldmatrix", "shared_load", "shared_store", "global_load", "global_store",        "atomic", "async_load", "async_copy",
-        "shuffle", "vote",     "syncwarp",    "barrier",      "exp2",        "transaction_barrier", "tensor_copy", "wgmma", "basic_block"};
+        "mma",     "ldmatrix",   "shared_load",         "shared_store", "global_load", "global_store",
+        "atomic",  "async_load", "async_copy",          "shuffle",      "vote",        "syncwarp",
+        "barrier", "exp2",       "transaction_barrier", "tensor_copy",  "wgmma",       "basic_block"};
     static_assert(std::size(kNames) == static_cast<std::size_t>(Instruction::kCount));
     return kNames[static_cast<std::size_t>(what)];
 }

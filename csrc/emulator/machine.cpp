@@ -243,8 +243,9 @@ std::string Worker::deadlock() const {
     int exited = 0;
     for (const Lane& lane : lanes) {
         if (lane.state == Lane::State::kExited) ++exited;
-        else waiting[{lane.warp, lane.at + (" at " + source_line(lane.site)) + state_of_barrier(lane)}] |=
-            LaneMask{1} << lane.lane;
+        else
+            waiting[{lane.warp, lane.at + (" at " + source_line(lane.site)) + state_of_barrier(lane)}] |= LaneMask{1}
+                                                                                                          << lane.lane;
     }
     std::string out = "deadlock: nothing can run";
     for (const auto& [place, who] : waiting)

@@ -77,8 +77,8 @@ struct Accumulator {
 
 /// Four warps: what they multiply.
 struct Warpgroup {
-    int agent = -1;             ///< its products as readers of shared memory; group i in the epoch first_epoch + i
-    std::uint64_t groups = 0;   ///< committed
+    int agent = -1;            ///< its products as readers of shared memory; group i in the epoch first_epoch + i
+    std::uint64_t groups = 0;  ///< committed
     std::vector<Accumulator> accumulators;
     int registers = 0;  ///< that it asked for
 };

@@ -74,7 +74,6 @@ void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
     }
     reading_.clear(), row_of_.clear();
     fenced_.assign(static_cast<std::size_t>(warps) * kMaxLanes, 0);
-    fenced_whole_.assign(static_cast<std::size_t>(warps), 0);
 }
 
 Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
@@ -90,23 +89,16 @@ Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
 }
 
 void SharedArena::fence(const Accessor& who) {
-    const auto warp = static_cast<std::size_t>(who.warp), lane = static_cast<std::size_t>(who.lane);
-    for (std::size_t w = 0; w < fenced_whole_.size(); ++w)
-        fenced_whole_[w] = std::max(fenced_whole_[w], w == warp ? who.floor : who.clock->known(static_cast<int>(w)));
-    for (std::size_t l = 0; l < kMaxLanes; ++l) {
-        std::uint32_t& epoch = fenced_[warp * kMaxLanes + l];
-        if (l == lane) epoch = who.epoch();
-        else if (who.seen) epoch = std::max(epoch, who.seen[l]);
-    }
+    fenced_[static_cast<std::size_t>(who.warp) * kMaxLanes + static_cast<std::size_t>(who.lane)] = who.epoch();
 }
 
 Conflict SharedArena::unfenced_writer(std::size_t g, const Accessor& who) const {
     const Writer& w = writers_[g];
     if (!who.async_proxy || w.warp >= warps_) return {};
     bool fenced = w.epoch <= who.clock->published(w.warp);
-    if (w.epoch > fenced_whole_[w.warp])
-        for (int l = std::max<int>(w.lane, 0); l < (w.lane < 0 ? 32 : w.lane + 1); ++l)
-            fenced = fenced && w.epoch <= fenced_[w.warp * kMaxLanes + static_cast<std::size_t>(l)];
+    constexpr int kLanes = 32;
+    for (int l = std::max<int>(w.lane, 0); l < (w.lane < 0 ? kLanes : w.lane + 1); ++l)
+        fenced = fenced && w.epoch <= fenced_[w.warp * kMaxLanes + static_cast<std::size_t>(l)];
     if (fenced) return {};
     return {"missing fence.proxy.async", 0, w.warp, w.lane, writer_pcs_[g]};
 }
@@ -145,8 +137,8 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
     const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
     for (std::size_t g = granule(address); g < end; ++g) {
         Writer& w = writers_[g];
-        Writer now{who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0,
-                   0};
+        Writer now{
+            who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0, 0};
         if (w.epoch >= first_epoch_) {
             if (w.pending)
                 return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};

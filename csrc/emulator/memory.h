@@ -27,8 +27,8 @@ class Clock {
     std::uint32_t known(int agent) const { return at(known_, agent); }
     std::uint32_t published(int agent) const { return at(published_, agent); }
     void know(int agent, std::uint32_t epoch) { raise(known_, agent, epoch); }
-    /// fence.proxy.async: all that is known is published.
-    void publish() { raise(published_, known_); }
+    /// fence.proxy.async of one of the agent's lanes.
+    void publish(int agent) { raise(published_, agent, known(agent)); }
     void join(const Clock& other) { raise(known_, other.known_), raise(published_, other.published_); }
     /// Leaves what both know.
     void meet(const Clock& other) { lower(known_, other.known_), lower(published_, other.published_); }
@@ -116,7 +116,8 @@ class SharedArena {
     void landed(std::uintptr_t address, int bytes);
     /// The bytes of a barrier, written by `who`: from now on nothing but a barrier.
     Conflict make_barrier(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
-    /// fence.proxy.async of a lane.
+    /// fence.proxy.async of a lane: what it wrote is for the asynchronous proxy to see. That of others is not, even if
+    /// they are in order with it.
     void fence(const Accessor& who);
 
   private:
@@ -143,10 +144,9 @@ class SharedArena {
     int warps_ = 0;
     std::uint32_t first_epoch_ = 1;
     Pages<Writer> writers_;
-    std::vector<Pages<Reader>> readers_;      // of each agent that has read
-    std::vector<int> reading_, row_of_;       // those agents; where an agent's are, or -1
-    std::vector<std::uint32_t> fenced_;       // of each lane of each warp, the newest epoch that a fence has covered
-    std::vector<std::uint32_t> fenced_whole_; // of each warp, of all lanes
+    std::vector<Pages<Reader>> readers_;  // of each agent that has read
+    std::vector<int> reading_, row_of_;   // those agents; where an agent's are, or -1
+    std::vector<std::uint32_t> fenced_;   // of each lane of each warp, the epoch of its newest fence.proxy.async
     Pages<const void*> writer_pcs_;
     Pages<Other> others_;  // the last atomic writer of another warp
 

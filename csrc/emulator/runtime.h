@@ -125,8 +125,8 @@ void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* c
 std::uint64_t matrix_start(const void* shared, const void* pc);
 /// One lane's part in D = A B + (accumulate ? D : 0), of 16-bit elements: A 64x16, B 16 x columns.
 struct WarpgroupProduct {
-    float* d;                    ///< columns / 2 registers
-    const std::uint32_t* a;      ///< 4 registers, or null: the matrix that a_matrix describes, rows along k
+    float* d;                ///< columns / 2 registers
+    const std::uint32_t* a;  ///< 4 registers, or null: the matrix that a_matrix describes, rows along k
     std::uint64_t a_matrix, b_matrix;
     int columns;
     bool b_along_n;  ///< B's rows in shared memory run along n, not along k

