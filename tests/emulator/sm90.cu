@@ -50,9 +50,9 @@ __global__ void box(std::uint16_t* out, const __grid_constant__ TensorMap map, i
         ptx::barrier_arrive_expect(&smem.full, kRows * kSide * 2);            // count: box arrive
         ptx::tensor_load(smem.words, &map, &smem.full, {column, row, 1, 0});  // count: box copy
     }
-    __syncthreads();                   // count: box barrier
+    __syncthreads();
     ptx::barrier_wait(&smem.full, 0);  // count: box wait
-    for (int i = static_cast<int>(threadIdx.x); i < kRows * kSide; i += 32) out[i] = smem.words[i];  // count: box out
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kSide; i += 32) out[i] = smem.words[i];
 }
 void run_box(std::uint16_t* out, const std::uint16_t* in, int columns, int rows, int column, int row) {
     launch(box, {dim3(1), dim3(32), sizeof(Box)}, nullptr, out, map_of(in, columns, rows, 2, 40), column, row);
@@ -162,7 +162,7 @@ __global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, co
     auto& smem = shared_memory<PipelineMemory>();
     const int thread = static_cast<int>(threadIdx.x);
     if (thread == kGroup) {
-        if (kFault != Pipeline::kNotInitialised) ptx::barrier_init(&smem.a_full, 1);
+        if (kFault != Pipeline::kNotInitialised) ptx::barrier_init(&smem.a_full, 1);  // fault: pipeline init a
         for (int s = 0; s < kStages; ++s) {
             ptx::barrier_init(&smem.full[s], 1);  // fault: pipeline init
             ptx::barrier_init(&smem.empty[s], kFault == Pipeline::kFewArrivals    ? 3
@@ -177,12 +177,12 @@ __global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, co
         if (thread != kGroup) return;
         if (kFault != Pipeline::kNotInitialised) {
             ptx::barrier_arrive_expect(&smem.a_full, kPanelBytes);
-            ptx::tensor_load(smem.a, &a_map, &smem.a_full, {0, 0, 0, 0});  // fault: pipeline copy of a
+            ptx::tensor_load(smem.a, &a_map, &smem.a_full, {0, 0, 0, 0});  // fault: pipeline copy a
         }
         for (int i = 0; i < (kFault == Pipeline::kUnused ? kTiles + 1 : kTiles); ++i) {
             const int s = i % kStages;
             const unsigned parity = static_cast<unsigned>(i / kStages % 2) ^ (kFault != Pipeline::kWrongParity);
-            if (kFault != Pipeline::kNoRelease) ptx::barrier_wait(&smem.empty[s], parity);  // fault: pipeline producer
+            if (kFault != Pipeline::kNoRelease) ptx::barrier_wait(&smem.empty[s], parity);
             constexpr int kMore = kFault == Pipeline::kFewBytes ? -2048 : kFault == Pipeline::kManyBytes ? 16 : 0;
             if (kFault == Pipeline::kNoExpect) ptx::barrier_arrive(&smem.full[s]);
             else ptx::barrier_arrive_expect(&smem.full[s], kPanelBytes + kMore);  // fault: pipeline arrival
@@ -194,14 +194,14 @@ __global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, co
     }
     float d[kSide / 2];
     for (float& x : d) x = 0;
-    ptx::barrier_wait(&smem.a_full, 0);  // fault: pipeline first wait
+    ptx::barrier_wait(&smem.a_full, 0);  // fault: pipeline wait a
     const auto release = [&](int s) {
         if (thread % 32 == 0) ptx::barrier_arrive(&smem.empty[s]);
     };
     for (int i = 0; i < kTiles; ++i) {
         const int s = i % kStages;
         const unsigned parity = kFault == Pipeline::kStuckParity ? 0 : static_cast<unsigned>(i / kStages % 2);
-        if (kFault != Pipeline::kNoWait) ptx::barrier_wait(&smem.full[s], parity);  // fault: pipeline consumer
+        if (kFault != Pipeline::kNoWait) ptx::barrier_wait(&smem.full[s], parity);
         if (kFault == Pipeline::kEarlyRelease) release(s);
         if (kFault != Pipeline::kNoFence) ptx::wgmma_fence();
         const ptx::SharedMatrix<Major::K> a(smem.a);
@@ -219,8 +219,7 @@ __global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, co
     }
     const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
     for (int j = 0; j < kSide / 8; ++j)
-        for (int i = 0; i < 4; ++i)
-            out[(16 * warp + g + 8 * (i / 2)) * kSide + 8 * j + 2 * t + i % 2] = d[4 * j + i];  // fault: pipeline out
+        for (int i = 0; i < 4; ++i) out[(16 * warp + g + 8 * (i / 2)) * kSide + 8 * j + 2 * t + i % 2] = d[4 * j + i];
 }
 template <int... kFaults>
 void run_pipeline(float* out, const half* a, const half* b, int fault, std::integer_sequence<int, kFaults...>) {
@@ -265,6 +264,7 @@ __global__ void handover(float* out, const half* a, const __grid_constant__ Tens
         ptx::barrier_init(&smem.full, 1);
         ptx::barrier_init_fence();
     }
+    __syncthreads();
     if (kFault == Handover::kCopiedOver) {
         smem.b[thread] = half(1.f);  // fault: handover b
         __syncthreads();
@@ -380,7 +380,7 @@ __global__ void registers(float* out, const std::uint32_t* a, const __grid_const
     if (kFault == Registers::kAccumulatorWritten) d[1] = 0;                 // fault: registers written
     if (kFault == Registers::kOperandWritten) left[3][3] = 0;               // fault: registers operand
     if (kFault == Registers::kOlderGroup) ptx::wgmma_wait<1>();
-    else if (kFault != Registers::kAtExit) ptx::wgmma_wait<0>();  // fault: registers wait
+    else if (kFault != Registers::kAtExit) ptx::wgmma_wait<0>();
     if (kFault != Registers::kAtExit)
         for (int i = 0; i < kSide; ++i) out[kSide * thread + static_cast<unsigned>(i)] = d[i];  // fault: registers out
 }
@@ -408,7 +408,8 @@ enum class Budget {
 template <Budget kFault>
 __global__ void budget(float* out) {
     if (threadIdx.x < kGroup) ptx::release_registers<kFault == Budget::kTooMany ? 40 : 24>();
-    else if (kFault != Budget::kOneWarp || threadIdx.x % kGroup < 32) ptx::acquire_registers<240>();  // fault: budget
+    else if (kFault != Budget::kOneWarp || threadIdx.x % kGroup < 32)
+        ptx::acquire_registers<240>();  // fault: budget inc
     out[threadIdx.x] = 1;
 }
 template <int... kFaults>
