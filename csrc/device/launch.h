@@ -2,8 +2,10 @@
 // interface, found first on its include path.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <cstdint>
 #include <stdexcept>
 #include <string>
 
@@ -50,6 +52,47 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream
     launch_config.attrs = attributes;
     launch_config.numAttrs = count;
     check_cuda(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Params>(std::forward<Args>(args))...), "launch");
+}
+
+/// What a tensor copy (ptx_sm90.cuh) needs to know of a tensor. Kernels take it as `const __grid_constant__ TensorMap`.
+using TensorMap = CUtensorMap;
+
+/// The map of a 4-d tensor of half or bf16 for copies of boxes to panels of shared memory with the 128-byte swizzle.
+/// Dimensions come innermost first; `sizes`, `box`, whose first is 64, and `strides` of dimensions 1 to 3, multiples of
+/// 8, count elements. Throws std::runtime_error if the driver refuses.
+inline TensorMap make_tensor_map(const void* data, DType type, const std::int64_t (&sizes)[4],
+                                 const std::int64_t (&strides)[3], const int (&box)[4]) {
+    using Encode = decltype(&cuTensorMapEncodeTiled);
+    static const Encode encode = [] {
+        void* function = nullptr;
+        cudaDriverEntryPointQueryResult found{};
+        const char* const name = "cuTensorMapEncodeTiled";
+#if CUDART_VERSION >= 12050
+        check_cuda(cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found), name);
+#else
+        check_cuda(cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found), name);
+#endif
+        if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("flash_wmma: the driver has no tensor maps");
+        return reinterpret_cast<Encode>(function);
+    }();
+    constexpr int kRank = 4;
+    cuuint64_t global[kRank], bytes[kRank - 1];
+    cuuint32_t tile[kRank], steps[kRank];
+    for (int i = 0; i < kRank; ++i) {
+        global[i] = static_cast<cuuint64_t>(sizes[i]);
+        tile[i] = static_cast<cuuint32_t>(box[i]);
+        steps[i] = 1;
+        // The stride of a dimension of one element is anything, and the driver wants a possible one
+        if (i > 0) bytes[i - 1] = sizes[i] == 1 ? 16 : 2 * static_cast<cuuint64_t>(strides[i - 1]);
+    }
+    TensorMap map;
+    const CUresult result =
+        encode(&map, type == DType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+               kRank, const_cast<void*>(data), global, bytes, tile, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+               CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+    if (result != CUDA_SUCCESS)
+        throw std::runtime_error("flash_wmma: the driver refuses a tensor map, error " + std::to_string(result));
+    return map;
 }
 
 }  // namespace flash_wmma
