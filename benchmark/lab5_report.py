@@ -74,15 +74,15 @@ class Grid:
 
 
 FULL = Grid(
-    Configuration(batch_size=32, seq_len=1024, num_heads=32, emb_dim=2048, causal=True, repeats=20),
+    Configuration(batch_size=32, seq_len=1024, num_heads=32, emb_dim=2048, causal=True, repeats=10),
     {
         "seq_len": (512, 1024, 2048, 4096),
-        "batch_size": (2, 8, 32, 128),
-        "num_heads": (8, 16, 32, 64),
-        "emb_dim": (512, 1024, 2048, 4096),
+        "batch_size": (8, 32, 128),
+        "num_heads": (8, 16, 32),
+        "emb_dim": (1024, 2048, 4096),
         "causal": (False, True),
     },
-    [Configuration(1, n, 8, 512, True, 3) for n in (2048, 8192, 16384, 32768, 65536, 131072)],
+    [Configuration(1, n, 8, 512, True, 3) for n in (2048, 8192, 32768, 65536, 131072)],
 )
 TINY = Grid(
     Configuration(batch_size=2, seq_len=64, num_heads=2, emb_dim=32, causal=True, repeats=3),
@@ -118,14 +118,13 @@ def measured(context: Any, arguments: list[str], folder: Path) -> Result:
     if process.exitcode is None:
         process.kill()
         process.join()
-    said = notes.read_text().strip() if notes.exists() else ""
+    said = notes.read_text().splitlines() if notes.exists() else []
     try:
         result: Result = json.loads(output.read_text())
     except (OSError, ValueError):
-        last = said.splitlines()[-1] if said else ""
-        result = {"error": f"exit status {process.exitcode} {last}".strip()}
-    if said:
-        result["said"] = said
+        result = {"error": " ".join([f"exit status {process.exitcode}", *said[-1:]])}
+    if ours := [line for line in said if line.startswith("lab5: ")]:
+        result["said"] = "; ".join(ours)
     return result
 
 
@@ -139,12 +138,18 @@ def rounds(grid: Grid, names: Sequence[str], centre_rounds: int) -> Iterator[tup
             turn += 1
 
 
-def run(grid: Grid, names: Sequence[str], dtype: str, centre_rounds: int) -> Results:
-    """The whole grid, with a progress bar."""
+def run(
+    grid: Grid,
+    names: Sequence[str],
+    dtype: str,
+    centre_rounds: int,
+    results: Results,
+    keep: Callable[[Results], None],
+) -> None:
+    """What ``results`` lacks of the grid, with a progress bar; ``keep`` is handed what there is after each round."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lab5", "flash_wmma"])
-    plan = list(rounds(grid, names, centre_rounds))
-    results: Results = {}
+    plan = [(c, order) for c, order in rounds(grid, names, centre_rounds) if c not in results]
     with tempfile.TemporaryDirectory() as folder, report.progress() as progress:
         progress.start("configurations", sum(len(order) for _, order in plan))
         for configuration, order in plan:
@@ -153,7 +158,7 @@ def run(grid: Grid, names: Sequence[str], dtype: str, centre_rounds: int) -> Res
                 result = measured(context, arguments, Path(folder))
                 results.setdefault(configuration, {each: [] for each in names})[name].append(result)
                 progress.advance()
-    return results
+            keep(results)
 
 
 def median(results: Sequence[Result], read: Callable[[Result], float | None]) -> float | None:
@@ -208,6 +213,8 @@ def tables(grid: Grid, results: Results) -> list[report.Table]:
         columns += [f"Flash2 : {name}" for name in others] + [f"{name}, MB" for name in names]
         rows = []
         for c in configurations:
+            if c not in results:
+                continue
             each = results[c]
             row = [str(n) for n in (c.batch_size, c.seq_len, c.num_heads, c.emb_dim)] + ["yes" if c.causal else "no"]
             row += [cell(median(each[name], time_of("forward_backward")), 2) for name in names]
@@ -235,7 +242,7 @@ def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
     figure, panels = plt.subplots(len(PANELS), len(grid.axes), figsize=size, layout="constrained", sharey="row")
     for row, (label, read) in zip(panels, PANELS, strict=True):
         for axes, axis in zip(row, grid.axes, strict=True):
-            configurations = grid.along(axis)
+            configurations = [c for c in grid.along(axis) if c in results]
             ticks = [str(getattr(c, axis)) for c in configurations]
             for name in names:
                 values = [median(results[c][name], read) for c in configurations]
@@ -253,17 +260,18 @@ def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
     figure.savefig(folder / "lab5.png", dpi=110)
     plt.close(figure)
 
+    growing = [c for c in grid.growing if c in results]
     figure, (linear, log) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for axes in (linear, log):
         for name in names:
-            points = [(c.seq_len, median(results[c][name], memory_of)) for c in grid.growing]
+            points = [(c.seq_len, median(results[c][name], memory_of)) for c in growing]
             there = [(n, value) for n, value in points if value is not None]
             if there:
                 axes.plot(*zip(*there, strict=True), **look[name])
         axes.grid(True, alpha=0.3)
         axes.set_xlabel("sequence length N")
         axes.set_ylabel("peak memory of forward + backward, MB")
-    linear.set_ylim(0, 1.1 * max(median(results[c]["Flash2"], memory_of) or 0 for c in grid.growing))
+    linear.set_ylim(0, 1.1 * max(median(results[c]["Flash2"], memory_of) or 0 for c in growing))
     linear.set_title("linear axes")
     log.set_xscale("log", base=2)
     log.set_yscale("log", base=2)
@@ -292,19 +300,32 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=lab5.DTYPES, default="fp16")
     parser.add_argument("--rounds", type=lab5.positive, default=3, help="of the centre")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes every result")
+    parser.add_argument("--resume", action="store_true", help="measures what --json's FILE lacks, and adds it")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measures nothing: results from there")
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="writes lab5.png and lab5_memory.png there")
     arguments = parser.parse_args(argv)
     if "Flash2" not in arguments.contenders:
         parser.error("--contenders: Flash2 must be among them")
+    if arguments.resume and not (arguments.json and arguments.json.exists()):
+        parser.error("--resume: --json must name a file that is there")
     grid = TINY if arguments.tiny else FULL
     if arguments.source:
         written = json.loads(arguments.source.read_text())
     else:
-        results = run(grid, arguments.contenders, arguments.dtype, arguments.rounds)
-        written = {"dtype": arguments.dtype, **described(), "entries": to_json(results)}
-        if arguments.json:
-            arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+        written = {"dtype": arguments.dtype, **described()}
+        before: Results = {}
+        if arguments.resume:
+            earlier = json.loads(arguments.json.read_text())
+            if any(earlier[name] != fact for name, fact in written.items()):
+                parser.error(f"--resume: {arguments.json} was measured elsewhere: {earlier['environment']}")
+            before = from_json(earlier["entries"])
+
+        def keep(results: Results) -> None:
+            written["entries"] = to_json(results)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+
+        run(grid, arguments.contenders, arguments.dtype, arguments.rounds, before, keep)
     results = from_json(written["entries"])
     for line in written["environment"]:
         print(line)

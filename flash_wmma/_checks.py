@@ -283,8 +283,8 @@ def library(error: Exception) -> None:
         raise KeyboardInterrupt from None
     if message.startswith("kernel"):
         raise ValueError(message) from None
-    if "CUDA out of memory" in message:  # torch's C functions leave it a RuntimeError
-        raise torch.OutOfMemoryError(message.splitlines()[0]) from None
+    if "aoti_torch_empty_strided" in message:  # torch's C functions make it a RuntimeError, older ones without a word
+        raise torch.OutOfMemoryError(f"out of memory: {message.splitlines()[0]}") from None
     if message.startswith("emulator: "):
         from .emulator import EmulatorError
 
