@@ -1,17 +1,19 @@
 """Gradients of the ops: what eager code and ``torch.compile`` record for inputs that require one.
 
 A ``torch.autograd.Function`` and not ``torch.library.register_autograd``: that one costs every call a trip through
-Python, 45 µs with gradients against 9 µs here, and ``torch.compile`` traces this one as well.
+Python, 45 µs with gradients against 9 µs here, and ``torch.compile`` traces this one as well. What its ``apply`` is
+handed costs a quarter of a microsecond an argument, so that all but the tensors comes in one tuple.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _autocast, _checks
 from ._library import ops
 
 _forward = ops.forward.default
@@ -20,6 +22,11 @@ _backward = ops.backward.default
 _backward_varlen = ops.backward_varlen.default
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+Options = tuple[tuple[Any, ...], tuple[Any, ...], str, bool | None]
+"""The op's arguments before and after (attn_bias, alibi_slopes), empty for its defaults; backward_kernel and
+deterministic as the caller gave them."""
+
+_NO_BAND = (None, -1, -1, False)
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
@@ -40,14 +47,28 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    bias_grad: bool,
     lengths: tuple[Any, ...] | None,
-    options: tuple[Any, ...],
+    options: Options,
 ) -> Gradients:
+    before, after, kernel, asked = options
+    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    arguments = before[:4]
+    if after or bias_grad or deterministic or kernel != "auto":
+        rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel)
+        arguments = (*(arguments or _NO_BAND), attn_bias, alibi_slopes, *rest)
     try:
         if lengths is None:
-            return _backward(dout, dlse, q, k, v, out, lse, *options)  # type: ignore[no-any-return]
-        return _backward_varlen(dout, dlse, q, k, v, out, lse, *lengths, *options)  # type: ignore[no-any-return]
+            return _backward(dout, dlse, q, k, v, out, lse, *arguments)  # type: ignore[no-any-return]
+        return _backward_varlen(dout, dlse, q, k, v, out, lse, *lengths, *arguments)  # type: ignore[no-any-return]
     except (RuntimeError, ValueError) as error:
+        only_warn = asked is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+        if only_warn and str(error).startswith("kernel"):
+            warnings.warn(f"flash_wmma: gradients that may differ from run to run, since {error}", stacklevel=2)
+            options = (before, after, kernel, False)
+            return _gradients(dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, lengths, options)
         _checks.library(error)
         raise
 
@@ -80,27 +101,19 @@ class Attention(torch.autograd.Function):
         attn_bias: Tensor | None,
         alibi_slopes: Tensor | None,
         lengths: tuple[Any, ...] | None,
-        scale: float | None,
-        left: int,
-        right: int,
-        bottom_right: bool,
-        out_bnhd: bool,
-        softcap: float,
-        batch_invariant: bool,
-        kernel: str,
-        backward_kernel: str,
-        deterministic: bool | None,
+        options: Options,
     ) -> tuple[Tensor, Tensor]:
-        band = (scale, left, right, bottom_right)
-        rest = (attn_bias, alibi_slopes, softcap, None, None, 0.0, 1, batch_invariant, kernel)
-        if lengths is None:
-            out, lse = _forward(q, k, v, *band, out_bnhd, *rest)
-        else:
+        before, after, _, _ = options
+        if lengths is not None:
             cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = lengths
-            out, lse = _forward_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, None, *longest, *band, *rest)
+            packed = (cu_seqlens_q, cu_seqlens_k, seqused_k, None, *longest)
+            out, lse = _forward_varlen(q, k, v, *packed, *before, attn_bias, alibi_slopes, *after)
+        elif after:
+            out, lse = _forward(q, k, v, *before, attn_bias, alibi_slopes, *after)
+        else:
+            out, lse = _forward(q, k, v, *before)
         ctx.save_for_backward(q, k, v, out, lse, attn_bias, alibi_slopes)
-        ctx.lengths, ctx.band, ctx.softcap = lengths, band, softcap
-        ctx.kernel, ctx.deterministic = backward_kernel, deterministic
+        ctx.lengths, ctx.options = lengths, options
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -109,28 +122,26 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, attn_bias, alibi_slopes = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        deterministic = ctx.deterministic
-        if deterministic is None:
-            deterministic = torch.are_deterministic_algorithms_enabled()
-        options = (
-            *ctx.band,
-            attn_bias,
-            alibi_slopes,
-            ctx.softcap,
-            None,
-            None,
-            0.0,
-            ctx.needs_input_grad[3],
-            deterministic,
-            ctx.kernel,
-        )
+        bias_grad = ctx.needs_input_grad[3]
         compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else _gradients
-        dq, dk, dv, dbias = compute(dout, dlse, q, k, v, out, lse, ctx.lengths, options)
-        return dq, dk, dv, dbias if ctx.needs_input_grad[3] else None, *(None,) * 12
+        dq, dk, dv, dbias = compute(
+            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, ctx.lengths, ctx.options
+        )
+        return dq, dk, dv, dbias if bias_grad else None, None, None, None
 
 
-def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    lengths: tuple[Any, ...] | None,
+    options: Options,
+) -> tuple[Tensor, Tensor]:
     """(out, lse) of :class:`Attention`, recorded."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_TRANSFORMS)
-    return Attention.apply(*arguments)  # type: ignore[no-any-return]
+    if torch._C._is_any_autocast_enabled():
+        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+    return Attention.apply(q, k, v, attn_bias, alibi_slopes, lengths, options)  # type: ignore[no-any-return]

@@ -277,12 +277,14 @@ def dense(
 
 def library(error: Exception) -> None:
     """What the library said, whatever torch has made of it: its refusal to choose a kernel is a ``ValueError``, what
-    the emulator found an ``EmulatorError``."""
+    the emulator found an ``EmulatorError``, what torch's allocator did not have a ``torch.OutOfMemoryError``."""
     message = str(error)
     if message == INTERRUPTED:
         raise KeyboardInterrupt from None
     if message.startswith("kernel"):
         raise ValueError(message) from None
+    if "aoti_torch_empty_strided" in message:  # torch's C functions make it a RuntimeError, older ones without a word
+        raise torch.OutOfMemoryError(f"out of memory: {message.splitlines()[0]}") from None
     if message.startswith("emulator: "):
         from .emulator import EmulatorError
 

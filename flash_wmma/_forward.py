@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
+from . import _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
 from ._checks import Causal, Window
 from ._library import ops
 
 _op = ops.forward.default
 _op_varlen = ops.forward_varlen.default
 
+_NO_BAND = (None, -1, -1, False, False)
 _BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": False, "bottom_right": True}
 
 
@@ -54,53 +55,21 @@ def dense(
             _checks.no_gradient(alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
             _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        if _autograd.wanted(q, k, v, attn_bias):
-            left, right, bottom_right = band(causal, window)
-            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-            return _autograd.attend(
-                q,
-                k,
-                v,
-                attn_bias,
-                alibi_slopes,
-                None,
-                scale,
-                left,
-                right,
-                bottom_right or flash_attn,
-                flash_attn,
-                softcap,
-                batch_invariant,
-                kernel,
-                backward_kernel,
-                deterministic,
-            )
         # Every argument that is handed to the op costs a tenth of a microsecond.
-        plain = attn_bias is alibi_slopes is None and softcap == 0 and kernel == "auto" and not batch_invariant
-        if plain and causal is False and scale is None and window is None and not flash_attn:
-            return _op(q, k, v)  # type: ignore[no-any-return]
-        left, right, bottom_right = band(causal, window)
-        if plain:
-            return _op(q, k, v, scale, left, right, bottom_right or flash_attn, flash_attn)  # type: ignore[no-any-return]
-        return _op(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            scale,
-            left,
-            right,
-            bottom_right or flash_attn,
-            flash_attn,
-            attn_bias,
-            alibi_slopes,
-            softcap,
-            None,
-            None,
-            0.0,
-            1,
-            batch_invariant,
-            kernel,
-        )
+        before: tuple[Any, ...] = ()
+        after: tuple[Any, ...] = ()
+        if causal is not False or scale is not None or window is not None or flash_attn:
+            left, right, bottom_right = band(causal, window)
+            before = (scale, left, right, bottom_right or flash_attn, flash_attn)
+        if not (attn_bias is alibi_slopes is None and softcap == 0 and kernel == "auto" and not batch_invariant):
+            before = before or _NO_BAND
+            after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
+        if _autograd.wanted(q, k, v, attn_bias):
+            options = (before, after, backward_kernel, deterministic)
+            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, None, options)
+        if after:
+            return _op(q, k, v, *before, attn_bias, alibi_slopes, *after)  # type: ignore[no-any-return]
+        return _op(q, k, v, *before)  # type: ignore[no-any-return]
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
@@ -273,26 +242,11 @@ def packed(
             _checks.options(causal, scale, window, softcap, kernel)
             options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)
             return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
+        before = (scale, left, right, bottom_right)
+        after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
         if _autograd.wanted(q, k, v, attn_bias):
-            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-            return _autograd.attend(
-                q,
-                k,
-                v,
-                attn_bias,
-                alibi_slopes,
-                lengths,
-                scale,
-                left,
-                right,
-                bottom_right,
-                False,
-                softcap,
-                batch_invariant,
-                kernel,
-                backward_kernel,
-                deterministic,
-            )
+            options = (before, after, backward_kernel, deterministic)
+            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, lengths, options)
         return _op_varlen(  # type: ignore[no-any-return]
             q,
             k,
@@ -303,19 +257,10 @@ def packed(
             None,
             max_seqlen_q,
             max_seqlen_k,
-            scale,
-            left,
-            right,
-            bottom_right,
+            *before,
             attn_bias,
             alibi_slopes,
-            softcap,
-            None,
-            None,
-            0.0,
-            1,
-            batch_invariant,
-            kernel,
+            *after,
         )
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)

@@ -1,8 +1,8 @@
 """These kernels behind torch's own attention: ``torch.nn.attention.activate_flash_attention_impl("flash_wmma")``.
 
 The registry, where torch has one, only keeps the name; activating puts these kernels in place of torch's for its
-flash-attention operators, restoring takes them out again. What no kernel here covers still runs torch's. Gradients stay
-torch's: its backward kernels take out and lse from whoever computed them, so inputs may require grad.
+flash-attention operators, forward and backward, restoring takes them out again. What no kernel here covers still runs
+torch's. Either's backward takes out and lse from either's forward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ._library import ops
-from ._sdpa import left_to_torch
+from ._sdpa import largest_head_dim, left_to_torch
 
 NAME = "flash_wmma"
 
@@ -51,10 +51,36 @@ def _attend(
     return out, lse
 
 
+def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
+    """The ops' bounds."""
+    return -1 if left is None else left, 0 if is_causal else -1 if right is None else right
+
+
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """rng_state, unused and debug_attn_mask of a call without dropout."""
     numbers = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return numbers, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
+
+
+def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
+    """Whether a kernel here computes it."""
+    if dropout_p != 0:
+        return False
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    device = query.device
+    largest = largest_head_dim(device.type, device.index, query.dtype, "gradient", deterministic)
+    return 0 < max(query.shape[-1], value.shape[-1]) <= largest
+
+
+def _gradients(op: Any, *arguments: Any, strides: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
+    """Of query, key and value, with those strides."""
+    rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled())
+    return tuple(_laid_out(t, stride) for t, stride in zip(op(*arguments, *rest), strides, strict=False))
+
+
+def _like(*tensors: Tensor) -> list[tuple[int, ...]]:
+    """The strides that ``torch.empty_like`` gives."""
+    return [torch.empty_like(t, device="meta").stride() for t in tensors]
 
 
 def _cpu(original: Any) -> Any:
@@ -85,6 +111,34 @@ def _cpu(original: Any) -> Any:
     return forward
 
 
+def _cpu_backward(original: Any) -> Any:
+    """``_scaled_dot_product_flash_attention_for_cpu_backward``."""
+
+    def backward(
+        keyset: torch._C.DispatchKeySet,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        dropout_p: float,
+        is_causal: bool,
+        *,
+        attn_mask: Tensor | None = None,
+        scale: float | None = None,
+    ) -> Any:
+        tensors = (grad_out, query, key, value, out, logsumexp)
+        why = left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, True, differentiable=False)
+        if why or not _has_gradient(query, value, dropout_p):
+            return original.call_boxed(keyset, *tensors, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
+        band = (scale, -1, 0 if is_causal else -1, False)
+        strides = [torch.empty_permuted(t.shape, (0, 2, 1, 3), device="meta").stride() for t in (query, key, value)]
+        return _gradients(ops.backward, grad_out, None, *tensors[1:], *band, attn_mask, strides=strides)
+
+    return backward
+
+
 def _cuda(original: Any) -> Any:
     """``_scaled_dot_product_flash_attention``."""
 
@@ -107,6 +161,41 @@ def _cuda(original: Any) -> Any:
         return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
     return forward
+
+
+def _cuda_backward(original: Any) -> Any:
+    """``_scaled_dot_product_flash_attention_backward``."""
+
+    def backward(
+        keyset: torch._C.DispatchKeySet,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        philox_seed: Tensor,
+        philox_offset: Tensor,
+        *,
+        scale: float | None = None,
+    ) -> Any:
+        tensors = (grad_out, query, key, value, out, logsumexp)
+        why = left_to_torch(query, key, value, None, dropout_p, is_causal, True, differentiable=False)
+        if why or logsumexp.shape != query.shape[:3] or not _has_gradient(query, value, dropout_p):
+            lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+            options = (dropout_p, is_causal, philox_seed, philox_offset)
+            return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale)
+        band = (scale, -1, 0 if is_causal else -1, True)
+        strides = _like(query, key, value)
+        return _gradients(ops.backward, grad_out, None, *tensors[1:], *band, None, strides=strides)
+
+    return backward
 
 
 def _cuda_packed(original: Any) -> Any:
@@ -132,8 +221,6 @@ def _cuda_packed(original: Any) -> Any:
         alibi_slopes: Tensor | None = None,
         **others: Any,
     ) -> Any:
-        left = -1 if window_size_left is None else window_size_left
-        right = 0 if is_causal else -1 if window_size_right is None else window_size_right
         if (
             cum_seq_q is None
             or cum_seq_k is None
@@ -161,18 +248,63 @@ def _cuda_packed(original: Any) -> Any:
                 **others,
             )
         lengths = (cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k)
-        out, lse = ops.forward_varlen(query, key, value, *lengths, scale, left, right, True, None, alibi_slopes)
+        band = (scale, *_window(is_causal, window_size_left, window_size_right), True)
+        out, lse = ops.forward_varlen(query, key, value, *lengths, *band, None, alibi_slopes)
         return out, lse, *_unused(query)
 
     return forward
 
 
+def _cuda_packed_backward(original: Any) -> Any:
+    """``_flash_attention_backward``, with packed sequences."""
+
+    def backward(
+        keyset: torch._C.DispatchKeySet,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        logsumexp: Tensor,
+        cum_seq_q: Tensor | None,
+        cum_seq_k: Tensor | None,
+        max_q: int,
+        max_k: int,
+        dropout_p: float,
+        is_causal: bool,
+        rng_state: Tensor,
+        unused: Tensor,
+        *,
+        scale: float | None = None,
+        window_size_left: int | None = None,
+        window_size_right: int | None = None,
+    ) -> Any:
+        tensors = (grad_out, query, key, value, out, logsumexp)
+        lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
+        windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+        if cum_seq_q is None or cum_seq_k is None or not _has_gradient(query, value, dropout_p):
+            options = (dropout_p, is_causal, rng_state, unused)
+            return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale, **windows)
+        band = (scale, *_window(is_causal, window_size_left, window_size_right), True)
+        arguments = (*tensors[1:], cum_seq_q, cum_seq_k, None, max_q, max_k, *band, None)
+        return _gradients(ops.backward_varlen, grad_out, None, *arguments, strides=_like(query, key, value))
+
+    return backward
+
+
 def _activate() -> _Handle:
     library = Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    overrides = [("_scaled_dot_product_flash_attention_for_cpu", "CPU", _cpu)]
+    overrides = [
+        ("_scaled_dot_product_flash_attention_for_cpu", "CPU", _cpu),
+        ("_scaled_dot_product_flash_attention_for_cpu_backward", "CPU", _cpu_backward),
+    ]
     if torch.cuda.is_available():
-        overrides.append(("_scaled_dot_product_flash_attention", "CUDA", _cuda))
-        overrides.append(("_flash_attention_forward", "CUDA", _cuda_packed))
+        overrides += [
+            ("_scaled_dot_product_flash_attention", "CUDA", _cuda),
+            ("_scaled_dot_product_flash_attention_backward", "CUDA", _cuda_backward),
+            ("_flash_attention_forward", "CUDA", _cuda_packed),
+            ("_flash_attention_backward", "CUDA", _cuda_packed_backward),
+        ]
     for op, key, make in overrides:
         original = torch.library.get_kernel(f"aten::{op}", key)
         library.impl(op, make(original), key, with_keyset=True, allow_override=True)  # type: ignore[no-untyped-call]

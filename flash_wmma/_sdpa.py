@@ -49,7 +49,7 @@ def _cached_largest_head_dim(
     return largest
 
 
-def _largest_head_dim(
+def largest_head_dim(
     device: str, index: int | None, dtype: torch.dtype, features: str, deterministic: bool = False
 ) -> int:
     """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v",
@@ -58,7 +58,7 @@ def _largest_head_dim(
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
-_largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
+largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def left_to_torch(
@@ -127,9 +127,9 @@ def left_to_torch(
     if recorded:
         features += " gradient" + " of attn_bias" * (attn_mask is not None and attn_mask.requires_grad)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        largest = _largest_head_dim(kind, device.index, dtype, features.strip(), deterministic)
+        largest = largest_head_dim(kind, device.index, dtype, features.strip(), deterministic)
     else:
-        largest = _largest_head_dim(kind, device.index, dtype, features)
+        largest = largest_head_dim(kind, device.index, dtype, features)
     if d < 1 or dv < 1 or d > largest or dv > largest:
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -13,16 +14,38 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import flash_wmma
-from flash_wmma import forward, forward_varlen
+from flash_wmma import _autograd, forward, forward_varlen
 from flash_wmma._library import ops
 
 
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    if request.param == "cuda":
+        request.getfixturevalue("cuda")
+    return str(request.param)
+
+
+DTYPE = {"cpu": torch.float32, "cuda": torch.float16}
+"""What the device's kernels have gradients of."""
+
+
 def tensors(
-    *sizes: int, count: int = 3, dtype: torch.dtype = torch.float32, requires_grad: bool = True
+    *sizes: int,
+    count: int = 3,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = True,
+    device: str = "cpu",
 ) -> tuple[Tensor, ...]:
     generator = torch.Generator().manual_seed(0)
-    made = (torch.randn(sizes, generator=generator).to(dtype) for _ in range(count))
+    made = (torch.randn(sizes, generator=generator).to(device, dtype or DTYPE[device]) for _ in range(count))
     return tuple(t.requires_grad_(requires_grad) for t in made)
+
+
+def close(got: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> None:
+    """Each to the precision of its type, relative to its largest value."""
+    for a, b in zip(got, expected, strict=True):
+        allowed = 30 * torch.finfo(DTYPE[a.device.type]).eps * max(float(b.abs().max()), 0.1)
+        torch.testing.assert_close(a, b, rtol=0, atol=allowed)
 
 
 def loss(result: tuple[Tensor, Tensor]) -> Tensor:
@@ -42,23 +65,25 @@ CALLS: dict[str, dict[str, object]] = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_forward_against_math(call: str) -> None:
-    q, bias = tensors(2, 4, 9, 16, count=1)[0], torch.randn(4, 1, 12, requires_grad=True)
-    k, v = tensors(2, 2, 12, 16, count=2)
+def test_forward_against_math(call: str, device: str) -> None:
+    """With d_v != d, grouped heads and a bias that is broadcast over two dimensions."""
+    q, bias = tensors(2, 4, 9, 16, count=1, device=device)[0], torch.randn(4, 1, 12, device=device, requires_grad=True)
+    (k,), (v,) = (tensors(2, 2, 12, d, count=1, device=device) for d in (16, 24))
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in CALLS[call].items()}
     got, expected = (
         torch.autograd.grad(
-            loss(forward(q, k, v, attn_bias=bias, kernel=kernel, return_lse=True, **CALLS[call])),  # type: ignore[call-overload]
+            loss(forward(q, k, v, attn_bias=bias, kernel=kernel, return_lse=True, **options)),  # type: ignore[call-overload]
             (q, k, v, bias),
         )
         for kernel in ("auto", "math")
     )
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    close(got, expected)
 
 
-def test_varlen_against_math() -> None:
-    (q,), (k, v) = tensors(20, 4, 16, count=1), tensors(25, 2, 16, count=2)
-    bias = torch.randn(1, 4, 1, 12, requires_grad=True)
-    lengths = [torch.tensor(t, dtype=torch.int32) for t in ([0, 7, 7, 18], [0, 12, 13, 22])]
+def test_varlen_against_math(device: str) -> None:
+    (q,), (k, v) = tensors(20, 4, 16, count=1, device=device), tensors(25, 2, 16, count=2, device=device)
+    bias = torch.randn(1, 4, 1, 12, device=device, requires_grad=True)
+    lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 7, 7, 18], [0, 12, 13, 22])]
     got, expected = (
         torch.autograd.grad(
             loss(
@@ -68,7 +93,7 @@ def test_varlen_against_math() -> None:
         )
         for kernel in ("auto", "math")
     )
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    close(got, expected)
     assert not any(t[end:].any() for t, end in zip(got, (18, 22, 22), strict=False))
 
 
@@ -91,11 +116,11 @@ def flash_attn(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "attend", [lambda q, k, v: flash_wmma.scaled_dot_product_attention(q, k, v, is_causal=True), flash_attn]
 )
-def test_drop_ins(attend: Callable[..., Tensor]) -> None:
-    inputs = tensors(2, 4, 9, 16)
-    got = torch.autograd.grad(attend(*inputs).square().sum(), inputs)
+def test_drop_ins(attend: Callable[..., Tensor], device: str) -> None:
+    inputs = tensors(2, 4, 9, 16, device=device)
+    got = torch.autograd.grad(attend(*inputs).float().square().sum(), inputs)
     out = functional.scaled_dot_product_attention(*inputs, is_causal=True)
-    torch.testing.assert_close(got, torch.autograd.grad(out.square().sum(), inputs))
+    close(got, torch.autograd.grad(out.float().square().sum(), inputs))
 
 
 def test_only_the_gradients_that_are_asked_for() -> None:
@@ -111,14 +136,92 @@ def test_only_the_gradients_that_are_asked_for() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_autocast(dtype: torch.dtype) -> None:
-    q, k, v = tensors(1, 2, 9, 16)
-    with torch.autocast("cpu", dtype):
+def test_autocast(dtype: torch.dtype, device: str) -> None:
+    """Inputs that are converted have gradients of their own type."""
+    q, k, v = tensors(1, 2, 9, 16, dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype):
         out = forward(q, k, v)
     assert out.dtype == dtype
     got = torch.autograd.grad(out.float().sum(), (q, k, v))
-    expected = torch.autograd.grad(forward(q, k, v).sum(), (q, k, v))
+    expected = torch.autograd.grad(forward(q, k, v, kernel="math").sum(), (q, k, v))
+    assert all(t.dtype == torch.float32 for t in got)
     torch.testing.assert_close(got, expected, rtol=0.02, atol=0.02)
+
+
+@pytest.fixture
+def warn_only() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("given", [None, False, True])
+def test_deterministic_algorithms(
+    given: bool | None, warn_only: None, monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """Torch's flag holds unless the call says otherwise; where no kernel is deterministic, warn_only is respected."""
+    asked = []
+
+    def backward(*arguments: object) -> object:
+        asked.append(arguments[-2])
+        if arguments[-2]:
+            raise ValueError("kernel 'auto' cannot run this: none is deterministic")
+        return ops.backward.default(*arguments)
+
+    monkeypatch.setattr(_autograd, "_backward", backward)
+    q, k, v = tensors(1, 2, 9, 16)
+    out = forward(q, k, v, deterministic=given, backward_kernel="bwd_cpu")
+    if given:
+        with pytest.raises(ValueError, match="none is deterministic"):
+            out.sum().backward()
+    else:
+        out.sum().backward()
+        assert q.grad is not None
+    assert asked == {None: [True, False], False: [False], True: [True]}[given]
+    assert [str(w.message) for w in recwarn if "differ from run to run" in str(w.message)] == (
+        [
+            "flash_wmma: gradients that may differ from run to run, since kernel 'auto' cannot run this: none is "
+            "deterministic"
+        ]
+        if given is None
+        else []
+    )
+    if given is not False:
+        torch.use_deterministic_algorithms(True)
+        with pytest.raises(ValueError, match="none is deterministic"):
+            forward(q, k, v, deterministic=given, backward_kernel="bwd_cpu").sum().backward()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("reduced", [False, True])
+def test_deterministic_gradients(cuda: torch.device, reduced: bool) -> None:
+    """The flag makes gradients of a long sequence the same to the bit, also that of a bias that is not broadcast."""
+    q, k, v = tensors(1, 2, 1030, 64, device="cuda")
+    bias = torch.randn(1, 2, 1030, 1 if reduced else 1030, device=cuda, requires_grad=True)
+
+    def gradients() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(forward(q, k, v, attn_bias=bias).float().square().sum(), (q, k, v, bias))
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        if reduced:
+            with pytest.raises(ValueError, match="broadcast attn_bias with deterministic"):
+                gradients()
+            return
+        first = gradients()
+        for _ in range(50):
+            assert all(torch.equal(a, b) for a, b in zip(first, gradients(), strict=True))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+def test_out_of_memory(cuda: torch.device) -> None:
+    """Torch's own exception, though the allocation is the library's."""
+    q = torch.zeros(1, 1, 1, 1, dtype=torch.float16, device=cuda).expand(1, 64, 1 << 26, 256)  # out: 2 TiB
+    k = torch.zeros(1, 64, 1, 256, dtype=torch.float16, device=cuda)
+    with pytest.raises(torch.OutOfMemoryError, match="out of memory"):
+        forward(q, k, k)
 
 
 def test_kernel_by_name() -> None:
@@ -176,17 +279,17 @@ def test_gradcheck(call: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compile(backend: str) -> None:
+def test_compile(backend: str, device: str) -> None:
     torch._dynamo.reset()
-    q, k, v = tensors(2, 4, 9, 16)
-    bias = torch.randn(9, 9, requires_grad=True)
+    q, k, v = tensors(2, 4, 9, 16, device=device)
+    bias = torch.randn(9, 9, device=device, requires_grad=True)
 
     def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
         return forward(q * 2, k, v, attn_bias=bias, causal=True, return_lse=True)
 
     compiled = torch.compile(attend, fullgraph=True, backend=backend)
     got, expected = (torch.autograd.grad(loss(f(q, k, v, bias)), (q, k, v, bias)) for f in (compiled, attend))
-    torch.testing.assert_close(got, expected)
+    close(got, expected)
 
 
 def test_compile_of_packed_sequences() -> None:
@@ -203,11 +306,12 @@ def test_compile_of_packed_sequences() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_checkpointing(reentrant: bool) -> None:
-    inputs = tensors(2, 4, 9, 16)
-    out = checkpoint(forward, *inputs, use_reentrant=reentrant)
+def test_checkpointing(reentrant: bool, device: str) -> None:
+    inputs = tensors(2, 4, 9, 16, device=device)
+    attend = functools.partial(forward, deterministic=True)
+    out = checkpoint(attend, *inputs, use_reentrant=reentrant)
     out.sum().backward()
-    expected = torch.autograd.grad(forward(*inputs).sum(), inputs)
+    expected = torch.autograd.grad(attend(*inputs).sum(), inputs)
     torch.testing.assert_close(tuple(t.grad for t in inputs), expected, rtol=0, atol=0)
 
 

@@ -380,7 +380,7 @@ def test_hook_is_listed_and_inactive() -> None:
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "float", "rows hidden"])
 def test_hook_on_the_cpu(activated: None, kind: str) -> None:
-    """Torch's attention runs this library's forward, with torch's gradients; restored, it runs its own."""
+    """Torch's attention runs this library's; restored, it runs its own."""
     q, k, v = (t.requires_grad_() for t in tensors(2, 4, 33, 64))
     mask = None
     if kind == "float":

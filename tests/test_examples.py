@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
@@ -30,12 +31,24 @@ def test_first_kernel() -> None:
     assert "793,600" in profiles, "conflicts of the column reads: 31 of 32 in each of 25,600"
 
 
-def test_train_tiny_gpt() -> None:
-    """A few steps with these kernels and with torch's: the loss falls, and both agree."""
+def test_train_tiny_gpt(tmp_path: Path) -> None:
+    """A few steps with these kernels and with torch's: the loss falls, and all agree."""
     command = [sys.executable, EXAMPLES / "train_tiny_gpt.py", "--device", "cpu", "--steps", "30", "--batch", "8"]
-    done = subprocess.run([*command, "--width", "32"], capture_output=True, text=True, check=False)
+    files = ["--plot", tmp_path / "losses.png", "--json", tmp_path / "losses.json"]
+    done = subprocess.run([*command, "--width", "32", *files], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr + done.stdout
-    ours, torchs, _ = done.stdout.splitlines()
-    for line in (ours, torchs):
-        first, last = (float(word.strip(",")) for word in (line.split()[3], line.split()[-1]))
-        assert last < first - 0.3
+    runs = json.loads((tmp_path / "losses.json").read_text())["losses"]
+    assert list(runs) == ["flash_wmma", "torch", "torch_plain"]
+    for losses in runs.values():
+        assert len(losses) == 30
+        assert losses[-1] < losses[0] - 0.3
+        assert max(abs(a - b) for a, b in zip(losses, runs["torch"], strict=True)) < 1e-3
+    assert runs["flash_wmma"] != runs["torch"], "the same attention, twice"
+    assert (tmp_path / "losses.png").stat().st_size > 0
+    assert "flash_wmma and torch differ by" in done.stdout
+
+
+def test_train_tiny_gpt_fails_where_losses_differ() -> None:
+    command = [sys.executable, EXAMPLES / "train_tiny_gpt.py", "--device", "cpu", "--steps", "1", "--batch", "2"]
+    done = subprocess.run([*command, "--width", "32", "--tolerance", "-1"], capture_output=True, check=False)
+    assert done.returncode == 1

@@ -1,0 +1,358 @@
+"""Runs lab5.py over a grid of configurations, each in a process of its own, and draws what it measured.
+
+    python benchmark/lab5_report.py --json lab5.json --plots .              # on a GPU, some minutes
+    python benchmark/lab5_report.py --tiny --json lab5.json                 # sizes for a CPU
+    python benchmark/lab5_report.py --from docs/lab5.json --plots docs/images
+
+The grid is a centre and, from there, each of seq_len, batch_size, num_heads, emb_dim and causal alone; then one
+sequence that grows until memory ends. The implementations of a configuration run one after the other, in an order that
+rotates; the centre is run ``--rounds`` times, of which tables and plots show the median, and ratios are of the same
+round. The processes are forked from one that has imported torch and has not yet touched the device.
+
+Two figures are written, ``lab5.png`` (time, TFLOP/s and peak memory over each parameter) and ``lab5_memory.png``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import multiprocessing
+import statistics
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import lab5
+import report
+
+CONTENDERS: dict[str, list[str]] = {
+    "Pytorch": ["--impl=Pytorch"],
+    "SDPA": ["--impl=SDPA"],
+    "SDPA flash": ["--impl=SDPA", "--sdpa_backend=flash"],
+    "Flash2": ["--impl=Flash2"],
+}
+BASELINE = "SDPA flash"
+TIMEOUT_S = 300
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """What lab5.py is told, but for the implementation."""
+
+    batch_size: int
+    seq_len: int
+    num_heads: int
+    emb_dim: int
+    causal: bool
+    repeats: int
+
+    def arguments(self) -> list[str]:
+        options = asdict(self)
+        flags = ["--causal"] if options.pop("causal") else []
+        return [f"--{name}={value}" for name, value in options.items()] + flags
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The configurations of a report."""
+
+    centre: Configuration
+    axes: Mapping[str, Sequence[int | bool]]
+    growing: Sequence[Configuration]  #: in seq_len, for memory alone
+
+    def along(self, axis: str) -> list[Configuration]:
+        return [replace(self.centre, **{axis: value}) for value in self.axes[axis]]
+
+    def configurations(self) -> list[Configuration]:
+        every = [self.centre, *(c for axis in self.axes for c in self.along(axis)), *self.growing]
+        return list(dict.fromkeys(every))
+
+
+FULL = Grid(
+    Configuration(batch_size=32, seq_len=1024, num_heads=32, emb_dim=2048, causal=True, repeats=10),
+    {
+        "seq_len": (512, 1024, 2048, 4096),
+        "batch_size": (8, 32, 128),
+        "num_heads": (8, 16, 32),
+        "emb_dim": (1024, 2048, 4096),
+        "causal": (False, True),
+    },
+    [Configuration(1, n, 8, 512, True, 3) for n in (2048, 8192, 32768, 65536, 131072)],
+)
+TINY = Grid(
+    Configuration(batch_size=2, seq_len=64, num_heads=2, emb_dim=32, causal=True, repeats=3),
+    {
+        "seq_len": (32, 64),
+        "batch_size": (1, 2),
+        "num_heads": (1, 2),
+        "emb_dim": (32, 64),
+        "causal": (False, True),
+    },
+    [Configuration(1, n, 1, 32, True, 1) for n in (64, 128)],
+)
+
+Result = dict[str, Any]
+Results = dict[Configuration, dict[str, list[Result]]]
+"""Of each configuration and contender what lab5.py wrote, one entry a round."""
+
+
+def child(arguments: list[str], notes: str) -> None:
+    """A process's work: one configuration."""
+    with Path(notes).open("w") as stream, contextlib.redirect_stderr(stream):
+        sys.exit(lab5.main(arguments))
+
+
+def measured(context: Any, arguments: list[str], folder: Path) -> Result:
+    """What lab5.py writes, from a process of its own; a process that ends without a result is an ``"error"``."""
+    output, notes = folder / "output.json", folder / "notes.txt"
+    for file in (output, notes):
+        file.unlink(missing_ok=True)
+    process = context.Process(target=child, args=([*arguments, f"--output={output}"], str(notes)))
+    process.start()
+    process.join(TIMEOUT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    said = notes.read_text().splitlines() if notes.exists() else []
+    try:
+        result: Result = json.loads(output.read_text())
+    except (OSError, ValueError):
+        result = {"error": " ".join([f"exit status {process.exitcode}", *said[-1:]])}
+    if ours := [line for line in said if line.startswith("lab5: ")]:
+        result["said"] = "; ".join(ours)
+    return result
+
+
+def rounds(grid: Grid, names: Sequence[str], centre_rounds: int) -> Iterator[tuple[Configuration, list[str]]]:
+    """The rounds in order: a configuration, and the contenders as they take their turns."""
+    turn = 0
+    for configuration in grid.configurations():
+        for _ in range(centre_rounds if configuration == grid.centre else 1):
+            shift = turn % len(names)
+            yield configuration, [*names[shift:], *names[:shift]]
+            turn += 1
+
+
+def run(
+    grid: Grid,
+    names: Sequence[str],
+    dtype: str,
+    centre_rounds: int,
+    results: Results,
+    keep: Callable[[Results], None],
+) -> None:
+    """What ``results`` lacks of the grid, with a progress bar; ``keep`` is handed what there is after each round."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lab5", "flash_wmma"])
+    plan = [(c, order) for c, order in rounds(grid, names, centre_rounds) if c not in results]
+    with tempfile.TemporaryDirectory() as folder, report.progress() as progress:
+        progress.start("configurations", sum(len(order) for _, order in plan))
+        for configuration, order in plan:
+            for name in order:
+                arguments = [*configuration.arguments(), f"--dtype={dtype}", *CONTENDERS[name]]
+                result = measured(context, arguments, Path(folder))
+                results.setdefault(configuration, {each: [] for each in names})[name].append(result)
+                progress.advance()
+            keep(results)
+
+
+def median(results: Sequence[Result], read: Callable[[Result], float | None]) -> float | None:
+    """Over the rounds, of what is there."""
+    values = [value for result in results if "error" not in result and (value := read(result)) is not None]
+    return statistics.median(values) if values else None
+
+
+def time_of(name: str) -> Callable[[Result], float | None]:
+    """Reads a pass's milliseconds."""
+    return lambda result: 1e3 * result[name]["time(s)"]
+
+
+def speed_of(name: str) -> Callable[[Result], float | None]:
+    """Reads a pass's TFLOP/s."""
+    return lambda result: result[name]["FLOPS(TFLOPs/s)"]  # type: ignore[no-any-return]
+
+
+def memory_of(result: Result) -> float | None:
+    """Reads the peak, in MB."""
+    return result["peak_memory_usage(MB)"]  # type: ignore[no-any-return]
+
+
+PANELS: list[tuple[str, Callable[[Result], float | None]]] = [
+    ("forward + backward, ms", time_of("forward_backward")),
+    ("forward, TFLOP/s", speed_of("forward")),
+    ("backward, TFLOP/s", speed_of("backward")),
+    ("peak memory, MB", memory_of),
+]
+
+
+def ratio(ours: Sequence[Result], theirs: Sequence[Result], name: str) -> float | None:
+    """How many times faster we are in a pass: the median over the rounds."""
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if "error" not in a and "error" not in b]
+    return statistics.median(b[name]["time(s)"] / a[name]["time(s)"] for a, b in pairs) if pairs else None
+
+
+def cell(value: float | None, decimals: int) -> str:
+    return report.ABSENT if value is None else f"{value:,.{decimals}f}"
+
+
+def tables(grid: Grid, results: Results) -> list[report.Table]:
+    """Every configuration: forward and backward in ms, ratios and memory."""
+    found = []
+    for title, configurations in (
+        ("Centre and axes", [c for c in grid.configurations() if c not in grid.growing]),
+        ("A growing sequence", list(grid.growing)),
+    ):
+        names = list(next(iter(results.values())))
+        columns = ["B", "N", "heads", "emb", "causal", *(f"{name}, ms" for name in names)]
+        others = [name for name in names if name != "Flash2"]
+        columns += [f"Flash2 : {name}" for name in others] + [f"{name}, MB" for name in names]
+        rows = []
+        for c in configurations:
+            if c not in results:
+                continue
+            each = results[c]
+            row = [str(n) for n in (c.batch_size, c.seq_len, c.num_heads, c.emb_dim)] + ["yes" if c.causal else "no"]
+            row += [cell(median(each[name], time_of("forward_backward")), 2) for name in names]
+            row += [cell(ratio(each["Flash2"], each[name], "forward_backward"), 2) for name in others]
+            row += [cell(median(each[name], memory_of), 0) for name in names]
+            rows.append(row)
+        found.append(report.Table(f"{title}: forward + backward, speed of Flash2 over the others, peak", columns, rows))
+    return found
+
+
+COLORS = {"Pytorch": "#555555", "SDPA": "#d55e00", "SDPA flash": "#e69f00", "Flash2": "#0072b2"}
+STYLES = {"Pytorch": ":", "SDPA": "--", "SDPA flash": "-.", "Flash2": "-"}
+
+
+def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
+    """lab5.png and lab5_memory.png."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot as plt
+
+    names = list(next(iter(results.values())))
+    look = {name: {"color": COLORS[name], "linestyle": STYLES[name], "marker": "o", "label": name} for name in names}
+    size = (3.4 * len(grid.axes), 2.7 * len(PANELS))
+    figure, panels = plt.subplots(len(PANELS), len(grid.axes), figsize=size, layout="constrained", sharey="row")
+    for row, (label, read) in zip(panels, PANELS, strict=True):
+        for axes, axis in zip(row, grid.axes, strict=True):
+            configurations = [c for c in grid.along(axis) if c in results]
+            ticks = [str(getattr(c, axis)) for c in configurations]
+            for name in names:
+                values = [median(results[c][name], read) for c in configurations]
+                there = [(tick, value) for tick, value in zip(ticks, values, strict=True) if value is not None]
+                if there:
+                    axes.plot(*zip(*there, strict=True), **look[name])
+            axes.grid(True, alpha=0.3)
+            if "TFLOP/s" not in label:
+                axes.set_yscale("log")
+            if axes in panels[-1]:
+                axes.set_xlabel(axis)
+        row[0].set_ylabel(label)
+    panels[0][0].legend(frameon=False, fontsize=8)
+    figure.suptitle(title)
+    figure.savefig(folder / "lab5.png", dpi=110)
+    plt.close(figure)
+
+    growing = [c for c in grid.growing if c in results]
+    figure, (linear, log) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    for axes in (linear, log):
+        for name in names:
+            points = [(c.seq_len, median(results[c][name], memory_of)) for c in growing]
+            there = [(n, value) for n, value in points if value is not None]
+            if there:
+                axes.plot(*zip(*there, strict=True), **look[name])
+        axes.grid(True, alpha=0.3)
+        axes.set_xlabel("sequence length N")
+        axes.set_ylabel("peak memory of forward + backward, MB")
+    linear.set_ylim(0, 1.1 * max(median(results[c]["Flash2"], memory_of) or 0 for c in growing))
+    linear.set_title("linear axes")
+    log.set_xscale("log", base=2)
+    log.set_yscale("log", base=2)
+    log.set_title("logarithmic axes")
+    linear.legend(frameon=False)
+    c = grid.growing[0]
+    figure.suptitle(f"B = {c.batch_size}, {c.num_heads} heads, emb_dim {c.emb_dim}, causal; {title}")
+    figure.savefig(folder / "lab5_memory.png", dpi=110)
+    plt.close(figure)
+
+
+def to_json(results: Results) -> list[dict[str, Any]]:
+    return [{"configuration": asdict(c), "results": each} for c, each in results.items()]
+
+
+def from_json(entries: Sequence[dict[str, Any]]) -> Results:
+    return {Configuration(**entry["configuration"]): entry["results"] for entry in entries}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line."""
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tiny", action="store_true", help="a grid for the CPU")
+    parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
+    parser.add_argument("--dtype", choices=lab5.DTYPES, default="fp16")
+    parser.add_argument("--rounds", type=lab5.positive, default=3, help="of the centre")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="writes every result")
+    parser.add_argument("--resume", action="store_true", help="measures what --json's FILE lacks, and adds it")
+    parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measures nothing: results from there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="writes lab5.png and lab5_memory.png there")
+    arguments = parser.parse_args(argv)
+    if "Flash2" not in arguments.contenders:
+        parser.error("--contenders: Flash2 must be among them")
+    if arguments.resume and not (arguments.json and arguments.json.exists()):
+        parser.error("--resume: --json must name a file that is there")
+    grid = TINY if arguments.tiny else FULL
+    if arguments.source:
+        written = json.loads(arguments.source.read_text())
+    else:
+        written = {"dtype": arguments.dtype, **described()}
+        before: Results = {}
+        if arguments.resume:
+            earlier = json.loads(arguments.json.read_text())
+            if any(earlier[name] != fact for name, fact in written.items()):
+                parser.error(f"--resume: {arguments.json} was measured elsewhere: {earlier['environment']}")
+            before = from_json(earlier["entries"])
+
+        def keep(results: Results) -> None:
+            written["entries"] = to_json(results)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(written, indent=1) + "\n")
+
+        run(grid, arguments.contenders, arguments.dtype, arguments.rounds, before, keep)
+    results = from_json(written["entries"])
+    for line in written["environment"]:
+        print(line)
+    said = [e["said"] for each in results.values() for es in each.values() for e in es if "said" in e]
+    for note, times in Counter(said).items():
+        print(f"{note} ({times} times)")
+    for table in tables(grid, results):
+        table.print()
+    if arguments.plots:
+        plot(grid, results, f"{written['dtype']}, {written['device']}", arguments.plots)
+    failed = [e["error"] for each in results.values() for es in each.values() for e in es if "error" in e]
+    unexpected = [error for error in failed if not error.startswith("out of memory")]
+    for error in unexpected:
+        print(f"lab5_report: {error}", file=sys.stderr)
+    return int(bool(unexpected))
+
+
+def described() -> dict[str, Any]:
+    """Where it was measured."""
+    import environment
+    import torch
+
+    import flash_wmma
+
+    found = environment.describe(flash_wmma, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    return {"device": found.device, "environment": found.lines()}
+
+
+if __name__ == "__main__":
+    sys.exit(main())
