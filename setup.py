@@ -69,8 +69,15 @@ GROUPS = (
     Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )
-SHIPPED = ("csrc/*.h", "csrc/registry.cpp", "csrc/emulator/**/*", "csrc/device/*", "csrc/forward/*", "csrc/backward/*")
-SOURCES = ("csrc/*.cpp", "csrc/cpu/*.cpp", "csrc/device/*.cu", "csrc/forward/*.cu", "csrc/backward/*.cu")
+SHIPPED = (
+    *("csrc/*.h", "csrc/registry.cpp", "csrc/emulator/**/*", "csrc/device/*"),
+    *("csrc/forward/*", "csrc/backward/*", "csrc/reductions/*"),
+)
+SOURCES = (
+    "csrc/*.cpp",
+    "csrc/cpu/*.cpp",
+    *(f"csrc/{folder}/*.cu" for folder in ("device", "forward", "backward", "reductions")),
+)
 
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a

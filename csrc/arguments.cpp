@@ -251,6 +251,14 @@ void Problem::add_buffers(std::vector<emulator::Buffer>& buffers) const {
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------
 
+Stream current_stream(int32_t device_index) {
+    void* stream = nullptr;
+    STD_TORCH_CHECK(
+        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device_index, &stream) == 0,
+        "no current CUDA stream");
+    return stream;
+}
+
 Target::Target(const Operand& q, const std::string& kernel_name, const char* direction)
     : q_(q), kernel_name_(kernel_name) {
     if (q.device_type == codes().cuda) {
@@ -263,14 +271,6 @@ Target::Target(const Operand& q, const std::string& kernel_name, const char* dir
         emulation_.emplace(kernel_name, direction);
         device_ = emulation_->device();
     }
-}
-
-Stream Target::current_stream() const {
-    void* stream = nullptr;
-    STD_TORCH_CHECK(
-        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(q_.device_index, &stream) == 0,
-        "no current CUDA stream");
-    return stream;
 }
 
 }  // namespace flash_wmma

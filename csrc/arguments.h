@@ -185,6 +185,9 @@ struct Problem {
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------
 
+/// torch's current stream on a CUDA device.
+Stream current_stream(int32_t device_index);
+
 /// The device of the tensors, or for a CUDA kernel by name on CPU tensors the emulator.
 class Target {
   public:
@@ -220,9 +223,8 @@ class Target {
     void on_stream(const Launch& launch) const {
         if (q_.device_type != codes().cuda) return launch(nullptr);
         const torch::stable::accelerator::DeviceGuard guard(q_.device_index);
-        launch(current_stream());
+        launch(current_stream(q_.device_index));
     }
-    Stream current_stream() const;
 
     const Operand& q_;
     const std::string& kernel_name_;

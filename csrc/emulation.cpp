@@ -52,6 +52,8 @@ Emulation::Emulation(const std::string& kernel, const char* direction) {
     kernels_ = &kernels_in(library);
     configure_ = symbol<void (*)(const emulator::Config*)>(library, "flash_wmma_emulator_configure");
     set_buffers_ = symbol<void (*)(const emulator::Buffer*, std::size_t)>(library, "flash_wmma_emulator_buffers");
+    if (void* set = dlsym(library, "flash_wmma_set_multiply"))
+        reinterpret_cast<void (*)(void (*)(const Product&))>(set)(multiply_by_torch);
     config_ = target->config;
     device_.arch = target->arch;
     device_.sm_count = target->sm_count;

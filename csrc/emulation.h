@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "emulator/api.h"
+#include "forward/unfused.h"
 #include "registry.h"
 
 namespace flash_wmma {
@@ -20,6 +21,9 @@ struct EmulatorTarget {
 /// Fills in the target of the kernel named, `direction` "forward" or "backward". 1: done; 2: no kernel has that name; else the error says why there is none
 /// (0 comes from ctypes, when Python failed unheard).
 using EmulatorResolver = int (*)(const char* kernel, const char* direction, EmulatorTarget* target);
+
+/// torch's matmul on the CPU, for kernels that leave products of matrices to a library.
+void multiply_by_torch(const Product& product);
 
 /// A kernel's source, compiled for the emulator.
 class Emulation {

@@ -32,6 +32,12 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
         "str kernel_name=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+    // Of a whole array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
+    m.def("array_max(Tensor x) -> Tensor");
+    m.def("array_sum(Tensor x) -> Tensor");
+    m.def("row_max(Tensor x) -> Tensor");
+    m.def("row_sum(Tensor x) -> Tensor");
+    m.def("row_softmax(Tensor x) -> Tensor");
 }
 
 #define FLASH_WMMA_IMPLEMENT(m)                                         \
@@ -41,4 +47,11 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
 
 STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CPU, m) { FLASH_WMMA_IMPLEMENT(m); }
-STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CUDA, m) { FLASH_WMMA_IMPLEMENT(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CUDA, m) {
+    FLASH_WMMA_IMPLEMENT(m);
+    m.impl("array_max", TORCH_BOX(&flash_wmma::array_max));
+    m.impl("array_sum", TORCH_BOX(&flash_wmma::array_sum));
+    m.impl("row_max", TORCH_BOX(&flash_wmma::row_max));
+    m.impl("row_sum", TORCH_BOX(&flash_wmma::row_sum));
+    m.impl("row_softmax", TORCH_BOX(&flash_wmma::row_softmax));
+}

@@ -1,4 +1,4 @@
-// The four ops; the schemas in ops.cpp say what their arguments are.
+// The ops; the schemas in ops.cpp say what their arguments are.
 #pragma once
 
 #include <tuple>
@@ -42,5 +42,12 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
                           const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
                           const std::string& kernel_name);
+
+// Reductions of CUDA tensors.
+Tensor array_max(const Tensor& x);
+Tensor array_sum(const Tensor& x);
+Tensor row_max(const Tensor& x);
+Tensor row_sum(const Tensor& x);
+Tensor row_softmax(const Tensor& x);
 
 }  // namespace flash_wmma

@@ -3,6 +3,7 @@
 from . import (
     _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)
     emulator,
+    reductions,
 )
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._explain import DeviceFacts, Explanation, device_facts, explain
@@ -51,6 +52,7 @@ __all__ = [
     "kernel_occupancy",
     "kernels",
     "profile",
+    "reductions",
     "scaled_dot_product_attention",
     "theoretical_occupancy",
 ]

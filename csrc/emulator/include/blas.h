@@ -1,0 +1,27 @@
+// Products of matrices, in the emulator: the same interface as csrc/device/blas.h. What multiplies is given by the process
+// that has loaded this library: torch's matmul.
+#pragma once
+
+#include <stdexcept>
+
+#include "../../forward/unfused.h"
+
+namespace flash_wmma {
+
+using Multiply = void (*)(const Product&);
+
+inline Multiply& multiplier() {
+    static Multiply given = nullptr;
+    return given;
+}
+
+EMULATOR_UNSEEN inline void multiply(const Product& p, Stream) {
+    if (!multiplier()) throw std::runtime_error("emulator: nothing was given that multiplies matrices");
+    multiplier()(p);
+}
+
+}  // namespace flash_wmma
+
+extern "C" __attribute__((visibility("default"), used)) inline void flash_wmma_set_multiply(flash_wmma::Multiply f) {
+    flash_wmma::multiplier() = f;
+}

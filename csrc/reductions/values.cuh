@@ -1,0 +1,133 @@
+// Element types of the reductions: how 16 bytes become numbers to compute with, and how a thread walks a row in 16-byte
+// loads wherever the row begins.
+#pragma once
+
+#include <launch.h>
+
+#include <climits>
+#include <cmath>
+
+#include "../device/element.cuh"
+#include "reductions.h"
+
+namespace flash_wmma::reductions {
+
+constexpr int kThreads = 256;  // of a block
+constexpr int kLoads = 4;      // 16-byte loads that a thread has under way
+
+/// T as it is computed with, Wide, and 16 bytes of it.
+template <class T>
+struct Values;
+
+template <>
+struct Values<float> {
+    using Wide = float;
+    static constexpr int kCount = 4;
+    __device__ static float widen(float x) { return x; }
+    __device__ static float narrow(float x) { return x; }
+    __device__ static void unpack(const uint4& v, float (&x)[kCount]) {
+        x[0] = __uint_as_float(v.x), x[1] = __uint_as_float(v.y);
+        x[2] = __uint_as_float(v.z), x[3] = __uint_as_float(v.w);
+    }
+    __device__ static uint4 pack(const float (&x)[kCount]) {
+        return make_uint4(__float_as_uint(x[0]), __float_as_uint(x[1]), __float_as_uint(x[2]), __float_as_uint(x[3]));
+    }
+};
+
+template <>
+struct Values<std::int32_t> {
+    using Wide = std::int32_t;
+    static constexpr int kCount = 4;
+    __device__ static std::int32_t widen(std::int32_t x) { return x; }
+    __device__ static std::int32_t narrow(std::int32_t x) { return x; }
+    __device__ static void unpack(const uint4& v, std::int32_t (&x)[kCount]) {
+        x[0] = static_cast<std::int32_t>(v.x), x[1] = static_cast<std::int32_t>(v.y);
+        x[2] = static_cast<std::int32_t>(v.z), x[3] = static_cast<std::int32_t>(v.w);
+    }
+};
+
+/// half and bf16.
+template <class T>
+struct Values {
+    using Wide = float;
+    static constexpr int kCount = 8;
+    __device__ static float widen(T x) { return static_cast<float>(x); }
+    __device__ static T narrow(float x) { return Element<T>::from(x); }
+    __device__ static void unpack(const uint4& v, float (&x)[kCount]) {
+        const std::uint32_t pairs[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i) {
+            const float2 two = Element<T>::floats(pairs[i]);
+            x[2 * i] = two.x, x[2 * i + 1] = two.y;
+        }
+    }
+    __device__ static uint4 pack(const float (&x)[kCount]) {
+        typename Element<T>::Pair pairs[kCount / 2];
+#pragma unroll
+        for (int i = 0; i < kCount / 2; ++i) pairs[i] = Element<T>::pair(x[2 * i], x[2 * i + 1]);
+        return *reinterpret_cast<const uint4*>(pairs);
+    }
+};
+
+/// A row of n elements: `head` of them before the first 16-byte boundary, whole vectors, the rest. `aligned` false: one
+/// by one throughout.
+template <class T>
+struct Row {
+    const T* x;
+    std::int64_t n, head, vectors;
+
+    __device__ Row(const T* x_, std::int64_t n_, bool aligned = true) : x(x_), n(n_) {
+        const std::int64_t past = (reinterpret_cast<std::uintptr_t>(x) / sizeof(T)) % Values<T>::kCount;
+        head = aligned ? min(n, (Values<T>::kCount - past) % Values<T>::kCount) : n;
+        vectors = (n - head) / Values<T>::kCount;
+    }
+    __device__ const uint4* body() const { return reinterpret_cast<const uint4*>(x + head); }
+
+    /// one(i) for this thread's share of the elements outside of vectors; x[i] is the element.
+    template <class One>
+    __device__ __forceinline__ void each_single(int thread, int threads, One one) const {
+        for (std::int64_t i = thread; i < head; i += threads) one(i);
+        for (std::int64_t i = head + vectors * Values<T>::kCount + thread; i < n; i += threads) one(i);
+    }
+    /// many(vector, i) for its share of the vectors, several of them loaded before the first is used.
+    template <class Many>
+    __device__ __forceinline__ void each_vector(int thread, int threads, Many many) const {
+        const uint4* from = body();
+        std::int64_t i = thread;
+        for (; i + (kLoads - 1) * threads < vectors; i += kLoads * threads) {
+            uint4 loaded[kLoads];
+#pragma unroll
+            for (int l = 0; l < kLoads; ++l) loaded[l] = from[i + l * threads];
+#pragma unroll
+            for (int l = 0; l < kLoads; ++l) many(loaded[l], i + l * threads);
+        }
+        for (; i < vectors; i += threads) many(from[i], i);
+    }
+};
+
+/// Neighbouring lanes that share a short row: enough for a vector each, a power of two, at most a warp.
+template <class T>
+int lanes_of_row(std::int64_t columns, int warp) {
+    int lanes = 1;
+    while (lanes < warp && lanes * Values<T>::kCount < columns) lanes *= 2;
+    return lanes;
+}
+
+/// A grid for that many pieces of work. Blocks take several where there are more than the device holds many times over.
+inline dim3 grid_of(std::int64_t pieces, const DeviceFacts& device) {
+    constexpr std::int64_t kBlocksPerSm = 64;
+    const std::int64_t most = kBlocksPerSm * device.sm_count;
+    return dim3(static_cast<unsigned>(pieces < most ? pieces : most));
+}
+
+/// Calls f with a value of the type.
+template <class F>
+void with_float_type(Type type, F f) {
+    switch (type) {
+        case Type::kFloat32: f(float{}); break;
+        case Type::kFloat16: f(half{}); break;
+        default: f(bf16{}); break;
+    }
+}
+
+}  // namespace flash_wmma::reductions

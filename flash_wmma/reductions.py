@@ -1,0 +1,190 @@
+"""Reductions: the maximum and the sum of an array, and of the rows of a matrix; softmax along rows.
+
+On CUDA tensors they run kernels of this library (csrc/reductions), built on the shuffles that the softmax of an
+attention kernel is made of. On CPU tensors they are torch's own; ``kernel="shuffle"`` runs the CUDA sources there, in
+:mod:`flash_wmma.emulator`.
+
+Results are those of torch in dtype and for NaN: a maximum, sum or softmax over NaN is NaN; the sum of int32 is int64;
+float16 and bfloat16 are summed in float32 and rounded once. They are the same to the bit from run to run on a device.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import _checks
+from ._library import ops
+
+__all__ = ["max", "row_max", "row_softmax", "row_sum", "sum"]
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
+"""Of the arrays. In this order they are ``Type`` of csrc/reductions/reductions.h."""
+
+
+def _check(x: Tensor, kernel: str, *, matrix: bool, maximum: bool = False, softmax: bool = False) -> None:
+    """What the functions want of x and kernel."""
+    if not isinstance(x, Tensor):
+        _checks.refuse("x", type(x).__name__, "torch.Tensor", TypeError)
+    if x.is_nested or x.layout is not torch.strided:
+        _checks.refuse("x.layout", "nested" if x.is_nested else x.layout, "torch.strided")
+    dtypes = DTYPES[:3] if softmax else DTYPES
+    if x.dtype not in dtypes:
+        _checks.refuse("x.dtype", x.dtype, ", ".join(map(str, dtypes)))
+    if x.device.type not in ("cpu", "cuda", "meta"):
+        _checks.refuse("x.device", x.device, "cpu, cuda")
+    if matrix and x.dim() != 2:
+        _checks.refuse("x.shape", tuple(x.shape), "(N, C)")
+    if maximum and (x.shape[1] == 0 if matrix else x.numel() == 0):
+        _checks.refuse("x.shape", tuple(x.shape), "at least one element to take the maximum of")
+    if not isinstance(kernel, str):
+        _checks.refuse("kernel", repr(kernel), "'auto', 'shuffle'", TypeError)
+    if kernel not in ("auto", "shuffle"):
+        _checks.refuse("kernel", repr(kernel), "'auto', 'shuffle'")
+    if x.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError("x: got a tensor that requires grad, which no kernel computes; pass x.detach()")
+
+
+def max(x: Tensor, *, kernel: str = "auto") -> Tensor:
+    """The largest element of an array.
+
+    Args:
+        x: any shape with at least one element, float32, float16, bfloat16 or int32, on a CPU or a CUDA device. It is
+            copied if it is not contiguous.
+        kernel: ``"auto"``: CUDA kernels on CUDA tensors, torch on CPU tensors. ``"shuffle"``: the CUDA kernels, for CPU
+            tensors in the emulator.
+
+    Returns:
+        () in x's dtype; NaN if x holds one.
+
+    Raises:
+        TypeError: an argument is of a wrong type.
+        ValueError: x has another dtype, layout or device, or no element; the kernel is unknown.
+        NotImplementedError: x requires grad.
+        RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
+        flash_wmma.emulator.EmulatorError: ``"shuffle"`` on CPU tensors: it could not be compiled, or a check failed.
+    """
+    _check(x, kernel, matrix=False, maximum=True)
+    return _emulated(x.reshape(1, -1), _MAX).reshape(()) if _emulate(x, kernel) else ops.array_max(x)
+
+
+def sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
+    """The sum of an array: 0 if it is empty. Arguments and errors as for :func:`max`.
+
+    Returns:
+        () in x's dtype; int64 for int32.
+    """
+    _check(x, kernel, matrix=False)
+    return _emulated(x.reshape(1, -1), _SUM).reshape(()) if _emulate(x, kernel) else ops.array_sum(x)
+
+
+def row_max(x: Tensor, *, kernel: str = "auto") -> Tensor:
+    """The largest element of each row.
+
+    Args:
+        x: (N, C) with C at least 1, else as for :func:`max`. Rows may lie anywhere; where a row's elements are not
+            adjacent x is copied.
+        kernel: as for :func:`max`.
+
+    Returns:
+        (N) in x's dtype; NaN for a row that holds one.
+
+    Raises:
+        As :func:`max`.
+    """
+    _check(x, kernel, matrix=True, maximum=True)
+    return _emulated(x, _MAX) if _emulate(x, kernel) else ops.row_max(x)
+
+
+def row_sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
+    """The sum of each row: 0 if C is 0. Arguments and errors as for :func:`row_max`.
+
+    Returns:
+        (N) in x's dtype; int64 for int32.
+    """
+    _check(x, kernel, matrix=True)
+    return _emulated(x, _SUM) if _emulate(x, kernel) else ops.row_sum(x)
+
+
+def row_softmax(x: Tensor, *, kernel: str = "auto") -> Tensor:
+    """exp(x) of each row, divided by its sum; computed in float32. Arguments and errors as for :func:`row_max`, but x
+    is not int32, and C may be 0.
+
+    Returns:
+        (N, C), contiguous, in x's dtype. NaN throughout a row that holds NaN or +inf, or nothing but -inf, as in torch.
+    """
+    _check(x, kernel, matrix=True, softmax=True)
+    return _emulated(x, None) if _emulate(x, kernel) else ops.row_softmax(x)
+
+
+# ----------------------------------------------------------------------------------------------- the ops beside the GPU
+
+
+def _sum_dtype(x: Tensor) -> torch.dtype:
+    return torch.int64 if x.dtype == torch.int32 else x.dtype
+
+
+_ON_CPU: dict[str, Callable[[Tensor], Tensor]] = {
+    "array_max": torch.amax,
+    "array_sum": torch.sum,
+    "row_max": lambda x: torch.amax(x, 1),
+    "row_sum": lambda x: torch.sum(x, 1),
+    "row_softmax": lambda x: torch.softmax(x.contiguous(), 1),
+}
+_FAKES: dict[str, Callable[[Tensor], Tensor]] = {
+    "array_max": lambda x: x.new_empty(()),
+    "array_sum": lambda x: x.new_empty((), dtype=_sum_dtype(x)),
+    "row_max": lambda x: x.new_empty(x.shape[0]),
+    "row_sum": lambda x: x.new_empty(x.shape[0], dtype=_sum_dtype(x)),
+    "row_softmax": lambda x: x.new_empty(x.shape),
+}
+for _name in _FAKES:
+    torch.library.impl(f"flash_wmma::{_name}", "CPU", _ON_CPU[_name])
+    torch.library.register_fake(f"flash_wmma::{_name}", _FAKES[_name])
+
+# --------------------------------------------------------------------------------------------------------- the emulator
+
+_MAX, _SUM = 0, 1
+"""``Reduction`` of csrc/reductions/reductions.h."""
+_WORKSPACE = 1 << 20
+
+
+def _emulate(x: Tensor, kernel: str) -> bool:
+    return kernel == "shuffle" and x.device.type == "cpu"
+
+
+@functools.cache
+def _program(mode: str) -> object:
+    from .emulator._compile import CSRC
+    from .emulator._program import Program
+
+    return Program(CSRC / "reductions" / "reductions_emulated.cpp", mode=mode)  # type: ignore[arg-type]
+
+
+def _emulated(x: Tensor, reduction: int | None) -> Tensor:
+    """Maxima or sums of the rows of x (N, C), or its softmax, by the CUDA sources."""
+    from .emulator import current
+    from .emulator._program import Program
+
+    settings = current()
+    program = _program(settings.mode)
+    assert isinstance(program, Program)
+    x = x.detach()
+    if x.shape[1] > 1 and x.stride(1) != 1:
+        x = x.contiguous()
+    rows, columns = x.shape
+    array = (x, DTYPES.index(x.dtype), rows, columns, x.stride(0))
+    device = (settings.sm_count, settings.warp_size)
+    if reduction is None:
+        out = x.new_empty(x.shape)
+        if out.numel():
+            program.call("softmax", *array, *device, out)
+        return out
+    out = x.new_zeros(rows, dtype=_sum_dtype(x) if reduction == _SUM else x.dtype)
+    if x.numel():
+        workspace = torch.empty(_WORKSPACE, dtype=torch.uint8)
+        program.call("reduce", *array, reduction, *device, out, workspace, workspace.numel())
+    return out

@@ -1,0 +1,287 @@
+"""flash_wmma.reductions: the CUDA kernels, on a GPU or else in the emulator, against torch and float64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from conftest import on_gpu
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import flash_wmma
+from flash_wmma import reductions
+
+ops = torch.ops.flash_wmma
+DEVICE = "cuda" if on_gpu() else "cpu"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+DTYPES = (*FLOATS, torch.int32)
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    name: getattr(reductions, name) for name in ("max", "sum", "row_max", "row_sum", "row_softmax")
+}
+# One element, around a vector, a warp, a block; then several warps, a block a row, and several blocks a row.
+SIZES = (1, 2, 3, 7, 9, 33, 255, 1025, 2049, 5000, 20001)
+MATRICES = ((1, 1), (3, 1), (700, 2), (5, 3), (9, 33), (7, 260), (4, 2050), (3, 4097), (2, 20001))
+
+
+@pytest.fixture(autouse=True, params=[32, 64], ids=["warp32", "wavefront64"])
+def emulator(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Checked, with warps of 32 lanes and of 64, as on AMD; a GPU has what it has."""
+    if DEVICE == "cuda" and request.param == 64:
+        pytest.skip("a GPU's warp size is its own")
+    with flash_wmma.emulator.settings(mode="checked", warp_size=request.param):
+        yield
+
+
+def numbers(shape: tuple[int, ...], dtype: torch.dtype, offset: int = 0, seed: int = 0) -> Tensor:
+    """Random numbers, `offset` elements into memory that holds NaN, or the least int32, on both sides."""
+    generator = torch.Generator().manual_seed(seed)
+    n = math.prod(shape)
+    poison = -(2**31) if dtype == torch.int32 else math.nan
+    memory = torch.full((n + offset + 9,), poison, dtype=dtype)
+    values = torch.randn(n, generator=generator)
+    memory[offset : offset + n] = (
+        (values * 1e9).clamp(-(2**31), 2**31 - 200).to(dtype) if dtype == torch.int32 else values
+    )
+    return memory.to(DEVICE)[offset : offset + n].view(shape)
+
+
+def check_sum(found: Tensor, x: Tensor, dims: tuple[int, ...]) -> None:
+    """int32: exact, in int64. Else within a few fp32 roundings of what was added, and one of the result's type."""
+    if x.dtype == torch.int32:
+        assert found.dtype == torch.int64
+        assert torch.equal(found, x.sum(dims))
+        return
+    assert found.dtype == x.dtype
+    exact = x.double().sum(dims)
+    allowed = 2**-21 * x.double().abs().sum(dims) + torch.finfo(x.dtype).eps * exact.abs()
+    assert ((found.double() - exact).abs() <= allowed).all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_array(dtype: torch.dtype, offset: int) -> None:
+    for n in SIZES:
+        x = numbers((n,), dtype, offset, seed=n)
+        assert torch.equal(reductions.max(x, kernel="shuffle"), x.amax()), n
+        check_sum(reductions.sum(x, kernel="shuffle"), x, (0,))
+
+
+@pytest.mark.parametrize("offset", [0, 1, 5])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows(dtype: torch.dtype, offset: int) -> None:
+    for shape in MATRICES:
+        x = numbers(shape, dtype, offset)
+        assert torch.equal(reductions.row_max(x, kernel="shuffle"), x.amax(1)), shape
+        check_sum(reductions.row_sum(x, kernel="shuffle"), x, (1,))
+
+
+def check_softmax(found: Tensor, x: Tensor) -> None:
+    exact = x.double().softmax(1)
+    assert found.shape == x.shape
+    assert found.dtype == x.dtype
+    assert found.is_contiguous()
+    # An exponential's argument is rounded: an error that grows with its size. Then the result is.
+    below = (x.double().amax(1, keepdim=True) - x.double()).nan_to_num(0, 0, 0)
+    allowed = 2**-23 * (below + 8) + (0 if x.dtype == torch.float32 else torch.finfo(x.dtype).eps)
+    least = 2 * torch.finfo(x.dtype).tiny * torch.finfo(x.dtype).eps  # two subnormal numbers
+    assert torch.equal(found.isnan(), exact.isnan())
+    assert ((found.double() - exact).abs() <= allowed * exact + least).logical_or(exact.isnan()).all()
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_softmax(dtype: torch.dtype, offset: int) -> None:
+    for shape in MATRICES:
+        x = 3 * numbers(shape, dtype, offset)
+        check_softmax(reductions.row_softmax(x, kernel="shuffle"), x)
+
+
+@pytest.mark.parametrize("columns", [11, 3000, 13000])  # lanes of a warp; a block, kept in shared memory; read again
+def test_softmax_of_extreme_rows(columns: int) -> None:
+    x = numbers((9, columns), torch.float32)
+    x[0] = -math.inf
+    x[1, :-1] = -math.inf
+    x[2, columns // 2] = math.inf
+    x[3, -1] = math.nan
+    x[4] -= 3e4
+    x[5, 0] += 500
+    x[6] = torch.arange(columns, device=DEVICE) * 0.5  # every step has a new maximum
+    x[7] = -x[6]
+    x[8] = 3e38
+    check_softmax(reductions.row_softmax(x, kernel="shuffle"), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("n", [5, 3000, 20001])
+def test_nan_propagates(dtype: torch.dtype, n: int) -> None:
+    for place in (0, 1, n // 2, n - 1):
+        x = numbers((2, n), dtype)
+        x[1, place] = math.nan
+        for name in ("row_max", "row_sum"):
+            found = FUNCTIONS[name](x, kernel="shuffle")
+            assert found.isnan().tolist() == [False, True], (name, place)
+        assert reductions.max(x, kernel="shuffle").isnan()
+        assert reductions.sum(x, kernel="shuffle").isnan()
+
+
+@pytest.mark.parametrize("n", [3, 20001])
+def test_infinities(n: int) -> None:
+    x = numbers((3, n), torch.float32)
+    x[0] = -math.inf
+    x[1, -1] = math.inf
+    x[2, 0], x[2, -1] = math.inf, -math.inf
+    assert torch.equal(reductions.row_max(x, kernel="shuffle"), x.amax(1))
+    assert reductions.row_sum(x, kernel="shuffle").isnan().tolist() == [False, False, True]
+    assert reductions.row_sum(x, kernel="shuffle")[:2].tolist() == [-math.inf, math.inf]
+
+
+def test_integers_at_their_limits() -> None:
+    x = torch.full((3, 9001), 2**31 - 1, dtype=torch.int32, device=DEVICE)
+    x[1:] = -(2**31)
+    assert reductions.row_sum(x, kernel="shuffle").tolist() == [9001 * (2**31 - 1), *[-9001 * 2**31] * 2]
+    assert reductions.row_max(x, kernel="shuffle").tolist() == [2**31 - 1, -(2**31), -(2**31)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_halves_are_summed_in_float32(dtype: torch.dtype) -> None:
+    """In the type itself a sum of ones ends at 2048, or 256."""
+    ones = torch.ones(2, 16384, dtype=dtype, device=DEVICE)
+    assert reductions.sum(ones, kernel="shuffle") == 32768
+    assert reductions.row_sum(ones[:, :4096], kernel="shuffle").tolist() == [4096, 4096]
+
+
+def test_strides() -> None:
+    x = numbers((40, 60), torch.float32)
+    for view in (x[:, 1:-2], x[::3], x.t(), x[:, ::2], x[:1].expand(5, 60), x[:, 3:4], x[5:6], x[:, 8:48]):
+        check_sum(reductions.row_sum(view, kernel="shuffle"), view, (1,))
+        check_sum(reductions.sum(view, kernel="shuffle"), view, (0, 1))
+        assert torch.equal(reductions.row_max(view, kernel="shuffle"), view.amax(1))
+        check_softmax(reductions.row_softmax(view, kernel="shuffle"), view)
+    cube = numbers((3, 5, 7), torch.float16)
+    assert torch.equal(reductions.max(cube.transpose(0, 2), kernel="shuffle"), cube.amax())
+    assert torch.equal(reductions.max(cube[0, 0, 0], kernel="shuffle"), cube[0, 0, 0])
+
+
+@pytest.mark.parametrize("which", ["auto", "shuffle"])
+def test_empty(which: str) -> None:
+    empty = torch.empty(0, 5, device=DEVICE)
+    assert reductions.sum(empty, kernel=which) == 0
+    assert reductions.sum(empty.int(), kernel=which).dtype == torch.int64
+    assert reductions.row_sum(empty, kernel=which).shape == (0,)
+    assert reductions.row_max(empty, kernel=which).shape == (0,)
+    assert reductions.row_softmax(empty, kernel=which).shape == (0, 5)
+    assert reductions.row_sum(empty.t(), kernel=which).tolist() == [0] * 5
+    assert reductions.row_softmax(empty.t(), kernel=which).shape == (5, 0)
+    for refused in (lambda: reductions.max(empty, kernel=which), lambda: reductions.row_max(empty.t(), kernel=which)):
+        with pytest.raises(ValueError, match=r"x\.shape: got \(.*, allowed: at least one element"):
+            refused()
+
+
+def test_the_same_to_the_bit_whatever_the_order_of_warps() -> None:
+    x = numbers((3, 20001), torch.float32)
+    expected = {name: function(x, kernel="shuffle") for name, function in FUNCTIONS.items()}
+    for seed, threads in ((1, 1), (2, 2), (3, 1)):
+        with flash_wmma.emulator.settings(seed=seed, threads=threads):
+            for name, function in FUNCTIONS.items():
+                assert torch.equal(function(x, kernel="shuffle"), expected[name]), name
+
+
+@hypothesis_settings(max_examples=15, deadline=None)
+@given(
+    rows=st.integers(1, 40),
+    columns=st.integers(1, 3000),
+    offset=st.integers(0, 9),
+    dtype=st.sampled_from(DTYPES),
+)
+def test_any_shape(rows: int, columns: int, offset: int, dtype: torch.dtype) -> None:
+    x = numbers((rows, columns), dtype, offset, seed=rows * columns)
+    assert torch.equal(reductions.row_max(x, kernel="shuffle"), x.amax(1))
+    check_sum(reductions.row_sum(x, kernel="shuffle"), x, (1,))
+    if dtype != torch.int32:
+        check_softmax(reductions.row_softmax(x, kernel="shuffle"), x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_auto_gives_what_torch_gives(dtype: torch.dtype) -> None:
+    x = numbers((33, 70), dtype)
+    assert torch.equal(reductions.max(x), x.amax())
+    assert torch.equal(reductions.row_max(x), x.amax(1))
+    check_sum(reductions.sum(x), x, (0, 1))
+    check_sum(reductions.row_sum(x), x, (1,))
+    if dtype != torch.int32:
+        check_softmax(reductions.row_softmax(x), x)
+
+
+# ----------------------------------------------------------------------------------------------------- torch and errors
+
+
+@pytest.mark.parametrize("op", ["array_max", "array_sum", "row_max", "row_sum", "row_softmax"])
+def test_opcheck(op: str) -> None:
+    for dtype in FLOATS if op == "row_softmax" else DTYPES:
+        x = numbers((5, 37), dtype)
+        torch.library.opcheck(getattr(ops, op).default, (x,))
+        torch.library.opcheck(getattr(ops, op).default, (x.t(),))
+
+
+def test_compile() -> None:
+    x = numbers((5, 37), torch.float32)
+
+    def f(x: Tensor) -> Tensor:
+        return reductions.row_softmax(x) * reductions.row_sum(x)[:, None] + reductions.max(x)
+
+    torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(x), f(x))
+
+
+def test_bad_arguments_are_named() -> None:
+    x = torch.zeros(3, 4, device=DEVICE)
+    for name, function in FUNCTIONS.items():
+        with pytest.raises(TypeError, match=r"x: got list"):
+            function([1.0])
+        with pytest.raises(ValueError, match=r"x\.dtype: got torch\.float64, allowed: torch\.float32"):
+            function(x.double())
+        with pytest.raises(ValueError, match=r"x\.layout: got torch\.sparse_coo"):
+            function(x.to_sparse())
+        with pytest.raises(ValueError, match=r"kernel: got 'cub', allowed: 'auto', 'shuffle'"):
+            function(x, kernel="cub")
+        with pytest.raises(TypeError, match=r"kernel: got 3"):
+            function(x, kernel=3)
+        with pytest.raises(NotImplementedError, match=r"x: got a tensor that requires grad"):
+            function(x.clone().requires_grad_())
+        if name.startswith("row"):
+            with pytest.raises(ValueError, match=r"x\.shape: got \(12,\), allowed: \(N, C\)"):
+                function(x.flatten())
+    with pytest.raises(ValueError, match=r"x\.dtype: got torch\.int32"):
+        reductions.row_softmax(x.int())
+
+
+@pytest.mark.gpu
+def test_more_elements_than_an_int_counts(cuda: torch.device) -> None:
+    n = 2**31 + 7
+    x = torch.zeros(n, dtype=torch.float16, device=cuda)
+    x[-1], x[2**31 - 1], x[0] = 3, 2, 1
+    assert reductions.sum(x) == 6
+    assert reductions.max(x) == 3
+    rows = x[: 2**31 + 4].view(-1, 4)
+    assert reductions.row_sum(rows)[[0, 2**29 - 1]].tolist() == [1, 2]
+    assert reductions.row_softmax(x[1:].view(2, -1)[:, : n // 2])[1, -1] == 0
+
+
+@pytest.mark.gpu
+def test_on_another_stream_and_in_a_graph(cuda: torch.device) -> None:
+    x = torch.randn(300, 5000, device=cuda)
+    expected = reductions.sum(x)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        assert torch.equal(reductions.sum(x), expected)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        total = reductions.sum(x)
+    x.mul_(2)
+    graph.replay()
+    assert torch.equal(total, 2 * expected)
