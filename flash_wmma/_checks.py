@@ -62,12 +62,17 @@ def inputs(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), or with ``layout`` "(total, H, d)" q (total_q, Hq, d) and
-    so on: of one dtype, on one device, Hq a multiple of Hk."""
+    so on: of one dtype, on one device, Hq a multiple of Hk. ``layout`` "(B, N, H, d)": the tensors are (B, H, N, d), but
+    messages show them transposed."""
     tensors(q=q, k=k, v=v)
     packed = layout == "(total, H, d)"
     for name, t in (("q", q), ("k", k), ("v", v)):
         if t.dim() != (3 if packed else 4):
             refuse(f"{name}.shape", _shape(t.shape), layout)
+
+    def shape(t: Tensor) -> str:  # as the caller wrote it
+        return _shape(t.transpose(1, 2).shape if layout == "(B, N, H, d)" else t.shape)
+
     if q.dtype not in dtypes:
         refuse("q.dtype", q.dtype, ", ".join(map(str, dtypes)))
     for name, t in (("k", k), ("v", v)):
@@ -76,15 +81,19 @@ def inputs(
         if t.device != q.device:
             refuse(f"{name}.device", t.device, f"q's, {q.device}")
         if not packed and t.shape[0] != q.shape[0]:
-            refuse(f"{name}.shape", _shape(t.shape), f"the batch of q, {q.shape[0]}, first")
+            refuse(f"{name}.shape", shape(t), f"the batch of q, {q.shape[0]}, first")
     if k.shape[-1] != q.shape[-1]:
-        refuse("k.shape", _shape(k.shape), f"the head dim of q, {q.shape[-1]}, last")
+        refuse("k.shape", shape(k), f"the head dim of q, {q.shape[-1]}, last")
     if v.shape[:-1] != k.shape[:-1]:
-        allowed = f"{layout[:-1]}_v) with the heads and the length of k, {_shape(k.shape)}"
-        refuse("v.shape", _shape(v.shape), allowed)
+        allowed = f"{layout[:-1]}_v) with the heads and the length of k, {shape(k)}"
+        refuse("v.shape", shape(v), allowed)
     hq, hk = q.shape[1], k.shape[1]
     if (hk == 0 and hq != 0) or (hk != 0 and hq % hk != 0):
-        refuse("q.shape", _shape(q.shape), f"a number of heads that is a multiple of k's, {hk}")
+        refuse("q.shape", shape(q), f"a number of heads that is a multiple of k's, {hk}")
+    for name, t in (("q", q), ("k", k)):
+        n = t.shape[0 if packed else 2]
+        if isinstance(n, int) and n > MAX_SEQLEN:
+            refuse(f"{name}.shape", shape(t), "a length of at most 2**30")
 
 
 def _same_device(name: str, t: Tensor, q: Tensor) -> None:
@@ -245,7 +254,9 @@ def band(causal: object, window: object) -> None:
             refuse("window", repr(window), allowed + ", below 2**63")
 
 
-def options(causal: object, scale: object, window: object, softcap: object, kernel: object) -> None:
+def options(
+    causal: object, scale: object, window: object, softcap: object, kernel: object, batch_invariant: object = False
+) -> None:
     """What dense and packed attention have in common, but for tensors."""
     band(causal, window)
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
@@ -253,6 +264,8 @@ def options(causal: object, scale: object, window: object, softcap: object, kern
     cap(softcap)
     if not isinstance(kernel, str):
         refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
+    if not isinstance(batch_invariant, bool):
+        refuse("batch_invariant", repr(batch_invariant), "a bool", TypeError)
 
 
 def device(q: Tensor) -> None:
@@ -268,9 +281,10 @@ def dense(
     attn_bias: Tensor | None,
     alibi_slopes: Tensor | None,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
+    layout: str = "(B, H, N, d)",
 ) -> None:
     """The tensors of ``forward``."""
-    inputs(q, k, v, dtypes=dtypes)
+    inputs(q, k, v, layout, dtypes)
     bias(attn_bias, q, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
     slopes(alibi_slopes, q, q.shape[0])
 

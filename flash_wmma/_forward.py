@@ -73,8 +73,9 @@ def dense(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
-        _checks.dense(q, k, v, attn_bias, alibi_slopes)
-        _checks.options(causal, scale, window, softcap, kernel)
+        layout = "(B, N, H, d)" if flash_attn else "(B, H, N, d)"
+        _checks.dense(q, k, v, attn_bias, alibi_slopes, layout=layout)
+        _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
         _checks.library(error)
         raise
 
@@ -268,7 +269,7 @@ def packed(
         _checks.packed(
             q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes
         )
-        _checks.options(causal, scale, window, softcap, kernel)
+        _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
         _checks.library(error)
         raise
 

@@ -328,6 +328,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "gradient": ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError, "alibi_slopes: .*requires"),
     "rank": ({"k": torch.zeros(20, 4, 64)}, ValueError, r"k\.shape: got \(20, 4, 64\), allowed: \(B, N, H, d\)"),
+    "v length": (
+        {"v": torch.zeros(1, 21, 4, 64)},
+        ValueError,
+        r"v\.shape: got \(2, 21, 4, 64\), allowed: \(B, N, H, d_v\) .* of k, \(1, 20, 4, 64\)",
+    ),
     "no tensor": ({"v": None}, TypeError, r"v: got NoneType, allowed: torch\.Tensor"),
 }
 
