@@ -72,7 +72,6 @@ struct Accumulator {
     int columns;
     std::vector<float> tile;  ///< 64 x columns
     std::vector<Product> products;
-    const void* pc;
 };
 
 /// Four warps: what they multiply.

@@ -238,11 +238,13 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
                          describe(lane) + " in tensor_load reads " + std::to_string(bytes) + " bytes", line));
         if (!buffer->writable) return;
         if (const Conflict conflict = g_memory.read(*buffer, address, bytes, who, pc))
-            stop_conflict(Access::kAsyncLoad, describe(lane) + ", in tensor_load,", address, bytes, line, conflict, who.block);
+            stop_conflict(Access::kAsyncLoad, describe(lane) + ", in tensor_load,", address, bytes, line, conflict,
+                          who.block);
     });
     who.async_proxy = true;
     if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
-        stop_conflict(Access::kAsyncStore, describe(lane) + ", in tensor_load,", to, copy.bytes, line, conflict, who.block);
+        stop_conflict(Access::kAsyncStore, describe(lane) + ", in tensor_load,", to, copy.bytes, line, conflict,
+                      who.block);
 }
 
 void Worker::land(const TensorCopy& copy) {

@@ -178,7 +178,6 @@ void Worker::multiply(void* const* arguments) {
     if (!accumulator) {
         accumulator = &group.accumulators.emplace_back();
         accumulator->columns = first.columns;
-        accumulator->pc = running->pc;
         accumulator->tile.resize(static_cast<std::size_t>(kRows * first.columns));
         for (int l = 0; l < kLanes; ++l) {
             float* d = accumulator->registers[static_cast<std::size_t>(l)] = argument(l).d;
