@@ -239,7 +239,9 @@ def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
     names = list(next(iter(results.values())))
     look = {name: {"color": COLORS[name], "linestyle": STYLES[name], "marker": "o", "label": name} for name in names}
     size = (3.4 * len(grid.axes), 2.7 * len(PANELS))
-    figure, panels = plt.subplots(len(PANELS), len(grid.axes), figsize=size, layout="constrained", sharey="row")
+    figure, panels = plt.subplots(
+        len(PANELS), len(grid.axes), figsize=size, layout="constrained", sharey="row", squeeze=False
+    )
     for row, (label, read) in zip(panels, PANELS, strict=True):
         for axes, axis in zip(row, grid.axes, strict=True):
             configurations = [c for c in grid.along(axis) if c in results]

@@ -65,8 +65,8 @@ def dense(
             before = before or _NO_BAND
             after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
         if _autograd.wanted(q, k, v, attn_bias):
-            options = (before, after, backward_kernel, deterministic)
-            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, None, options)
+            recorded = (before, after, backward_kernel, deterministic)
+            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, None, recorded)
         if after:
             return _op(q, k, v, *before, attn_bias, alibi_slopes, *after)  # type: ignore[no-any-return]
         return _op(q, k, v, *before)  # type: ignore[no-any-return]
@@ -246,8 +246,8 @@ def packed(
         before = (scale, left, right, bottom_right)
         after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
         if _autograd.wanted(q, k, v, attn_bias):
-            options = (before, after, backward_kernel, deterministic)
-            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, lengths, options)
+            recorded = (before, after, backward_kernel, deterministic)
+            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, lengths, recorded)
         return _op_varlen(  # type: ignore[no-any-return]
             q,
             k,
