@@ -14,6 +14,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,8 @@ ROWS: dict[str, Pair] = {
 def measured(name: str, pair: Pair, x: Tensor, method: timing.Method) -> dict[str, Any]:
     """A row of the table."""
     ours, theirs = pair
+    if not x.dtype.is_floating_point:  # a graph's output is filled with NaN first, which integers have not
+        method = replace(method, graph="off")
     found = timing.measure(
         {"flash_wmma": timing.Contender(lambda: ours(x)), "torch": timing.Contender(lambda: theirs(x))},
         x.device,
@@ -53,7 +56,7 @@ def measured(name: str, pair: Pair, x: Tensor, method: timing.Method) -> dict[st
         allowed: Any = 1e-5 * x.abs().double().sum() / b.numel() + 1e-2 * b.abs()
         assert ((a - b).abs() <= allowed).all(), name
     else:
-        torch.testing.assert_close(a, b, rtol=1e-2 if "softmax" in name else 0, atol=0)
+        torch.testing.assert_close(a, b, rtol=1e-2 if "softmax" in name else 0, atol=1e-6 if "softmax" in name else 0)
     moved = x.nbytes * (2 if "softmax" in name else 1)
     t = found.timings
     return {

@@ -1,16 +1,16 @@
 // unfused: standard attention (Algorithm 0 of FlashAttention's paper), what the others are measured against.
 //
 //     S = Q K^T           by cuBLAS, a batch of products; all of S, fp32, in global memory
-//     P = softmax(S)      this file's kernel: scale, softcap, bias, ALiBi and mask, the row's maximum and sum, P and LSE
+//     P = softmax(S)      this file's kernel: scale, softcap, bias, ALiBi, mask; the row's maximum and sum; P and LSE
 //     O = P V             by cuBLAS
 //
 // Memory grows with Nq Nk: 4 bytes a score, and 2 more for P where the inputs are half or bf16. (P of fp32 inputs lies
 // where S was.)
 //
-// The kernel: one warp a row, or a whole block where rows are long. A lane takes four neighbouring scores at a time, makes
-// them what the softmax wants, in log2 units, keeps them, and follows their maximum and sum (online); lanes, then warps,
-// combine theirs; a second pass over what was kept writes P, zeros included. Scores are kept in shared memory, or, if the
-// row is too long for that, where they came from.
+// The kernel: one warp a row, or a whole block where rows are long. A lane takes four neighbouring scores at a time,
+// makes them what the softmax wants, in log2 units, keeps them, and follows their maximum and sum (online); lanes, then
+// warps, combine theirs; a second pass over what was kept writes P, zeros included. Scores are kept in shared memory,
+// or, if the row is too long for that, where they came from.
 //
 // Query heads that read one key/value head: the r-th query head of every group makes one batch, so that K and V are
 // multiplied as they lie and never repeated.

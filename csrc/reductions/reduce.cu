@@ -3,11 +3,11 @@
 // Three levels, as the machine has them. A thread folds its share of a row, in 16-byte loads, into as many accumulators
 // as a vector has elements. The lanes of a warp combine theirs by a butterfly of shuffles. The warps of a block meet in
 // shared memory, once. Long rows, if there are too few of them to occupy the device, are cut into segments of a block
-// each, whose results a second launch combines. Short rows need neither: a few neighbouring lanes have one each, so that
-// a warp reduces several at a time.
+// each, whose results a second launch combines. Short rows need neither: a few neighbouring lanes have one each, so
+// that a warp reduces several at a time.
 //
-// Nothing is added by atomics, and who adds what follows from the sizes and the device alone, so results are the same to
-// the bit from run to run.
+// Nothing is added by atomics, and who adds what follows from the sizes and the device alone, so results are the same
+// to the bit from run to run.
 //
 // Bound: HBM, one read of x.
 #include <launch.h>

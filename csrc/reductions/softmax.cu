@@ -1,9 +1,9 @@
 // Softmax along rows: exp(x - m) / l with the row's maximum m and sum l.
 //
-// m and l are found in one pass (online softmax): a thread keeps those of what it has seen, and rescales l when m grows;
-// lanes, and then warps, combine theirs like threads do. A second pass normalises. Short rows have a few neighbouring
-// lanes each, which read them again from L1. Of long rows each thread keeps its own vectors in shared memory, so that x is
-// read once; rows that do not fit are read again, as a rule from L2.
+// m and l are found in one pass (online softmax): a thread keeps those of what it has seen, and rescales l when m
+// grows; lanes, and then warps, combine theirs like threads do. A second pass normalises. Short rows have a few
+// neighbouring lanes each, which read them again from L1. Of long rows each thread keeps its own vectors in shared
+// memory, so that x is read once; rows that do not fit are read again, as a rule from L2.
 //
 // Bound: HBM, one read and one write of x.
 #include <launch.h>
