@@ -1,0 +1,44 @@
+// Exchanges between the lanes of a warp, whatever its size: 32 lanes on NVIDIA's GPUs, 32 or 64 on AMD's, whose shuffles
+// take no mask and have no names that end in _sync. All lanes of the warp take part in each.
+#pragma once
+
+namespace flash_wmma {
+
+/// Lanes of a warp (AMD: of a wavefront). Known to the compiler on NVIDIA's GPUs, so that loops over it are unrolled.
+__device__ __forceinline__ int warp_lanes() {
+#ifdef __CUDA_ARCH__
+    return 32;
+#else
+    return warpSize;
+#endif
+}
+
+/// The value of lane (own ^ lanes). `lanes` is less than the warp: a power of two pairs up lanes at that distance.
+template <class T>
+__device__ __forceinline__ T shuffle_xor(T value, int lanes) {
+#ifdef __HIP_PLATFORM_AMD__
+    return __shfl_xor(value, lanes);
+#else
+    return __shfl_xor_sync(0xffffffffu, value, lanes);
+#endif
+}
+
+/// The value of lane `source` of the own group of `width` neighbouring lanes, a power of two up to the warp.
+template <class T>
+__device__ __forceinline__ T shuffle(T value, int source, int width) {
+#ifdef __HIP_PLATFORM_AMD__
+    return __shfl(value, source, width);
+#else
+    return __shfl_sync(0xffffffffu, value, source, width);
+#endif
+}
+
+/// op over each group of `width` neighbouring lanes, a power of two up to the warp; every lane gets it. The order is
+/// fixed, and the same for all lanes if op is commutative.
+template <class T, class Op>
+__device__ __forceinline__ T reduce_lanes(T value, Op op, int width) {
+    for (int lanes = width / 2; lanes > 0; lanes /= 2) value = op(value, shuffle_xor(value, lanes));
+    return value;
+}
+
+}  // namespace flash_wmma
