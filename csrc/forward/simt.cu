@@ -17,11 +17,7 @@ const std::vector<Shape> kShapes = {
     shape<Tile<256, 4, 16, 2, 16, 1, 1>>(0.f, 1),
 };
 
-const std::vector<Instance> kInstances = [] {
-    std::vector<Instance> instances;
-    for (const Shape& shape : kShapes) instances.push_back(shape.facts);
-    return instances;
-}();
+const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&choose_shape(kShapes, p, device) - kShapes.data())];

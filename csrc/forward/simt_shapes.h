@@ -1,4 +1,4 @@
-// The compiled tile shapes of simt and the choice among them.
+// The compiled tile shapes of simt and the rungs before it, and the choice among them.
 #pragma once
 
 #include <algorithm>
@@ -17,6 +17,13 @@ struct Shape {
     int resident;
     void (*launch)(const ForwardParams&, Stream);
 };
+
+/// The instances of `shapes`, in the same order.
+inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
+    std::vector<Instance> instances;
+    for (const Shape& shape : shapes) instances.push_back(shape.facts);
+    return instances;
+}
 
 /// Whether an SM's shared memory, which is 1 KiB more than a block may opt in to, holds the shape's resident blocks, each of
 /// which takes 1 KiB more than it asks for.
