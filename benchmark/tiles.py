@@ -178,15 +178,15 @@ def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
 
 
 def simt_shapes(head_dim: int) -> Iterator[SimtShape]:
-    """What may be fast: with registers for S, O and the operands of a step, in an SM's shared memory, 8 warps or more."""
-    layouts = itertools.product((4, 8), (8, 16), (2, 4, 8), (16, 32, 64), (1, 2), (1, 2, 3))
+    """What may be fast: with registers for S, O and a step's operands, in an SM's shared memory, 8 warps or more."""
+    layouts = itertools.product((4, 8), (8, 16), (4, 8), (16, 32, 64), (1, 2), (1, 2, 3))
     for warps, lane_columns, rows, bc, stages, blocks in layouts:
         if head_dim % (4 * lane_columns) or bc % lane_columns or not 8 <= warps * blocks <= 16:
             continue
         if bc * (8 * warps // (head_dim // 4)) % 8 or (bc == 16 and head_dim < 256):
             continue
         shape = SimtShape(bc, warps, lane_columns, rows, stages, blocks)
-        smem = 4 * (shape.br * (head_dim + 4 + bc + lane_columns) + stages * bc * (2 * head_dim + 4))
+        smem = 4 * (shape.br * (head_dim + 4 + bc * 3 // 2) + stages * bc * (2 * head_dim + 4))
         needed = rows * (bc + head_dim) // lane_columns + 4 * rows + 32
         if blocks * (smem + 1024) <= 228 * 1024 and 96 <= needed <= registers_of_a_thread(32 * warps * blocks):
             yield shape
@@ -287,7 +287,7 @@ class Library:
         self._native = ctypes.CDLL(str(path))
 
     def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> None:
-        """Runs shape `index` on contiguous tensors (B, H, N, d) of its dtype and lse (B, H, N), on the current stream."""
+        """Runs shape `index` on contiguous tensors (B, H, N, d) of its dtype and lse (B, H, N)."""
         import torch
 
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]

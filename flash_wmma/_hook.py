@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ._library import ops
-from ._sdpa import left_to_torch
+from ._sdpa import kernel_for, left_to_torch
 
 NAME = "flash_wmma"
 
@@ -45,7 +45,9 @@ def _attend(
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
     bnhd = not query.is_contiguous()
-    out, lse = ops.forward(query, key, value, scale, -1, 0 if is_causal else -1, bottom_right, bnhd, attn_mask)
+    kernel = kernel_for(query.device.type, query.dtype)
+    band = (-1, 0 if is_causal else -1, bottom_right)
+    out, lse = ops.forward(query, key, value, scale, *band, bnhd, attn_mask, kernel_name=kernel)
     if out.shape == query.shape:
         out = _laid_out(out, torch.empty_like(query, device="meta").stride())
     return out, lse

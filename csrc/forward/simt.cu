@@ -8,13 +8,11 @@ namespace {
 /// what fits less shared memory. Arguments: d, warps, columns of a warp's grid of lanes, rows of a lane, Bc, blocks an SM to
 /// keep registers for; then the blocks an SM from which the shape pays, and how many must be resident on an SM for it to.
 const std::vector<Shape> kShapes = {
-    shape<Tile<64, 8, 8, 4, 64, 2, 1>>(0.f, 1),
-    shape<Tile<64, 4, 8, 8, 64, 1, 2>>(0.f, 1),
-    shape<Tile<64, 4, 8, 4, 32, 1, 2>>(0.f, 1),
-    shape<Tile<128, 8, 16, 8, 64, 1, 1>>(0.f, 1),
-    shape<Tile<128, 4, 16, 4, 32, 1, 2>>(0.f, 1),
-    shape<Tile<256, 4, 16, 8, 32, 1, 1>>(0.f, 1),
-    shape<Tile<256, 4, 16, 2, 16, 1, 1>>(0.f, 1),
+    shape<Tile<64, 4, 8, 8, 32, 2, 2>>(2.f, 2),   shape<Tile<64, 4, 16, 8, 64, 2, 2>>(0.f, 2),
+    shape<Tile<64, 4, 8, 4, 64, 1, 2>>(0.f, 1),   shape<Tile<64, 4, 8, 4, 32, 1, 2>>(0.f, 1),
+    shape<Tile<128, 8, 16, 8, 64, 1, 1>>(0.f, 1), shape<Tile<128, 4, 16, 8, 32, 1, 2>>(0.f, 1),
+    shape<Tile<128, 2, 16, 8, 32, 1, 2>>(0.f, 1), shape<Tile<256, 8, 16, 4, 64, 1, 1>>(0.f, 1),
+    shape<Tile<256, 4, 16, 4, 16, 1, 2>>(0.f, 1), shape<Tile<256, 2, 16, 4, 16, 1, 2>>(0.f, 1),
 };
 
 const std::vector<Instance> kInstances = instances_of(kShapes);

@@ -56,7 +56,7 @@ void launch_block(const ForwardParams& p, Stream stream) {
     launch(block<kBr, kBc>, {q_tile_grid(p, kBr), dim3(kBc, kBr)}, stream, p);
 }
 
-const std::vector<Shape> kShapes = {rung_shape<kBr, kBc>(block<kBr, kBc>, launch_block, 256, kBr * kBc, 0)};
+const std::vector<Shape> kShapes = {rung_shape<kBr, kBc>(block<kBr, kBc>, launch_block, 256, kBr* kBc, 0)};
 const KernelInfo kInfo = Rung<kShapes>::info(
     /*name=*/"simt_block", /*summary=*/"a 2-D block, a score a thread: row maximum and sum by warp shuffles");
 const Registration kRegistration(kInfo);

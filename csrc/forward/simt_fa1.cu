@@ -30,13 +30,15 @@ __global__ void __launch_bounds__(Rung::kBr* Rung::kBc) fa1(const __grid_constan
     for (int first = 0; first < key_count; first += kBc) {
         __syncthreads();
         load_tile<Rung>(smem.k, row_of<const float>(p.k, batch, head_k, first), p.k.row, key_count - first, p.head_dim);
-        load_tile<Rung>(smem.v, row_of<const float>(p.v, batch, head_k, first), p.v.row, key_count - first, p.head_dim_v);
+        load_tile<Rung>(smem.v, row_of<const float>(p.v, batch, head_k, first), p.v.row, key_count - first,
+                        p.head_dim_v);
         for (int first_row = 0; first_row < rows; first_row += kBr) {
             const QTile tile{batch, head, head_k, first_row};
             const VisibleKeys<kBr, kBc> keys(p, tile, y);
             if (first < keys.first_tile || first >= keys.end_tiles) continue;  // no row sees any of the keys
             __syncthreads();  // the Q tile before has been used, and its states are written
-            load_tile<Rung>(smem.q, row_of<const float>(p.q, batch, head, first_row), p.q.row, rows - first_row, p.head_dim);
+            load_tile<Rung>(smem.q, row_of<const float>(p.q, batch, head, first_row), p.q.row, rows - first_row,
+                            p.head_dim);
             __syncthreads();
 
             const int query = first_row + y;
@@ -75,8 +77,8 @@ void launch_fa1(const ForwardParams& p, Stream stream) {
     const std::int64_t blocks = p.batch * p.heads_q;
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 heads");
     launch(fa1<Rung>,
-           {dim3(static_cast<unsigned>(blocks)), dim3(Rung::kBc, Rung::kBr), sizeof(typename Rung::SharedMemory)}, stream,
-           p);
+           {dim3(static_cast<unsigned>(blocks)), dim3(Rung::kBc, Rung::kBr), sizeof(typename Rung::SharedMemory)},
+           stream, p);
 }
 
 template <class Rung>

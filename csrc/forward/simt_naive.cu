@@ -53,8 +53,7 @@ __global__ void __launch_bounds__(Br) naive(const __grid_constant__ ForwardParam
             o[c] = (o[c] * before + sum) * inverse;
         }
     }
-    p.lse[lse_index(p, tile.batch, tile.head, query)] =
-        l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f;
+    p.lse[lse_index(p, tile.batch, tile.head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f;
 }
 
 constexpr int kBr = 32, kBc = 32;
@@ -64,8 +63,8 @@ void launch_naive(const ForwardParams& p, Stream stream) {
 }
 
 const std::vector<Shape> kShapes = {rung_shape<kBr, kBc>(naive<kBr, kBc>, launch_naive, 256, kBr, 0)};
-const KernelInfo kInfo =
-    Rung<kShapes>::info(/*name=*/"simt_naive", /*summary=*/"fp32 on CUDA cores: a thread a row, O rewritten every tile");
+const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_naive",
+                                             /*summary=*/"fp32 on CUDA cores: a thread a row, O rewritten every tile");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -10,7 +10,8 @@ const std::vector<Shape> kShapes = {
     shared_shape<SharedRung<128, 32, 32, 1, false>>(),
     shared_shape<SharedRung<256, 16, 16, 1, false>>(),
 };
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_padded", /*summary=*/"K's rows padded to d + 1: no bank conflicts");
+const KernelInfo kInfo =
+    Rung<kShapes>::info(/*name=*/"simt_padded", /*summary=*/"K's rows padded to d + 1: no bank conflicts");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -12,7 +12,8 @@ const std::vector<Shape> kShapes = {
     shared_shape<SharedRung<128, 16, 32, 1, true>>(),
     shared_shape<SharedRung<256, 8, 16, 1, true>>(),
 };
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_registers", /*summary=*/"O in registers, divided by l once");
+const KernelInfo kInfo =
+    Rung<kShapes>::info(/*name=*/"simt_registers", /*summary=*/"O in registers, divided by l once");
 const Registration kRegistration(kInfo);
 
 }  // namespace

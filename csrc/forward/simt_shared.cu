@@ -11,7 +11,8 @@ const std::vector<Shape> kShapes = {
     shared_shape<SharedRung<128, 32, 32, 0, false>>(),
     shared_shape<SharedRung<256, 16, 16, 0, false>>(),
 };
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_shared", /*summary=*/"Q, K and V tiles in shared memory, columns of K in one bank");
+const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_shared",
+                                             /*summary=*/"Q, K and V tiles in shared memory, columns of K in one bank");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Rung::kBr* Rung::kBc) shared(const __grid_cons
     if (exists && !Rung::kInRegisters)
         for (int c = x; c < p.head_dim_v; c += kBc) o[c] = 0.f;
     load_tile<Rung>(smem.q, row_of<const float>(p.q, tile.batch, tile.head, tile.first_row), p.q.row,
-              static_cast<int>(p.seqlen_q) - tile.first_row, p.head_dim);
+                    static_cast<int>(p.seqlen_q) - tile.first_row, p.head_dim);
 
     OnlineRow<kBc> row;
     for (int first = keys.first_tile; first < keys.end_tiles; first += kBc) {
