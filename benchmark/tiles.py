@@ -1,4 +1,4 @@
-"""Sweep of the tile shapes of wmma_v3, mma_sm80 and mma_sm75: warps, Br, Bc, stages, what stays in registers.
+"""Sweep of the tile shapes of wmma_v3, mma_sm80, mma_sm75 and simt: warps, Br, Bc, stages, what stays in registers.
 
     python benchmark/tiles.py build --kernel mma_sm80 --head-dim 64 128     # needs nvcc; no GPU
     python benchmark/tiles.py run --kernel mma_sm80 --head-dim 64 128       # needs the GPU; the fastest, the optimum
@@ -48,6 +48,9 @@ class Shape:
     header: ClassVar[str]
     namespace: ClassVar[str]
     shared_memory: ClassVar[str]
+    dtype: ClassVar[str] = "float16"
+    #: the template's arguments behind the Tile
+    more: ClassVar[str] = ", false"
 
     def tile(self, head_dim: int) -> str:
         """The Tile in C++."""
@@ -109,6 +112,32 @@ class MmaShape(Shape):
         )
 
 
+@dataclass(frozen=True)
+class SimtShape(Shape):
+    """An instance of simt."""
+
+    warps: int
+    lane_columns: int
+    rows: int
+    stages: int
+    blocks_per_sm: int
+
+    header: ClassVar[str] = "simt.cuh"
+    namespace: ClassVar[str] = "simt"
+    shared_memory: ClassVar[str] = "SharedMemory"
+    dtype: ClassVar[str] = "float32"
+    more: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "br", 32 // self.lane_columns * self.warps * self.rows)
+
+    def tile(self, head_dim: int) -> str:
+        return (
+            f"simt::Tile<{head_dim}, {self.warps}, {self.lane_columns}, {self.rows}, {self.bc}, {self.stages}, "
+            f"{self.blocks_per_sm}>"
+        )
+
+
 def wmma_shapes(head_dim: int) -> Iterator[WmmaShape]:
     """What may be fast, then what the padding and the register handover are worth."""
     for warps, row_tiles, bc, blocks in itertools.product((2, 4, 8), (1, 2), (16, 32, 64), (1, 2, 3, 4)):
@@ -148,6 +177,21 @@ def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
             yield MmaShape(bc, row_warps, dim_warps, row_tiles, stages, q_steps, blocks, machine)
 
 
+def simt_shapes(head_dim: int) -> Iterator[SimtShape]:
+    """What may be fast: with registers for S, O and a step's operands, in an SM's shared memory, 8 warps or more."""
+    layouts = itertools.product((4, 8), (8, 16), (4, 8), (16, 32, 64), (1, 2), (1, 2, 3))
+    for warps, lane_columns, rows, bc, stages, blocks in layouts:
+        if head_dim % (4 * lane_columns) or bc % lane_columns or not 8 <= warps * blocks <= 16:
+            continue
+        if bc * (8 * warps // (head_dim // 4)) % 8 or (bc == 16 and head_dim < 256):
+            continue
+        shape = SimtShape(bc, warps, lane_columns, rows, stages, blocks)
+        smem = 4 * (shape.br * (head_dim + 4 + bc * 3 // 2) + stages * bc * (2 * head_dim + 4))
+        needed = rows * (bc + head_dim) // lane_columns + 4 * rows + 32
+        if blocks * (smem + 1024) <= 228 * 1024 and 96 <= needed <= registers_of_a_thread(32 * warps * blocks):
+            yield shape
+
+
 MOST_REGISTERS = 255
 
 
@@ -160,6 +204,7 @@ SWEEPS: dict[str, Callable[[int], Iterator[Shape]]] = {
     "wmma_v3": wmma_shapes,
     "mma_sm80": partial(mma_shapes, machine="Sm80"),
     "mma_sm75": partial(mma_shapes, machine="Sm75"),
+    "simt": simt_shapes,
 }
 
 
@@ -179,11 +224,11 @@ static int (*const kRun[])(const ForwardParams&, void*) = {{ {runs} }};
 static const void* const kFunctions[] = {{ {functions} }};
 static const int kSmem[] = {{ {smems} }};
 
-// Contiguous q, k, v, o (B, H, N, d) of half, lse (B, H, N).
+// Contiguous q, k, v, o (B, H, N, d) of one dtype, lse (B, H, N).
 extern "C" int run(int tile, void* q, void* k, void* v, void* o, float* lse, long long b, long long hq, long long hk,
                    long long nq, long long nk, int d, int causal, void* stream) {{
     ForwardParams p{{}};
-    p.dtype = p.out_dtype = DType::kFloat16;
+    p.dtype = p.out_dtype = DType::k{dtype};
     p.batch = b, p.heads_q = hq, p.heads_k = hk, p.seqlen_q = nq, p.seqlen_k = nk, p.head_dim = p.head_dim_v = d;
     p.q = {{q, hq * nq * d, nq * d, d}}, p.o = {{o, hq * nq * d, nq * d, d}};
     p.k = {{k, hk * nk * d, nk * d, d}}, p.v = {{v, hk * nk * d, nk * d, d}};
@@ -216,15 +261,18 @@ def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> No
     source = library.with_suffix(".cu")
 
     def each(code: str) -> list[str]:
-        parts = [(t.namespace, t.shared_memory, t.tile(head_dim)) for t in tiles]
-        return [code.format(space=space, shared_memory=memory, tile=tile) for space, memory, tile in parts]
+        parts = [(t.namespace, t.shared_memory, t.tile(head_dim), t.more) for t in tiles]
+        return [
+            code.format(space=space, shared_memory=memory, tile=tile, more=more) for space, memory, tile, more in parts
+        ]
 
     headers = sorted({tile.header for tile in tiles} | {"mma_sm75.cuh" for tile in tiles if "Sm75" in str(tile)})
     source.write_text(
         SOURCE.format(
             includes="\n".join(f'#include "{ROOT}/csrc/forward/{header}"' for header in headers),
-            runs=", ".join(f"run_tile<{launch}>" for launch in each("{space}::launch_tile<{tile}, false>")),
-            functions=", ".join(f"(const void*)&{function}" for function in each("{space}::forward<{tile}, false>")),
+            runs=", ".join(f"run_tile<{launch}>" for launch in each("{space}::launch_tile<{tile}{more}>")),
+            functions=", ".join(f"(const void*)&{function}" for function in each("{space}::forward<{tile}{more}>")),
+            dtype=tiles[0].dtype.capitalize(),
             smems=", ".join(f"sizeof({memory})" for memory in each("{space}::{shared_memory}<{tile}>")),
         )
     )
@@ -239,7 +287,7 @@ class Library:
         self._native = ctypes.CDLL(str(path))
 
     def forward(self, index: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> None:
-        """Runs shape `index` on contiguous fp16 tensors (B, H, N, d) and lse (B, H, N), on the current stream."""
+        """Runs shape `index` on contiguous tensors (B, H, N, d) of its dtype and lse (B, H, N)."""
         import torch
 
         pointers = [ctypes.c_void_p(t.data_ptr()) for t in (q, k, v, out, lse)]
@@ -267,20 +315,21 @@ class Result:
     smem_bytes: int
     us: float
     tflops: float
-    over_sdpa_flash: float
+    over_sdpa: float
 
     def row(self) -> str:
         return (
-            f"{self.head_dim:4} {self.us:8.1f} {self.tflops:7.0f} {self.over_sdpa_flash:12.2f} {self.registers:4} "
+            f"{self.head_dim:4} {self.us:8.1f} {self.tflops:7.0f} {self.over_sdpa:6.2f} {self.registers:4} "
             f"{self.local_bytes:5} {self.smem_bytes:6}  {self.shape}"
         )
 
 
-HEADING = f"{'d':>4} {'us':>8} {'TFLOP/s':>7} {'x SDPA flash':>12} {'regs':>4} {'local':>5} {'smem':>6}  shape"
+HEADING = f"{'d':>4} {'us':>8} {'TFLOP/s':>7} {'x SDPA':>6} {'regs':>4} {'local':>5} {'smem':>6}  shape"
 
 
 def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
-    """Times every shape of one head dim together with SDPA's flash backend, checked against it; fastest first."""
+    """Times every shape of one head dim together with SDPA, its flash backend or for fp32 its memory-efficient one, and
+    checks it against that; fastest first."""
     import timing
     import torch
     import torch.nn.functional as functional
@@ -288,7 +337,9 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
     library = Library(library_of(args.kernel, head_dim))
     size = (args.batch, args.heads or max(1, 2048 // head_dim), args.seq_len, head_dim)
     torch.manual_seed(0)
-    q, k, v = (torch.randn(size, device="cuda", dtype=torch.float16) for _ in range(3))
+    tiles = list(SWEEPS[args.kernel](head_dim))
+    half = tiles[0].dtype == "float16"
+    q, k, v = (torch.randn(size, device="cuda", dtype=getattr(torch, tiles[0].dtype)) for _ in range(3))
     lse = torch.empty(size[:3], device="cuda")
 
     def forward(index: int) -> torch.Tensor:
@@ -297,10 +348,10 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
         return out
 
     def sdpa() -> torch.Tensor:
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        backends = torch.nn.attention.SDPBackend
+        with torch.nn.attention.sdpa_kernel(backends.FLASH_ATTENTION if half else backends.EFFICIENT_ATTENTION):
             return functional.scaled_dot_product_attention(q, k, v, is_causal=args.causal)
 
-    tiles = list(SWEEPS[args.kernel](head_dim))
     contenders = {str(i): timing.Contender(partial(forward, i)) for i in range(len(tiles))}
     # A shape that asks for more than the device has fails, and is left out.
     measured = timing.measure(
@@ -312,7 +363,7 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
     for name, times in measured.timings.items():
         if name == "sdpa":
             continue
-        if not (measured.outputs[name].float() - expected).abs().max().item() < 2e-2:
+        if not (measured.outputs[name].float() - expected).abs().max().item() < (2e-2 if half else 1e-4):
             sys.exit(f"wrong result: d = {head_dim}, {tiles[int(name)]}")
         results.append(
             Result(
@@ -321,7 +372,7 @@ def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
                 *library.facts(int(name)),
                 us=times.median * 1e3,
                 tflops=flops / times.median / 1e9,
-                over_sdpa_flash=times.speedup_over(peer),
+                over_sdpa=times.speedup_over(peer),
             )
         )
     return sorted(results, key=lambda result: result.us)
@@ -331,7 +382,7 @@ def run(args: argparse.Namespace) -> None:
     """Prints each head dim's shapes, fastest first, then the optimum of each."""
     import torch
 
-    print(f"{args.kernel}, {torch.cuda.get_device_name()}, N = {args.seq_len}, fp16{', causal' if args.causal else ''}")
+    print(f"{args.kernel}, {torch.cuda.get_device_name()}, N = {args.seq_len}{', causal' if args.causal else ''}")
     results = {head_dim: sweep(head_dim, args) for head_dim in args.head_dim}
     print(HEADING)
     for rows in results.values():

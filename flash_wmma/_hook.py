@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.library import Library
 
 from ._library import ops
-from ._sdpa import largest_head_dim, left_to_torch
+from ._sdpa import backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
 
 NAME = "flash_wmma"
 
@@ -45,7 +45,9 @@ def _attend(
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
     bnhd = not query.is_contiguous()
-    out, lse = ops.forward(query, key, value, scale, -1, 0 if is_causal else -1, bottom_right, bnhd, attn_mask)
+    kernel = kernel_for(query.device.type, query.dtype)
+    band = (-1, 0 if is_causal else -1, bottom_right)
+    out, lse = ops.forward(query, key, value, scale, *band, bnhd, attn_mask, kernel_name=kernel)
     if out.shape == query.shape:
         out = _laid_out(out, torch.empty_like(query, device="meta").stride())
     return out, lse
@@ -68,13 +70,16 @@ def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
         return False
     deterministic = torch.are_deterministic_algorithms_enabled()
     device = query.device
-    largest = largest_head_dim(device.type, device.index, query.dtype, "gradient", deterministic)
+    kernel = kernel_for(device.type, query.dtype)
+    largest = largest_head_dim(device.type, device.index, query.dtype, kernel, "gradient", deterministic)
     return 0 < max(query.shape[-1], value.shape[-1]) <= largest
 
 
 def _gradients(op: Any, *arguments: Any, strides: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
     """Of query, key and value, with those strides."""
-    rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled())
+    query = arguments[2]
+    kernel = backward_kernel_for(kernel_for(query.device.type, query.dtype))
+    rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled(), kernel)
     return tuple(_laid_out(t, stride) for t, stride in zip(op(*arguments, *rest), strides, strict=False))
 
 

@@ -15,7 +15,7 @@ from ._native import native
 
 @functools.lru_cache(maxsize=1024)
 def _cached_largest_head_dim(
-    device: str, index: int | None, dtype: torch.dtype, features: str, deterministic: bool
+    device: str, index: int | None, dtype: torch.dtype, kernel: str, features: str, deterministic: bool
 ) -> int:
     from ._explain import device_facts  # which takes the reasons of this module into its answers
 
@@ -32,7 +32,6 @@ def _cached_largest_head_dim(
     for d in {kernel["head_dims"][1] for kernel in table.kernels("forward")}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
         problem = (
-            "auto",
             str(dtype).removeprefix("torch."),
             sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
             (-1, 0 if "causal" in features else -1, False),
@@ -42,23 +41,36 @@ def _cached_largest_head_dim(
             0.0,  # softcap
             (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
         )
-        runs = table.explain(*problem)["kernel"]
+        runs = table.explain(kernel, *problem)["kernel"]
         if "gradient" in features:
-            runs = runs and table.explain_backward(*problem, strides, deterministic)["kernel"]
+            backward = backward_kernel_for(kernel)
+            runs = runs and table.explain_backward(backward, *problem, strides, deterministic)["kernel"]
         largest = max(largest, d if runs else 0)
     return largest
 
 
 def largest_head_dim(
-    device: str, index: int | None, dtype: torch.dtype, features: str, deterministic: bool = False
+    device: str, index: int | None, dtype: torch.dtype, kernel: str, features: str, deterministic: bool = False
 ) -> int:
-    """Up to which head dim ``auto`` has a kernel; 0 if it has none. ``features``: of "causal", "attn_bias", "d_v",
+    """Up to which head dim ``kernel`` (or "auto") runs; 0 if it does not. ``features``: of "causal", "attn_bias", "d_v",
     "gradient", "gradient of attn_bias"."""
-    return _cached_largest_head_dim(device, index, dtype, features, deterministic)
+    return _cached_largest_head_dim(device, index, dtype, kernel, features, deterministic)
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
 largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def kernel_for(device: str, dtype: torch.dtype) -> str:
+    """The ``kernel`` for inputs of that dtype: float32 on a GPU is multiplied as float32 while
+    ``torch.get_float32_matmul_precision()`` is ``"highest"``."""
+    exact = device == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
+    return "simt" if exact else "auto"
+
+
+def backward_kernel_for(kernel: str) -> str:
+    """The ``backward_kernel`` that goes with ``kernel_for``'s answer."""
+    return "bwd_simt" if kernel == "simt" else "auto"
 
 
 def left_to_torch(
@@ -120,16 +132,15 @@ def left_to_torch(
         if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
         features = "attn_bias"
-    if kind == "cuda" and dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest":
-        return "torch.get_float32_matmul_precision() is 'highest', and the kernels multiply float16"
+    kernel = kernel_for(kind, dtype)
     if d != dv:
         features += " d_v"
     if recorded:
         features += " gradient" + " of attn_bias" * (attn_mask is not None and attn_mask.requires_grad)
         deterministic = torch.are_deterministic_algorithms_enabled()
-        largest = largest_head_dim(kind, device.index, dtype, features.strip(), deterministic)
+        largest = largest_head_dim(kind, device.index, dtype, kernel, features.strip(), deterministic)
     else:
-        largest = largest_head_dim(kind, device.index, dtype, features)
+        largest = largest_head_dim(kind, device.index, dtype, kernel, features)
     if d < 1 or dv < 1 or d > largest or dv > largest:
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
@@ -148,8 +159,9 @@ def scaled_dot_product_attention(
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
     What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
-    dropout, forward-mode differentiation, other ranks than 4, float64, float32 on a GPU while
-    ``torch.get_float32_matmul_precision()`` is ``"highest"``, … :func:`flash_wmma.explain` names the reason.
+    dropout, forward-mode differentiation, other ranks than 4, float64, … :func:`flash_wmma.explain` names the reason.
+    float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
+    ``"highest"`` (torch's default), and otherwise by what ``auto`` takes, which multiplies float16.
 
     Args:
         query: (B, Hq, Nq, d).
@@ -173,4 +185,7 @@ def scaled_dot_product_attention(
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    return dense(query, key, value, bool(is_causal), scale, None, attn_mask, None, 0.0, "auto", False, False)[0]
+    device = query.device.type
+    kernel = "auto" if torch.is_autocast_enabled(device) else kernel_for(device, query.dtype)
+    options = (bool(is_causal), scale, None, attn_mask, None, 0.0, kernel, False, False, backward_kernel_for(kernel))
+    return dense(query, key, value, *options)[0]

@@ -126,7 +126,7 @@ def skip_large(kernel: flash_wmma.Kernel, rows: int) -> None:
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
     """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16, and bfloat16 ones too if
     no instance reads them."""
-    if kernel.min_arch == 0 or kernel.name.startswith(("simt", "unfused")):
+    if kernel.min_arch == 0 or "simt" in kernel.name or kernel.name.startswith("unfused"):
         return dtype
     reads = {instance.dtype for instance in kernel.instances}
     return torch.float16 if dtype == torch.float32 or dtype not in reads else dtype

@@ -144,13 +144,19 @@ def test_explain_says_what_is_left_to_torch() -> None:
 
 @pytest.mark.gpu
 def test_sdpa_follows_the_float32_precision(cuda: torch.device) -> None:
-    q, k, v = tensors(1, 2, 64, 64, device=cuda)
+    """Gradients too: as "highest" float32 is multiplied as such."""
+    q, k, v = (t.requires_grad_() for t in tensors(1, 2, 64, 64, device=cuda))
+    exact = functional.scaled_dot_product_attention(q.double(), k.double(), v.double())
+    gradients = torch.autograd.grad(exact.square().sum(), (q, k, v))
     before = torch.get_float32_matmul_precision()
     try:
-        torch.set_float32_matmul_precision("highest")
-        assert "highest" in _sdpa.left_to_torch(q, k, v)
-        torch.set_float32_matmul_precision("high")
-        assert _sdpa.left_to_torch(q, k, v) == ""
+        for precision, least, most in (("highest", 0.0, 1e-5), ("high", 1e-5, 1e-2)):
+            torch.set_float32_matmul_precision(precision)
+            assert _sdpa.left_to_torch(q, k, v) == ""
+            out = flash_wmma.scaled_dot_product_attention(q, k, v)
+            assert least <= (out - exact).abs().max() <= most
+            for got, expected in zip(torch.autograd.grad(out.square().sum(), (q, k, v)), gradients, strict=True):
+                assert (got - expected).abs().max() <= 100 * most
     finally:
         torch.set_float32_matmul_precision(before)
 

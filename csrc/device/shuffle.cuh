@@ -33,6 +33,25 @@ __device__ __forceinline__ T shuffle(T value, int source, int width) {
 #endif
 }
 
+/// Whether it holds in some lane of the warp.
+__device__ __forceinline__ bool any_lane(bool holds) {
+#ifdef __HIP_PLATFORM_AMD__
+    return __any(holds);
+#else
+    return __any_sync(0xffffffffu, holds);
+#endif
+}
+
+/// Lanes see each other's writes to shared memory.
+__device__ __forceinline__ void sync_warp() {
+#ifdef __HIP_PLATFORM_AMD__
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+#else
+    __syncwarp();
+#endif
+}
+
 /// op over each group of `width` neighbouring lanes, a power of two up to the warp; every lane gets it. The order is
 /// fixed, and the same for all lanes if op is commutative.
 template <class T, class Op>
