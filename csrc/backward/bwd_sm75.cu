@@ -6,25 +6,33 @@
 namespace flash_wmma::backward {
 namespace {
 
-/// Arguments as in bwd_sm80.cuh. Every instance is for any problem.
-template <Pass kPass, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step, int Resident,
-          int BlocksPerSm>
+/// Arguments as in bwd_sm80.cuh; General as in mma.cuh.
+template <Pass kPass, bool General, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step,
+          int Resident, int BlocksPerSm>
 Shape shape() {
     using T =
         Tile<mma::Sm75, half, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, 1, Resident, BlocksPerSm>;
     static_assert(sizeof(SharedMemory<T, kPass>) <= 64 * 1024);
-    return backward::shape<T, true, kPass>(75);
+    return backward::shape<T, General, kPass>(75);
 }
 
+constexpr bool kPlain = false, kGeneral = true;
 const std::vector<Shape> kShapes = {
-    shape<Pass::kFused, 32, 4, 1, 2, 64, 16, 1, 2>(),    shape<Pass::kFused, 64, 4, 1, 2, 32, 16, 1, 2>(),
-    shape<Pass::kFused, 128, 4, 2, 1, 32, 16, 0, 1>(),   shape<Pass::kFused, 256, 2, 2, 1, 32, 16, 1, 1>(),
+    shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
+    shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(),
+    shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(),
 
-    shape<Pass::kKeys, 64, 4, 1, 2, 32, 16, 1, 2>(),     shape<Pass::kKeys, 128, 4, 2, 1, 32, 16, 0, 1>(),
-    shape<Pass::kKeys, 256, 2, 2, 1, 32, 16, 1, 1>(),
+    shape<Pass::kFused, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
+    shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kFused, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
 
-    shape<Pass::kQueries, 64, 4, 1, 1, 64, 32, 2, 2>(),  shape<Pass::kQueries, 128, 4, 1, 1, 32, 16, 0, 2>(),
-    shape<Pass::kQueries, 256, 2, 2, 1, 32, 16, 1, 1>(),
+    shape<Pass::kKeys, kGeneral, 64, 4, 1, 2, 32, 16, 1, 2>(),
+    shape<Pass::kKeys, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kKeys, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kQueries, kGeneral, 64, 4, 1, 2, 32, 16, 2, 2>(),
+    shape<Pass::kQueries, kGeneral, 128, 4, 1, 1, 32, 32, 0, 2>(),
+    shape<Pass::kQueries, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 

@@ -1,8 +1,8 @@
 // The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
 #pragma once
 
+#include "bwd_sm80_pairs.cuh"
 #include "bwd_sm80_shapes.h"
-#include "mma.cuh"
 
 namespace flash_wmma::backward {
 
@@ -13,39 +13,49 @@ template <class T, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int
 using Sm80Tile =
     Tile<mma::Sm80, T, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, Stages, Resident, BlocksPerSm>;
 
-/// The fused pass. Up to d = 64 P and dS stay in registers and two blocks share an SM; above, eight warps exchange them.
-template <class T, bool General>
-std::vector<Shape> sm80_fused_shapes() {
+/// The kernel of bwd_sm80_pairs.cuh. Arguments: d, own warps, row tiles; 64 streamed rows, 2 stages.
+template <class T, int HeadDim, int OwnWarps, int RowTiles, Pass kPass>
+Shape sm80_pairs() {
+    return pairs_shape<Tile<mma::Sm80, T, HeadDim, OwnWarps, 2, RowTiles, 64, 32, 2, 0, 1, 2>, kPass>(80);
+}
+
+/// The fused pass of plain problems. Up to d = 64 P and dS stay in registers and two blocks share an SM; above, a block takes
+/// 176 to 217 KiB of shared memory.
+template <class T>
+std::vector<Shape> sm80_plain_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
-        shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 2, 1, 2>, General, kFused>(80),
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, General, kFused>(80),
-        shape<Sm80Tile<T, 96, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
-        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 2, 0, 1>, General, kFused>(80),
-        shape<Sm80Tile<T, 192, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
-        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 2, 0, 1>, General, kFused>(80),
+        shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 1, 1, 2>, false, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, false, kFused>(80),
+        sm80_pairs<T, 96, 2, 4, kFused>(),
+        sm80_pairs<T, 128, 2, 4, kFused>(),
+        sm80_pairs<T, 192, 2, 2, kFused>(),
+        sm80_pairs<T, 256, 2, 2, kFused>(),
     };
 }
-/// What is left for devices with less shared memory: 163 KiB (the first), 99 KiB.
+/// Of any problem, and for less shared memory: 145 KiB at d = 256 (the first), below 99 KiB otherwise.
 template <class T>
-std::vector<Shape> sm80_small_shapes() {
+std::vector<Shape> sm80_general_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
-        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, true, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, true, kFused>(80),
         shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, true, kFused>(80),
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kFused>(80),
     };
 }
-/// The deterministic passes. They fit 99 KiB.
+/// The deterministic passes. At d = 256 plain problems and large shared memory have a shape of their own; the last fits 99 KiB.
 template <class T>
 std::vector<Shape> sm80_split_shapes() {
     constexpr Pass kKeys = Pass::kKeys, kQueries = Pass::kQueries;
     return {
         shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, true, kKeys>(80),
         shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kKeys>(80),
+        sm80_pairs<T, 256, 2, 2, kKeys>(),
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kKeys>(80),
         shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 2, 2>, true, kQueries>(80),
-        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 16, 2, 0, 2>, true, kQueries>(80),
+        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 32, 2, 0, 2>, true, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 2, 2, 64, 32, 1, 0, 1>, true, kQueries>(80),
         shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, true, kQueries>(80),
     };
 }

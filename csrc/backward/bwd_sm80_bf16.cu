@@ -3,6 +3,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_bf16_shapes() { return sm80_fused_shapes<bf16, false>(); }
+std::vector<Shape> sm80_bf16_shapes() { return sm80_plain_shapes<bf16>(); }
 
 }  // namespace flash_wmma::backward

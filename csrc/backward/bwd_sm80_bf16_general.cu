@@ -3,6 +3,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_bf16_general_shapes() { return sm80_fused_shapes<bf16, true>(); }
+std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
 
 }  // namespace flash_wmma::backward

@@ -3,6 +3,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_half_shapes() { return sm80_fused_shapes<half, false>(); }
+std::vector<Shape> sm80_half_shapes() { return sm80_plain_shapes<half>(); }
 
 }  // namespace flash_wmma::backward

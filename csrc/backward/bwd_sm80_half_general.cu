@@ -3,6 +3,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_half_general_shapes() { return sm80_fused_shapes<half, true>(); }
+std::vector<Shape> sm80_half_general_shapes() { return sm80_general_shapes<half>(); }
 
 }  // namespace flash_wmma::backward

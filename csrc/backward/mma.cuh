@@ -38,7 +38,7 @@ namespace flash_wmma::backward {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
-          int Step, int Stages, int Resident, int BlocksPerSm>
+          int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {
     using Machine = Architecture;
     using T = Scalar;
@@ -52,7 +52,7 @@ struct Tile {
     // dP follows S in parts where that repeats no load of its operand
     static constexpr int kPart = kSecondInRegisters ? 16 : kStep;
 
-    static constexpr int kWarps = kOwnWarps * kStreamWarps, kThreads = 32 * kWarps;
+    static constexpr int kRoleWarps = kOwnWarps * kStreamWarps, kWarps = kRoleWarps * Roles, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kOwnWarps;
     static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kD / kStreamWarps;
     static_assert(kWarpStream % kStep == 0 && kStep % 16 == 0 && kWarpColumns % 16 == 0);
@@ -98,11 +98,12 @@ struct SharedMemory {
 /// row() + 8, columns column() and column() + 1 of each (ptx.cuh).
 template <class Tile>
 struct Thread {
-    int lane, own_warp, stream_warp, warp;
+    int lane, own_warp, stream_warp, warp, role;
     __device__ explicit Thread(int tid) {
         lane = tid % 32;
-        warp = tid / 32;
-        own_warp = warp / Tile::kStreamWarps;
+        warp = __shfl_sync(0xffffffffu, tid / 32, 0);  // so that the compiler knows it is the same in all lanes
+        role = warp / Tile::kRoleWarps;
+        own_warp = warp % Tile::kRoleWarps / Tile::kStreamWarps;
         stream_warp = warp % Tile::kStreamWarps;
     }
     __device__ int warp_row() const { return own_warp * Tile::kWarpRows; }
@@ -136,23 +137,22 @@ class Reader {
 };
 
 /// The warp's own rows as an operand: fragments in registers, or loaded from shared memory at each use.
-template <class Tile, bool InRegisters>
+template <class Tile, int Steps>
 struct OwnOperand {
-    std::uint32_t fragments[InRegisters ? Tile::kRowTiles : 1][InRegisters ? Tile::kD / 16 : 1][4];
+    std::uint32_t fragments[Tile::kRowTiles][Steps ? Steps : 1][4];
 
     template <class Rows>
     __device__ __forceinline__ void load(const Rows& rows, const Thread<Tile>& thread) {
         const Reader<Fragment::kA, Rows> read(thread.lane, thread.warp_row(), 0);
-        if constexpr (InRegisters)
 #pragma unroll
-            for (int r = 0; r < Tile::kRowTiles; ++r)
+        for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-                for (int c = 0; c < Tile::kD / 16; ++c) read(fragments[r][c], rows, 16 * r, 16 * c);
+            for (int c = 0; c < Steps; ++c) read(fragments[r][c], rows, 16 * r, 16 * c);
     }
     template <class Rows>
     __device__ __forceinline__ void get(std::uint32_t (&a)[4], const Rows& rows, const Thread<Tile>& thread, int r,
                                         int c) const {
-        if constexpr (InRegisters)
+        if (c < Steps)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = fragments[r][c][i];
         else Reader<Fragment::kA, Rows>(thread.lane, thread.warp_row(), 0)(a, rows, 16 * r, 16 * c);
@@ -185,10 +185,10 @@ __device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], co
 }
 
 /// S += own rows times streamed rows [first, first + 8 * Tiles), both along d.
-template <class Tile, int Tiles, bool InRegisters, class OwnRows, class StreamRows>
-__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4],
-                                              const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
-                                              const StreamRows& stream, int first, const Thread<Tile>& thread) {
+template <class Tile, int Tiles, int Steps, class OwnRows, class StreamRows>
+__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4], const OwnOperand<Tile, Steps>& own,
+                                              const OwnRows& rows, const StreamRows& stream, int first,
+                                              const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
@@ -247,37 +247,49 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
                     mma::packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
 }
 
-/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row.
-template <class Tile, class Weights, class OwnRows>
+/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's columns
+/// in `Parts` parts.
+template <class Tile, int Parts, class Weights, class OwnRows>
 __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const Weights& ds, const OwnRows& keys,
                                           const Thread<Tile>& thread) {
-    constexpr int kRowTiles = Tile::kQueryRows / 16;
+    constexpr int kRowTiles = Tile::kQueryRows / 16, kColumns = Tile::kQueryColumns / Parts;
+    static_assert(kColumns % 16 == 0);
     const int row = thread.warp % Tile::kQueryWarps * Tile::kQueryRows;
-    const int column = thread.warp / Tile::kQueryWarps * Tile::kQueryColumns;
-    float dq[kRowTiles][Tile::kQueryColumns / 8][4];
-    clear(dq);
     const Reader<Fragment::kAAcross, Weights> read_ds(thread.lane, 0, row);
+    int column = thread.warp / Tile::kQueryWarps * Tile::kQueryColumns;
     const Reader<Fragment::kBAcross, OwnRows> read_keys(thread.lane, 0, column);
 #pragma unroll
-    for (int k = 0; k < Tile::kOwn / 16; ++k) {
-        std::uint32_t a[kRowTiles][4];
+    for (int part = 0; part < Tile::kQueryColumns; part += kColumns, column += kColumns) {
+        float dq[kRowTiles][kColumns / 8][4];
+        clear(dq);
 #pragma unroll
-        for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
+        for (int k = 0; k < Tile::kOwn / 16; ++k) {
+            std::uint32_t a[kRowTiles][4];
 #pragma unroll
-        for (int c = 0; c < Tile::kQueryColumns / 16; ++c) {
-            std::uint32_t b[4];
-            read_keys(b, keys, 16 * k, 16 * c);
+            for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
 #pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
+            for (int c = 0; c < kColumns / 16; ++c) {
+                std::uint32_t b[4];
+                read_keys(b, keys, 16 * k, part + 16 * c);
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
+            }
+        }
+        const bool all = column + kColumns <= head_dim;
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r) {
+            float* to = dq_rows + DqFragment::offset(row + 16 * r, column, head_dim);
+            if (all)
+#pragma unroll
+                for (int c = 0; c < kColumns / 8; ++c)
+                    DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
+            else
+#pragma unroll
+                for (int c = 0; c < kColumns / 8; ++c)
+                    if (column + 8 * c < head_dim)
+                        DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
         }
     }
-    float* to = dq_rows + DqFragment::offset(row, column, head_dim);
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r, to += DqFragment::offset(16, 0, head_dim))
-#pragma unroll
-        for (int c = 0; c < Tile::kQueryColumns / 8; ++c)
-            if (column + 8 * c < head_dim)
-                DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
 }
 
 /// A gradient, times `factor`, to the rows [0, rows) of global memory; the warp's part of `staging` belongs to it.
@@ -324,6 +336,24 @@ struct Cursor {
     }
 };
 
+/// The streamed tiles that see an own row, or that an own row sees, and how many they are.
+struct StreamedRange {
+    Cursor at;
+    int left;
+};
+template <class Tile, Pass kPass>
+__device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile& own, const BandMask& mask) {
+    constexpr bool kOwnsKeys = kPass != Pass::kQueries;
+    const Sequence& s = own.sequence;
+    const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? s.seqlen_k : s.seqlen_q);
+    const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
+    const int end = kOwnsKeys ? min(s.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
+    const int first = begin / Tile::kStream * Tile::kStream, last = (end - 1) / Tile::kStream * Tile::kStream;
+    const int heads = kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1;
+    const bool any = end_row > own.first_row && end > begin;
+    return {{own.head, last, first, last, Tile::kStream}, any ? heads * ((last - first) / Tile::kStream + 1) : 0};
+}
+
 /// The copies of streamed tiles to the ring, in the order of a Cursor.
 template <class Tile, Pass kPass>
 class StreamedTiles {
@@ -341,14 +371,20 @@ class StreamedTiles {
           first_(rows(true), pitch(true), p_.forward.head_dim),
           second_(rows(false), pitch(false), p_.forward.head_dim_v) {}
 
-    __device__ __forceinline__ void start(SharedMemory<Tile, kPass>& smem, int slot) {
+    template <class Map>
+    __device__ __forceinline__ void start(Map& smem, int slot) {
         if (new_head_) {
             first_ = Copy(rows(true), pitch(true), p_.forward.head_dim);
             second_ = Copy(rows(false), pitch(false), p_.forward.head_dim_v);
         }
         const int left = (kOfQueries ? own_.sequence.seqlen_q : own_.sequence.seqlen_k) - at_.row;
-        first_.start(smem.ring[slot].first, pitch(true), left);
-        second_.start(smem.ring[slot].second, pitch(false), left);
+        if (left >= Tile::kStream) {
+            first_.start(smem.ring[slot].first, pitch(true));
+            second_.start(smem.ring[slot].second, pitch(false));
+        } else {
+            first_.start(smem.ring[slot].first, pitch(true), left);
+            second_.start(smem.ring[slot].second, pitch(false), left);
+        }
         if constexpr (kOfQueries)
             if (threadIdx.x < Tile::kStream / 2) {
                 const RowPair* from = facts_of(p_, own_.sequence, at_.head) + at_.row / 2 + threadIdx.x;
@@ -358,7 +394,8 @@ class StreamedTiles {
         new_head_ = at_.advance();
     }
     /// Where copies go through registers: the tile that was started last to shared memory.
-    __device__ __forceinline__ void finish(SharedMemory<Tile, kPass>& smem, int slot) {
+    template <class Map>
+    __device__ __forceinline__ void finish(Map& smem, int slot) {
         first_.finish(smem.ring[slot].first);
         second_.finish(smem.ring[slot].second);
         if constexpr (kOfQueries && Tile::Machine::kThroughRegisters)
@@ -397,6 +434,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
+    static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
@@ -405,15 +443,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const Sequence& sequence = own.sequence;
     const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
 
-    // The streamed tiles that see an own row, or that an own row sees
-    const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q);
-    const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
-    const int end = kOwnsKeys ? min(sequence.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
-    Cursor at{own.head, 0, begin / Tile::kStream * Tile::kStream, (end - 1) / Tile::kStream * Tile::kStream,
-              Tile::kStream};
-    at.row = at.last;
-    const int heads = kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1;
-    int left = end_row > own.first_row && end > begin ? heads * ((at.last - at.first) / Tile::kStream + 1) : 0;
+    StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);
+    Cursor& at = range.at;
+    int& left = range.left;
 
     Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
     clear(d_first);
@@ -422,15 +454,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const Rows &first_rows = kOwnsKeys ? p.k : p.q, &second_rows = kOwnsKeys ? p.v : problem.dout;
         const int own_head = kOwnsKeys ? own.head_k : own.head;
         const int own_row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
-        OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
-        OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
+        const int own_rows = (kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - own.first_row;
+        OwnOperand<Tile, Tile::kFirstInRegisters ? Tile::kD / 16 : 0> own_first;
+        OwnOperand<Tile, Tile::kSecondInRegisters ? Tile::kD / 16 : 0> own_second;
         {
             OwnCopy copy(row_of<const T>(first_rows, sequence.index, own_head, own_row), first_rows.row, p.head_dim);
-            copy.start(smem.first, first_rows.row, end_row - own.first_row);
+            copy.start(smem.first, first_rows.row, own_rows);
             copy.finish(smem.first);
             OwnCopy second(row_of<const T>(second_rows, sequence.index, own_head, own_row), second_rows.row,
                            p.head_dim_v);
-            second.start(smem.second(), second_rows.row, end_row - own.first_row);
+            second.start(smem.second(), second_rows.row, own_rows);
             second.finish(smem.second());
         }
         ptx::cp_async_commit();
@@ -464,9 +497,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         for (; left > 0; --left, at.advance()) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // this tile has landed, the one before and its weights have been used
-            const int next = kStages > 1 ? slot ^ 1 : 0;
-            if constexpr (kStages > 1 && !kThroughRegisters) {
-                if (left > 1) stream.start(smem, next);
+            if constexpr (kStages > 1) {
+                if (left > 1) stream.start(smem, slot ^ 1);
                 ptx::cp_async_commit();
             }
             auto& tile = smem.ring[slot];
@@ -567,12 +599,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         }
                 }
             }
-            if constexpr (stream.kWaitsInRegisters)
-                if (left > 1) stream.start(smem, next);
-            if constexpr (Map::kExchangesDs) __syncthreads();
-            // Computed anew, so that the addresses of these products take no registers in the others
-            const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
             if constexpr (Tile::kStreamWarps > 1) {
+                ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
+                // Computed anew, so that the addresses of these products take no registers in the others
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
 #pragma unroll
                 for (int k = 0; k < Tile::kStream; k += 16) {
@@ -587,16 +617,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     multiply_weights<Tile>(d_first, weights, tile.first, k, again);
                 }
             }
-            if constexpr (kPass == Pass::kFused)
-                add_to_dq<Tile>(dq_of(problem, sequence, at.head, at.row), p.head_dim, smem.ds, smem.first, again);
 
-            if constexpr (kStages == 1) __syncthreads();
-            if (left > 1) {
-                if constexpr (kStages == 1 && !stream.kWaitsInRegisters) stream.start(smem, next);
-                stream.finish(smem, next);
+            if constexpr (kStages > 1) slot ^= 1;
+            else {
+                if constexpr (stream.kWaitsInRegisters)
+                    if (left > 1) stream.start(smem, 0);
+                __syncthreads();  // this tile has been used, and dS is complete: dQ's products hide the next tile's copy
+                if (left > 1) {
+                    if constexpr (!stream.kWaitsInRegisters) stream.start(smem, 0);
+                    stream.finish(smem, 0);
+                }
+                ptx::cp_async_commit();
             }
-            if constexpr (kStages == 1) ptx::cp_async_commit();
-            slot = next;
+            if constexpr (kPass == Pass::kFused) {
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+                float* dq_rows = dq_of(problem, sequence, at.head, at.row);
+                add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
+            }
         }
     }
 
