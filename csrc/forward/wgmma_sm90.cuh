@@ -27,6 +27,8 @@
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
+#include <algorithm>
+
 #include "../attention.h"
 #include "../device/element.cuh"
 #include "../device/mask.cuh"
@@ -38,16 +40,16 @@
 namespace flash_wmma::wgmma_sm90 {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages>
+template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages>
 struct Tile {
     using T = Scalar;
-    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages;
+    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
     static constexpr int kProducerRegisters = Consumers == 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = Consumers == 3 ? 160 : 240;
-    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 3);
+    static constexpr int kConsumerRegisters = Consumers == 4 ? 112 : Consumers == 3 ? 160 : 240;
+    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
 /// A barrier pair of something that the producer fills and consumers empty.
@@ -65,9 +67,9 @@ struct SharedMemory {
     struct alignas(1024) QRows {
         T panel[Tile::kPanels][Tile::kGroupRows * 64];
     };
-    QRows q[Tile::kConsumers];
+    QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
-    Slot q_slot[Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+    Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
     ptx::Barrier patch;  // of a V tile that the producer completes itself
 };
 
@@ -90,11 +92,42 @@ struct RingPlace {
     }
 };
 
-/// Work item `item` of the grid, in the order in which blocks take them.
+/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round cost
+/// more, they save in the next.
+struct Schedule {
+    int items;
+    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all of them first
+
+    /// Calls f(item) for those of this block.
+    template <class F>
+    __device__ __forceinline__ void for_each(F f) const {
+        const int blocks = static_cast<int>(gridDim.x), forth = static_cast<int>(blockIdx.x), back = blocks - 1 - forth;
+        for (int first = 0, step = 0; first < items; first += blocks, ++step) {
+            const int item = first + (step % 2 ? back : forth);
+            if (item < items) f(item);
+        }
+    }
+
+    template <int Br>
+    __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
+        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br;
+        const int heads = static_cast<int>(p.heads_q), slices = static_cast<int>(p.batch) * heads;
+        const int section = item / (tiles * heads_at_once), first = section * heads_at_once;
+        const int within = item % (tiles * heads_at_once), count = min(heads_at_once, slices - first);
+        const int slice = first + within % count, tile = tiles - 1 - within / count;
+        const int batch = slice / heads, head = slice % heads;
+        return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
+                {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
+    }
+};
+
+/// Work item `item` of the grid.
 template <class Tile, bool General>
-__device__ __forceinline__ Assignment assignment(const ForwardParams& p, int item) {
-    if constexpr (General) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
-    else return dense_assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+__device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
+    if (General && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+    Assignment found = schedule.dense<Tile::kBr>(p, item);
+    if (General) found.sequence = sequence(p, found.tile.batch);
+    return found;
 }
 
 /// What a block works on at a time: its sequence and Q tile, and the keys it may see.
@@ -105,7 +138,8 @@ struct Work {
     BandMask mask;
     int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
 
-    __device__ __forceinline__ Work(const ForwardParams& p, int item) : Work(p, assignment<Tile, General>(p, item)) {}
+    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item)
+        : Work(p, assignment<Tile, General>(p, schedule, item)) {}
 
     /// Whether there is a Q tile: not all numbers of packed sequences are used.
     __device__ __forceinline__ bool exists() const {
@@ -122,6 +156,9 @@ struct Work {
     }
 };
 
+/// x, which is the same in the whole warp: now the compiler knows.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
+
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
 /// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
@@ -132,12 +169,13 @@ struct Producer {
     SharedMemory<Tile>& smem;
     bool leader = threadIdx.x == 0;
     RingPlace<Tile::kStages> k, v;
-    unsigned q_parity = 0, patch_parity = 0;
+    RingPlace<Tile::kQStages> q;
+    unsigned patch_parity = 0;
 
-    __device__ __forceinline__ void run(int items) {
-        for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-            const Work<Tile, General> work(p, item);
-            if (!work.exists() || work.tiles == 0) continue;
+    __device__ __forceinline__ void run(const Schedule& schedule) {
+        schedule.for_each([&](int item) {
+            const Work<Tile, General> work(p, schedule, item);
+            if (!work.exists() || work.tiles == 0) return;
             int key = work.first_key() + (work.tiles - 1) * Tile::kBc;
             load_k(work, key);
             load_q(work);
@@ -146,7 +184,7 @@ struct Producer {
                 load_v(work, key);
             }
             load_v(work, key);
-        }
+        });
     }
 
   private:
@@ -168,11 +206,12 @@ struct Producer {
         if (leader)
 #pragma unroll
             for (int c = 0; c < Tile::kConsumers; ++c) {
-                ptx::barrier_wait(&smem.q_slot[c].empty, q_parity ^ 1);
-                load(smem.q[c], maps.q, &smem.q_slot[c].full,
+                Slot& slot = smem.q_slot[q.stage][c];
+                ptx::barrier_wait(&slot.empty, q.parity ^ 1);
+                load(smem.q[q.stage][c], maps.q, &slot.full,
                      work.sequence.first_q + work.tile.first_row + Tile::kGroupRows * c, work.tile.head, batch(work));
             }
-        q_parity ^= 1;
+        q.advance();
     }
 
     __device__ __forceinline__ void load_k(const Work<Tile, General>& work, int key) {
@@ -224,7 +263,7 @@ struct Consumer {
     SharedMemory<Tile>& smem;
     const int group, warp, lane;  // warpgroup among the consumers, warp in it
     RingPlace<Tile::kStages> k, v;
-    unsigned q_parity = 0;
+    RingPlace<Tile::kQStages> q;
 
     float s[kScores];  // scores, then weights; wgmma's layout (ptx_sm90.cuh)
     std::uint32_t weights[kBc / 16][4];
@@ -234,16 +273,16 @@ struct Consumer {
     __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
         : p(params),
           smem(shared),
-          group(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1),
-          warp(static_cast<int>(threadIdx.x) / 32 % 4),
+          group(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          warp(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane(static_cast<int>(threadIdx.x) % 32) {}
 
-    __device__ __forceinline__ void run(int items) {
+    __device__ __forceinline__ void run(const Schedule& schedule) {
         if (Tile::kConsumers > 1 && group == Tile::kConsumers - 1) pass_turn();
-        for (int item = static_cast<int>(blockIdx.x); item < items; item += static_cast<int>(gridDim.x)) {
-            const Work<Tile, General> work(p, item);
+        schedule.for_each([&](int item) {
+            const Work<Tile, General> work(p, schedule, item);
             if (work.exists()) attend(work);
-        }
+        });
     }
 
   private:
@@ -274,7 +313,7 @@ struct Consumer {
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
-            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem.q[group].panel[i]), k_rows(smem.k[k.stage].panel[i]);
+            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem.q[q.stage][group].panel[i]), k_rows(smem.k[k.stage].panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 ptx::wgmma<T, kBc>(s, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
@@ -285,6 +324,7 @@ struct Consumer {
     /// Asks for O += P V.
     __device__ __forceinline__ void multiply_pv() {
         ptx::barrier_wait(&smem.v_slot[v.stage].full, v.parity);
+        ptx::wgmma_fence();
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem.v[v.stage].panel, sizeof(smem.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
@@ -302,7 +342,7 @@ struct Consumer {
         for (int step = 0; step < Tile::kD / 16; ++step) {
             const int vector = step % 4 * 2;
             std::uint32_t a[4], b[4];
-            ptx::ldmatrix_x4(a, at(smem.q[group].panel[step / 4], q_row, vector + lane / 16));
+            ptx::ldmatrix_x4(a, at(smem.q[q.stage][group].panel[step / 4], q_row, vector + lane / 16));
 #pragma unroll
             for (int j = 0; j < kBc / 16; ++j) {
                 ptx::ldmatrix_x4(b, at(smem.k[k.stage].panel[step / 4], 16 * j + k_row, vector + lane / 8 % 2));
@@ -455,11 +495,8 @@ struct Consumer {
 #pragma unroll
         for (float& x : o) x = 0.f;
         m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f;
-        Slot& q_slot = smem.q_slot[group];
-        if (work.tiles > 0) {
-            ptx::barrier_wait(&q_slot.full, q_parity);
-            q_parity ^= 1;
-        }
+        Slot& q_slot = smem.q_slot[q.stage][group];
+        if (work.tiles > 0) ptx::barrier_wait(&q_slot.full, q.parity);
         skip(work.tiles - tiles - after);
 
         if (tiles > 0) {
@@ -490,8 +527,8 @@ struct Consumer {
                     const float offset[2] = {-m[0], -m[1]};
                     float sum[2];
                     weigh(sum, factor, offset);
-                    done = __all_sync(kWarpMask,
-                                      fmaxf(sum[0], sum[1]) <= Element<T>::kLargestSum && !isnan(sum[0] + sum[1]));
+                    constexpr float kLargest = Element<T>::kLargestSum;
+                    done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
                     if (done) l[0] += sum[0], l[1] += sum[1];
                 }
                 ptx::wgmma_wait<0>();
@@ -508,12 +545,14 @@ struct Consumer {
                 k.advance();
                 pack_weights();
             }
-            ptx::wgmma_fence();
             multiply_pv();
         }
-        if (work.tiles > 0) release(q_slot);
+        if (work.tiles > 0) {
+            release(q_slot);
+            q.advance();
+        }
+        ptx::wgmma_wait<0>();
         if (tiles > 0) {
-            ptx::wgmma_wait<0>();
             release(smem.v_slot[v.stage]);
             v.advance();
         }
@@ -552,11 +591,15 @@ struct Consumer {
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps, int items) {
-    auto& smem = shared_memory<SharedMemory<Tile>>();
+    forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
+            const __grid_constant__ Schedule schedule) {
+    auto* base = &shared_memory<SharedMemory<Tile>>();
+    asm volatile("" : "+l"(base));
+    auto& smem = *base;
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
-        for (Slot& slot : smem.q_slot) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
+        for (auto& stage : smem.q_slot)
+            for (Slot& slot : stage) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
         for (auto* ring : {smem.k_slot, smem.v_slot})
             for (int i = 0; i < Tile::kStages; ++i) {
                 ptx::barrier_init(&ring[i].full, 1);
@@ -568,10 +611,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     if (threadIdx.x < Tile::kGroupThreads) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, General>{p, maps, smem}.run(items);
+        if (threadIdx.x < 32) Producer<Tile, General>{p, maps, smem}.run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, General>(p, smem).run(items);
+        Consumer<Tile, General>(p, smem).run(schedule);
     }
 }
 
@@ -582,6 +625,13 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
+/// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
+inline int heads_at_once(const ForwardParams& p) {
+    const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
+    const char*e=getenv("HOP_S"); if(uneven&&e&&atoi(e)){ auto per=2*2*p.seqlen_k*p.head_dim; int n=(int)(atoi(e)*1000000ll/per); return std::max(1,std::min(n,(int)(p.batch*p.heads_q))); }
+    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+}
+
 template <class Tile, bool General>
 void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
     const Sequences& s = p.sequences;
@@ -590,10 +640,10 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const unsigned items = assignment_grid(p, Tile::kBr).x;
-    const LaunchConfig config{dim3(min(items, static_cast<unsigned>(device.sm_count))), dim3(Tile::kThreads),
-                              sizeof(SharedMemory<Tile>)};
-    launch(forward<Tile, General>, config, stream, p, maps, static_cast<int>(items));
+    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
+    const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
+                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+    launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
 template <class Tile, bool General>
@@ -608,9 +658,9 @@ Shape shape() {
 template <class T, bool General>
 std::vector<Shape> shapes() {
     return {
-        shape<Tile<T, 64, 3, 128, 2>, General>(),
-        shape<Tile<T, 128, 2, 128, 2>, General>(),
-        shape<Tile<T, 256, 2, 80, 2>, General>(),
+        shape<Tile<T, 64, 3, 128, 2, 1>, General>(),
+        shape<Tile<T, 128, 2, 128, 2, 1>, General>(),
+        shape<Tile<T, 256, 2, 80, 2, 1>, General>(),
     };
 }
 
