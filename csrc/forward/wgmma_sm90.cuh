@@ -98,15 +98,27 @@ struct Schedule {
     int items;
     int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all of them first
 
-    /// Calls f(item) for those of this block.
-    template <class F>
-    __device__ __forceinline__ void for_each(F f) const {
-        const int blocks = static_cast<int>(gridDim.x), forth = static_cast<int>(blockIdx.x), back = blocks - 1 - forth;
-        for (int first = 0, step = 0; first < items; first += blocks, ++step) {
-            const int item = first + (step % 2 ? back : forth);
-            if (item < items) f(item);
+    /// This block's items one after the other; -1: no more.
+    class Walk {
+      public:
+        __device__ __forceinline__ explicit Walk(const Schedule& schedule) : items_(schedule.items) {}
+        __device__ __forceinline__ int next() {
+            const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+            while (first_ < items_) {
+                const int item = first_ + (back_ ? blocks - 1 - block : block);
+                first_ += blocks;
+                back_ = !back_;
+                if (item < items_) return item;
+            }
+            return -1;
         }
-    }
+        /// Whether the item last given came on a way back.
+        __device__ __forceinline__ bool back() const { return !back_; }
+
+      private:
+        int items_, first_ = 0;
+        bool back_ = false;
+    };
 
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
@@ -137,9 +149,10 @@ struct Work {
     QTile tile;
     BandMask mask;
     int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
+    bool back;
 
-    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item)
-        : Work(p, assignment<Tile, General>(p, schedule, item)) {}
+    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item, bool on_way_back)
+        : Work(p, assignment<Tile, General>(p, schedule, item), on_way_back) {}
 
     /// Whether there is a Q tile: not all numbers of packed sequences are used.
     __device__ __forceinline__ bool exists() const {
@@ -147,9 +160,25 @@ struct Work {
     }
     __device__ __forceinline__ int first_key() const { return first_tile * Tile::kBc; }
 
+    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
+    __device__ __forceinline__ int first_row(int consumer) const {
+        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
+    }
+    /// K tiles [first, end) with a key that some row of a consumer sees.
+    struct Range {
+        int first, end;
+    };
+    __device__ __forceinline__ Range range(int consumer) const {
+        const int row = first_row(consumer), last_row = sequence.seqlen_q - 1;
+        if (row > last_row) return {first_tile, first_tile};
+        const int first = max(first_tile, mask.begin(row) / Tile::kBc);
+        const int end = (mask.end(min(row + Tile::kGroupRows - 1, last_row)) + Tile::kBc - 1) / Tile::kBc;
+        return {first, max(first, end)};
+    }
+
   private:
-    __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a)
-        : sequence(a.sequence), tile(a.tile), mask(p.band, sequence.seqlen_q, sequence.seqlen_k) {
+    __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a, bool on_way_back)
+        : sequence(a.sequence), tile(a.tile), mask(p.band, sequence.seqlen_q, sequence.seqlen_k), back(on_way_back) {
         const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
         first_tile = mask.begin(tile.first_row) / Tile::kBc;
         tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
@@ -163,172 +192,263 @@ __device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x,
 
 /// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
 template <class Tile, bool General>
-struct Producer {
-    const ForwardParams& p;
-    const Maps& maps;
-    SharedMemory<Tile>& smem;
-    bool leader = threadIdx.x == 0;
-    RingPlace<Tile::kStages> k, v;
-    RingPlace<Tile::kQStages> q;
-    unsigned patch_parity = 0;
+class Producer {
+  public:
+    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
+                                        SharedMemory<Tile>& shared)
+        : p_(params), maps_(tensor_maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(const Schedule& schedule) {
-        schedule.for_each([&](int item) {
-            const Work<Tile, General> work(p, schedule, item);
-            if (!work.exists() || work.tiles == 0) return;
-            int key = work.first_key() + (work.tiles - 1) * Tile::kBc;
-            load_k(work, key);
+        Schedule::Walk walk(schedule);
+        for (int item = walk.next(); item >= 0; item = walk.next()) {
+            const Item work(p_, schedule, item, walk.back());
+            if (!work.exists() || work.tiles == 0) continue;
+            int tile = work.first_tile + work.tiles - 1;
+            load_k(work, tile);
             load_q(work);
-            for (; key > work.first_key(); key -= Tile::kBc) {
-                load_k(work, key - Tile::kBc);
-                load_v(work, key);
+            for (; tile > work.first_tile; --tile) {
+                load_k(work, tile - 1);
+                load_v(work, tile);
             }
-            load_v(work, key);
-        });
+            load_v(work, tile);
+        }
     }
 
   private:
-    /// The panels of rows from `row` on.
+    using Item = Work<Tile, General>;
+    /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
-    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
-                                         int batch) {
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
+                                         ptx::Barrier* barrier, int row, int head, const Item& work) const {
+        if (lane_ != 0) return;
+        ptx::barrier_wait(&slot.empty, parity ^ 1);
+        const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
         ptx::barrier_arrive_expect(barrier, sizeof(Rows));
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
-    __device__ __forceinline__ int batch(const Work<Tile, General>& work) const {
-        return General && p.sequences.cu_seqlens_q ? 0 : work.sequence.index;
-    }
-
-    __device__ __forceinline__ void load_q(const Work<Tile, General>& work) {
-        if (leader)
+    __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
-            for (int c = 0; c < Tile::kConsumers; ++c) {
-                Slot& slot = smem.q_slot[q.stage][c];
-                ptx::barrier_wait(&slot.empty, q.parity ^ 1);
-                load(smem.q[q.stage][c], maps.q, &slot.full,
-                     work.sequence.first_q + work.tile.first_row + Tile::kGroupRows * c, work.tile.head, batch(work));
-            }
-        q.advance();
-    }
-
-    __device__ __forceinline__ void load_k(const Work<Tile, General>& work, int key) {
-        if (leader) {
-            Slot& slot = smem.k_slot[k.stage];
-            ptx::barrier_wait(&slot.empty, k.parity ^ 1);
-            load(smem.k[k.stage], maps.k, &slot.full, work.sequence.first_k + key, work.tile.head_k, batch(work));
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            Slot& slot = smem_.q_slot[q_.stage][c];
+            load(smem_.q[q_.stage][c], maps_.q, slot, q_.parity, &slot.full, work.sequence.first_q + work.first_row(c),
+                 work.tile.head, work);
         }
-        k.advance();
+        q_.advance();
     }
 
-    __device__ __forceinline__ void load_v(const Work<Tile, General>& work, int key) {
-        Slot& slot = smem.v_slot[v.stage];
-        auto& rows = smem.v[v.stage];
-        const int count = work.sequence.seqlen_k - key;  // of the sequence's rows
+    __device__ __forceinline__ void load_k(const Item& work, int tile) {
+        Slot& slot = smem_.k_slot[k_.stage];
+        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
+             work.tile.head_k, work);
+        k_.advance();
+    }
+
+    __device__ __forceinline__ void load_v(const Item& work, int tile) {
+        Slot& slot = smem_.v_slot[v_.stage];
+        auto& rows = smem_.v[v_.stage];
+        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
         // Beyond a tensor's end the copy writes zeros; beyond a sequence's end there are rows that weights of 0 must not meet
-        const bool cut = General && (p.sequences.cu_seqlens_k || p.sequences.seqused_k) && count < Tile::kBc;
-        if (leader) {
-            ptx::barrier_wait(&slot.empty, v.parity ^ 1);
-            load(rows, maps.v, cut ? &smem.patch : &slot.full, work.sequence.first_k + key, work.tile.head_k,
-                 batch(work));
-        }
+        const bool cut = General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc;
+        load(rows, maps_.v, slot, v_.parity, cut ? &smem_.patch : &slot.full, work.sequence.first_k + tile * Tile::kBc,
+             work.tile.head_k, work);
         if (cut) {
-            ptx::barrier_wait(&smem.patch, patch_parity);
-            patch_parity ^= 1;
+            ptx::barrier_wait(&smem_.patch, patch_parity_);
+            patch_parity_ ^= 1;
             constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
 #pragma unroll
             for (int i = 0; i < Tile::kPanels; ++i)
-                for (int vector = count * kVectors + static_cast<int>(threadIdx.x); vector < Tile::kBc * kVectors;
-                     vector += 32)
+                for (int vector = count * kVectors + lane_; vector < Tile::kBc * kVectors; vector += 32)
                     reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
             ptx::fence_proxy_async();
             __syncwarp();
-            if (leader) ptx::barrier_arrive(&slot.full);
+            if (lane_ == 0) ptx::barrier_arrive(&slot.full);
         }
-        v.advance();
+        v_.advance();
     }
+
+    const ForwardParams& p_;
+    const Maps& maps_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kStages> k_, v_;
+    RingPlace<Tile::kQStages> q_;
+    unsigned patch_parity_ = 0;
 };
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 rows of the Q tile.
 template <class Tile, bool General>
-struct Consumer {
-    using T = typename Tile::T;
-    static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kColumns = Tile::kD / 2;  // registers of S and O
+class Consumer {
+  public:
+    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
+                                        SharedMemory<Tile>& shared)
+        : p_(params),
+          schedule_(schedule),
+          smem_(shared),
+          walk_(schedule),
+          group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-    const ForwardParams& p;
-    SharedMemory<Tile>& smem;
-    const int group, warp, lane;  // warpgroup among the consumers, warp in it
-    RingPlace<Tile::kStages> k, v;
-    RingPlace<Tile::kQStages> q;
-
-    float s[kScores];  // scores, then weights; wgmma's layout (ptx_sm90.cuh)
-    std::uint32_t weights[kBc / 16][4];
-    float o[kColumns];
-    float m[2], l[2];  // of rows row() and + 8 of the warp; l is this lane's part
-
-    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
-        : p(params),
-          smem(shared),
-          group(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
-          warp(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
-          lane(static_cast<int>(threadIdx.x) % 32) {}
-
-    __device__ __forceinline__ void run(const Schedule& schedule) {
-        if (Tile::kConsumers > 1 && group == Tile::kConsumers - 1) pass_turn();
-        schedule.for_each([&](int item) {
-            const Work<Tile, General> work(p, schedule, item);
-            if (work.exists()) attend(work);
-        });
+    __device__ __forceinline__ void run() {
+        Rows rows = next();
+        start(rows);
+        if (rows.tiles == 0) return;
+        multiply_qk();
+        while (rows.tiles > 0) {
+            ptx::wgmma_wait<0>();
+            attend(rows);
+            // The last product of these rows, the first of the next ones, and beside it O
+            multiply_pv();
+            release_q();
+            Rows following = next();
+            const int between = rows.after + following.before;
+            const bool apart =
+                following.tiles == 0 || between >= Tile::kStages;  // the producer wants V's slot to go on
+            if (apart) {
+                ptx::wgmma_wait<0>();
+                release_v();
+                skip(rows.after);
+                start(following);
+            } else {
+                skip(smem_.k_slot, k_, between);
+                await_q();
+                await_k();
+            }
+            multiply_qk();  // nobody asks for it after the last rows, but wgmma wants one flow of control
+            ptx::wgmma_wait<1>();
+            if (!apart) {
+                release_v();
+                skip(smem_.v_slot, v_, between);
+            }
+            finish(rows);
+            rows = following;
+        }
+        ptx::wgmma_wait<0>();
     }
 
   private:
+    using T = typename Tile::T;
     using Item = Work<Tile, General>;
+    using Place = RingPlace<Tile::kStages>;
+    static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
 
-    __device__ __forceinline__ int row() const { return lane / 4; }
-    __device__ __forceinline__ int column() const { return lane % 4 * 2; }
+    /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
+    struct Rows {
+        Sequence sequence;
+        QTile tile;
+        BandMask mask;
+        int first_query;
+        int first_tile, tiles;
+        int before, after;  // tiles of the block that come before and after these
+        bool exist;         // false: there are no more
+    };
 
-    // The consumers ask for products in turn
-    __device__ __forceinline__ void take_turn() const {
-        if (Tile::kConsumers > 1) ptx::named_barrier_sync(1 + group, 2 * Tile::kGroupThreads);
-    }
-    __device__ __forceinline__ void pass_turn() const {
-        if (Tile::kConsumers > 1)
-            ptx::named_barrier_arrive(1 + (group + 1) % Tile::kConsumers, 2 * Tile::kGroupThreads);
+    __device__ __forceinline__ int row() const { return lane_ / 4; }
+    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
+
+    /// The rows in the block's next item.
+    __device__ __forceinline__ Rows next() {
+        for (int item = walk_.next(); item >= 0; item = walk_.next()) {
+            const Item work(p_, schedule_, item, walk_.back());
+            if (!work.exists()) continue;
+            const auto range = work.range(group_);
+            const int tiles = range.end - range.first;
+            const int after = tiles > 0 ? range.first - work.first_tile : 0;
+            return {work.sequence,
+                    work.tile,
+                    work.mask,
+                    work.first_row(group_) + Tile::kWarpRows * warp_,
+                    range.first,
+                    tiles,
+                    work.tiles - tiles - after,
+                    after,
+                    true};
+        }
+        return {{}, {}, BandMask(p_.band, 0, 0), 0, 0, 0, 0, 0, false};
     }
 
     /// This warp needs it no longer.
     __device__ __forceinline__ void release(Slot& slot) const {
         __syncwarp();
-        if (lane == 0) ptx::barrier_arrive(&slot.empty);
+        if (lane_ == 0) ptx::barrier_arrive(&slot.empty);
+    }
+    __device__ __forceinline__ void release_k() {
+        release(smem_.k_slot[k_.stage]);
+        k_.advance();
+    }
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_slot[v_.stage]);
+        v_.advance();
+    }
+    __device__ __forceinline__ void release_q() {
+        release(smem_.q_slot[q_.stage][group_]);
+        q_.advance();
+    }
+    __device__ __forceinline__ void await_k() { ptx::barrier_wait(&smem_.k_slot[k_.stage].full, k_.parity); }
+    __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
+
+    /// Passes over tiles of the block that none of this warpgroup's rows sees.
+    __device__ __forceinline__ void skip(Slot (&slots)[Tile::kStages], Place& place, int tiles) const {
+        for (; tiles > 0; --tiles) {
+            ptx::barrier_wait(&slots[place.stage].full, place.parity);
+            release(slots[place.stage]);
+            place.advance();
+        }
+    }
+    __device__ __forceinline__ void skip(int tiles) {
+        for (; tiles > 0; --tiles) {
+            skip(smem_.k_slot, k_, 1);
+            skip(smem_.v_slot, v_, 1);
+        }
+    }
+
+    /// Goes on to the first rows from these on that see a key, and waits for their Q.
+    __device__ __forceinline__ void start(Rows& rows) {
+        while (rows.exist && rows.tiles == 0) {
+            if (rows.before > 0) {
+                skip(rows.before);
+                await_q();
+                release_q();
+            }
+            write_empty(rows);
+            rows = next();
+        }
+        if (rows.tiles > 0) {
+            skip(rows.before);
+            await_q();
+            await_k();
+        } else {
+            q_.stage = k_.stage = 0;  // where something lies, and nothing more will come
+        }
     }
 
     /// Asks for S = Q K^T.
     __device__ __forceinline__ void multiply_qk() {
-        ptx::barrier_wait(&smem.k_slot[k.stage].full, k.parity);
-        take_turn();
         ptx::wgmma_fence();
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
-            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem.q[q.stage][group].panel[i]), k_rows(smem.k[k.stage].panel[i]);
+            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem_.q[q_.stage][group_].panel[i]),
+                k_rows(smem_.k[k_.stage].panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                ptx::wgmma<T, kBc>(s, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
+                ptx::wgmma<T, kBc>(s_, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
         }
         ptx::wgmma_commit();
     }
 
     /// Asks for O += P V.
     __device__ __forceinline__ void multiply_pv() {
-        ptx::barrier_wait(&smem.v_slot[v.stage].full, v.parity);
+        ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
-        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem.v[v.stage].panel, sizeof(smem.v[0].panel[0]));
+        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o, weights[step], v_rows + 16 * 128 * step, true);
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, true);
         ptx::wgmma_commit();
     }
 
@@ -336,19 +456,19 @@ struct Consumer {
     __device__ __forceinline__ void multiply_qk_again() {
         const auto at = [](const T* panel, int r, int vector) { return panel + 64 * r + 8 * (vector ^ r % 8); };
 #pragma unroll
-        for (float& score : s) score = 0.f;
-        const int q_row = Tile::kWarpRows * warp + lane % 16, k_row = lane / 16 * 8 + lane % 8;
+        for (float& score : s_) score = 0.f;
+        const int q_row = Tile::kWarpRows * warp_ + lane_ % 16, k_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll 1
         for (int step = 0; step < Tile::kD / 16; ++step) {
             const int vector = step % 4 * 2;
             std::uint32_t a[4], b[4];
-            ptx::ldmatrix_x4(a, at(smem.q[q.stage][group].panel[step / 4], q_row, vector + lane / 16));
+            ptx::ldmatrix_x4(a, at(smem_.q[q_.stage][group_].panel[step / 4], q_row, vector + lane_ / 16));
 #pragma unroll
             for (int j = 0; j < kBc / 16; ++j) {
-                ptx::ldmatrix_x4(b, at(smem.k[k.stage].panel[step / 4], 16 * j + k_row, vector + lane / 8 % 2));
+                ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
-                    float (&d)[4] = *reinterpret_cast<float (*)[4]>(s + 8 * j + 4 * h);
+                    float (&d)[4] = *reinterpret_cast<float (*)[4]>(s_ + 8 * j + 4 * h);
                     ptx::mma_m16n8k16<T>(d, a, {b[2 * h], b[2 * h + 1]});
                 }
             }
@@ -356,38 +476,38 @@ struct Consumer {
     }
 
     /// Products become scores where something is done to them but the scale; `key`: of the tile's first column.
-    __device__ __forceinline__ void modify(const Item& work, int key, int first_query) {
+    __device__ __forceinline__ void modify(const Rows& rows, int key) {
         if constexpr (General) {
-            if (!ScoreMod<true>::active(p)) return;
-            const ScoreMod<true> mod(p, work.sequence, work.tile);
-            mod.template apply<2, kBc / 8>([&](int i, int j, int e) -> float& { return s[4 * j + 2 * i + e]; },
-                                           p.scale* kLog2e, [&](int i) { return first_query + row() + 8 * i; },
+            if (!ScoreMod<true>::active(p_)) return;
+            const ScoreMod<true> mod(p_, rows.sequence, rows.tile);
+            mod.template apply<2, kBc / 8>([&](int i, int j, int e) -> float& { return s_[4 * j + 2 * i + e]; },
+                                           p_.scale* kLog2e, [&](int i) { return rows.first_query + row() + 8 * i; },
                                            key + column());
         }
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
     /// `right`.
-    __device__ __forceinline__ void hide(const Item& work, int key, int first_query, bool left, bool right) {
+    __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
         const auto each = [&](auto hidden) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const auto hides = hidden(first_query + row() + 8 * h);
+                const auto hides = hidden(rows.first_query + row() + 8 * h);
 #pragma unroll
                 for (int j = 0; j < kBc / 8; ++j)
 #pragma unroll
                     for (int e = 0; e < 2; ++e)
-                        if (hides(8 * j + e)) s[4 * j + 2 * h + e] = -INFINITY;
+                        if (hides(8 * j + e)) s_[4 * j + 2 * h + e] = -INFINITY;
             }
         };
         const int first_key = key + column();
         if (left)
             each([&](int query) {
-                return [begin = work.mask.begin(query) - first_key](int offset) { return offset < begin; };
+                return [begin = rows.mask.begin(query) - first_key](int offset) { return offset < begin; };
             });
         if (right)
             each([&](int query) {
-                return [end = work.mask.end(query) - first_key](int offset) { return offset >= end; };
+                return [end = rows.mask.end(query) - first_key](int offset) { return offset >= end; };
             });
     }
 
@@ -397,7 +517,7 @@ struct Consumer {
         for (int h = 0; h < 2; ++h) {
             top[h] = -INFINITY;
 #pragma unroll
-            for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s[4 * j + 2 * h], s[4 * j + 2 * h + 1]));
+            for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
             top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
         }
     }
@@ -409,7 +529,7 @@ struct Consumer {
         for (int j = 0; j < kBc / 8; ++j)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
-                float& score = s[4 * j + i];
+                float& score = s_[4 * j + i];
                 score = ptx::ex2(fmaf(score, factor, offset[i / 2]));
                 sum[i / 2] += score;
             }
@@ -432,160 +552,137 @@ struct Consumer {
         const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
         if (!moderate) {  // products are rounded first, so that the largest is m to the bit
 #pragma unroll
-            for (float& score : s) score *= factor;
+            for (float& score : s_) score *= factor;
             factor = 1.f;
             hide_band();
             row_maximum(top);
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float before = m[h];
-            m[h] = fmaxf(before, top[h] * factor);
-            const float base = m[h] == -INFINITY ? 0.f : m[h];  // no visible key yet
+            const float before = m_[h];
+            m_[h] = fmaxf(before, top[h] * factor);
+            const float base = m_[h] == -INFINITY ? 0.f : m_[h];  // no visible key yet
             offset[h] = moderate ? -base : 0.f;
             if (!moderate)
 #pragma unroll
-                for (int j = 0; j < kBc / 8; ++j) s[4 * j + 2 * h] -= base, s[4 * j + 2 * h + 1] -= base;
+                for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
             if (!first) {
                 const float rescale = ptx::ex2(before - base);
-                l[h] *= rescale;
+                l_[h] *= rescale;
 #pragma unroll
-                for (int j = 0; j < Tile::kD / 8; ++j) o[4 * j + 2 * h] *= rescale, o[4 * j + 2 * h + 1] *= rescale;
+                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
             }
         }
         weigh(sum, factor, offset);
-        l[0] += sum[0], l[1] += sum[1];
-        return moderate && __all_sync(kWarpMask, all_moderate(m, 1.f));
+        l_[0] += sum[0], l_[1] += sum[1];
+        return moderate && __all_sync(kWarpMask, all_moderate(m_, 1.f));
     }
 
     /// P as the second product's operand: its layout is that of S, in pairs.
     __device__ __forceinline__ void pack_weights() {
 #pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) weights[i / 4][i % 4] = packed<T>(s[2 * i], s[2 * i + 1]);
+        for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = packed<T>(s_[2 * i], s_[2 * i + 1]);
     }
 
-    /// Tiles of the block that none of this warpgroup's rows sees.
-    __device__ __forceinline__ void skip(int tiles) {
-        for (; tiles > 0; --tiles) {
-            take_turn();
-            pass_turn();
-            ptx::barrier_wait(&smem.k_slot[k.stage].full, k.parity);
-            release(smem.k_slot[k.stage]);
-            k.advance();
-            ptx::barrier_wait(&smem.v_slot[v.stage].full, v.parity);
-            release(smem.v_slot[v.stage]);
-            v.advance();
-        }
-    }
-
-    __device__ __forceinline__ void attend(const Item& work) {
-        const int group_query = work.tile.first_row + Tile::kGroupRows * group;
-        const int last_row = work.sequence.seqlen_q - 1;
-        // Tiles with a key that some row of the warpgroup sees
-        const int first = max(work.first_tile, work.mask.begin(group_query) / kBc);
-        const int end = group_query > last_row
-                            ? first
-                            : (work.mask.end(min(group_query + Tile::kGroupRows - 1, last_row)) + kBc - 1) / kBc;
-        const int tiles = max(0, end - first), after = tiles > 0 ? first - work.first_tile : 0;
+    /// Scores to weights, and all products but the last with V; the first with K is done.
+    __device__ __forceinline__ void attend(const Rows& rows) {
         // Where tiles begin whose keys all rows of the warp see
-        const int first_query = group_query + Tile::kWarpRows * warp;
-        const int last_query = min(first_query + Tile::kWarpRows - 1, last_row);
-        const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query) - kBc + 1;
+        const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
+        const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
+        const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
+        int key = (rows.first_tile + rows.tiles - 1) * kBc;
+        const auto hide_band = [&] { hide(rows, key, key < all_begin, key >= all_end); };
 
 #pragma unroll
-        for (float& x : o) x = 0.f;
-        m[0] = m[1] = -INFINITY, l[0] = l[1] = 0.f;
-        Slot& q_slot = smem.q_slot[q.stage][group];
-        if (work.tiles > 0) ptx::barrier_wait(&q_slot.full, q.parity);
-        skip(work.tiles - tiles - after);
+        for (float& x : o_) x = 0.f;
+        m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
+        modify(rows, key);
+        bool settled = weigh_exactly(factor, hide_band, true);  // whether m is set, and moderate
+        release_k();
+        pack_weights();
 
-        if (tiles > 0) {
-            const float factor = General && ScoreMod<General>::active(p) ? 1.f : p.scale * kLog2e;
-            int key = (first + tiles - 1) * kBc;
-            const auto hide_band = [&] { hide(work, key, first_query, key < all_begin, key >= all_end); };
-
+        for (int left = rows.tiles - 1; left > 0; --left) {
+            key -= kBc;
+            await_k();
             multiply_qk();
-            pass_turn();
-            ptx::wgmma_wait<0>();
-            modify(work, key, first_query);
-            bool settled = weigh_exactly(factor, hide_band, true);  // whether m is set, and moderate
-            release(smem.k_slot[k.stage]);
-            k.advance();
-            pack_weights();
-
-            for (int left = tiles - 1; left > 0; --left) {
-                key -= kBc;
-                multiply_qk();
-                multiply_pv();
-                pass_turn();
-                ptx::wgmma_wait<1>();
-                modify(work, key, first_query);
-                // A tile that every row sees: the old m serves if no weight overflows
-                const bool plain = settled && key >= all_begin && key < all_end;
-                bool done = false;
-                if (plain) {
-                    const float offset[2] = {-m[0], -m[1]};
-                    float sum[2];
-                    weigh(sum, factor, offset);
-                    constexpr float kLargest = Element<T>::kLargestSum;
-                    done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
-                    if (done) l[0] += sum[0], l[1] += sum[1];
-                }
-                ptx::wgmma_wait<0>();
-                release(smem.v_slot[v.stage]);
-                v.advance();
-                if (!done) {
-                    if (plain) {
-                        multiply_qk_again();
-                        modify(work, key, first_query);
-                    }
-                    settled = weigh_exactly(factor, hide_band, false);
-                }
-                release(smem.k_slot[k.stage]);
-                k.advance();
-                pack_weights();
-            }
             multiply_pv();
+            ptx::wgmma_wait<1>();
+            modify(rows, key);
+            // A tile that every row sees: the old m serves if no weight overflows
+            const bool plain = settled && key >= all_begin && key < all_end;
+            bool done = false;
+            if (plain) {
+                const float offset[2] = {-m_[0], -m_[1]};
+                float sum[2];
+                weigh(sum, factor, offset);
+                constexpr float kLargest = Element<T>::kLargestSum;
+                done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
+                if (done) l_[0] += sum[0], l_[1] += sum[1];
+            }
+            ptx::wgmma_wait<0>();
+            release_v();
+            if (!done) {
+                if (plain) {
+                    multiply_qk_again();
+                    modify(rows, key);
+                }
+                settled = weigh_exactly(factor, hide_band, false);
+            }
+            release_k();
+            pack_weights();
         }
-        if (work.tiles > 0) {
-            release(q_slot);
-            q.advance();
-        }
-        ptx::wgmma_wait<0>();
-        if (tiles > 0) {
-            release(smem.v_slot[v.stage]);
-            v.advance();
-        }
-        finish(work, first_query);
-        skip(after);
     }
 
     /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
-    __device__ __forceinline__ void finish(const Item& work, int first_query) {
-        const Sequence& sequence = work.sequence;
+    __device__ __forceinline__ void finish(const Rows& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = over_quad(l[h], [](float x, float y) { return x + y; });
+            const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
             const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // 0 for a row that saw no key
-            const int query = first_query + row() + 8 * h;
-            const bool inside = query < sequence.seqlen_q;
-            if (lane % 4 == 0 && inside)
-                p.lse[lse_index(p, sequence, work.tile.head, query)] =
-                    sum == 0.f ? -INFINITY : (m[h] + log2f(sum)) * kLn2;
-            T* const out = row_of<T>(p.o, sequence.index, work.tile.head, sequence.first_q + query);
+            const int query = rows.first_query + row() + 8 * h;
+            const bool inside = query < rows.sequence.seqlen_q;
+            if (lane_ % 4 == 0 && inside)
+                p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] =
+                    sum == 0.f ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
+            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
                 std::uint32_t words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    words[i] = packed<T>(o[4 * (j + i) + 2 * h] * inverse, o[4 * (j + i) + 2 * h + 1] * inverse);
-                transpose_in_quad(words, lane % 4);
-                const int col = 8 * (j + lane % 4);
-                if (inside && col < p.head_dim_v)
+                    words[i] = packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
+                transpose_in_quad(words, lane_ % 4);
+                const int col = 8 * (j + lane_ % 4);
+                if (inside && col < p_.head_dim_v)
                     *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
     }
+
+    /// The same of rows that see no key.
+    __device__ __forceinline__ void write_empty(const Rows& rows) const {
+        for (int r = lane_ / 8; r < Tile::kWarpRows; r += 4) {
+            const int query = rows.first_query + r;
+            if (query >= rows.sequence.seqlen_q) break;
+            if (lane_ % 8 == 0) p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] = -INFINITY;
+            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
+            for (int col = lane_ % 8 * 8; col < p_.head_dim_v; col += 64)
+                *reinterpret_cast<uint4*>(out + col) = uint4{};
+        }
+    }
+
+    const ForwardParams& p_;
+    const Schedule& schedule_;
+    SharedMemory<Tile>& smem_;
+    Schedule::Walk walk_;
+    const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
+    Place k_, v_;
+    RingPlace<Tile::kQStages> q_;
+
+    float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
+    std::uint32_t weights_[kBc / 16][4];
+    float o_[kOutputs];
+    float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
 };
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
@@ -609,12 +706,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    if (threadIdx.x < Tile::kGroupThreads) {
+    if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, General>{p, maps, smem}.run(schedule);
+        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, General>(p, smem).run(schedule);
+        Consumer<Tile, General>(p, schedule, smem).run();
     }
 }
 
@@ -628,7 +725,12 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
 /// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
 inline int heads_at_once(const ForwardParams& p) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    const char*e=getenv("HOP_S"); if(uneven&&e&&atoi(e)){ auto per=2*2*p.seqlen_k*p.head_dim; int n=(int)(atoi(e)*1000000ll/per); return std::max(1,std::min(n,(int)(p.batch*p.heads_q))); }
+    const char* e = getenv("HOP_S");
+    if (uneven && e && atoi(e)) {
+        auto per = 2 * 2 * p.seqlen_k * p.head_dim;
+        int n = (int)(atoi(e) * 1000000ll / per);
+        return std::max(1, std::min(n, (int)(p.batch * p.heads_q)));
+    }
     return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
 }
 
