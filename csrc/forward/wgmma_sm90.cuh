@@ -145,11 +145,16 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
 /// What a block works on at a time: its sequence and Q tile, and the keys it may see.
 template <class Tile, bool General>
 struct Work {
+    /// K tiles [first, end). Never empty: rows that see no key get a tile, which is masked.
+    struct Range {
+        int first, end;
+    };
+
     Sequence sequence;
     QTile tile;
     BandMask mask;
-    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
     bool back;
+    Range tiles;  // with a key that some row of the Q tile sees
 
     __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item, bool on_way_back)
         : Work(p, assignment<Tile, General>(p, schedule, item), on_way_back) {}
@@ -158,30 +163,32 @@ struct Work {
     __device__ __forceinline__ bool exists() const {
         return !General || (tile.first_row >= 0 && tile.first_row < sequence.seqlen_q);
     }
-    __device__ __forceinline__ int first_key() const { return first_tile * Tile::kBc; }
 
     /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
     __device__ __forceinline__ int first_row(int consumer) const {
         return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
     }
-    /// K tiles [first, end) with a key that some row of a consumer sees.
-    struct Range {
-        int first, end;
-    };
-    __device__ __forceinline__ Range range(int consumer) const {
-        const int row = first_row(consumer), last_row = sequence.seqlen_q - 1;
-        if (row > last_row) return {first_tile, first_tile};
-        const int first = max(first_tile, mask.begin(row) / Tile::kBc);
-        const int end = (mask.end(min(row + Tile::kGroupRows - 1, last_row)) + Tile::kBc - 1) / Tile::kBc;
-        return {first, max(first, end)};
+    /// Of `tiles`, those with a key that some row of a consumer sees.
+    __device__ __forceinline__ Range tiles_of(int consumer) const {
+        const Range range = seen(first_row(consumer), Tile::kGroupRows);
+        const int first = min(max(range.first, tiles.first), tiles.end - 1);
+        return {first, min(max(range.end, first + 1), tiles.end)};
     }
 
   private:
     __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a, bool on_way_back)
-        : sequence(a.sequence), tile(a.tile), mask(p.band, sequence.seqlen_q, sequence.seqlen_k), back(on_way_back) {
-        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        first_tile = mask.begin(tile.first_row) / Tile::kBc;
-        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
+        : sequence(a.sequence),
+          tile(a.tile),
+          mask(p.band, sequence.seqlen_q, sequence.seqlen_k),
+          back(on_way_back),
+          tiles(seen(tile.first_row, Tile::kBr)) {}
+
+    /// K tiles with a key that some of the rows sees, of which some may be beyond the end.
+    __device__ __forceinline__ Range seen(int row, int count) const {
+        const int last_row = min(row + count, sequence.seqlen_q) - 1, last_tile = (sequence.seqlen_k - 1) / Tile::kBc;
+        const int first = min(mask.begin(row) / Tile::kBc, last_tile);
+        const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
+        return {first, max(end, first + 1)};
     }
 };
 
@@ -202,11 +209,11 @@ class Producer {
         Schedule::Walk walk(schedule);
         for (int item = walk.next(); item >= 0; item = walk.next()) {
             const Item work(p_, schedule, item, walk.back());
-            if (!work.exists() || work.tiles == 0) continue;
-            int tile = work.first_tile + work.tiles - 1;
+            if (!work.exists()) continue;
+            int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
-            for (; tile > work.first_tile; --tile) {
+            for (; tile > work.tiles.first; --tile) {
                 load_k(work, tile - 1);
                 load_v(work, tile);
             }
@@ -216,6 +223,7 @@ class Producer {
 
   private:
     using Item = Work<Tile, General>;
+
     /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
     __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
@@ -249,7 +257,7 @@ class Producer {
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
-        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
+        const int count = max(0, work.sequence.seqlen_k - tile * Tile::kBc);  // of the sequence's rows
         // Beyond a tensor's end the copy writes zeros; beyond a sequence's end there are rows that weights of 0 must not meet
         const bool cut = General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc;
         load(rows, maps_.v, slot, v_.parity, cut ? &smem_.patch : &slot.full, work.sequence.first_k + tile * Tile::kBc,
@@ -296,34 +304,36 @@ class Consumer {
 
     __device__ __forceinline__ void run() {
         Rows rows = next();
-        start(rows);
-        if (rows.tiles == 0) return;
+        if (!rows.exist) return;
+        await_q();
+        await_k();
         multiply_qk();
-        while (rows.tiles > 0) {
-            ptx::wgmma_wait<0>();
+        while (rows.exist) {
             attend(rows);
             // The last product of these rows, the first of the next ones, and beside it O
             multiply_pv();
             release_q();
-            Rows following = next();
-            const int between = rows.after + following.before;
-            const bool apart =
-                following.tiles == 0 || between >= Tile::kStages;  // the producer wants V's slot to go on
+            const Rows following = next();
+            const int between = rows.after + following.before;  // tiles of the block that these rows do not see
+            const bool apart = !following.exist || between >= Tile::kStages;  // the producer wants V's slot to go on
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
-                skip(rows.after);
-                start(following);
+                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
             } else {
-                skip(smem_.k_slot, k_, between);
+                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
+            }
+            if (following.exist) {
                 await_q();
                 await_k();
+            } else {
+                q_.stage = k_.stage = 0;  // a product that nobody asks for: wgmma wants one flow of control
             }
-            multiply_qk();  // nobody asks for it after the last rows, but wgmma wants one flow of control
+            multiply_qk();
             ptx::wgmma_wait<1>();
             if (!apart) {
                 release_v();
-                skip(smem_.v_slot, v_, between);
+                for (int i = between; i > 0; --i) skip(smem_.v_slot, v_);
             }
             finish(rows);
             rows = following;
@@ -356,17 +366,15 @@ class Consumer {
         for (int item = walk_.next(); item >= 0; item = walk_.next()) {
             const Item work(p_, schedule_, item, walk_.back());
             if (!work.exists()) continue;
-            const auto range = work.range(group_);
-            const int tiles = range.end - range.first;
-            const int after = tiles > 0 ? range.first - work.first_tile : 0;
+            const auto tiles = work.tiles_of(group_);
             return {work.sequence,
                     work.tile,
                     work.mask,
                     work.first_row(group_) + Tile::kWarpRows * warp_,
-                    range.first,
-                    tiles,
-                    work.tiles - tiles - after,
-                    after,
+                    tiles.first,
+                    tiles.end - tiles.first,
+                    work.tiles.end - tiles.end,
+                    tiles.first - work.tiles.first,
                     true};
         }
         return {{}, {}, BandMask(p_.band, 0, 0), 0, 0, 0, 0, 0, false};
@@ -392,39 +400,11 @@ class Consumer {
     __device__ __forceinline__ void await_k() { ptx::barrier_wait(&smem_.k_slot[k_.stage].full, k_.parity); }
     __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
 
-    /// Passes over tiles of the block that none of this warpgroup's rows sees.
-    __device__ __forceinline__ void skip(Slot (&slots)[Tile::kStages], Place& place, int tiles) const {
-        for (; tiles > 0; --tiles) {
-            ptx::barrier_wait(&slots[place.stage].full, place.parity);
-            release(slots[place.stage]);
-            place.advance();
-        }
-    }
-    __device__ __forceinline__ void skip(int tiles) {
-        for (; tiles > 0; --tiles) {
-            skip(smem_.k_slot, k_, 1);
-            skip(smem_.v_slot, v_, 1);
-        }
-    }
-
-    /// Goes on to the first rows from these on that see a key, and waits for their Q.
-    __device__ __forceinline__ void start(Rows& rows) {
-        while (rows.exist && rows.tiles == 0) {
-            if (rows.before > 0) {
-                skip(rows.before);
-                await_q();
-                release_q();
-            }
-            write_empty(rows);
-            rows = next();
-        }
-        if (rows.tiles > 0) {
-            skip(rows.before);
-            await_q();
-            await_k();
-        } else {
-            q_.stage = k_.stage = 0;  // where something lies, and nothing more will come
-        }
+    /// Passes over a tile that none of this warpgroup's rows sees.
+    __device__ __forceinline__ void skip(Slot (&slots)[Tile::kStages], Place& place) const {
+        ptx::barrier_wait(&slots[place.stage].full, place.parity);
+        release(slots[place.stage]);
+        place.advance();
     }
 
     /// Asks for S = Q K^T.
@@ -545,37 +525,37 @@ class Consumer {
 
     /// P with the exact maximum of what this tile shows; O and l are rescaled to it. Returns whether m is moderate.
     template <class Hide>
-    __device__ __forceinline__ bool weigh_exactly(float factor, Hide hide_band, bool first) {
+    __device__ __forceinline__ bool weigh_exactly(float factor, Hide hide_band) {
         float top[2], offset[2], sum[2];
-        hide_band();
-        row_maximum(top);
-        const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
-        if (!moderate) {  // products are rounded first, so that the largest is m to the bit
-#pragma unroll
-            for (float& score : s_) score *= factor;
-            factor = 1.f;
+        bool moderate, rounded = false;
+#pragma unroll 1
+        for (;;) {
             hide_band();
             row_maximum(top);
+            moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+            if (moderate || rounded) break;
+#pragma unroll
+            for (float& score : s_) score *= factor;  // products are rounded first, so that the largest is m to the bit
+            factor = 1.f;
+            rounded = true;
         }
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float before = m_[h];
             m_[h] = fmaxf(before, top[h] * factor);
             const float base = m_[h] == -INFINITY ? 0.f : m_[h];  // no visible key yet
-            offset[h] = moderate ? -base : 0.f;
-            if (!moderate)
+            offset[h] = rounded ? 0.f : -base;
+            if (rounded)
 #pragma unroll
                 for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
-            if (!first) {
-                const float rescale = ptx::ex2(before - base);
-                l_[h] *= rescale;
+            const float rescale = ptx::ex2(before - base);
+            l_[h] *= rescale;
 #pragma unroll
-                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
-            }
+            for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
         }
         weigh(sum, factor, offset);
         l_[0] += sum[0], l_[1] += sum[1];
-        return moderate && __all_sync(kWarpMask, all_moderate(m_, 1.f));
+        return !rounded && __all_sync(kWarpMask, all_moderate(m_, 1.f));
     }
 
     /// P as the second product's operand: its layout is that of S, in pairs.
@@ -584,28 +564,20 @@ class Consumer {
         for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = packed<T>(s_[2 * i], s_[2 * i + 1]);
     }
 
-    /// Scores to weights, and all products but the last with V; the first with K is done.
+    /// All of the rows' work but the product asked for before, the first with K, and the last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
         // Where tiles begin whose keys all rows of the warp see
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
         const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
-        int key = (rows.first_tile + rows.tiles - 1) * kBc;
-        const auto hide_band = [&] { hide(rows, key, key < all_begin, key >= all_end); };
+        const int last = rows.first_tile * kBc;
 
+        ptx::wgmma_wait<0>();
 #pragma unroll
         for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
-        modify(rows, key);
-        bool settled = weigh_exactly(factor, hide_band, true);  // whether m is set, and moderate
-        release_k();
-        pack_weights();
-
-        for (int left = rows.tiles - 1; left > 0; --left) {
-            key -= kBc;
-            await_k();
-            multiply_qk();
-            multiply_pv();
+        bool settled = false;  // whether m is set, and moderate
+        for (int key = last + (rows.tiles - 1) * kBc;; key -= kBc) {
             ptx::wgmma_wait<1>();
             modify(rows, key);
             // A tile that every row sees: the old m serves if no weight overflows
@@ -620,16 +592,20 @@ class Consumer {
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
-            release_v();
+            if (key < last + (rows.tiles - 1) * kBc) release_v();
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
                     modify(rows, key);
                 }
-                settled = weigh_exactly(factor, hide_band, false);
+                settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
             release_k();
             pack_weights();
+            if (key == last) break;
+            await_k();
+            multiply_qk();
+            multiply_pv();
         }
     }
 
@@ -638,36 +614,26 @@ class Consumer {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
-            const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // 0 for a row that saw no key
+            const bool none = sum == 0.f;  // the row saw no key
+            const float inverse = 1.f / sum;
             const int query = rows.first_query + row() + 8 * h;
             const bool inside = query < rows.sequence.seqlen_q;
             if (lane_ % 4 == 0 && inside)
                 p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] =
-                    sum == 0.f ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
+                    none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
             T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
                 std::uint32_t words[4];
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
-                    words[i] = packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
+                    words[i] =
+                        none ? 0 : packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
                 transpose_in_quad(words, lane_ % 4);
                 const int col = 8 * (j + lane_ % 4);
                 if (inside && col < p_.head_dim_v)
                     *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
             }
-        }
-    }
-
-    /// The same of rows that see no key.
-    __device__ __forceinline__ void write_empty(const Rows& rows) const {
-        for (int r = lane_ / 8; r < Tile::kWarpRows; r += 4) {
-            const int query = rows.first_query + r;
-            if (query >= rows.sequence.seqlen_q) break;
-            if (lane_ % 8 == 0) p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] = -INFINITY;
-            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
-            for (int col = lane_ % 8 * 8; col < p_.head_dim_v; col += 64)
-                *reinterpret_cast<uint4*>(out + col) = uint4{};
         }
     }
 
