@@ -134,6 +134,8 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
     if (!cpu_kernel && cpu_tensors) return "runs on cuda tensors, and on cpu tensors by name, in the emulator";
     if (device.arch < kernel.min_arch)
         return "needs " + arch_name(kernel.min_arch) + " or later, the device is " + arch_name(device.arch);
+    if (device.arch > kernel.max_arch)
+        return "has no code behind " + arch_name(kernel.max_arch) + ", the device is " + arch_name(device.arch);
 
     const bool takes = p.dtype == DType::kFloat32   ? kernel.float32
                        : p.dtype == DType::kFloat16 ? kernel.float16

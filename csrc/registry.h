@@ -69,6 +69,8 @@ struct Kernel : KernelFacts {
     std::int64_t (*workspace_bytes)(const Params&, const DeviceFacts&);
     /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
     void (*launch)(const Params&, const DeviceFacts&, Stream);
+    /// The last arch it has code for, where that is of one architecture (sm_90a).
+    int max_arch = 1 << 30;
 };
 using KernelInfo = Kernel<ForwardParams>;
 using BackwardKernelInfo = Kernel<BackwardParams>;

@@ -229,7 +229,7 @@ __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTil
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            weights[r][i] = mma::packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
+            weights[r][i] = packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
 }
 
 /// A step of weights to shared memory, for the other warps.
@@ -244,7 +244,7 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(
                     to.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), first + 8 * j) + thread.column()) =
-                    mma::packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
+                    packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
 }
 
 /// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's columns
@@ -308,7 +308,7 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
                 *reinterpret_cast<std::uint32_t*>(
                     staging.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), thread.warp_column() + 8 * c) +
                     thread.column()) =
-                    mma::packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
+                    packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
     __syncwarp();
     constexpr int kVectors = Tile::kWarpColumns / 8;
     for (int i = thread.lane; i < Tile::kWarpRows * kVectors; i += 32) {

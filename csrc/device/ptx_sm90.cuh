@@ -99,22 +99,23 @@ class SharedMatrix {
   public:
     /// From the first row of a panel. `panel_bytes`: the distance between panels (Major::N).
     __device__ __forceinline__ explicit SharedMatrix(const void* panel, int panel_bytes = 16)
-        : bits_(detail::shared_address(panel) >> 4 | static_cast<std::uint64_t>(panel_bytes >> 4) << 16 |
-                std::uint64_t{kGroupBytes >> 4} << 32 | std::uint64_t{1} << 62) {}
+        : low_(detail::shared_address(panel) >> 4 | static_cast<unsigned>(panel_bytes) >> 4 << 16) {}
 
     /// The matrix that begins `bytes` further on, before the swizzle: multiples of 32 below 128 for 16 k each along the
     /// rows (Major::K), multiples of 1024 for 8 rows each.
     __device__ __forceinline__ SharedMatrix operator+(int bytes) const {
         SharedMatrix moved = *this;
-        moved.bits_ += static_cast<std::uint64_t>(bytes >> 4);
+        moved.low_ += static_cast<unsigned>(bytes) >> 4;
         return moved;
     }
 
-    __device__ __forceinline__ std::uint64_t bits() const { return bits_; }
+    __device__ __forceinline__ std::uint64_t bits() const {
+        constexpr std::uint64_t kGroupBytes = 1024, kSwizzle128 = 1;  // of 8 rows
+        return low_ | (kGroupBytes >> 4) << 32 | kSwizzle128 << 62;
+    }
 
   private:
-    static constexpr int kGroupBytes = 1024;  // 8 rows
-    std::uint64_t bits_;
+    std::uint32_t low_;
 };
 
 /// Orders this warpgroup's accesses to registers before its next products that use them, and its shared memory reads

@@ -22,10 +22,10 @@ struct QTile {
 /// Blocks are numbered tile-fastest, so that neighbours in time share a head's K and V in L2. Where the band's right
 /// side is bounded (causal) the last tile, which has the most keys, goes first.
 template <int Br>
-__device__ QTile q_tile(const ForwardParams& p) {
+__device__ QTile q_tile(const ForwardParams& p, unsigned block = blockIdx.x) {
     const unsigned tiles = static_cast<unsigned>((p.seqlen_q + Br - 1) / Br);
     const unsigned heads = static_cast<unsigned>(p.heads_q);
-    const unsigned tile = blockIdx.x % tiles, slice = blockIdx.x / tiles;
+    const unsigned tile = block % tiles, slice = block / tiles;
     const unsigned head = slice % heads;
     const unsigned ordered = p.band.right < kUnbounded ? tiles - 1 - tile : tile;
     return {static_cast<int>(slice / heads), static_cast<int>(head),
@@ -112,22 +112,22 @@ struct Assignment {
 
 /// Without p.sequences: all of it is known to be the same in every thread.
 template <int Br>
-__device__ Assignment dense_assignment(const ForwardParams& p) {
-    const QTile tile = q_tile<Br>(p);
+__device__ Assignment dense_assignment(const ForwardParams& p, unsigned block = blockIdx.x) {
+    const QTile tile = q_tile<Br>(p, block);
     return {{tile.batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)}, tile};
 }
 
 /// With p.sequences or without. Called by whole warps.
 template <int Br>
-__device__ Assignment assignment(const ForwardParams& p) {
+__device__ Assignment assignment(const ForwardParams& p, unsigned block = blockIdx.x) {
     const Sequences& s = p.sequences;
     if (!s.cu_seqlens_q) {
-        const QTile tile = q_tile<Br>(p);
+        const QTile tile = q_tile<Br>(p, block);
         return {sequence(p, tile.batch), tile};
     }
     const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, Br));
-    const int head = static_cast<int>(blockIdx.x / tiles);
-    const PackedTile found = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, static_cast<int>(blockIdx.x % tiles));
+    const int head = static_cast<int>(block / tiles);
+    const PackedTile found = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, static_cast<int>(block % tiles));
     const Sequence rows = sequence(p, found.sequence);
     const int count = (rows.seqlen_q + Br - 1) / Br;
     const bool longest_first = p.band.right < kUnbounded && found.tile >= 0 && found.tile < count;

@@ -30,6 +30,7 @@
 #include "../attention.h"
 #include "../device/element.cuh"
 #include "../device/mask.cuh"
+#include "../device/quad.cuh"
 #include "../device/score_mod.cuh"
 #include "../device/swizzle.cuh"
 #include "../device/tile.cuh"
@@ -290,12 +291,6 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, float (&sum)[Tile::kRowTi
         }
 }
 
-template <class T>
-__device__ __forceinline__ std::uint32_t packed(float x, float y) {
-    const typename Element<T>::Pair pair = Element<T>::pair(x, y);
-    return *reinterpret_cast<const std::uint32_t*>(&pair);
-}
-
 /// P from the accumulators of the first product to the operand of the second: an accumulator's 16x8 tile is half of a
 /// 16x16 operand, element for element.
 template <class Tile>
@@ -357,21 +352,6 @@ __device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Sme
 #pragma unroll
                 for (int w = 1; w < Tile::kDimWarps; ++w) x[r][h] = combine(x[r][h], smem.row[w][row]);
             }
-    }
-}
-
-/// A quad's lanes hold words (pairs of columns) q of four tiles' rows: afterwards lane q has the four words of tile q.
-__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int quad_lane) {
-#pragma unroll
-    for (const int step : {1, 2}) {
-        const bool upper = quad_lane & step;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            if (i & step) continue;
-            const std::uint32_t sent = upper ? words[i] : words[i | step];
-            const std::uint32_t got = __shfl_xor_sync(kWarpMask, sent, step);
-            (upper ? words[i] : words[i | step]) = got;
-        }
     }
 }
 

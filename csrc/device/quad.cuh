@@ -1,0 +1,37 @@
+// What the four lanes of a quad do together: they share the rows of a tensor-core accumulator, 2 columns each.
+#pragma once
+
+#include "element.cuh"
+
+namespace flash_wmma {
+
+/// Two neighbours in a register.
+template <class T>
+__device__ __forceinline__ std::uint32_t packed(float x, float y) {
+    const typename Element<T>::Pair pair = Element<T>::pair(x, y);
+    return *reinterpret_cast<const std::uint32_t*>(&pair);
+}
+
+/// The quad's x combined (maximum or sum), in each of its lanes.
+template <class Combine>
+__device__ __forceinline__ float over_quad(float x, Combine combine) {
+    x = combine(x, __shfl_xor_sync(0xffffffffu, x, 1));
+    return combine(x, __shfl_xor_sync(0xffffffffu, x, 2));
+}
+
+/// A quad's lanes hold words (pairs of columns) q of four tiles' rows: afterwards lane q has the four words of tile q.
+__device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int quad_lane) {
+#pragma unroll
+    for (const int step : {1, 2}) {
+        const bool upper = quad_lane & step;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            if (i & step) continue;
+            const std::uint32_t sent = upper ? words[i] : words[i | step];
+            const std::uint32_t got = __shfl_xor_sync(0xffffffffu, sent, step);
+            (upper ? words[i] : words[i | step]) = got;
+        }
+    }
+}
+
+}  // namespace flash_wmma

@@ -1,0 +1,63 @@
+// wgmma_sm90: the choice among its instances, and its row in the registry.
+#include <algorithm>
+#include <stdexcept>
+
+#include "wgmma_sm90_shapes.h"
+
+namespace flash_wmma::wgmma_sm90 {
+namespace {
+
+std::vector<Shape> all_shapes() {
+    std::vector<Shape> all;
+    for (const auto& part : {half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()})
+        all.insert(all.end(), part.begin(), part.end());
+    return all;
+}
+const std::vector<Shape> kShapes = all_shapes();
+const std::vector<Instance> kInstances = [] {
+    std::vector<Instance> instances;
+    for (const Shape& shape : kShapes) instances.push_back(shape.facts);
+    return instances;
+}();
+
+/// The least head dim that holds d and d_v.
+const Shape& choose_shape(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    const bool general = p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    for (const Shape& shape : kShapes)
+        if (shape.facts.dtype == p.dtype && shape.general == general &&
+            shape.facts.head_dim >= std::max(p.head_dim, p.head_dim_v))
+            return shape;
+    throw std::runtime_error("flash_wmma: wgmma_sm90 has no tile for this");
+}
+
+const Instance& choose(const ForwardParams& p, const DeviceFacts&) {
+    return kInstances[static_cast<std::size_t>(&choose_shape(p) - kShapes.data())];
+}
+
+void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+    choose_shape(p).launch(p, device, stream);
+}
+
+const KernelInfo kInfo = {
+    /*name=*/"wgmma_sm90",
+    /*summary=*/"wgmma, TMA, a producer warp and up to three consumer warpgroups, lagged maximum, P in registers",
+    /*min_arch=*/90,
+    /*bf16_min_arch=*/90,
+    /*float32=*/false,
+    /*float16=*/true,
+    /*min_head_dim=*/1,
+    /*max_head_dim=*/256,
+    /*features=*/kCausal | kWindow | kSoftcap | kVarlen | kValueDim,
+    /*auto_rank=*/40,
+    kInstances.data(),
+    kInstances.size(),
+    choose,
+    /*workspace_bytes=*/[](const ForwardParams&, const DeviceFacts&) { return std::int64_t{0}; },
+    launch_wgmma_sm90,
+    /*max_arch=*/90,
+};
+const Registration kRegistration(kInfo);
+
+}  // namespace
+}  // namespace flash_wmma::wgmma_sm90

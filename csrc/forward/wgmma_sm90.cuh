@@ -1,0 +1,735 @@
+// wgmma_sm90: FlashAttention-2 forward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
+//
+// Algorithm: as in mma.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V tiles of Bc keys,
+// from the last visible one back to the first:
+//     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
+//
+// Roles: warpgroup 0 is the producer, of which one warp works: it asks for the tiles, and the copy engine brings them. Each
+// consumer warpgroup owns 64 query rows, each of its warps 16 of them with their m and l; S, P and O are registers, which
+// the producer gives up (setmaxnreg).
+//
+// Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next is
+// made. The consumers take turns at asking (named barriers), so that one's softmax meets another's products. Blocks are
+// persistent: the producer runs ahead into the block's next Q tile while consumers finish this one.
+//
+// Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
+// Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
+// since wgmma takes four warps.
+//
+// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles, each
+// with a barrier that says it is full and one that says it is empty.
+//
+// Bound: at d = 64 the issue slots of the softmax, from d = 128 on the tensor cores and the power they take.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+#include <shared_memory.cuh>
+
+#include <algorithm>
+
+#include "../attention.h"
+#include "../device/element.cuh"
+#include "../device/mask.cuh"
+#include "../device/quad.cuh"
+#include "../device/score_mod.cuh"
+#include "../device/tile.cuh"
+#include "wgmma_sm90_shapes.h"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
+template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages>
+struct Tile {
+    using T = Scalar;
+    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
+    static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
+    static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    static constexpr int kPanels = HeadDim / 64;
+    static constexpr int kProducerRegisters = Consumers == 3 ? 32 : 24;
+    static constexpr int kConsumerRegisters = Consumers == 4 ? 112 : Consumers == 3 ? 160 : 240;
+    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
+};
+
+/// A barrier pair of something that the producer fills and consumers empty.
+struct Slot {
+    ptx::Barrier full, empty;
+};
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct SharedMemory {
+    using T = typename Tile::T;
+    struct alignas(1024) KeyRows {
+        T panel[Tile::kPanels][Tile::kBc * 64];
+    };
+    struct alignas(1024) QRows {
+        T panel[Tile::kPanels][Tile::kGroupRows * 64];
+    };
+    QRows q[Tile::kQStages][Tile::kConsumers];
+    KeyRows k[Tile::kStages], v[Tile::kStages];
+    Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+    ptx::Barrier patch;  // of a V tile that the producer completes itself
+};
+
+/// Where q, k and v lie, for the copy engine.
+struct Maps {
+    TensorMap q, k, v;
+};
+
+inline constexpr unsigned kWarpMask = 0xffffffffu;
+inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
+
+/// A place in the ring, and how often the ring has come round.
+template <int Stages>
+struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, parity ^= 1;
+    }
+};
+
+/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round cost
+/// more, they save in the next.
+struct Schedule {
+    int items;
+    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all of them first
+
+    /// This block's items one after the other; -1: no more.
+    class Walk {
+      public:
+        __device__ __forceinline__ explicit Walk(const Schedule& schedule) : items_(schedule.items) {}
+        __device__ __forceinline__ int next() {
+            const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+            while (first_ < items_) {
+                const int item = first_ + (back_ ? blocks - 1 - block : block);
+                first_ += blocks;
+                back_ = !back_;
+                if (item < items_) return item;
+            }
+            return -1;
+        }
+        /// Whether the item last given came on a way back.
+        __device__ __forceinline__ bool back() const { return !back_; }
+
+      private:
+        int items_, first_ = 0;
+        bool back_ = false;
+    };
+
+    template <int Br>
+    __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
+        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br;
+        const int heads = static_cast<int>(p.heads_q), slices = static_cast<int>(p.batch) * heads;
+        const int section = item / (tiles * heads_at_once), first = section * heads_at_once;
+        const int within = item % (tiles * heads_at_once), count = min(heads_at_once, slices - first);
+        const int slice = first + within % count, tile = tiles - 1 - within / count;
+        const int batch = slice / heads, head = slice % heads;
+        return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
+                {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
+    }
+};
+
+/// Work item `item` of the grid.
+template <class Tile, bool General>
+__device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
+    if (General && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+    Assignment found = schedule.dense<Tile::kBr>(p, item);
+    if (General) found.sequence = sequence(p, found.tile.batch);
+    return found;
+}
+
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see.
+template <class Tile, bool General>
+struct Work {
+    /// K tiles [first, end). Never empty: rows that see no key get a tile, which is masked.
+    struct Range {
+        int first, end;
+    };
+
+    Sequence sequence;
+    QTile tile;
+    BandMask mask;
+    bool back;
+    Range tiles;  // with a key that some row of the Q tile sees
+
+    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item, bool on_way_back)
+        : Work(p, assignment<Tile, General>(p, schedule, item), on_way_back) {}
+
+    /// Whether there is a Q tile: not all numbers of packed sequences are used.
+    __device__ __forceinline__ bool exists() const {
+        return !General || (tile.first_row >= 0 && tile.first_row < sequence.seqlen_q);
+    }
+
+    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
+    __device__ __forceinline__ int first_row(int consumer) const {
+        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
+    }
+    /// Of `tiles`, those with a key that some row of a consumer sees.
+    __device__ __forceinline__ Range tiles_of(int consumer) const {
+        const Range range = seen(first_row(consumer), Tile::kGroupRows);
+        const int first = min(max(range.first, tiles.first), tiles.end - 1);
+        return {first, min(max(range.end, first + 1), tiles.end)};
+    }
+
+  private:
+    __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a, bool on_way_back)
+        : sequence(a.sequence),
+          tile(a.tile),
+          mask(p.band, sequence.seqlen_q, sequence.seqlen_k),
+          back(on_way_back),
+          tiles(seen(tile.first_row, Tile::kBr)) {}
+
+    /// K tiles with a key that some of the rows sees, of which some may be beyond the end.
+    __device__ __forceinline__ Range seen(int row, int count) const {
+        const int last_row = min(row + count, sequence.seqlen_q) - 1, last_tile = (sequence.seqlen_k - 1) / Tile::kBc;
+        const int first = min(mask.begin(row) / Tile::kBc, last_tile);
+        const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
+        return {first, max(end, first + 1)};
+    }
+};
+
+/// x, which is the same in the whole warp: now the compiler knows.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
+
+// ---- Producer -------------------------------------------------------------------------------------------------------
+
+/// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
+template <class Tile, bool General>
+class Producer {
+  public:
+    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
+                                        SharedMemory<Tile>& shared)
+        : p_(params), maps_(tensor_maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ __forceinline__ void run(const Schedule& schedule) {
+        Schedule::Walk walk(schedule);
+        for (int item = walk.next(); item >= 0; item = walk.next()) {
+            const Item work(p_, schedule, item, walk.back());
+            if (!work.exists()) continue;
+            int tile = work.tiles.end - 1;
+            load_k(work, tile);
+            load_q(work);
+            for (; tile > work.tiles.first; --tile) {
+                load_k(work, tile - 1);
+                load_v(work, tile);
+            }
+            load_v(work, tile);
+        }
+    }
+
+  private:
+    using Item = Work<Tile, General>;
+
+    /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
+    template <class Rows>
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
+                                         ptx::Barrier* barrier, int row, int head, const Item& work) const {
+        if (lane_ != 0) return;
+        ptx::barrier_wait(&slot.empty, parity ^ 1);
+        const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
+        ptx::barrier_arrive_expect(barrier, sizeof(Rows));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
+    }
+
+    __device__ __forceinline__ void load_q(const Item& work) {
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            Slot& slot = smem_.q_slot[q_.stage][c];
+            load(smem_.q[q_.stage][c], maps_.q, slot, q_.parity, &slot.full, work.sequence.first_q + work.first_row(c),
+                 work.tile.head, work);
+        }
+        q_.advance();
+    }
+
+    __device__ __forceinline__ void load_k(const Item& work, int tile) {
+        Slot& slot = smem_.k_slot[k_.stage];
+        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
+             work.tile.head_k, work);
+        k_.advance();
+    }
+
+    __device__ __forceinline__ void load_v(const Item& work, int tile) {
+        Slot& slot = smem_.v_slot[v_.stage];
+        auto& rows = smem_.v[v_.stage];
+        const int count = max(0, work.sequence.seqlen_k - tile * Tile::kBc);  // of the sequence's rows
+        // Beyond a tensor's end the copy writes zeros; beyond a sequence's end there are rows that weights of 0 must not meet
+        const bool cut = General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc;
+        load(rows, maps_.v, slot, v_.parity, cut ? &smem_.patch : &slot.full, work.sequence.first_k + tile * Tile::kBc,
+             work.tile.head_k, work);
+        if (cut) {
+            ptx::barrier_wait(&smem_.patch, patch_parity_);
+            patch_parity_ ^= 1;
+            constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
+#pragma unroll
+            for (int i = 0; i < Tile::kPanels; ++i)
+                for (int vector = count * kVectors + lane_; vector < Tile::kBc * kVectors; vector += 32)
+                    reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        }
+        v_.advance();
+    }
+
+    const ForwardParams& p_;
+    const Maps& maps_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kStages> k_, v_;
+    RingPlace<Tile::kQStages> q_;
+    unsigned patch_parity_ = 0;
+};
+
+// ---- Consumers ------------------------------------------------------------------------------------------------------
+
+/// One warpgroup with its 64 rows of the Q tile.
+template <class Tile, bool General>
+class Consumer {
+  public:
+    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
+                                        SharedMemory<Tile>& shared)
+        : p_(params),
+          schedule_(schedule),
+          smem_(shared),
+          walk_(schedule),
+          group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ void run() {
+        Rows rows = next();
+        if (!rows.exist) return;
+        await_q();
+        await_k();
+        multiply_qk();
+        while (rows.exist) {
+            attend(rows);
+            // The last product of these rows, the first of the next ones, and beside it O
+            multiply_pv();
+            release_q();
+            const Rows following = next();
+            const int between = rows.after + following.before;  // tiles of the block that these rows do not see
+            const bool apart = !following.exist || between >= Tile::kStages;  // the producer wants V's slot to go on
+            if (apart) {
+                ptx::wgmma_wait<0>();
+                release_v();
+                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
+            } else {
+                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
+            }
+            if (following.exist) {
+                await_q();
+                await_k();
+            } else {
+                q_.stage = k_.stage = 0;  // a product that nobody asks for: wgmma wants one flow of control
+            }
+            multiply_qk();
+            ptx::wgmma_wait<1>();
+            if (!apart) {
+                release_v();
+                for (int i = between; i > 0; --i) skip(smem_.v_slot, v_);
+            }
+            finish(rows);
+            rows = following;
+        }
+        ptx::wgmma_wait<0>();
+    }
+
+  private:
+    using T = typename Tile::T;
+    using Item = Work<Tile, General>;
+    using Place = RingPlace<Tile::kStages>;
+    static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
+
+    /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
+    struct Rows {
+        Sequence sequence;
+        QTile tile;
+        BandMask mask;
+        int first_query;
+        int first_tile, tiles;
+        int before, after;  // tiles of the block that come before and after these
+        bool exist;         // false: there are no more
+    };
+
+    __device__ __forceinline__ int row() const { return lane_ / 4; }
+    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
+
+    /// The rows in the block's next item.
+    __device__ __forceinline__ Rows next() {
+        for (int item = walk_.next(); item >= 0; item = walk_.next()) {
+            const Item work(p_, schedule_, item, walk_.back());
+            if (!work.exists()) continue;
+            const auto tiles = work.tiles_of(group_);
+            return {work.sequence,
+                    work.tile,
+                    work.mask,
+                    work.first_row(group_) + Tile::kWarpRows * warp_,
+                    tiles.first,
+                    tiles.end - tiles.first,
+                    work.tiles.end - tiles.end,
+                    tiles.first - work.tiles.first,
+                    true};
+        }
+        return {{}, {}, BandMask(p_.band, 0, 0), 0, 0, 0, 0, 0, false};
+    }
+
+    /// This warp needs it no longer.
+    __device__ __forceinline__ void release(Slot& slot) const {
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.empty);
+    }
+    __device__ __forceinline__ void release_k() {
+        release(smem_.k_slot[k_.stage]);
+        k_.advance();
+    }
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_slot[v_.stage]);
+        v_.advance();
+    }
+    __device__ __forceinline__ void release_q() {
+        release(smem_.q_slot[q_.stage][group_]);
+        q_.advance();
+    }
+    __device__ __forceinline__ void await_k() { ptx::barrier_wait(&smem_.k_slot[k_.stage].full, k_.parity); }
+    __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
+
+    /// Passes over a tile that none of this warpgroup's rows sees.
+    __device__ __forceinline__ void skip(Slot (&slots)[Tile::kStages], Place& place) const {
+        ptx::barrier_wait(&slots[place.stage].full, place.parity);
+        release(slots[place.stage]);
+        place.advance();
+    }
+
+    /// Asks for S = Q K^T.
+    __device__ __forceinline__ void multiply_qk() {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i) {
+            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem_.q[q_.stage][group_].panel[i]),
+                k_rows(smem_.k[k_.stage].panel[i]);
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                ptx::wgmma<T, kBc>(s_, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    /// Asks for O += P V.
+    __device__ __forceinline__ void multiply_pv() {
+        ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
+        ptx::wgmma_fence();
+        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
+#pragma unroll
+        for (int step = 0; step < kBc / 16; ++step)
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, true);
+        ptx::wgmma_commit();
+    }
+
+    /// S of this warp's rows once more, without the warpgroup.
+    __device__ __forceinline__ void multiply_qk_again() {
+        const auto at = [](const T* panel, int r, int vector) { return panel + 64 * r + 8 * (vector ^ r % 8); };
+#pragma unroll
+        for (float& score : s_) score = 0.f;
+        const int q_row = Tile::kWarpRows * warp_ + lane_ % 16, k_row = lane_ / 16 * 8 + lane_ % 8;
+#pragma unroll 1
+        for (int step = 0; step < Tile::kD / 16; ++step) {
+            const int vector = step % 4 * 2;
+            std::uint32_t a[4], b[4];
+            ptx::ldmatrix_x4(a, at(smem_.q[q_.stage][group_].panel[step / 4], q_row, vector + lane_ / 16));
+#pragma unroll
+            for (int j = 0; j < kBc / 16; ++j) {
+                ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float (&d)[4] = *reinterpret_cast<float (*)[4]>(s_ + 8 * j + 4 * h);
+                    ptx::mma_m16n8k16<T>(d, a, {b[2 * h], b[2 * h + 1]});
+                }
+            }
+        }
+    }
+
+    /// Products become scores where something is done to them but the scale; `key`: of the tile's first column.
+    __device__ __forceinline__ void modify(const Rows& rows, int key) {
+        if constexpr (General) {
+            if (!ScoreMod<true>::active(p_)) return;
+            const ScoreMod<true> mod(p_, rows.sequence, rows.tile);
+            mod.template apply<2, kBc / 8>([&](int i, int j, int e) -> float& { return s_[4 * j + 2 * i + e]; },
+                                           p_.scale* kLog2e, [&](int i) { return rows.first_query + row() + 8 * i; },
+                                           key + column());
+        }
+    }
+
+    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
+    /// `right`.
+    __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
+        const auto each = [&](auto hidden) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const auto hides = hidden(rows.first_query + row() + 8 * h);
+#pragma unroll
+                for (int j = 0; j < kBc / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (hides(8 * j + e)) s_[4 * j + 2 * h + e] = -INFINITY;
+            }
+        };
+        const int first_key = key + column();
+        if (left)
+            each([&](int query) {
+                return [begin = rows.mask.begin(query) - first_key](int offset) { return offset < begin; };
+            });
+        if (right)
+            each([&](int query) {
+                return [end = rows.mask.end(query) - first_key](int offset) { return offset >= end; };
+            });
+    }
+
+    /// Each row's maximum of its scores in this tile.
+    __device__ __forceinline__ void row_maximum(float (&top)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            top[h] = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
+            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
+        }
+    }
+
+    /// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
+    __device__ __forceinline__ void weigh(float (&sum)[2], float factor, const float (&offset)[2]) {
+        sum[0] = sum[1] = 0.f;
+#pragma unroll
+        for (int j = 0; j < kBc / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& score = s_[4 * j + i];
+                score = ptx::ex2(fmaf(score, factor, offset[i / 2]));
+                sum[i / 2] += score;
+            }
+    }
+
+    /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ by
+    /// less than 1. -inf (no visible key yet) counts as such, NaN does not.
+    __device__ __forceinline__ static bool all_moderate(const float (&x)[2], float factor) {
+        constexpr float kLimit = 1 << 24;
+        return (x[0] == -INFINITY || fabsf(x[0] * factor) < kLimit) &&
+               (x[1] == -INFINITY || fabsf(x[1] * factor) < kLimit);
+    }
+
+    /// P with the exact maximum of what this tile shows; O and l are rescaled to it. Returns whether m is moderate.
+    template <class Hide>
+    __device__ __forceinline__ bool weigh_exactly(float factor, Hide hide_band) {
+        float top[2], offset[2], sum[2];
+        bool moderate, rounded = false;
+#pragma unroll 1
+        for (;;) {
+            hide_band();
+            row_maximum(top);
+            moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+            if (moderate || rounded) break;
+#pragma unroll
+            for (float& score : s_) score *= factor;  // products are rounded first, so that the largest is m to the bit
+            factor = 1.f;
+            rounded = true;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float before = m_[h];
+            m_[h] = fmaxf(before, top[h] * factor);
+            const float base = m_[h] == -INFINITY ? 0.f : m_[h];  // no visible key yet
+            offset[h] = rounded ? 0.f : -base;
+            if (rounded)
+#pragma unroll
+                for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
+            const float rescale = ptx::ex2(before - base);
+            l_[h] *= rescale;
+#pragma unroll
+            for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
+        }
+        weigh(sum, factor, offset);
+        l_[0] += sum[0], l_[1] += sum[1];
+        return !rounded && __all_sync(kWarpMask, all_moderate(m_, 1.f));
+    }
+
+    /// P as the second product's operand: its layout is that of S, in pairs.
+    __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = packed<T>(s_[2 * i], s_[2 * i + 1]);
+    }
+
+    /// All of the rows' work but the product asked for before, the first with K, and the last with V.
+    __device__ __forceinline__ void attend(const Rows& rows) {
+        // Where tiles begin whose keys all rows of the warp see
+        const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
+        const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
+        const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
+        const int last = rows.first_tile * kBc;
+
+        ptx::wgmma_wait<0>();
+#pragma unroll
+        for (float& x : o_) x = 0.f;
+        m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
+        bool settled = false;  // whether m is set, and moderate
+        for (int key = last + (rows.tiles - 1) * kBc;; key -= kBc) {
+            ptx::wgmma_wait<1>();
+            modify(rows, key);
+            // A tile that every row sees: the old m serves if no weight overflows
+            const bool plain = settled && key >= all_begin && key < all_end;
+            bool done = false;
+            if (plain) {
+                const float offset[2] = {-m_[0], -m_[1]};
+                float sum[2];
+                weigh(sum, factor, offset);
+                constexpr float kLargest = Element<T>::kLargestSum;
+                done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
+                if (done) l_[0] += sum[0], l_[1] += sum[1];
+            }
+            ptx::wgmma_wait<0>();
+            if (key < last + (rows.tiles - 1) * kBc) release_v();
+            if (!done) {
+                if (plain) {
+                    multiply_qk_again();
+                    modify(rows, key);
+                }
+                settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+            }
+            release_k();
+            pack_weights();
+            if (key == last) break;
+            await_k();
+            multiply_qk();
+            multiply_pv();
+        }
+    }
+
+    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
+    __device__ __forceinline__ void finish(const Rows& rows) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
+            const bool none = sum == 0.f;  // the row saw no key
+            const float inverse = 1.f / sum;
+            const int query = rows.first_query + row() + 8 * h;
+            const bool inside = query < rows.sequence.seqlen_q;
+            if (lane_ % 4 == 0 && inside)
+                p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] =
+                    none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
+            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
+#pragma unroll
+            for (int j = 0; j < Tile::kD / 8; j += 4) {
+                std::uint32_t words[4];
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    words[i] =
+                        none ? 0 : packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
+                transpose_in_quad(words, lane_ % 4);
+                const int col = 8 * (j + lane_ % 4);
+                if (inside && col < p_.head_dim_v)
+                    *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+
+    const ForwardParams& p_;
+    const Schedule& schedule_;
+    SharedMemory<Tile>& smem_;
+    Schedule::Walk walk_;
+    const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
+    Place k_, v_;
+    RingPlace<Tile::kQStages> q_;
+
+    float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
+    std::uint32_t weights_[kBc / 16][4];
+    float o_[kOutputs];
+    float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
+};
+
+/// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
+template <class Tile, bool General>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
+            const __grid_constant__ Schedule schedule) {
+    auto* base = &shared_memory<SharedMemory<Tile>>();
+    asm volatile("" : "+l"(base));
+    auto& smem = *base;
+    if (threadIdx.x == 0) {
+        constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
+        for (auto& stage : smem.q_slot)
+            for (Slot& slot : stage) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
+        for (auto* ring : {smem.k_slot, smem.v_slot})
+            for (int i = 0; i < Tile::kStages; ++i) {
+                ptx::barrier_init(&ring[i].full, 1);
+                ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
+            }
+        ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
+        ptx::release_registers<Tile::kProducerRegisters>();
+        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
+    } else {
+        ptx::acquire_registers<Tile::kConsumerRegisters>();
+        Consumer<Tile, General>(p, schedule, smem).run();
+    }
+}
+
+/// The map of rows (B, H, N, columns), or of packed ones (total, H, columns), for boxes of box_rows rows.
+inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t columns, std::int64_t n,
+                          std::int64_t heads, int box_rows) {
+    return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
+                           {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
+}
+
+/// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
+inline int heads_at_once(const ForwardParams& p) {
+    const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
+    const char* e = getenv("HOP_S");
+    if (uneven && e && atoi(e)) {
+        auto per = 2 * 2 * p.seqlen_k * p.head_dim;
+        int n = (int)(atoi(e) * 1000000ll / per);
+        return std::max(1, std::min(n, (int)(p.batch * p.heads_q)));
+    }
+    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+}
+
+template <class Tile, bool General>
+void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+    const Sequences& s = p.sequences;
+    const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
+                       rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
+    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
+                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
+                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
+    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
+    const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
+                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+    launch(forward<Tile, General>, config, stream, p, maps, schedule);
+}
+
+template <class Tile, bool General>
+Shape shape() {
+    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
+            General,
+            launch_tile<Tile, General>};
+}
+
+/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages.
+template <class T, bool General>
+std::vector<Shape> shapes() {
+    return {
+        shape<Tile<T, 64, 3, 128, 2, 1>, General>(),
+        shape<Tile<T, 128, 2, 128, 2, 1>, General>(),
+        shape<Tile<T, 256, 2, 80, 2, 1>, General>(),
+    };
+}
+
+}  // namespace flash_wmma::wgmma_sm90

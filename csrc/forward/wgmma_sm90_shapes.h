@@ -1,0 +1,22 @@
+// The compiled tile shapes of wgmma_sm90, shared by its sources.
+#pragma once
+
+#include <vector>
+
+#include "../registry.h"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// A tile shape and its launch.
+struct Shape {
+    Instance facts;
+    bool general;  ///< also for packed sequences and softcap
+    void (*launch)(const ForwardParams&, const DeviceFacts&, Stream);
+};
+
+std::vector<Shape> half_shapes();
+std::vector<Shape> half_general_shapes();
+std::vector<Shape> bf16_shapes();
+std::vector<Shape> bf16_general_shapes();
+
+}  // namespace flash_wmma::wgmma_sm90
