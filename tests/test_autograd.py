@@ -262,8 +262,8 @@ def test_torch_func() -> None:
 @pytest.mark.parametrize("call", [{}, {"causal": "bottom_right"}, {"causal": True, "softcap": 1.5}, {"window": (1, 0)}])
 def test_gradcheck(call: dict[str, object]) -> None:
     """In both modes and once more, with rows that see no key."""
-    (q,), (k, v) = (tensors(1, 2, n, 4, count=c, dtype=torch.float64) for n, c in ((4, 1), (3, 2)))
-    bias = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    (q,), (k, v) = (tensors(1, h, n, 2, count=c, dtype=torch.float64) for h, n, c in ((2, 3, 1), (1, 2, 2)))
+    bias = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(2, requires_grad=False)
 
     def attend(*inputs: Tensor) -> Tensor:
