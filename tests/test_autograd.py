@@ -262,8 +262,8 @@ def test_torch_func() -> None:
 @pytest.mark.parametrize("call", [{}, {"causal": "bottom_right"}, {"causal": True, "softcap": 1.5}, {"window": (1, 0)}])
 def test_gradcheck(call: dict[str, object]) -> None:
     """In both modes and once more, with rows that see no key."""
-    (q,), (k, v) = (tensors(1, 2, n, 4, count=c, dtype=torch.float64) for n, c in ((4, 1), (3, 2)))
-    bias = torch.randn(1, 3, dtype=torch.float64, requires_grad=True)
+    (q,), (k, v) = (tensors(1, h, n, 2, count=c, dtype=torch.float64) for h, n, c in ((2, 3, 1), (1, 2, 2)))
+    bias = torch.randn(1, 2, dtype=torch.float64, requires_grad=True)
     slopes = torch.rand(2, requires_grad=False)
 
     def attend(*inputs: Tensor) -> Tensor:
@@ -303,6 +303,30 @@ def test_compile_of_packed_sequences() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     got, expected = (torch.autograd.grad(loss(f(q, k, v)), (q, k, v)) for f in (compiled, attend))
     torch.testing.assert_close(got, expected)
+
+
+def test_compile_with_autocast() -> None:
+    torch._dynamo.reset()
+    q, k, v = tensors(1, 2, 9, 16)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return forward(q, k, v, causal=True)
+
+    compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    got, expected = (torch.autograd.grad(f(q, k, v).float().sum(), (q, k, v)) for f in (compiled, attend))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+def test_compile_of_the_module_for_every_length() -> None:
+    torch._dynamo.reset()
+    layer = flash_wmma.MultiheadAttention(32, 4, num_kv_heads=2, causal=True)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager", dynamic=True)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for n in (9, 12, 17):
+            x = torch.randn(2, n, 32)
+            got, expected = (torch.autograd.grad(f(x).sum(), tuple(layer.parameters())) for f in (compiled, layer))
+            torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
