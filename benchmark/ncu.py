@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 METRICS = {
@@ -42,16 +43,16 @@ class CannotProfile(Exception):
     """The profile cannot be taken; the message says why and what to do."""
 
 
-def parse(text: str) -> list[tuple[str, Launch]]:
+def parse(text: str, metrics: Mapping[str, str] = METRICS) -> list[tuple[str, Launch]]:
     """ncu's CSV (one row a metric): the launches in order, each with its kernel's name."""
-    names = {metric: key for key, metric in METRICS.items()}
+    names = {metric: key for key, metric in metrics.items()}
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
     launches: dict[str, tuple[str, Launch]] = {}
     for row in csv.DictReader(lines[start:]):
-        _, metrics = launches.setdefault(row["ID"], (row["Kernel Name"], {}))
+        _, values = launches.setdefault(row["ID"], (row["Kernel Name"], {}))
         try:
-            metrics[names[row["Metric Name"]]] = float(row["Metric Value"].replace(",", ""))
+            values[names[row["Metric Name"]]] = float(row["Metric Value"].replace(",", ""))
         except (KeyError, ValueError):
             continue  # a metric that this device does not have
     return list(launches.values())
@@ -85,15 +86,20 @@ def table(metrics: Launch) -> list[tuple[str, str]]:
     ]
 
 
-def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
+def find() -> str:
+    """ncu's path."""
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin:/opt/nvidia/nsight-compute")
     if ncu is None:
         raise CannotProfile(
             "ncu was not found: install Nsight Compute (it comes with the CUDA toolkit) and put it on PATH"
         )
+    return ncu
+
+
+def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [ncu, "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
+        command = [find(), "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
         command += ["--log-file", str(log), "--metrics", ",".join(METRICS.values())]
         command += [sys.executable, __file__, "--run", *arguments]
         done = subprocess.run(command, stdout=sys.stderr, check=False)

@@ -3,6 +3,7 @@
     python benchmark/tiles.py build --kernel mma_sm80 --head-dim 64 128     # needs nvcc; no GPU
     python benchmark/tiles.py run --kernel mma_sm80 --head-dim 64 128       # needs the GPU; the fastest, the optimum
     python benchmark/tiles.py run --kernel mma_sm80 --head-dim 64 128 --plot tiles.png --json tiles.json
+    python benchmark/tiles.py rungs                                         # Br and Bc of the SIMT ladder, GPU or not
 
 `build` compiles every shape of the sweep into a small library of its own; the tables of shapes that ship
 (csrc/forward: wmma_v3_instances.h, mma_sm80.cuh, mma_sm75.cu) are what this program found. mma_sm75 is compiled to
@@ -25,6 +26,8 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
+
+import rungs
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -432,7 +435,11 @@ def main() -> None:
     runner.add_argument("--top", type=int, default=8, help="shapes to print of each head dim")
     runner.add_argument("--json")
     runner.add_argument("--plot")
+    rungs.add_arguments(commands.add_parser("rungs", help="Br and Bc of the SIMT ladder (benchmark/rungs.py)"))
     args = parser.parse_args()
+    if args.command == "rungs":
+        rungs.run(args)
+        return
     if args.command == "run":
         run(args)
         return

@@ -52,8 +52,8 @@ def _cached_largest_head_dim(
 def largest_head_dim(
     device: str, index: int | None, dtype: torch.dtype, kernel: str, features: str, deterministic: bool = False
 ) -> int:
-    """Up to which head dim ``kernel`` (or "auto") runs; 0 if it does not. ``features``: of "causal", "attn_bias", "d_v",
-    "gradient", "gradient of attn_bias"."""
+    """Up to which head dim ``kernel`` (or "auto") runs; 0 if it does not. ``features``: of "causal", "attn_bias",
+    "d_v", "gradient", "gradient of attn_bias"."""
     return _cached_largest_head_dim(device, index, dtype, kernel, features, deterministic)
 
 

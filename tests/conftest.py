@@ -27,6 +27,10 @@ KERNEL_FIXTURES = ("target", "backward_target", "kernel", "case")
 """By which tests are given a kernel."""
 EMULATED_CASES = 24
 """Of a test, for an emulated kernel and dtype."""
+EMULATED_SIMT_CASES = 6
+"""The same for the kernels on CUDA cores, whose work the emulator does multiplication by multiplication."""
+EMULATED_RUNG_CASES = 1
+"""The same for each of the early rungs of the ladder on CUDA cores, which have little to go wrong."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -146,6 +150,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(fixture, rows + absent)
 
 
+def emulated_cases(kernel_name: str) -> int:
+    """Of a test, at most."""
+    if kernel_name.startswith("simt_"):
+        return EMULATED_RUNG_CASES
+    return EMULATED_SIMT_CASES if "simt" in kernel_name else EMULATED_CASES
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all."""
     if config.getoption("--full"):
@@ -158,9 +169,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
             cases.setdefault((item.path, item.originalname, kernel.name, dtype), []).append(item)
     left_out = {item for same in cases.values() for item in same} - {
-        same[i * len(same) // EMULATED_CASES] if len(same) > EMULATED_CASES else same[i]
-        for same in cases.values()
-        for i in range(min(len(same), EMULATED_CASES))
+        same[i * len(same) // count]
+        for (_, _, kernel_name, _), same in cases.items()
+        for count in [min(len(same), emulated_cases(str(kernel_name)))]
+        for i in range(count)
     }
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]

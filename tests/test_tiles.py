@@ -3,6 +3,8 @@ laid out otherwise, and other paddings and warps."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -14,6 +16,7 @@ from reference import Mask, Modification, attention
 from flash_wmma.emulator import Program
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+import rungs
 import tiles
 
 SHAPES = [
@@ -97,6 +100,34 @@ def test_opaque_route_with_everything() -> None:
 
 @pytest.mark.parametrize("swept", tiles.SWEEPS)
 def test_every_sweep_has_shapes(swept: str) -> None:
-    for head_dim in (32, 64, 96, 128, 192, 256):
+    for head_dim in (64, 128, 256) if swept == "simt" else (32, 64, 96, 128, 192, 256):
         found = list(tiles.SWEEPS[swept](head_dim))
         assert len(found) == len(set(found)) > 4
+
+
+def test_rungs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without a GPU: counters of the emulator; 16 keys are two rows a warp, whose words of Q lie in one bank."""
+    monkeypatch.setattr(rungs, "FOLDER", tmp_path)
+    monkeypatch.setattr(rungs, "pairs", lambda warp_size: [(4, 16), (4, 32)])
+    parser = argparse.ArgumentParser()
+    rungs.add_arguments(parser)
+    args = parser.parse_args(["--seq-len", "40", "--plot", f"{tmp_path}/rungs.png", "--json", f"{tmp_path}/rungs.json"])
+    narrow, wide = rows = rungs.emulated(args)
+    assert narrow.bank_conflicts > wide.bank_conflicts == 0
+    assert (narrow.br, narrow.bc, narrow.us) == (4, 16, None)
+    assert wide.limiter == "shared memory, registers unknown"
+    assert "| Br | Bc | occupancy % |" in rungs.table(rows)
+    rungs.report(rows, {}, "here", args)
+    assert (tmp_path / "rungs.png").stat().st_size > 10_000
+    assert [row["bc"] for row in json.loads((tmp_path / "rungs.json").read_text())["rows"]] == [16, 32]
+
+
+def test_rungs_as_ncu_saw_them() -> None:
+    lines = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    for launch in range(len(rungs.pairs(32))):
+        lines += [f'"{launch}","shared","{metric}","1,000"' for metric in rungs.METRICS.values()]
+    args = argparse.Namespace(arch=90, registers=48, head_dim=64)
+    row = rungs.rows_of("\n".join(lines), args)[-1]
+    assert (row.br, row.bc, row.us, row.flops, row.global_bytes) == (32, 32, 1.0, 4000, 64_000)
+    assert row.per_second(row.global_bytes) == 64_000 * 1e6
+    assert rungs.suggested_keys(64, 256 * 64) == 64

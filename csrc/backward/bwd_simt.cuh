@@ -6,16 +6,16 @@
 // A block owns the rows of a tile of one side and streams over the tiles of the other side, in one of three passes:
 //     Pass::kFused    owns keys, streams queries: dK and dV stay in registers, dQ is added to global memory by atomics;
 //     Pass::kKeys     the same without dQ, and
-//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both together: no atomics, the same in every run.
-// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block computes S
-// with its own rows as rows: S^T where it owns keys.
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both: no atomics, the same in every run.
+// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
+// computes S with its own rows as rows: S^T where it owns keys.
 //
-// Who owns what: a warp kLaneRows * kRows own rows, its lanes a grid as in simt.cuh: S, dP and the gradients of its own rows
-// are registers. P and dS go through shared memory within the warp, one after the other in the same place; for dQ, dS lies
-// there once more, by rows, and the threads of the block share out the tile of dQ.
+// Who owns what: a warp kLaneRows * kRows own rows, its lanes a grid as in simt.cuh: S, dP and the gradients of its own
+// rows are registers. P and dS go through shared memory within the warp, one after the other in the same place; for dQ,
+// dS lies there once more, by rows, and the threads of the block share out the tile of dQ.
 //
-// Bound: shared memory. With four rows a lane a 16-byte load serves 11 FMAs, in simt's 8 x 8 16 of them: two gradients, S
-// and dP leave registers for no more.
+// Bound: shared memory. With four rows a lane a 16-byte load serves 11 FMAs, in simt's 8 x 8 16 of them: two gradients,
+// S and dP leave registers for no more.
 #pragma once
 
 #include <shared_memory.cuh>
@@ -264,14 +264,14 @@ Shape simt_shape() {
             launch_simt_tile<Tile, kPass>};
 }
 
-/// The shapes that ship: per head dim one for 99 KiB of shared memory or more, and one for 64 KiB. Arguments: d, warps,
+/// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory. Arguments: d, warps,
 /// columns of a warp's grid of lanes, streamed rows, blocks an SM to keep registers for.
 template <Pass kPass>
 std::vector<Shape> simt_shapes() {
     return {
         simt_shape<SimtTile<64, 4, 8, 32, 2>, kPass>(),   simt_shape<SimtTile<64, 4, 8, 16, 2>, kPass>(),
         simt_shape<SimtTile<128, 4, 16, 32, 2>, kPass>(), simt_shape<SimtTile<128, 4, 16, 16, 2>, kPass>(),
-        simt_shape<SimtTile<256, 2, 16, 16, 2>, kPass>(), simt_shape<SimtTile<256, 1, 16, 16, 2>, kPass>(),
+        simt_shape<SimtTile<256, 1, 16, 16, 2>, kPass>(),
     };
 }
 

@@ -1,5 +1,5 @@
-// A block's tiles of fp32 matrices in shared memory, and its products on CUDA cores: each lane has a tile of the result in
-// registers, and every 16-byte load from shared memory serves many FMAs. For simt and bwd_simt.
+// A block's tiles of fp32 matrices in shared memory, and its products on CUDA cores: each lane has a tile of the result
+// in registers, and every 16-byte load from shared memory serves many FMAs. For simt and bwd_simt.
 #pragma once
 
 #include <launch.h>
@@ -10,11 +10,11 @@
 namespace flash_wmma::simt {
 
 /// Warps own kWarpRows rows of a block each. A warp's lanes are a grid of kLaneRows x kLaneColumns: lane (r, c) has the
-/// groups of four rows r + kLaneRows * i, of a product with kBc columns ("keys") the columns c + kLaneColumns * n, and of one
-/// with kD columns those of the vectors of four c + kLaneColumns * v.
+/// groups of four rows r + kLaneRows * i, of a product with kBc columns ("keys") the columns c + kLaneColumns * n, and
+/// of one with kD columns those of the vectors of four c + kLaneColumns * v.
 ///
-/// The lowest bit of a lane is a row, the next ones a column: a 16-byte load takes four wavefronts, but two if lanes l and
-/// l ^ 1, or l and l ^ 2, read the same, as they do then for rows and for columns.
+/// The lowest bit of a lane is a row, the next ones a column: a 16-byte load takes four wavefronts, but two if lanes l
+/// and l ^ 1, or l and l ^ 2, read the same, as they do then for rows and for columns.
 template <int HeadDim, int Warps, int LaneColumns, int Rows, int Keys>
 struct LaneGrid {
     static constexpr int kD = HeadDim, kWarps = Warps, kBc = Keys;
@@ -55,8 +55,8 @@ using Scores = float[Tile::kRows][Tile::kKeys];
 template <class Tile>
 using Output = float4[Tile::kRows][Tile::kVectors];
 
-/// A block's copies of tiles of Rows rows to shared memory, from the first to the last, zeros where there is nothing. A thread
-/// has the same columns in all. They land at its next wait.
+/// A block's copies of tiles of Rows rows to shared memory, from the first to the last, zeros where there is nothing. A
+/// thread has the same columns in all. They land at its next wait.
 template <class Tile, int Rows>
 class Copy {
   public:

@@ -1,15 +1,17 @@
 // The kernel of simt: FlashAttention-2 forward in fp32 on CUDA cores, register-tiled like a matrix product.
 //
-// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br query rows of one head and loops over K/V tiles of Bc keys:
+// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br query rows of one head and loops over K/V tiles of Bc
+// keys:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 // Products are fp32 FMAs, sums fp32, and m is every row's exact maximum: nothing is rounded to a shorter type.
 //
-// Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows, which its lanes
-// share out as LaneGrid (simt_tile.cuh) says: S, m, l and O are registers. P goes through shared memory within the warp.
+// Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows, which its
+// lanes share out as LaneGrid (simt_tile.cuh) says: S, m, l and O are registers. P goes through shared memory within
+// the warp.
 //
-// Bound: the issue of FFMA (an SM issues four warp instructions a cycle), next to it shared memory. A step of four columns
-// of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256, and four keys of P V as
-// many. That is 32 wavefronts, one a cycle, for four warps' 256 cycles of FFMA.
+// Bound: the issue of FFMA (an SM issues four warp instructions a cycle), next to it shared memory. A step of four
+// columns of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256, and four
+// keys of P V as many. That is 128 wavefronts for four warps, one a cycle, while each issues its 256 FFMA.
 #pragma once
 
 #include <launch.h>

@@ -1,7 +1,7 @@
 // simt_naive: attention in fp32 as one would first write it: a thread owns a query row, in a block of one dimension.
 //
-// Algorithm (FlashAttention, with the loop over rows outside): a thread loops over tiles of Bc keys. For each it has the
-// scores of its row in registers, their maximum and their sum, and rewrites its row of O in global memory:
+// Algorithm (FlashAttention, with the loop over rows outside): a thread loops over tiles of Bc keys. For each it has
+// the scores of its row in registers, their maximum and their sum, and rewrites its row of O in global memory:
 //     m' = max(m, max S);  P = exp2(S - m');  l' = l exp2(m - m') + sum P;  O = (O l exp2(m - m') + P V) / l'.
 //
 // Who owns what: thread i the row i of the Q tile, its S, m and l, and that row of O.

@@ -1,6 +1,6 @@
-// simt_occupancy: simt_padded with 16 rows instead of 32. A block of 32 x 32 threads fills half of an SM, or all of it on
-// Turing, and nothing else runs while it waits at a barrier. Blocks of half the threads leave less of the SM unused, and one
-// computes while another waits. Each K/V tile now serves half as many rows.
+// simt_occupancy: simt_padded with 16 rows instead of 32. A block of 32 x 32 threads fills half of an SM, or all of it
+// on Turing, and nothing else runs while it waits at a barrier. Blocks of half the threads leave less of the SM unused,
+// and one computes while another waits. Each K/V tile now serves half as many rows.
 #include "simt_shared.cuh"
 
 namespace flash_wmma::simt {

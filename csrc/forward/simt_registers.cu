@@ -1,6 +1,6 @@
-// simt_registers: simt_occupancy with O in registers until the last tile. It is rescaled there when the maximum rises, and
-// divided by l once: no global memory but the loads of tiles, which FlashAttention-2 has made the rule. What is left between
-// this and simt is the two words of shared memory that every FMA reads.
+// simt_registers: simt_occupancy with O in registers until the last tile. It is rescaled there when the maximum rises,
+// and divided by l once: no global memory but the loads of tiles, which FlashAttention-2 has made the rule. What is
+// left between this and simt is the two words of shared memory that every FMA reads.
 #include "simt_shared.cuh"
 
 namespace flash_wmma::simt {

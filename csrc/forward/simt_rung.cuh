@@ -1,5 +1,5 @@
-// What the early rungs of the SIMT ladder share: a step of the online softmax over a row that neighbouring lanes hold, which
-// keys a row sees, and a row in the registry.
+// What the early rungs of the SIMT ladder share: a step of the online softmax over a row that neighbouring lanes hold,
+// which keys a row sees, and a row in the registry.
 #pragma once
 
 #include <launch.h>

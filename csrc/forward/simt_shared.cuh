@@ -3,12 +3,12 @@
 // Algorithm: that of simt_block. The block copies its Q tile and each K/V tile to shared memory, neighbouring threads
 // neighbouring addresses, and every product reads them there.
 //
-// Who owns what: the block the tiles; thread (x, y) the score of row y and key x, and of O's row y the columns x, x + Bc, ...,
-// in global memory or, with InRegisters, in registers until the last tile.
+// Who owns what: the block the tiles; thread (x, y) the score of row y and key x, and of O's row y the columns x, x +
+// Bc, ..., in global memory or, with InRegisters, in registers until the last tile.
 //
-// Bound: shared memory. A product reads two words for one FMA. The lanes of a row read the same word of Q, and column c of
-// Bc rows of K: if those begin in the same bank, as they do where d is a multiple of 32, one at a time (KeyPadding 0).
-// With rows of d + 1 words they lie in banks of their own.
+// Bound: shared memory. A product reads two words for one FMA. The lanes of a row read the same word of Q, and column c
+// of Bc rows of K: if those begin in the same bank, as they do where d is a multiple of 32, one at a time (KeyPadding
+// 0). With rows of d + 1 words they lie in banks of their own.
 #pragma once
 
 #include <shared_memory.cuh>
