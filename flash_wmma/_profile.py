@@ -102,9 +102,9 @@ class Counts:
     """What was counted at a source line, in a launch, or in all of a profile."""
 
     instructions: Mapping[str, int]
-    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a warpgroup's
-    product), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``, ``"atomic"``,
-    ``"async_copy"``, ``"tensor_copy"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``,
+    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a
+    warpgroup's product), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``,
+    ``"atomic"``, ``"async_copy"``, ``"tensor_copy"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``,
     ``"transaction_barrier"`` (arrivals and waits), ``"exp2"``. Arithmetic and branches are not counted."""
     shared_memory: Mapping[str, SharedRequests]
     """By kind: ``"load"``, ``"store"``, ``"ldmatrix"``, ``"async_copy"`` (its writes), ``"atomic"``."""
