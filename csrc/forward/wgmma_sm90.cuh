@@ -305,6 +305,8 @@ class Consumer {
     __device__ __forceinline__ void run() {
         Rows rows = next();
         if (!rows.exist) return;
+#pragma unroll 1
+        for (int i = rows.before; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
         await_q();
         await_k();
         multiply_qk();
@@ -319,8 +321,10 @@ class Consumer {
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
             } else {
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
             }
             if (following.exist) {
@@ -333,6 +337,7 @@ class Consumer {
             ptx::wgmma_wait<1>();
             if (!apart) {
                 release_v();
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.v_slot, v_);
             }
             finish(rows);
@@ -502,6 +507,21 @@ class Consumer {
         }
     }
 
+    /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
+    __device__ __forceinline__ bool estimate_maximum(float factor) {
+        float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int j = 0; j < kBc / 8; j += 4)
+                top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
+            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
+        }
+        const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+        if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;
+        return moderate;
+    }
+
     /// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
     __device__ __forceinline__ void weigh(float (&sum)[2], float factor, const float (&offset)[2]) {
         sum[0] = sum[1] = 0.f;
@@ -570,18 +590,22 @@ class Consumer {
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
         const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
-        const int last = rows.first_tile * kBc;
+        const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
         bool settled = false;  // whether m is set, and moderate
-        for (int key = last + (rows.tiles - 1) * kBc;; key -= kBc) {
+        for (int key = first;; key -= kBc) {
             ptx::wgmma_wait<1>();
             modify(rows, key);
             // A tile that every row sees: the old m serves if no weight overflows
-            const bool plain = settled && key >= all_begin && key < all_end;
+            const bool free = key >= all_begin && key < all_end;
+#ifndef NOSAMPLE
+            if (key == first && free) settled = estimate_maximum(factor);
+#endif
+            const bool plain = settled && free;
             bool done = false;
             if (plain) {
                 const float offset[2] = {-m_[0], -m_[1]};
@@ -592,7 +616,7 @@ class Consumer {
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
-            if (key < last + (rows.tiles - 1) * kBc) release_v();
+            if (key < first) release_v();
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
@@ -672,6 +696,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
+#ifndef NOPDL
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
+#endif
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
@@ -689,15 +717,17 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
 }
 
 /// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
-inline int heads_at_once(const ForwardParams& p) {
+inline int heads_at_once(const ForwardParams& p, const DeviceFacts& device) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
+    if (!uneven) return 1;
+    // Where few blocks at a time share a head, as many heads as the L2 cache holds the keys and values of
+    const std::int64_t heads = p.batch * p.heads_q;
+    std::int64_t kCache = 32 << 20;
     const char* e = getenv("HOP_S");
-    if (uneven && e && atoi(e)) {
-        auto per = 2 * 2 * p.seqlen_k * p.head_dim;
-        int n = (int)(atoi(e) * 1000000ll / per);
-        return std::max(1, std::min(n, (int)(p.batch * p.heads_q)));
-    }
-    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+    if (e && atoi(e)) kCache = atoi(e) * 1000000ll;
+    else if (2 * heads <= device.sm_count) return static_cast<int>(heads);
+    const std::int64_t bytes = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
+    return static_cast<int>(std::clamp<std::int64_t>(kCache / std::max<std::int64_t>(bytes, 1), 1, heads));
 }
 
 template <class Tile, bool General>
@@ -708,9 +738,15 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
+    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p, device)};
     const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
-                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), 1,
+#ifdef NOPDL
+                              false
+#else
+                              true
+#endif
+    };
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
