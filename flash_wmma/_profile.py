@@ -35,6 +35,7 @@ _KINDS = {
     "global_load": "load",
     "global_store": "store",
     "async_load": "async_copy",
+    "tensor_copy": "async_copy",
 }
 _NO_INSTRUCTIONS = ("basic_block", "async_load")  # the latter is the read of an "async_copy"
 
@@ -101,13 +102,14 @@ class Counts:
     """What was counted at a source line, in a launch, or in all of a profile."""
 
     instructions: Mapping[str, int]
-    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"ldmatrix"``,
-    ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``, ``"atomic"``, ``"async_copy"``,
-    ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``, ``"exp2"``. Arithmetic and branches are not counted."""
+    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a product of
+    a warpgroup), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``,
+    ``"atomic"``, ``"async_copy"``, ``"tensor_copy"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``,
+    ``"transaction_barrier"`` (arrivals and waits), ``"exp2"``. Arithmetic and branches are not counted."""
     shared_memory: Mapping[str, SharedRequests]
     """By kind: ``"load"``, ``"store"``, ``"ldmatrix"``, ``"async_copy"`` (its writes), ``"atomic"``."""
     global_memory: Mapping[str, GlobalRequests]
-    """By kind: ``"load"``, ``"store"``, ``"async_copy"`` (its reads), ``"atomic"``."""
+    """By kind: ``"load"``, ``"store"``, ``"async_copy"`` (its reads, and tensor copies'), ``"atomic"``."""
     divergent_branches: int
     """How often a warp's lanes parted at a branch."""
 
@@ -133,7 +135,7 @@ class Counts:
     @property
     def mma(self) -> int:
         """Tensor-core instructions."""
-        return self.instructions.get("mma", 0)
+        return self.instructions.get("mma", 0) + self.instructions.get("wgmma", 0)
 
     @property
     def barriers(self) -> int:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 _WIDTH = 160
 """Columns of text, where no terminal says otherwise."""
-_SHOWN = ("mma", "barrier")
+_SHOWN = ("mma", "wgmma", "barrier")
 """Classes that are shown line by line, beside accesses to memory."""
 
 

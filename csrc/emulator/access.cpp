@@ -91,14 +91,21 @@ void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, in
             conflict = writes(kind) ? g_memory.write(*buffer, address, bytes, who, pc, kind == Access::kAtomic)
                                     : g_memory.read(*buffer, address, bytes, who, pc);
     }
-    if (!conflict) return;
-    const bool race = std::strstr(conflict.kind, " after ");
-    std::string message = text(conflict.kind + std::string(race ? shared ? ", shared memory" : ", global memory" : ""));
+    if (conflict) stop_conflict(kind, describe(lane), address, bytes, source_line(pc), conflict, who.block);
+}
+
+void Worker::stop_conflict(Access kind, const std::string& who, std::uintptr_t address, int bytes,
+                           const std::string& line, const Conflict& conflict, std::uint32_t block) {
+    const bool shared = arena.contains(address), race = std::strstr(conflict.kind, " after ");
+    std::string message = conflict.kind + std::string(race ? shared ? ", shared memory" : ", global memory" : "") +
+                          ": " + who + " " + verb(kind) + " " + std::to_string(bytes) + " bytes of " +
+                          where(*this, address, shared) + "\n  at " + line;
     if (conflict.pc) {
         const int warps_a_block = static_cast<int>(warps.size() / blocks.size());
         std::string other = conflict.lane < 0 ? "lanes" : "lane " + std::to_string(conflict.lane);
         other += " of warp " + std::to_string(conflict.warp % warps_a_block);
-        if (!shared && conflict.block != who.block) other += " of block " + std::to_string(conflict.block);
+        if (conflict.warp >= static_cast<int>(warps.size())) other = name_of_agent(conflict.warp);
+        if (!shared && conflict.block != block) other += " of block " + std::to_string(conflict.block);
         message += "\n  and " + other + ", at " + source_line(conflict.pc) + ": nothing orders the two";
     }
     stop(message);
@@ -240,8 +247,8 @@ using namespace flash_wmma::emulator;
 inline void touched(const void* p, int bytes, Access kind, const void* pc) {
     if (!t_lane) return;  // host code of the kernel's file
     const auto address = reinterpret_cast<std::uintptr_t>(p);
-    if (t_worker->stacks.contain(address)) return;
-    t_worker->access(address, bytes, kind, pc);
+    if (!t_worker->stacks.contain(address)) t_worker->access(address, bytes, kind, pc);
+    else if (t_lane->register_fence) t_worker->touch_registers(address, bytes, kind, pc);
 }
 
 /// Many bytes, in the largest pieces of up to 4 that the alignment allows: what the compiler makes of a struct of floats.

@@ -108,6 +108,12 @@ void Counters::add(const void* pc, Instruction what, int instructions) {
     counts[{pc, what}].instructions += static_cast<std::uint64_t>(instructions);
 }
 
+void Counters::add_copy(const void* pc, std::uint64_t bytes, std::uint64_t sectors, std::uint64_t ideal_sectors) {
+    Count& c = counts[{pc, Instruction::kTensorCopy}];
+    ++c.instructions, ++c.lanes;
+    c.bytes += bytes, c.sectors += sectors, c.ideal_sectors += ideal_sectors;
+}
+
 std::uint64_t Counters::request(const void* pc, Instruction what, const std::uintptr_t* address, LaneMask lanes,
                                 int bytes) {
     Count& c = counts[{pc, what}];
@@ -163,7 +169,8 @@ std::uint64_t Counters::merge(LaneLog* const* logs, int count) {
             address[l] = next[l]->address;
             if (++next[l] == end[l]) pending &= ~(LaneMask{1} << l);
         }
-        if (r.what == Instruction::kBasicBlock || r.what == Instruction::kExponential) {
+        if (r.what == Instruction::kBasicBlock || r.what == Instruction::kExponential ||
+            r.what == Instruction::kTransactionBarrier) {
             add(r.pc, r.what, 1);
             ++time;
         } else {
@@ -185,9 +192,10 @@ std::mutex g_profile_mutex;
 std::vector<LaunchProfile> g_profiles;
 
 const char* name(Instruction what) {
-    static constexpr const char* kNames[] = {"mma",          "ldmatrix", "shared_load", "shared_store", "global_load",
-                                             "global_store", "atomic",   "async_load",  "async_copy",   "shuffle",
-                                             "vote",         "syncwarp", "barrier",     "exp2",         "basic_block"};
+    static constexpr const char* kNames[] = {
+        "mma",     "ldmatrix",   "shared_load",         "shared_store", "global_load", "global_store",
+        "atomic",  "async_load", "async_copy",          "shuffle",      "vote",        "syncwarp",
+        "barrier", "exp2",       "transaction_barrier", "tensor_copy",  "wgmma",       "basic_block"};
     static_assert(std::size(kNames) == static_cast<std::size_t>(Instruction::kCount));
     return kNames[static_cast<std::size_t>(what)];
 }

@@ -37,6 +37,9 @@ class Stacks {
         return address - reinterpret_cast<std::uintptr_t>(base_) < count_ * kBytes;
     }
 
+    std::size_t bytes() const { return count_ * kBytes; }
+    std::size_t offset(std::uintptr_t address) const { return address - reinterpret_cast<std::uintptr_t>(base_); }
+
   private:
     static constexpr std::size_t kGuard = 4096, kBytes = (1 << 20) + kGuard;  // odd in pages: sets of the TLB differ
     char* base_ = nullptr;

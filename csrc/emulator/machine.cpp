@@ -33,12 +33,6 @@ std::string text(Index i) {
     return "(" + std::to_string(i.x) + ", " + std::to_string(i.y) + ", " + std::to_string(i.z) + ")";
 }
 
-/// The text of a finding: what, who, where, and where the others are.
-std::string finding(const std::string& kind, const std::string& who, const std::string& line,
-                    const std::string& others = "") {
-    return kind + ": " + who + "\n  at " + line + (others.empty() ? "" : "\n  and " + others);
-}
-
 std::string hex(LaneMask mask) {
     char text[24];
     std::snprintf(text, sizeof text, "0x%llx", static_cast<unsigned long long>(mask));
@@ -60,6 +54,11 @@ std::string named_lanes(LaneMask lanes) {
 
 }  // namespace
 
+std::string finding(const std::string& kind, const std::string& who, const std::string& line,
+                    const std::string& others) {
+    return kind + ": " + who + "\n  at " + line + (others.empty() ? "" : "\n  and " + others);
+}
+
 // --- a worker's run ---------------------------------------------------------------------------------------------------
 
 void Worker::begin(const Launch& launch_, const Config& config_) {
@@ -70,7 +69,7 @@ void Worker::begin(const Launch& launch_, const Config& config_) {
 
 void Worker::set_up(std::uint64_t first_block, int count) {
     // Of the run before, also if it ended with a finding
-    for (const Warp& warp : warps) arena.finish(warp.clock[static_cast<std::size_t>(&warp - warps.data())]);
+    for (const std::uint32_t epoch : epochs_) arena.finish(epoch);
     const auto threads = static_cast<int>(volume(launch.block));
     const int width = config.warp_size, warps_a_block = (threads + width - 1) / width;
     const auto total_lanes = static_cast<std::size_t>(count) * static_cast<std::size_t>(threads);
@@ -84,6 +83,9 @@ void Worker::set_up(std::uint64_t first_block, int count) {
     warps.resize(total_warps);
     blocks.resize(static_cast<std::size_t>(count));
     sync_objects_.clear();
+    barriers.clear();
+    warpgroups.clear();
+    epochs_.assign(total_warps, arena.first_epoch());
     // By cluster, so that which OS thread runs it makes no difference
     if (config.seed) random_.seed(config.seed + (first_block + 1) * 0x9e3779b97f4a7c15u);
     error_.clear();
@@ -108,8 +110,8 @@ void Worker::set_up(std::uint64_t first_block, int count) {
             warp.visiting = 0;
             warp.floor = arena.first_epoch() - 1;
             warp.seen.clear();
-            warp.clock.assign(total_warps, 0);
-            warp.clock[static_cast<std::size_t>(b * warps_a_block + w)] = arena.first_epoch();
+            warp.clock.reset();
+            warp.clock.know(b * warps_a_block + w, arena.first_epoch());
             warp.log = {};
         }
     }
@@ -123,7 +125,10 @@ void Worker::set_up(std::uint64_t first_block, int count) {
         lane.state = Lane::State::kReady;
         lane.at = "the start";
         lane.site = {"", 0};
+        lane.barrier_at = nullptr;
         lane.copies.clear();
+        lane.registers.clear();
+        lane.register_fence = 0;
         lane.copy_group = 0;
         lane.log.records.clear();
         lane.log.node = &counters.root;
@@ -189,6 +194,10 @@ void Worker::run(std::uint64_t first_block, int count) {
         if (!ran) throw Finding{deadlock()};
     }
     for (Warp& warp : warps) merge_logs(warp);
+    for (const auto& [address, barrier] : barriers)
+        if (!barrier.copies.empty())
+            throw Finding{finding("tensor copy under way at exit", "block " + text(blocks[0].index),
+                                  source_line(barrier.copies.front().site))};
 }
 
 void Worker::merge_logs(Warp& warp) {
@@ -234,7 +243,9 @@ std::string Worker::deadlock() const {
     int exited = 0;
     for (const Lane& lane : lanes) {
         if (lane.state == Lane::State::kExited) ++exited;
-        else waiting[{lane.warp, std::string(lane.at) + " at " + source_line(lane.site)}] |= LaneMask{1} << lane.lane;
+        else
+            waiting[{lane.warp, lane.at + (" at " + source_line(lane.site)) + state_of_barrier(lane)}] |= LaneMask{1}
+                                                                                                          << lane.lane;
     }
     std::string out = "deadlock: nothing can run";
     for (const auto& [place, who] : waiting)
@@ -320,7 +331,7 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
             }
         if (g.what->instructions) counters.add(g.pc, g.what->instruction, g.what->instructions * group);
     }
-    running = &g;
+    running = &g, running_leader = static_cast<int>(first_warp);
     g.what->run(g.arguments.data(), g.mask);
     running = nullptr;
     for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
@@ -336,7 +347,7 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
 
 /// What `lanes` have done so far is ordered before what they do from now on. An exit orders nothing.
 void Worker::synchronise(Warp& warp, LaneMask lanes) {
-    const std::uint32_t epoch = warp.clock[static_cast<std::size_t>(&warp - warps.data())]++;
+    const std::uint32_t epoch = next_epoch(warp);
     if (lanes == warp.exists) {
         warp.floor = epoch;
         warp.seen.clear();
@@ -393,7 +404,7 @@ void Worker::arrive(Warp& warp) {
                      "other warps in " + std::string(b.first.name) + ", at " + source_line(b.first.site)));
     b.arrived += visit.threads ? config.warp_size : __builtin_popcountll(warp.visiting);
     b.predicates += visit.predicates;
-    if (config.checks) join(b.clock, warp.clock);
+    if (config.checks) b.clock.join(warp.clock);
     merge_logs(warp);
     if (config.counters) counters.add(visit.pc, Instruction::kBarrier, 1);
     synchronise(warp, warp.exists);
@@ -420,7 +431,7 @@ void Worker::complete(Block& block, int id) {
             pc = lane.pc;
         }
         if (!pc) continue;
-        if (config.checks) join(warp.clock, b.clock);
+        if (config.checks) warp.clock.join(b.clock);
         released = std::max(released, warp.log.time);
         waits.push_back({w - block.first_warp, warp.log.time, 0, pc});
     }
@@ -435,6 +446,8 @@ void Worker::complete(Block& block, int id) {
 void Worker::exit(Lane& lane) {
     if (!lane.copies.empty())
         stop(finding("asynchronous copy under way at exit", describe(lane), source_line(lane.copies[0].pc)));
+    if (!lane.registers.empty())
+        stop(finding("wgmma under way at exit", describe(lane), source_line(lane.registers[0].site)));
     lane.state = Lane::State::kExited;
     --live_;
     Block& block = blocks[static_cast<std::size_t>(lane.block)];
@@ -460,13 +473,25 @@ void Worker::wait_until(bool (*ready)(void*), void* argument, const char* name, 
     park(me);
 }
 
-void Worker::release(const void* object) {
-    Warp& warp = warp_of(*t_lane);
-    join(sync_objects_[object], warp.clock);
-    ++warp.clock[static_cast<std::size_t>(t_lane->warp)];
+int Worker::new_agent() {
+    epochs_.push_back(arena.first_epoch());
+    return static_cast<int>(epochs_.size()) - 1;
 }
 
-void Worker::acquire(const void* object) { join(warp_of(*t_lane).clock, sync_objects_[object]); }
+std::uint32_t Worker::next_epoch(Warp& warp) {
+    const auto self = static_cast<int>(&warp - warps.data());
+    std::uint32_t& epoch = epochs_[static_cast<std::size_t>(self)];
+    warp.clock.know(self, ++epoch);
+    return epoch - 1;
+}
+
+void Worker::release(const void* object) {
+    Warp& warp = warp_of(*t_lane);
+    sync_objects_[object].join(warp.clock);
+    next_epoch(warp);
+}
+
+void Worker::acquire(const void* object) { warp_of(*t_lane).clock.join(sync_objects_[object]); }
 
 // --- a launch -----------------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <deque>
 #include <random>
 #include <string>
 #include <unordered_map>
@@ -23,6 +24,64 @@ struct AsyncCopy {
     const void* pc;
 };
 
+/// A tensor copy under way.
+struct TensorCopy {
+    void* to;
+    TensorMap map;
+    std::array<int, TensorMap::kMostRank> at;
+    int bytes;
+    std::uint32_t epoch;  ///< of its barrier's agent
+    Clock clock;          ///< of the warp that asked for it
+    Site site;
+};
+
+/// A barrier in shared memory. Its phases are counted from 0; a phase ends when no arrival is outstanding and no byte.
+struct TransactionBarrier {
+    unsigned arrivals, outstanding;
+    std::int64_t bytes = 0;  ///< announced and not landed
+    std::uint64_t phase = 0;
+    std::deque<TensorCopy> copies;  ///< oldest first
+    int agent;                      ///< the copies as writers
+    Clock arrived, completed;       ///< of the phase under way; of those before
+    int warp, lane;                 ///< that initialised it, in its epoch
+    std::uint32_t epoch;
+    bool fenced = false;  ///< copies see that it is initialised
+    Site site;
+};
+
+/// Registers of a lane that a product under way uses.
+struct RegisterRange {
+    std::uintptr_t begin, end;
+    bool accumulator;
+    std::uint64_t group;
+    Site site;
+};
+
+/// A product of a warpgroup under way.
+struct Product {
+    WarpgroupProduct what;
+    std::uint64_t group;
+    std::array<const std::uint32_t*, 128> a;  ///< each lane's registers, if A is there, and what they held
+    std::array<std::uint32_t, 512> a_values;
+    Site site;
+};
+
+/// The accumulator of products under way: its true value, while the registers are NaN.
+struct Accumulator {
+    std::array<float*, 128> registers;
+    int columns;
+    std::vector<float> tile;  ///< 64 x columns
+    std::vector<Product> products;
+};
+
+/// Four warps: what they multiply.
+struct Warpgroup {
+    int agent = -1;            ///< its products as readers of shared memory; group i in the epoch first_epoch + i
+    std::uint64_t groups = 0;  ///< committed
+    std::vector<Accumulator> accumulators;
+    int registers = 0;  ///< that it asked for
+};
+
 struct Lane {
     enum class State : std::uint8_t { kReady, kCollective, kBarrier, kWaiting, kGivingWay, kExited };
 
@@ -39,6 +98,10 @@ struct Lane {
     void* ready_argument;
     std::vector<AsyncCopy> copies;
     int copy_group;
+    const TransactionBarrier* barrier_at;  ///< that it waits for, its phase of this parity
+    unsigned parity;
+    std::vector<RegisterRange> registers;
+    std::uint32_t register_fence;  ///< its newest wgmma.fence; 0: none
     LaneLog log;
 };
 
@@ -115,6 +178,21 @@ class Worker {
     void async_wait(int pending);
     void release(const void* object);
     void acquire(const void* object);
+    TransactionBarrier& transaction_barrier(const void* address, const char* use, Site site);
+    void barrier_init(void* address, unsigned arrivals, Site site, const void* pc);
+    void barrier_arrive(void* address, unsigned bytes, Site site, const void* pc);
+    void barrier_wait(void* address, unsigned parity, Site site, const void* pc);
+    void barrier_init_fence();
+    void fence_proxy_async();
+    void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
+                     const void* pc);
+    void multiply(void* const* arguments);
+    void fence_registers();
+    void commit_products();
+    void wait_for_products(int pending);
+    void set_registers(int count);
+    /// An access to the lane's own stack, where arrays that products use as registers are.
+    void touch_registers(std::uintptr_t address, int bytes, Access kind, const void* pc);
     void access(std::uintptr_t address, int bytes, Access kind, const void* pc);
     void log(const void* pc, std::uintptr_t address, int bytes, Instruction what) {
         LaneLog& log = t_lane->log;
@@ -127,6 +205,11 @@ class Worker {
     std::string describe(const Warp& warp) const;
     std::string describe(const Lane& lane) const;
     Accessor accessor(const Lane& lane) const;
+    /// A lane of the warpgroup that performs a collective.
+    Lane& lane_of_warpgroup(int place) {
+        const Warp& warp = warps[static_cast<std::size_t>(running_leader + place / 32)];
+        return lanes[static_cast<std::size_t>(warp.first_lane + place % 32)];
+    }
     Warp& warp_of(const Lane& lane) { return warps[static_cast<std::size_t>(lane.warp)]; }
 
     Launch launch;
@@ -135,13 +218,20 @@ class Worker {
     std::vector<Lane> lanes;
     std::vector<Warp> warps;
     std::vector<Block> blocks;
+    std::unordered_map<const void*, TransactionBarrier> barriers;
+    std::unordered_map<int, Warpgroup> warpgroups;  ///< by their first warp
     SharedArena arena;
     Counters counters;
     const Gathering* running = nullptr;  ///< the collective that is being performed
+    int running_leader = 0;              ///< the first of its warps
 
   private:
     Fiber scheduler_;
     std::unordered_map<const void*, Clock> sync_objects_;
+    std::vector<std::uint32_t> epochs_;  // of each agent
+    std::uint32_t register_fences_ = 0;
+    std::size_t touched_bytes_ = 0;
+    Pages<std::uint32_t> touched_;  // of each word of the stacks, the fence after which it was last touched
     std::mt19937_64 random_;
     std::string error_;
     bool failed_ = false;
@@ -151,6 +241,21 @@ class Worker {
 
     static constexpr std::size_t kLongLog = 1 << 17;  // then the warp's lanes go in step, and are merged
     void give_way(const void* pc);
+    int new_agent();
+    /// The epoch that ends.
+    std::uint32_t next_epoch(Warp& warp);
+    bool phase_done(TransactionBarrier& barrier, unsigned parity);
+    void end_phase(TransactionBarrier& barrier);
+    void land(const TensorCopy& copy);
+    void check_tensor_load(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
+    std::string describe_warpgroup() const;
+    void check_registers(const WarpgroupProduct& what, int place);
+    void check_matrix(const WarpgroupProduct& what, bool a, const Accessor& who);
+    void compute(const Product& product, float* tile) const;
+    std::string name_of_agent(int agent) const;
+    /// An access of `who`, at that line, and what it ran into.
+    [[noreturn]] void stop_conflict(Access kind, const std::string& who, std::uintptr_t address, int bytes,
+                                    const std::string& line, const Conflict& conflict, std::uint32_t block);
     void check(const Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc);
     static void lane_main();
     void set_up(std::uint64_t first_block, int count);
@@ -164,8 +269,20 @@ class Worker {
     void exit(Lane& lane);
     bool run_warp(Warp& warp);
     std::string deadlock() const;
+    /// What a lane's wait for a barrier in shared memory lacks.
+    std::string state_of_barrier(const Lane& lane) const;
 };
 
+/// Where the swizzle of that many units of 16 bytes puts what would lie at `p`: bits 4 to 6 of an address are changed by bits
+/// 7 to 9.
+inline char* swizzled(char* p, int units) {
+    const auto address = reinterpret_cast<std::uintptr_t>(p);
+    return reinterpret_cast<char*>(address ^ (address >> 7 & static_cast<std::uintptr_t>(units - 1)) << 4);
+}
+
+/// The text of a finding: what, who, where, and where the others are.
+std::string finding(const std::string& kind, const std::string& who, const std::string& line,
+                    const std::string& others = "");
 /// "csrc/forward/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
 std::string source_line(const void* pc);
 std::string function_name(const void* function);

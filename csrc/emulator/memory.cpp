@@ -12,9 +12,24 @@ namespace flash_wmma::emulator {
 
 GlobalMemory g_memory;
 
-void join(Clock& clock, const Clock& other) {
-    if (clock.size() < other.size()) clock.resize(other.size());
-    for (std::size_t i = 0; i < other.size(); ++i) clock[i] = std::max(clock[i], other[i]);
+namespace {
+constexpr std::size_t kMaxLanes = 64;
+}
+
+void Clock::raise(Epochs& epochs, int agent, std::uint32_t epoch) {
+    const auto i = static_cast<std::size_t>(agent);
+    if (epochs.size() <= i) epochs.resize(i + 1);
+    epochs[i] = std::max(epochs[i], epoch);
+}
+
+void Clock::raise(Epochs& epochs, const Epochs& others) {
+    if (epochs.size() < others.size()) epochs.resize(others.size());
+    for (std::size_t i = 0; i < others.size(); ++i) epochs[i] = std::max(epochs[i], others[i]);
+}
+
+void Clock::lower(Epochs& epochs, const Epochs& others) {
+    epochs.resize(std::min(epochs.size(), others.size()));
+    for (std::size_t i = 0; i < epochs.size(); ++i) epochs[i] = std::min(epochs[i], others[i]);
 }
 
 void* map(std::size_t bytes) {
@@ -28,17 +43,12 @@ void unmap(void* pages, std::size_t bytes) {
     if (pages) munmap(pages, bytes);
 }
 
-namespace {
-
-/// Whether an access of `warp` in `epoch` by `lane` (-1: several lanes) comes before what `who` does now.
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
-    if (warp != who.warp) return epoch <= (*who.clock)[static_cast<std::size_t>(warp)];
+    if (warp != who.warp) return epoch <= who.clock->known(warp);
     if (epoch <= who.floor || (lane >= 0 && lane == who.lane)) return true;
     // Of several lanes: since they and this one may have synchronised. A race may so be missed, none is made up.
     return who.seen && epoch <= who.seen[lane >= 0 ? lane : who.lane];
 }
-
-}  // namespace
 
 // --- shared memory ------------------------------------------------------------------------------------------------
 
@@ -55,13 +65,42 @@ void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
     if (!checks) return;
     const std::size_t granules = size_ / kGranule;
     constexpr std::uint32_t kLastStart = 1u << 23;  // leaves a run as many epochs again before 24 bits are full
-    if (granules != granules_ || warps > room_ || first_epoch_ > kLastStart) {
-        granules_ = granules, room_ = std::max(warps, room_), first_epoch_ = 1;
+    if (granules != granules_ || first_epoch_ > kLastStart) {
+        granules_ = granules, first_epoch_ = 1;
         writers_ = Pages<Writer>(granules);
         writer_pcs_ = Pages<const void*>(granules);
         others_ = Pages<Other>(granules);
-        readers_ = Pages<Reader>(granules * static_cast<std::size_t>(room_));
+        readers_.clear();
     }
+    reading_.clear(), row_of_.clear();
+    fenced_.assign(static_cast<std::size_t>(warps) * kMaxLanes, 0);
+}
+
+Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
+    const auto i = static_cast<std::size_t>(agent);
+    if (row_of_.size() <= i) row_of_.resize(i + 1, -1);
+    if (row_of_[i] < 0) {
+        row_of_[i] = static_cast<int>(reading_.size());
+        reading_.push_back(agent);
+        // Rows of runs before are used again: what they say is of the past
+        if (readers_.size() < reading_.size()) readers_.emplace_back(granules_);
+    }
+    return readers_[static_cast<std::size_t>(row_of_[i])];
+}
+
+void SharedArena::fence(const Accessor& who) {
+    fenced_[static_cast<std::size_t>(who.warp) * kMaxLanes + static_cast<std::size_t>(who.lane)] = who.epoch();
+}
+
+Conflict SharedArena::unfenced_writer(std::size_t g, const Accessor& who) const {
+    const Writer& w = writers_[g];
+    if (!who.async_proxy || w.warp >= warps_) return {};
+    bool fenced = w.epoch <= who.clock->published(w.warp);
+    constexpr int kLanes = 32;
+    for (int l = std::max<int>(w.lane, 0); l < (w.lane < 0 ? kLanes : w.lane + 1); ++l)
+        fenced = fenced && w.epoch <= fenced_[w.warp * kMaxLanes + static_cast<std::size_t>(l)];
+    if (fenced) return {};
+    return {"missing fence.proxy.async", 0, w.warp, w.lane, writer_pcs_[g]};
 }
 
 Conflict SharedArena::unordered_writer(std::size_t g, const Accessor& who, const char* kind) const {
@@ -74,13 +113,16 @@ Conflict SharedArena::unordered_writer(std::size_t g, const Accessor& who, const
 
 Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
     const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
+    const Pages<Reader>& mine = readers_of(who.warp);
     for (std::size_t g = granule(address); g < end; ++g) {
         const Writer& w = writers_[g];
         if (w.epoch < first_epoch_) return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
         if (w.pending)
             return {"read of an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
+        if (w.barrier) return {"access to a barrier as to ordinary memory", 0, w.warp, w.lane, writer_pcs_[g]};
         if (const Conflict conflict = unordered_writer(g, who, "read after write")) return conflict;
-        Reader& r = reader(who.warp, g);
+        if (const Conflict conflict = unfenced_writer(g, who)) return conflict;
+        Reader& r = mine[g];
         // A lane that has synchronised with the readers before stands for them
         const bool replaces = r.epoch <= who.floor || ordered(who, who.warp, r.who(), r.epoch);
         r.many = replaces ? who.lane < 0 : 1;
@@ -95,12 +137,15 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
     const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
     for (std::size_t g = granule(address); g < end; ++g) {
         Writer& w = writers_[g];
-        Writer now{who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0};
+        Writer now{
+            who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0, 0};
         if (w.epoch >= first_epoch_) {
             if (w.pending)
                 return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
+            if (w.barrier) return {"access to a barrier as to ordinary memory", 0, w.warp, w.lane, writer_pcs_[g]};
             if (!(atomic && w.atomic)) {
                 if (const Conflict conflict = unordered_writer(g, who, "write after write")) return conflict;
+                if (const Conflict conflict = unfenced_writer(g, who)) return conflict;
             } else {
                 now.several = w.several;
                 if (!ordered(who, w.warp, w.lane, w.epoch)) {
@@ -111,10 +156,10 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
         } else if (atomic) {
             return {"read of uninitialised shared memory", who.block, -1, -1, nullptr};
         }
-        for (int warp = 0; warp < warps_; ++warp) {
-            const Reader& r = reader(warp, g);
-            if (r.epoch < first_epoch_ || ordered(who, warp, r.who(), r.epoch)) continue;
-            return {"write after read", 0, warp, r.who(), r.pc};
+        for (std::size_t i = 0; i < reading_.size(); ++i) {
+            const Reader& r = readers_[i][g];
+            if (r.epoch < first_epoch_ || ordered(who, reading_[i], r.who(), r.epoch)) continue;
+            return {"write after read", 0, reading_[i], r.who(), r.pc};
         }
         w = now;
         writer_pcs_[g] = pc;
@@ -132,6 +177,26 @@ Conflict SharedArena::begin_async(std::uintptr_t address, int bytes, const Acces
 void SharedArena::landed(std::uintptr_t address, int bytes, const Accessor& who) {
     for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
         writers_[g].pending = 0, writers_[g].epoch = who.epoch();
+}
+
+Conflict SharedArena::begin_async(std::uintptr_t address, int bytes, const Accessor& who, int agent,
+                                  std::uint32_t epoch, const void* pc) {
+    const Conflict conflict = write(address, bytes, who, pc, false);
+    for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
+        writers_[g] = {epoch, static_cast<std::uint16_t>(agent), -1, 0, 1, 0, 0};
+    return conflict;
+}
+
+void SharedArena::landed(std::uintptr_t address, int bytes) {
+    for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
+        writers_[g].pending = 0;
+}
+
+Conflict SharedArena::make_barrier(std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
+    const Conflict conflict = write(address, bytes, who, pc, false);
+    for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
+        writers_[g].barrier = 1;
+    return conflict;
 }
 
 // --- global memory ------------------------------------------------------------------------------------------------

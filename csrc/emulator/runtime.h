@@ -40,6 +40,9 @@ enum class Instruction : std::uint8_t {
     kSyncWarp,
     kBarrier,
     kExponential,
+    kTransactionBarrier,  ///< arrivals and waits
+    kTensorCopy,
+    kWgmma,
     kBasicBlock,  ///< not an instruction: a stretch of code without a branch
     kCount
 };
@@ -95,6 +98,48 @@ void atomic_access(const void* address, int bytes, const void* pc);
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
 void async_commit();
 void async_wait(int pending_groups);
+
+// --- asynchronous units of sm_90 --------------------------------------------------------------------------------------
+/// mbarrier.init, .arrive (with the bytes that are announced, if any) and .try_wait.parity until it holds.
+void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc);
+void transaction_barrier_init_fence();
+void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc);
+void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const void* pc);
+void fence_proxy_async();
+
+/// A tensor in global memory and the boxes in which it is copied; the innermost dimension comes first.
+struct TensorMap {
+    static constexpr int kMostRank = 5;
+    const void* data;
+    int rank, element_bytes;
+    std::int64_t size[kMostRank], stride[kMostRank];  ///< elements, bytes
+    int box[kMostRank];                               ///< elements
+    int swizzle;                                      ///< units of 16 bytes that change places: 1 (none), 2, 4 or 8
+};
+/// Null, or why there can be no such map.
+const char* refuse_tensor_map(const TensorMap& map);
+/// Copies the box at these coordinates; lands when somebody's wait for the barrier's phase needs it, the last legal moment.
+void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
+
+/// The descriptor of a matrix that starts at `shared`, without its swizzle and its distances (bits 0 to 13).
+std::uint64_t matrix_start(const void* shared, const void* pc);
+/// One lane's part in D = A B + (accumulate ? D : 0), of 16-bit elements: A 64x16, B 16 x columns.
+struct WarpgroupProduct {
+    float* d;                ///< columns / 2 registers
+    const std::uint32_t* a;  ///< 4 registers, or null: the matrix that a_matrix describes, rows along k
+    std::uint64_t a_matrix, b_matrix;
+    int columns;
+    bool b_along_n;  ///< B's rows in shared memory run along n, not along k
+    bool accumulate;
+    bool bf16;
+};
+/// Computed at its wait, which is when its operands in shared memory are read; till then D is NaN.
+void wgmma(WarpgroupProduct& product, Site site, const void* pc);
+void wgmma_fence(Site site, const void* pc);
+void wgmma_commit(Site site, const void* pc);
+void wgmma_wait(int pending_groups, Site site, const void* pc);
+/// setmaxnreg.
+void set_registers(int count, Site site, const void* pc);
 
 /// Counts an instruction that touches no memory.
 void note(Instruction instruction);

@@ -31,4 +31,21 @@ EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& confi
                       &lane});
 }
 
+using TensorMap = emulator::TensorMap;
+
+/// The same interface, the same refusals.
+inline TensorMap make_tensor_map(const void* data, DType, const std::int64_t (&sizes)[4],
+                                 const std::int64_t (&strides)[3], const int (&box)[4]) {
+    constexpr int kSwizzled = 8, kBytes = 2;
+    TensorMap map{data, 4, kBytes, {}, {}, {}, kSwizzled};
+    for (int i = 0; i < map.rank; ++i) {
+        map.size[i] = sizes[i];
+        map.stride[i] = i == 0 ? kBytes : sizes[i] == 1 ? 16 : kBytes * strides[i - 1];
+        map.box[i] = box[i];
+    }
+    if (const char* why = emulator::refuse_tensor_map(map))
+        throw std::runtime_error(std::string("flash_wmma: the driver refuses a tensor map: ") + why);
+    return map;
+}
+
 }  // namespace flash_wmma

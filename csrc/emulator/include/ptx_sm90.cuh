@@ -1,0 +1,105 @@
+// The instructions of csrc/device/ptx_sm90.cuh, in the emulator: the same functions, with the layouts of the hardware.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+
+namespace flash_wmma::ptx {
+
+// ---- Barriers -------------------------------------------------------------------------------------------------------
+
+struct alignas(8) Barrier {
+    std::uint64_t state;
+};
+
+EMULATOR_BRICK inline void barrier_init(Barrier* barrier, unsigned arrivals, EMULATOR_SITE) {
+    emulator::transaction_barrier_init(barrier, arrivals, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void barrier_init_fence() { emulator::transaction_barrier_init_fence(); }
+EMULATOR_BRICK inline void barrier_arrive(Barrier* barrier, EMULATOR_SITE) {
+    emulator::transaction_barrier_arrive(barrier, 0, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void barrier_arrive_expect(Barrier* barrier, unsigned bytes, EMULATOR_SITE) {
+    emulator::transaction_barrier_arrive(barrier, bytes, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void barrier_wait(Barrier* barrier, unsigned parity, EMULATOR_SITE) {
+    emulator::transaction_barrier_wait(barrier, parity, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void fence_proxy_async() { emulator::fence_proxy_async(); }
+
+// ---- Tensor copies --------------------------------------------------------------------------------------------------
+
+EMULATOR_INLINE void prefetch(const TensorMap*) {}
+
+EMULATOR_BRICK inline void tensor_load(void* shared, const TensorMap* map, Barrier* barrier,
+                                       const int (&coordinates)[4], EMULATOR_SITE) {
+    emulator::tensor_load(shared, *map, barrier, coordinates, site, EMULATOR_PC);
+}
+
+// ---- Warpgroup products ---------------------------------------------------------------------------------------------
+
+enum class Major { K, N };
+
+/// Holds the bits of the hardware's matrix descriptor, with the block's shared memory from address 0 on.
+template <Major kMajor>
+class SharedMatrix {
+  public:
+    EMULATOR_BRICK explicit SharedMatrix(const void* panel, int panel_bytes = 16)
+        : bits_(emulator::matrix_start(panel, EMULATOR_PC) | static_cast<std::uint64_t>(panel_bytes >> 4) << 16 |
+                std::uint64_t{kGroupBytes >> 4} << 32 | std::uint64_t{1} << 62) {}
+
+    EMULATOR_INLINE SharedMatrix operator+(int bytes) const {
+        SharedMatrix moved = *this;
+        moved.bits_ += static_cast<std::uint64_t>(bytes >> 4);
+        return moved;
+    }
+
+    EMULATOR_INLINE std::uint64_t bits() const { return bits_; }
+
+  private:
+    static constexpr int kGroupBytes = 1024;  // 8 rows
+    std::uint64_t bits_;
+};
+
+EMULATOR_BRICK inline void wgmma_fence(EMULATOR_SITE) { emulator::wgmma_fence(site, EMULATOR_PC); }
+EMULATOR_BRICK inline void wgmma_commit(EMULATOR_SITE) { emulator::wgmma_commit(site, EMULATOR_PC); }
+template <int Pending>
+EMULATOR_BRICK void wgmma_wait(EMULATOR_SITE) {
+    emulator::wgmma_wait(Pending, site, EMULATOR_PC);
+}
+
+template <class T, int N, Major kMajor>
+EMULATOR_BRICK void wgmma(float (&d)[N / 2], SharedMatrix<Major::K> a, SharedMatrix<kMajor> b, bool accumulate,
+                          EMULATOR_SITE) {
+    static_assert(N % 8 == 0 && N <= 256);
+    emulator::WarpgroupProduct product{
+        d, nullptr, a.bits(), b.bits(), N, kMajor == Major::N, accumulate, std::is_same_v<T, __nv_bfloat16>};
+    emulator::wgmma(product, site, EMULATOR_PC);
+}
+template <class T, int N, Major kMajor>
+EMULATOR_BRICK void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], SharedMatrix<kMajor> b, bool accumulate,
+                          EMULATOR_SITE) {
+    static_assert(N % 8 == 0 && N <= 256);
+    emulator::WarpgroupProduct product{
+        d, a, 0, b.bits(), N, kMajor == Major::N, accumulate, std::is_same_v<T, __nv_bfloat16>};
+    emulator::wgmma(product, site, EMULATOR_PC);
+}
+
+// ---- Registers and launches -----------------------------------------------------------------------------------------
+
+template <int Count>
+EMULATOR_BRICK void release_registers(EMULATOR_SITE) {
+    static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);
+    emulator::set_registers(Count, site, EMULATOR_PC);
+}
+template <int Count>
+EMULATOR_BRICK void acquire_registers(EMULATOR_SITE) {
+    static_assert(Count >= 24 && Count <= 256 && Count % 8 == 0);
+    emulator::set_registers(Count, site, EMULATOR_PC);
+}
+
+// One grid runs at a time.
+EMULATOR_INLINE void wait_for_previous_grids() {}
+EMULATOR_INLINE void let_next_grid_start() {}
+
+}  // namespace flash_wmma::ptx

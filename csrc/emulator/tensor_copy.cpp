@@ -1,0 +1,283 @@
+// Barriers in shared memory that count arrivals and bytes, and the tensor copies whose bytes they count.
+//
+// A copy lands when somebody waits for a phase that lacks nothing but bytes: the last legal moment. Till then its target
+// is pending, and a phase for which nobody announced the bytes completes without them, as it may on hardware.
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+
+#include "machine.h"
+
+namespace flash_wmma::emulator {
+namespace {
+
+constexpr std::int64_t kMostBytes = (1 << 20) - 1;  // that a phase can wait for
+constexpr unsigned kMostArrivals = (1 << 20) - 1;
+
+/// Calls row(bytes from the start of the box, first byte of the tensor or null, elements before those that are inside,
+/// elements inside) for each row of the box.
+template <class Row>
+void for_each_row(const TensorCopy& copy, Row row) {
+    const TensorMap& map = copy.map;
+    int rows = 1;
+    for (int d = 1; d < map.rank; ++d) rows *= map.box[d];
+    const std::int64_t first = copy.at[0], last = std::min<std::int64_t>(first + map.box[0], map.size[0]);
+    const int before = static_cast<int>(std::clamp<std::int64_t>(-first, 0, map.box[0]));
+    const int inside = static_cast<int>(std::max<std::int64_t>(last - first - before, 0));
+    for (int r = 0; r < rows; ++r) {
+        const char* from = static_cast<const char*>(map.data) + (first + before) * map.element_bytes;
+        bool outside = inside == 0;
+        for (int d = 1, rest = r; d < map.rank; rest /= map.box[d++]) {
+            const std::int64_t i = std::int64_t{copy.at[static_cast<std::size_t>(d)]} + rest % map.box[d];
+            outside = outside || i < 0 || i >= map.size[d];
+            from += i * map.stride[d];
+        }
+        row(r * map.box[0] * map.element_bytes, outside ? nullptr : from, before, outside ? 0 : inside);
+    }
+}
+
+}  // namespace
+
+const char* refuse_tensor_map(const TensorMap& map) {
+    const std::int64_t row_bytes = std::int64_t{map.box[0]} * map.element_bytes;
+    if (reinterpret_cast<std::uintptr_t>(map.data) % 16) return "the data are not 16-byte aligned";
+    if (row_bytes % 16) return "rows of the box are no multiple of 16 bytes";
+    if (map.swizzle > 1 && row_bytes > 16 * map.swizzle) return "rows of the box are wider than the swizzle";
+    for (int d = 0; d < map.rank; ++d) {
+        if (map.size[d] < 1 || map.size[d] > std::int64_t{1} << 32) return "a size is not in 1 to 2^32";
+        if (map.box[d] < 1 || map.box[d] > 256) return "a size of the box is not in 1 to 256";
+        if (d > 0 && (map.stride[d] < 0 || map.stride[d] % 16 || map.stride[d] >= std::int64_t{1} << 40))
+            return "a stride is no multiple of 16 bytes below 2^40";
+    }
+    return nullptr;
+}
+
+// --- barriers ---------------------------------------------------------------------------------------------------------
+
+TransactionBarrier& Worker::transaction_barrier(const void* address, const char* use, Site site) {
+    const auto found = barriers.find(address);
+    if (found == barriers.end())
+        stop(finding("a barrier that is not initialised", describe(*t_lane) + " in " + use, source_line(site)));
+    TransactionBarrier& b = found->second;
+    if (config.checks && !ordered(accessor(*t_lane), b.warp, b.lane, b.epoch))
+        stop(finding("a barrier that may not be initialised yet", describe(*t_lane) + " in " + use, source_line(site),
+                     describe(warps[static_cast<std::size_t>(b.warp)]) + ", at " + source_line(b.site) +
+                         ": nothing orders the two"));
+    return b;
+}
+
+void Worker::barrier_init(void* address, unsigned arrivals, Site site, const void* pc) {
+    const Lane& lane = *t_lane;
+    const auto at = reinterpret_cast<std::uintptr_t>(address);
+    const auto refuse_init = [&](const std::string& why) {
+        stop(finding(why, describe(lane) + " in barrier_init", source_line(site)));
+    };
+    if (!arena.contains(at) || arena.offset(at) + 8 > arena.bytes_per_block() || at % 8)
+        refuse_init("a barrier is 8 aligned bytes of shared memory");
+    if (arrivals < 1 || arrivals > kMostArrivals) refuse_init("a barrier of " + std::to_string(arrivals) + " arrivals");
+    if (const auto old = barriers.find(address); old != barriers.end())
+        stop(finding(
+            "a barrier is initialised twice", describe(lane) + " in barrier_init", source_line(site),
+            describe(warps[static_cast<std::size_t>(old->second.warp)]) + ", at " + source_line(old->second.site)));
+    const Accessor who = accessor(lane);
+    if (config.checks)
+        if (const Conflict conflict = arena.make_barrier(at, 8, who, pc))
+            stop_conflict(Access::kStore, describe(lane), at, 8, source_line(site), conflict, who.block);
+    TransactionBarrier& b = barriers[address];
+    b.arrivals = b.outstanding = arrivals;
+    b.agent = new_agent();
+    b.warp = lane.warp, b.lane = lane.lane, b.epoch = who.epoch(), b.site = site;
+}
+
+void Worker::barrier_init_fence() {
+    for (auto& [address, b] : barriers) b.fenced = b.fenced || (b.warp == t_lane->warp && b.lane == t_lane->lane);
+}
+
+void Worker::fence_proxy_async() {
+    barrier_init_fence();
+    if (!config.checks) return;
+    Warp& warp = warp_of(*t_lane);
+    arena.fence(accessor(*t_lane));
+    warp.clock.publish(t_lane->warp);
+    next_epoch(warp);
+}
+
+void Worker::end_phase(TransactionBarrier& b) {
+    b.completed.join(b.arrived);
+    b.outstanding = b.arrivals;
+    ++b.phase;
+}
+
+void Worker::barrier_arrive(void* address, unsigned bytes, Site site, const void* pc) {
+    constexpr const char* kName = "barrier_arrive";
+    TransactionBarrier& b = transaction_barrier(address, kName, site);
+    if (config.counters) log(pc, 0, 0, Instruction::kTransactionBarrier);
+    if (!b.outstanding)
+        stop(finding("more arrivals than a barrier's phase has",
+                     describe(*t_lane) + " in " + kName + " of the barrier at byte " +
+                         std::to_string(arena.offset(reinterpret_cast<std::uintptr_t>(address))) + ", " +
+                         std::to_string(b.arrivals) + " have come to its phase " + std::to_string(b.phase),
+                     source_line(site)));
+    b.bytes += bytes;
+    if (b.bytes > kMostBytes)
+        stop(finding("a phase of more bytes than a barrier counts",
+                     describe(*t_lane) + " in " + kName + ", " + std::to_string(b.bytes) + " bytes in all",
+                     source_line(site)));
+    if (config.checks) {
+        Warp& warp = warp_of(*t_lane);
+        b.arrived.join(warp.clock);
+        next_epoch(warp);
+    }
+    if (--b.outstanding == 0 && b.bytes == 0) end_phase(b);
+}
+
+bool Worker::phase_done(TransactionBarrier& b, unsigned parity) {
+    while (b.phase % 2 == parity && b.outstanding == 0 && !b.copies.empty()) {
+        land(b.copies.front());
+        b.bytes -= b.copies.front().bytes;
+        if (config.checks) {
+            b.arrived.join(b.copies.front().clock);
+            b.arrived.know(b.agent, b.copies.front().epoch);
+        }
+        b.copies.pop_front();
+        if (b.bytes == 0) end_phase(b);
+    }
+    return b.phase % 2 != parity;
+}
+
+void Worker::barrier_wait(void* address, unsigned parity, Site site, const void* pc) {
+    TransactionBarrier& b = transaction_barrier(address, "barrier_wait", site);
+    Lane& lane = *t_lane;
+    if (config.counters) log(pc, 0, 0, Instruction::kTransactionBarrier);
+    if (parity > 1) stop(finding("a parity that is neither 0 nor 1", describe(lane), source_line(site)));
+    if (!phase_done(b, parity)) {
+        lane.barrier_at = &b, lane.parity = parity;
+        wait_until(
+            [](void* p) {
+                const Lane& waiting = *static_cast<Lane*>(p);
+                return t_worker->phase_done(const_cast<TransactionBarrier&>(*waiting.barrier_at), waiting.parity);
+            },
+            &lane, "barrier_wait", site);
+        lane.barrier_at = nullptr;
+    }
+    if (config.checks) warp_of(lane).clock.join(b.completed);
+}
+
+std::string Worker::state_of_barrier(const Lane& lane) const {
+    if (!lane.barrier_at) return "";
+    const TransactionBarrier& b = *lane.barrier_at;
+    std::uintptr_t at = 0;
+    for (const auto& [address, barrier] : barriers)
+        if (&barrier == &b) at = reinterpret_cast<std::uintptr_t>(address);
+    return ", for parity " + std::to_string(lane.parity) + " of the barrier at byte " +
+           std::to_string(arena.offset(at)) + ": its phase " + std::to_string(b.phase) + " lacks " +
+           std::to_string(b.outstanding) + " of " + std::to_string(b.arrivals) + " arrivals and " +
+           std::to_string(b.bytes) + " bytes";
+}
+
+// --- copies -----------------------------------------------------------------------------------------------------------
+
+void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
+                         const void* pc) {
+    constexpr const char* kName = "tensor_load";
+    const Lane& lane = *t_lane;
+    const auto to = reinterpret_cast<std::uintptr_t>(shared);
+    TransactionBarrier& b = transaction_barrier(barrier, kName, site);
+    TensorCopy copy{shared, map, {}, map.element_bytes, 0, {}, site};
+    for (int d = 0; d < map.rank; ++d) {
+        copy.at[static_cast<std::size_t>(d)] = coordinates[d];
+        copy.bytes *= map.box[d];
+    }
+    const auto refuse_copy = [&](const std::string& why) {
+        stop(finding(why, describe(lane) + " in " + kName, source_line(site)));
+    };
+    const int alignment = 128 * map.swizzle;  // of the pattern of the swizzle
+    if (!arena.contains(to)) refuse_copy("a tensor copy to an address outside shared memory");
+    if (to % static_cast<std::uintptr_t>(alignment))
+        refuse_copy("a tensor copy to a place that is not " + std::to_string(alignment) + "-byte aligned");
+    if (arena.offset(to) + static_cast<std::size_t>(copy.bytes) > arena.bytes_per_block())
+        refuse_copy("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)");
+    if (config.checks) {
+        copy.epoch = ++epochs_[static_cast<std::size_t>(b.agent)];
+        check_tensor_load(copy, b, pc);
+        Warp& warp = warp_of(lane);
+        copy.clock = warp.clock;
+        next_epoch(warp);
+    }
+    if (config.counters) {
+        std::uint64_t sectors = 0, bytes = 0;
+        constexpr std::uintptr_t kSector = 32;
+        for_each_row(copy, [&](int, const char* from, int, int inside) {
+            if (!from) return;
+            const auto first = reinterpret_cast<std::uintptr_t>(from);
+            const auto size = static_cast<std::uintptr_t>(inside * map.element_bytes);
+            sectors += (first + size - 1) / kSector - first / kSector + 1;
+            bytes += size;
+        });
+        counters.add_copy(pc, static_cast<std::uint64_t>(copy.bytes), sectors, (bytes + kSector - 1) / kSector);
+    }
+    b.copies.push_back(std::move(copy));
+}
+
+void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
+    const Lane& lane = *t_lane;
+    const auto to = reinterpret_cast<std::uintptr_t>(copy.to);
+    const std::string line = source_line(copy.site);
+    Accessor who = accessor(lane);
+    if (!b.fenced)
+        stop(finding("a tensor copy may not see that its barrier is initialised",
+                     describe(lane) + " in tensor_load, without barrier_init_fence", line,
+                     describe(warps[static_cast<std::size_t>(b.warp)]) + ", at " + source_line(b.site)));
+    for_each_row(copy, [&](int, const char* from, int, int inside) {
+        if (!from || !g_memory.known()) return;
+        const auto address = reinterpret_cast<std::uintptr_t>(from);
+        const int bytes = inside * copy.map.element_bytes;
+        GlobalMemory::Watched* buffer = g_memory.find(address, bytes);
+        if (!buffer)
+            stop(finding("out of bounds of global memory, " + g_memory.nearest(address),
+                         describe(lane) + " in tensor_load reads " + std::to_string(bytes) + " bytes", line));
+        if (!buffer->writable) return;
+        if (const Conflict conflict = g_memory.read(*buffer, address, bytes, who, pc))
+            stop_conflict(Access::kAsyncLoad, describe(lane) + ", in tensor_load,", address, bytes, line, conflict,
+                          who.block);
+    });
+    who.async_proxy = true;
+    if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
+        stop_conflict(Access::kAsyncStore, describe(lane) + ", in tensor_load,", to, copy.bytes, line, conflict,
+                      who.block);
+}
+
+void Worker::land(const TensorCopy& copy) {
+    const int row_bytes = copy.map.box[0] * copy.map.element_bytes;
+    constexpr int kUnit = 16;
+    std::vector<char> row(static_cast<std::size_t>(row_bytes));
+    for_each_row(copy, [&](int offset, const char* from, int before, int inside) {
+        std::fill(row.begin(), row.end(), 0);
+        const int bytes = copy.map.element_bytes;
+        if (from)
+            std::memcpy(&row[static_cast<std::size_t>(before * bytes)], from, static_cast<std::size_t>(inside * bytes));
+        for (int i = 0; i < row_bytes; i += kUnit)
+            std::memcpy(swizzled(static_cast<char*>(copy.to) + offset + i, copy.map.swizzle),
+                        &row[static_cast<std::size_t>(i)], kUnit);
+    });
+    if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes);
+}
+
+// --- the interface of runtime.h ---------------------------------------------------------------------------------------
+
+void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc) {
+    t_worker->barrier_init(barrier, arrivals, site, pc);
+}
+void transaction_barrier_init_fence() { t_worker->barrier_init_fence(); }
+void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc) {
+    t_worker->barrier_arrive(barrier, bytes, site, pc);
+}
+void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const void* pc) {
+    t_worker->barrier_wait(barrier, parity, site, pc);
+}
+void fence_proxy_async() { t_worker->fence_proxy_async(); }
+void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc) {
+    t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
+}
+
+}  // namespace flash_wmma::emulator

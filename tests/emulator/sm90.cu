@@ -1,0 +1,426 @@
+// What Hopper added: layouts of wgmma and of tensor copies, and bugs with them, one at a time. A kernel is right as
+// kernel<Fault::kNone> and has one bug otherwise. tests/test_emulator_sm90.py expects the emulator to report each at the
+// lines marked "fault: KERNEL line", or the result to be wrong, and to find nothing in the right one. Many of these bugs
+// give right results on a GPU, most of the time.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <entry.h>
+#include <launch.h>
+#include <ptx_sm90.cuh>
+#include <shared_memory.cuh>
+
+#include <cstdint>
+#include <utility>
+
+namespace sm90 {
+
+using flash_wmma::DType;
+using flash_wmma::Entry;
+using flash_wmma::launch;
+using flash_wmma::make_tensor_map;
+using flash_wmma::shared_memory;
+using flash_wmma::TensorMap;
+namespace ptx = flash_wmma::ptx;
+using ptx::Major;
+
+constexpr int kSide = 64, kPanelBytes = kSide * kSide * 2, kGroup = 128;  // elements, bytes, threads
+
+/// Dense matrices of 16-bit elements, one after the other, to be copied in boxes of 64 columns and `box_rows` rows.
+TensorMap map_of(const void* data, int columns, int rows, int matrices = 1, int box_rows = kSide) {
+    const std::int64_t matrix = std::int64_t{columns} * rows;
+    return make_tensor_map(data, DType::kFloat16, {columns, rows, matrices, 1}, {columns, matrix, matrix * matrices},
+                           {kSide, box_rows, 1, 1});
+}
+
+// --- layouts ----------------------------------------------------------------------------------------------------------
+
+struct Box {
+    alignas(1024) std::uint16_t words[2 * kSide * kSide];
+    ptx::Barrier full;
+};
+
+/// out: the shared memory behind a copy of 64 columns and 40 rows from (column, row) on, as it lies there.
+__global__ void box(std::uint16_t* out, const __grid_constant__ TensorMap map, int column, int row) {
+    auto& smem = shared_memory<Box>();
+    constexpr int kRows = 40;
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+        ptx::prefetch(&map);
+        ptx::barrier_arrive_expect(&smem.full, kRows * kSide * 2);            // count: box arrive
+        ptx::tensor_load(smem.words, &map, &smem.full, {column, row, 1, 0});  // count: box copy
+    }
+    __syncthreads();
+    ptx::barrier_wait(&smem.full, 0);  // count: box wait
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kSide; i += 32) out[i] = smem.words[i];
+}
+void run_box(std::uint16_t* out, const std::uint16_t* in, int columns, int rows, int column, int row) {
+    launch(box, {dim3(1), dim3(32), sizeof(Box)}, nullptr, out, map_of(in, columns, rows, 2, 40), column, row);
+}
+const Entry kBox("box", run_box);
+
+/// d[thread][i] = the product of A, 64 x 64 by rows from memory, or a[thread][step][4] as registers of it, and B, 64 rows along
+/// k of n (kMajor K: n rows along n of k), plus c.
+template <class T, int N, bool kRegisters, Major kMajor>
+struct Operands {
+    static constexpr int kPanels = kMajor == Major::K ? 1 : (N + kSide - 1) / kSide;
+    static constexpr int kRows = kMajor == Major::K ? N : kSide;
+    alignas(1024) T a[kSide * kSide];
+    alignas(1024) T b[kPanels][kRows * kSide];
+    ptx::Barrier full;
+};
+template <class T, int N, bool kRegisters, Major kMajor>
+__global__ void product(float* d, const std::uint32_t* a, const float* c, const __grid_constant__ TensorMap a_map,
+                        const __grid_constant__ TensorMap b_map) {
+    using Map = Operands<T, N, kRegisters, kMajor>;
+    auto& smem = shared_memory<Map>();
+    const unsigned thread = threadIdx.x;
+    if (thread == 0) {
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+        ptx::barrier_arrive_expect(&smem.full, sizeof(smem.b) + (kRegisters ? 0 : kPanelBytes));
+        if (!kRegisters) ptx::tensor_load(smem.a, &a_map, &smem.full, {0, 0, 0, 0});
+        for (int i = 0; i < Map::kPanels; ++i) ptx::tensor_load(smem.b[i], &b_map, &smem.full, {kSide * i, 0, 0, 0});
+    }
+    __syncthreads();
+    ptx::barrier_wait(&smem.full, 0);
+    float x[N / 2];
+    for (int i = 0; i < N / 2; ++i) x[i] = c[N / 2 * static_cast<int>(thread) + i];
+    std::uint32_t left[4][4];
+    for (unsigned i = 0; kRegisters && i < 16; ++i) left[i / 4][i % 4] = a[16 * thread + i];
+    ptx::wgmma_fence();
+    const ptx::SharedMatrix<Major::K> rows(smem.a);
+    const ptx::SharedMatrix<kMajor> columns(smem.b, sizeof(smem.b[0]));
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+        const auto right = columns + step * (kMajor == Major::K ? 32 : 16 * 128);
+        if constexpr (kRegisters) ptx::wgmma<T, N>(x, left[step], right, true);  // count: product registers
+        else ptx::wgmma<T, N>(x, rows + 32 * step, right, true);                 // count: product memory
+    }
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    for (int i = 0; i < N / 2; ++i) d[N / 2 * static_cast<int>(thread) + i] = x[i];
+}
+template <class T, int N, bool kRegisters, Major kMajor>
+void run_product(float* d, const void* a, const void* b, const float* c) {
+    using Map = Operands<T, N, kRegisters, kMajor>;
+    const TensorMap b_map = kMajor == Major::K ? map_of(b, kSide, N, 1, N) : map_of(b, N, kSide);
+    launch(product<T, N, kRegisters, kMajor>, {dim3(1), dim3(kGroup), sizeof(Map)}, nullptr, d,
+           static_cast<const std::uint32_t*>(a), c, map_of(a, kSide, kSide), b_map);
+}
+using bf16 = __nv_bfloat16;
+const Entry kProductHalf("product_half_64_memory_k", run_product<half, 64, false, Major::K>);
+const Entry kProductWide("product_half_256_memory_k", run_product<half, 256, false, Major::K>);
+const Entry kProductOdd("product_bf16_176_memory_k", run_product<bf16, 176, false, Major::K>);
+const Entry kProductAlongN("product_bf16_128_memory_n", run_product<bf16, 128, false, Major::N>);
+const Entry kProductRegisters("product_half_64_registers_n", run_product<half, 64, true, Major::N>);
+const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, true, Major::N>);
+const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, true, Major::N>);
+const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, true, Major::K>);
+
+// --- a pipeline: a producer warp copies tiles, a warpgroup adds up their products ---------------------------------------
+
+constexpr int kStages = 2, kTiles = 9;
+
+enum class Pipeline {
+    kNone,
+    kNotInitialised,  // nobody initialises A's barrier
+    kInitialisedTwice,
+    kNoInitFence,
+    kNoInitBarrier,
+    kBarrierOverwritten,  // as if it were ordinary memory
+    kNoExpect,            // the bytes are not announced
+    kFewBytes,
+    kManyBytes,
+    kWrongParity,  // of the producer's wait
+    kStuckParity,  // of the consumers' wait
+    kFewArrivals,  // the barrier counts fewer than come
+    kManyArrivals,
+    kNoWait,            // for the copy
+    kNoRelease,         // the producer does not wait for the consumers
+    kEarlyRelease,      // before the product is asked for
+    kReleaseOfPending,  // before the product's wait
+    kNoProductWait,
+    kNoFence,
+    kMisplaced,  // not at a multiple of 1024 bytes
+    kSmallBox,   // half the rows
+    kWrongTile,
+    kOldStage,  // multiplied instead of the new one
+    kTooFar,    // multiplied, past the tile
+    kUnused,    // a copy that nobody waits for
+};
+
+struct PipelineMemory {
+    alignas(1024) half a[kSide * kSide];
+    alignas(1024) half b[kStages][kSide * kSide];
+    ptx::Barrier a_full, full[kStages], empty[kStages];
+};
+
+/// out (64 x 64) = sum over tiles of A B[tile]^T, all 64 x 64 by rows.
+template <Pipeline kFault>
+__global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map) {
+    auto& smem = shared_memory<PipelineMemory>();
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread == kGroup) {
+        if (kFault != Pipeline::kNotInitialised) ptx::barrier_init(&smem.a_full, 1);  // fault: pipeline init a
+        for (int s = 0; s < kStages; ++s) {
+            ptx::barrier_init(&smem.full[s], 1);  // fault: pipeline init
+            ptx::barrier_init(&smem.empty[s], kFault == Pipeline::kFewArrivals    ? 3
+                                              : kFault == Pipeline::kManyArrivals ? 5
+                                                                                  : 4);
+        }
+        if (kFault == Pipeline::kInitialisedTwice) ptx::barrier_init(&smem.full[1], 1);  // fault: pipeline second init
+        if (kFault != Pipeline::kNoInitFence) ptx::barrier_init_fence();
+    }
+    if (kFault != Pipeline::kNoInitBarrier) __syncthreads();
+    if (thread >= kGroup) {
+        if (thread != kGroup) return;
+        if (kFault != Pipeline::kNotInitialised) {
+            ptx::barrier_arrive_expect(&smem.a_full, kPanelBytes);
+            ptx::tensor_load(smem.a, &a_map, &smem.a_full, {0, 0, 0, 0});  // fault: pipeline copy a
+        }
+        for (int i = 0; i < (kFault == Pipeline::kUnused ? kTiles + 1 : kTiles); ++i) {
+            const int s = i % kStages;
+            const unsigned parity = static_cast<unsigned>(i / kStages % 2) ^ (kFault != Pipeline::kWrongParity);
+            if (kFault != Pipeline::kNoRelease) ptx::barrier_wait(&smem.empty[s], parity);
+            constexpr int kMore = kFault == Pipeline::kFewBytes ? -2048 : kFault == Pipeline::kManyBytes ? 16 : 0;
+            if (kFault == Pipeline::kNoExpect) ptx::barrier_arrive(&smem.full[s]);
+            else ptx::barrier_arrive_expect(&smem.full[s], kPanelBytes + kMore);  // fault: pipeline arrival
+            half* place = smem.b[s] + (kFault == Pipeline::kMisplaced ? kSide : 0);
+            const int tile = kFault == Pipeline::kWrongTile ? i / 2 : i;
+            ptx::tensor_load(place, &b_map, &smem.full[s], {0, 0, tile, 0});  // fault: pipeline copy
+        }
+        return;
+    }
+    float d[kSide / 2];
+    for (float& x : d) x = 0;
+    ptx::barrier_wait(&smem.a_full, 0);  // fault: pipeline wait a
+    const auto release = [&](int s) {
+        if (thread % 32 == 0) ptx::barrier_arrive(&smem.empty[s]);
+    };
+    for (int i = 0; i < kTiles; ++i) {
+        const int s = i % kStages;
+        const unsigned parity = kFault == Pipeline::kStuckParity ? 0 : static_cast<unsigned>(i / kStages % 2);
+        if (kFault != Pipeline::kNoWait) ptx::barrier_wait(&smem.full[s], parity);
+        if (kFault == Pipeline::kEarlyRelease) release(s);
+        if (kFault != Pipeline::kNoFence) ptx::wgmma_fence();
+        const ptx::SharedMatrix<Major::K> a(smem.a);
+        const ptx::SharedMatrix<Major::K> b(smem.b[kFault == Pipeline::kOldStage ? 0 : s]);
+        for (int k = 0; k < 4; ++k) {
+            const auto columns = b + 32 * k + (kFault == Pipeline::kTooFar ? kStages * kPanelBytes : 0);
+            ptx::wgmma<half, kSide>(d, a + 32 * k, columns, true);  // fault: pipeline product
+        }
+        ptx::wgmma_commit();
+        if (kFault == Pipeline::kReleaseOfPending) release(s);
+        if (kFault != Pipeline::kNoProductWait) ptx::wgmma_wait<0>();
+        if (kFault == Pipeline::kBarrierOverwritten && thread == 0)
+            smem.full[s].state = 0;  // fault: pipeline overwrite
+        if (kFault != Pipeline::kEarlyRelease && kFault != Pipeline::kReleaseOfPending) release(s);
+    }
+    const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    for (int j = 0; j < kSide / 8; ++j)
+        for (int i = 0; i < 4; ++i) out[(16 * warp + g + 8 * (i / 2)) * kSide + 8 * j + 2 * t + i % 2] = d[4 * j + i];
+}
+template <int... kFaults>
+void run_pipeline(float* out, const half* a, const half* b, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&pipeline<Pipeline::kNone>) kKernels[] = {pipeline<static_cast<Pipeline>(kFaults)>...};
+    const int rows = fault == static_cast<int>(Pipeline::kSmallBox) ? kSide / 2 : kSide;
+    launch(kKernels[fault], {dim3(1), dim3(kGroup + 32), sizeof(PipelineMemory)}, nullptr, out, map_of(a, kSide, kSide),
+           map_of(b, kSide, kSide, kTiles + 1, rows));
+}
+const Entry kPipeline(
+    "pipeline", +[](float* out, const half* a, const half* b, int fault) {
+        constexpr int kFaults = static_cast<int>(Pipeline::kUnused) + 1;
+        run_pipeline(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- a handover: threads write what a product reads ---------------------------------------------------------------------
+
+enum class Handover {
+    kNone,
+    kNoProxyFence,
+    kEarlyProxyFence,  // before the writes
+    kProxyFenceOfOneLane,
+    kNoBarrier,  // behind the fence
+    kNoSwizzle,
+    kWrongSwizzle,   // that of 64 bytes
+    kUninitialised,  // the last rows
+    kOverwritten,    // before the product's wait
+    kCopiedOver,     // by a tensor copy, without a fence
+};
+
+struct HandoverMemory {
+    alignas(1024) half a[kSide * kSide];
+    alignas(1024) half b[kSide * kSide];
+    ptx::Barrier full;
+};
+
+/// out (64 x 64) = A B^T, both 64 x 64 by rows.
+template <Handover kFault>
+__global__ void handover(float* out, const half* a, const __grid_constant__ TensorMap b_map) {
+    auto& smem = shared_memory<HandoverMemory>();
+    const int thread = static_cast<int>(threadIdx.x);
+    if (thread == 0) {
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    if (kFault == Handover::kCopiedOver) {
+        smem.b[thread] = half(1.f);  // fault: handover b
+        __syncthreads();
+    }
+    if (thread == 0) {
+        ptx::barrier_arrive_expect(&smem.full, kPanelBytes);
+        ptx::tensor_load(smem.b, &b_map, &smem.full, {0, 0, 0, 0});  // fault: handover copy
+    }
+    if (kFault == Handover::kEarlyProxyFence) ptx::fence_proxy_async();
+    for (int i = thread; i < (kFault == Handover::kUninitialised ? kSide - 1 : kSide) * kSide / 8; i += kGroup) {
+        const int row = i / 8, unit = i % 8;  // of 16 bytes
+        const int place = kFault == Handover::kNoSwizzle      ? unit
+                          : kFault == Handover::kWrongSwizzle ? unit ^ row / 2 % 4
+                                                              : unit ^ row % 8;
+        const auto from = reinterpret_cast<const uint4*>(a + kSide * row + 8 * unit);
+        *reinterpret_cast<uint4*>(smem.a + kSide * row + 8 * place) = *from;  // fault: handover writes
+    }
+    constexpr bool kAll = kFault != Handover::kNoProxyFence && kFault != Handover::kEarlyProxyFence;
+    if (kAll && (kFault != Handover::kProxyFenceOfOneLane || thread % 32 == 0)) ptx::fence_proxy_async();
+    if (kFault != Handover::kNoBarrier) __syncthreads();
+    ptx::barrier_wait(&smem.full, 0);
+    float d[kSide / 2];
+    ptx::wgmma_fence();
+    const ptx::SharedMatrix<Major::K> rows(smem.a), columns(smem.b);
+    for (int k = 0; k < 4; ++k)
+        ptx::wgmma<half, kSide>(d, rows + 32 * k, columns + 32 * k, k > 0);  // fault: handover product
+    ptx::wgmma_commit();
+    if (kFault == Handover::kOverwritten && thread == 127) smem.a[0] = half(0.f);  // fault: handover overwrites
+    ptx::wgmma_wait<0>();
+    const int warp = thread / 32, g = thread % 32 / 4, t = thread % 4;
+    for (int j = 0; j < kSide / 8; ++j)
+        for (int i = 0; i < 4; ++i) out[(16 * warp + g + 8 * (i / 2)) * kSide + 8 * j + 2 * t + i % 2] = d[4 * j + i];
+}
+template <int... kFaults>
+void run_handover(float* out, const half* a, const half* b, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&handover<Handover::kNone>) kKernels[] = {handover<static_cast<Handover>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(kGroup), sizeof(HandoverMemory)}, nullptr, out, a, map_of(b, kSide, kSide));
+}
+const Entry kHandover(
+    "handover", +[](float* out, const half* a, const half* b, int fault) {
+        constexpr int kFaults = static_cast<int>(Handover::kCopiedOver) + 1;
+        run_handover(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- registers of products ----------------------------------------------------------------------------------------------
+
+enum class Registers {
+    kNone,
+    kAccumulatorRead,  // before the wait
+    kAccumulatorWritten,
+    kOperandWritten,     // A, before the wait
+    kOperandAfterFence,  // A is written after wgmma_fence
+    kAccumulatorAfterFence,
+    kOlderGroup,  // the wait is for the product before
+    kNoCommit,
+    kAtExit,       // nobody waits
+    kOtherShape,   // one accumulator for two shapes
+    kWrongPanels,  // their distance
+    kWrongMajor,
+    kWrongStep,    // along k
+    kLanesDiffer,  // in a matrix
+    kThreeWarps,
+};
+
+struct RegistersMemory {
+    alignas(1024) half b[2][kSide * kSide];
+    ptx::Barrier full;
+};
+
+/// out[thread][i]: part of D (64 x 128) = A B + A B, A 64 x 64 in registers a[thread][step][4], B 64 x 128 by rows.
+template <Registers kFault>
+__global__ void registers(float* out, const std::uint32_t* a, const __grid_constant__ TensorMap b_map) {
+    auto& smem = shared_memory<RegistersMemory>();
+    const unsigned thread = threadIdx.x;
+    if (thread == 0) {
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+        ptx::barrier_arrive_expect(&smem.full, 2 * kPanelBytes);
+        for (int i = 0; i < 2; ++i) ptx::tensor_load(smem.b[i], &b_map, &smem.full, {kSide * i, 0, 0, 0});
+    }
+    __syncthreads();
+    ptx::barrier_wait(&smem.full, 0);
+    float d[kSide];
+    std::uint32_t left[4][4];
+    for (unsigned i = 0; i < 16; ++i) left[i / 4][i % 4] = a[16 * thread + i];
+    if (kFault == Registers::kThreeWarps && thread >= 96) return;
+    const half* panel = smem.b[0] + (kFault == Registers::kLanesDiffer ? thread % 2 * 8 * kSide : 0);
+    ptx::wgmma_fence();
+    if (kFault == Registers::kOperandAfterFence) left[2][1] = 0;
+    const int panels = kFault == Registers::kWrongPanels ? kPanelBytes / 2 : kPanelBytes;
+    const ptx::SharedMatrix<Major::N> b(panel, panels);
+    const ptx::SharedMatrix<Major::K> other(panel, panels);
+    for (int group = 0; group < 2; ++group) {
+        for (int k = 0; k < 4; ++k) {
+            const int bytes = (kFault == Registers::kWrongStep ? 8 : 16) * 128 * k;
+            if (kFault == Registers::kWrongMajor)
+                ptx::wgmma<half, 2 * kSide>(d, left[k], other + 32 * k, group + k > 0);
+            else ptx::wgmma<half, 2 * kSide>(d, left[k], b + bytes, group + k > 0);  // fault: registers product
+            if (kFault == Registers::kOtherShape && k == 1) {
+                float (&half_of_d)[kSide / 2] = *reinterpret_cast<float (*)[kSide / 2]>(d);
+                ptx::wgmma<half, kSide>(half_of_d, left[k], b, true);  // fault: registers other shape
+            }
+        }
+        if (kFault == Registers::kAccumulatorAfterFence && group == 0) {
+            ptx::wgmma_commit();
+            ptx::wgmma_wait<0>();
+            for (float& x : d) x *= 2;
+            continue;
+        }
+        if (kFault != Registers::kNoCommit) ptx::wgmma_commit();
+    }
+    if (kFault == Registers::kAccumulatorRead) out[kSide * thread] = d[0];  // fault: registers read
+    if (kFault == Registers::kAccumulatorWritten) d[1] = 0;                 // fault: registers written
+    if (kFault == Registers::kOperandWritten) left[3][3] = 0;               // fault: registers operand
+    if (kFault == Registers::kOlderGroup) ptx::wgmma_wait<1>();
+    else if (kFault != Registers::kAtExit) ptx::wgmma_wait<0>();
+    if (kFault != Registers::kAtExit)
+        for (int i = 0; i < kSide; ++i) out[kSide * thread + static_cast<unsigned>(i)] = d[i];  // fault: registers out
+}
+template <int... kFaults>
+void run_registers(float* out, const void* a, const half* b, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&registers<Registers::kNone>) kKernels[] = {registers<static_cast<Registers>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(kGroup), sizeof(RegistersMemory)}, nullptr, out,
+           static_cast<const std::uint32_t*>(a), map_of(b, 2 * kSide, kSide));
+}
+const Entry kRegisters(
+    "registers", +[](float* out, const void* a, const half* b, int fault) {
+        constexpr int kFaults = static_cast<int>(Registers::kThreeWarps) + 1;
+        run_registers(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- how many registers a thread has ------------------------------------------------------------------------------------
+
+enum class Budget {
+    kNone,
+    kTooMany,
+    kOneWarp,  // of the four
+};
+
+/// out[thread] = 1; two consumer warpgroups take what the producer gives.
+template <Budget kFault>
+__global__ void budget(float* out) {
+    if (threadIdx.x < kGroup) ptx::release_registers<kFault == Budget::kTooMany ? 40 : 24>();
+    else if (kFault != Budget::kOneWarp || threadIdx.x % kGroup < 32)
+        ptx::acquire_registers<240>();  // fault: budget inc
+    out[threadIdx.x] = 1;
+}
+template <int... kFaults>
+void run_budget(float* out, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&budget<Budget::kNone>) kKernels[] = {budget<static_cast<Budget>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(3 * kGroup)}, nullptr, out);
+}
+const Entry kBudget(
+    "budget", +[](float* out, int fault) {
+        constexpr int kFaults = static_cast<int>(Budget::kOneWarp) + 1;
+        run_budget(out, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+}  // namespace sm90

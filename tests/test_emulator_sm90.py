@@ -1,0 +1,453 @@
+"""Hopper's units in the emulator: the layouts of wgmma and of tensor copies, as on a GPU where there is one; deliberate
+bugs with them, each of which is found or gives a wrong result; counters.
+
+tests/emulator/sm90.cu has the kernels. On a machine with a GPU and no nvcc, FLASH_WMMA_TEST_PROGRAMS names a folder
+with sm90.so, made by
+nvcc -std=c++17 -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90a tests/emulator/sm90.cu -o sm90.so
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from programs import FOLDER, GpuProgram, gpu_program, marked_lines
+
+from flash_wmma.emulator import EmulatorError, Program, settings
+
+SOURCE = FOLDER / "sm90.cu"
+SEEDS = range(1, 9)
+SIDE, LANES, TILES = 64, 128, 9
+WARPS = r"wgmma of warps 0-3, block \(0, 0, 0\)"
+PRODUCER = r"lane 0 of warp 4, block \(0, 0, 0\)"
+BLOCK_0 = r"warp 0, block \(0, 0, 0\)"
+
+
+# --- layouts ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Machine:
+    program: Program | GpuProgram
+    device: str
+
+    def call(self, name: str, *arguments: torch.Tensor | int) -> None:
+        self.program.call(name, *(x.to(self.device) if isinstance(x, torch.Tensor) else x for x in arguments))
+
+
+@pytest.fixture(scope="module", params=["checked", "fast", pytest.param("cuda", marks=pytest.mark.gpu)])
+def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Machine:
+    if request.param != "cuda":
+        return Machine(Program(SOURCE, mode=request.param), "cpu")
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("these instructions are of sm_90a alone")
+    return Machine(gpu_program("sm90", tmp_path_factory.mktemp("programs")), "cuda")
+
+
+def integers(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> torch.Tensor:
+    """Small enough that every sum of products here is exact."""
+    return torch.randint(-3, 4, shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def registers_of_a(a: torch.Tensor) -> torch.Tensor:
+    """What each thread holds of a 64 x 64 matrix: (thread, step along k, register, half of it)."""
+    thread, step, i, pair = torch.meshgrid(*map(torch.arange, (LANES, 4, 4, 2)), indexing="ij")
+    lane = thread % 32
+    return a[thread // 32 * 16 + lane // 4 + 8 * (i % 2), 16 * step + 8 * (i // 2) + 2 * (lane % 4) + pair].contiguous()
+
+
+def registers_of_d(d: torch.Tensor) -> torch.Tensor:
+    """What each thread holds of a 64 x N product: (thread, register)."""
+    thread, i = torch.meshgrid(torch.arange(LANES), torch.arange(d.shape[1] // 2), indexing="ij")
+    lane = thread % 32
+    return d[thread // 32 * 16 + lane // 4 + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * (lane % 4) + i % 2].contiguous()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "product_half_64_memory_k",
+        "product_half_256_memory_k",
+        "product_bf16_176_memory_k",
+        "product_bf16_128_memory_n",
+        "product_half_64_registers_n",
+        "product_half_96_registers_n",
+        "product_bf16_256_registers_n",
+        "product_bf16_128_registers_k",
+    ],
+)
+def test_products(machine: Machine, name: str) -> None:
+    """The comment of wgmma says where elements are, in registers and, of B along k and along n, in shared memory."""
+    _, kind, columns, where, major = name.split("_")
+    dtype = torch.float16 if kind == "half" else torch.bfloat16
+    n = int(columns)
+    a, b, c = (
+        integers(SIDE, SIDE, dtype=dtype),
+        integers(SIDE, n, dtype=dtype, seed=1),
+        integers(SIDE, n, seed=2).float(),
+    )
+    out = torch.zeros(LANES, n // 2, device=machine.device)
+    machine.call(
+        name,
+        out,
+        a if where == "memory" else registers_of_a(a),
+        b if major == "n" else b.T.contiguous(),
+        registers_of_d(c),
+    )
+    assert torch.equal(out.cpu(), registers_of_d(a.float() @ b.float() + c))
+
+
+@pytest.mark.parametrize(
+    ("columns", "rows", "column", "row"),
+    [
+        (64, 40, 0, 0),
+        (128, 100, 64, 37),
+        (72, 50, 64, 20),  # 8 columns and 30 rows are inside
+        (40, 33, 0, 0),  # narrower than the box
+        (64, 40, -24, -7),  # columns and rows before the first
+        (64, 40, 64, 0),  # wholly outside
+        (64, 40, 0, 1000),
+        (8, 1, -56, -39),  # the corner
+    ],
+)
+def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int) -> None:
+    """A box lies by rows of 128 bytes, of which 16-byte units change places: unit u of row r is at u ^ (r % 8). What is
+    outside the tensor is zero, also where there is another matrix."""
+    matrices = torch.arange(1, 1 + 2 * rows * columns).reshape(2, rows, columns).to(torch.int16)
+    out = torch.full((40, SIDE), -1, dtype=torch.int16, device=machine.device)
+    machine.call("box", out, matrices, columns, rows, column, row)
+    expected = torch.zeros(40, SIDE, dtype=torch.int16)
+    for r in range(40):
+        for c in range(SIDE):
+            if 0 <= row + r < rows and 0 <= column + c < columns:
+                expected[r, (c // 8 ^ r % 8) * 8 + c % 8] = matrices[1, row + r, column + c]
+    assert torch.equal(out.cpu(), expected)
+
+
+# --- bugs -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fault:
+    kernel: str
+    name: str
+    found: str | None = None
+    """Begins the finding, a regular expression. ``None``: the result is wrong."""
+    at: str = ""
+    """The mark of its line; ``also`` is that of the other side's."""
+    also: str | None = None
+
+
+def deadlock(barrier: int, parity: int, phase: int, arrivals: str, lacking: int) -> str:
+    return (
+        r"deadlock: nothing can run\n(?s:.*)in barrier_wait at \S+, for parity "
+        rf"{parity} of the barrier at byte {barrier}: its phase {phase} lacks {arrivals} arrivals and {lacking} bytes\n"
+    )
+
+
+PENDING = rf"read of an asynchronous copy's target before its wait: {WARPS} reads 16 bytes of shared memory at byte "
+OVERRUN = (
+    rf"write after read, shared memory: {PRODUCER}, in tensor_load, writes 8192 bytes of shared memory at byte 8192"
+)
+UNFENCED = rf"missing fence.proxy.async: {WARPS} reads 16 bytes of shared memory at byte "
+A_FULL, FULL, EMPTY = 24576, 24584, 24600  # barriers in the map
+FAULTS = [
+    Fault(
+        "pipeline",
+        "NotInitialised",
+        rf"a barrier that is not initialised: lane 0 of {BLOCK_0} in barrier_wait",
+        "wait a",
+    ),
+    Fault(
+        "pipeline",
+        "InitialisedTwice",
+        rf"a barrier is initialised twice: {PRODUCER} in barrier_init",
+        "second init",
+        "init",
+    ),
+    Fault(
+        "pipeline",
+        "NoInitFence",
+        rf"a tensor copy may not see that its barrier is initialised: {PRODUCER} in tensor_load",
+        "copy a",
+        "init a",
+    ),
+    Fault(
+        "pipeline",
+        "NoInitBarrier",
+        rf"a barrier that is not initialised: lane 0 of {BLOCK_0} in barrier_wait",
+        "wait a",
+    ),
+    Fault(
+        "pipeline",
+        "BarrierOverwritten",
+        rf"access to a barrier as to ordinary memory: lane 0 of {BLOCK_0} writes 8 bytes of .* at byte {FULL}",
+        "overwrite",
+        "init",
+    ),
+    Fault("pipeline", "NoExpect", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "FewBytes", deadlock(FULL, 0, 0, "0 of 1", -2048)),
+    Fault("pipeline", "ManyBytes", deadlock(FULL, 0, 0, "0 of 1", 16)),
+    Fault("pipeline", "WrongParity", deadlock(EMPTY, 0, 0, "4 of 4", 0)),
+    Fault("pipeline", "StuckParity", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "FewArrivals", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "ManyArrivals", deadlock(EMPTY, 0, 0, "1 of 5", 0)),
+    Fault("pipeline", "NoWait", PENDING + "8192", "product", "copy"),
+    Fault(
+        "pipeline", "NoRelease", rf"more arrivals than a barrier's phase has: {PRODUCER} in barrier_arrive", "arrival"
+    ),
+    Fault("pipeline", "EarlyRelease", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "ReleaseOfPending", OVERRUN, "copy", "product"),
+    Fault("pipeline", "NoProductWait", OVERRUN, "copy", "product"),
+    Fault("pipeline", "NoFence", rf"no wgmma.fence before the first product: lane 0 of {BLOCK_0}", "product"),
+    Fault(
+        "pipeline",
+        "Misplaced",
+        rf"a tensor copy to a place that is not 1024-byte aligned: {PRODUCER} in tensor_load",
+        "copy",
+    ),
+    Fault("pipeline", "SmallBox", deadlock(FULL, 0, 0, "0 of 1", 4096)),
+    Fault("pipeline", "WrongTile"),
+    Fault("pipeline", "OldStage", OVERRUN, "copy", "product"),
+    Fault(
+        "pipeline", "TooFar", rf"access to a barrier as to ordinary memory: {WARPS} reads 16 bytes", "product", "init a"
+    ),
+    Fault("pipeline", "Unused", r"tensor copy under way at exit: block \(0, 0, 0\)", "copy"),
+    Fault("handover", "NoProxyFence", UNFENCED + "0", "product", "writes"),
+    Fault("handover", "EarlyProxyFence", UNFENCED + "0", "product", "writes"),
+    Fault("handover", "ProxyFenceOfOneLane", UNFENCED + "16", "product", "writes"),
+    Fault("handover", "NoBarrier", rf"read after write, shared memory: {WARPS} reads 16 bytes", "product", "writes"),
+    Fault("handover", "NoSwizzle"),
+    Fault("handover", "WrongSwizzle"),
+    Fault(
+        "handover", "Uninitialised", rf"read of uninitialised shared memory: {WARPS} reads 16 .* byte 8176", "product"
+    ),
+    Fault(
+        "handover",
+        "Overwritten",
+        r"write after read, shared memory: lane 31 of warp 3, .* writes 2 bytes of shared memory at byte 0",
+        "overwrites",
+        "product",
+    ),
+    Fault(
+        "handover",
+        "CopiedOver",
+        rf"missing fence.proxy.async: lane 0 of {BLOCK_0}, in tensor_load, writes 8192 bytes",
+        "copy",
+        "b",
+    ),
+    Fault("registers", "AccumulatorRead", "the accumulator of a product under way read: lane", "read", "product"),
+    Fault(
+        "registers", "AccumulatorWritten", "the accumulator of a product under way written: lane", "written", "product"
+    ),
+    Fault("registers", "OperandWritten", "A's registers of a product under way written: lane", "operand", "product"),
+    Fault(
+        "registers",
+        "OperandAfterFence",
+        rf"missing wgmma.fence: A's registers were used since the last: lane 0 of {BLOCK_0} in wgmma, register 1",
+        "product",
+    ),
+    Fault(
+        "registers",
+        "AccumulatorAfterFence",
+        rf"missing wgmma.fence: D's registers were used since the last: lane 0 of {BLOCK_0} in wgmma, register 0",
+        "product",
+    ),
+    Fault("registers", "OlderGroup", "the accumulator of a product under way read: lane", "out", "product"),
+    Fault("registers", "NoCommit", "the accumulator of a product under way read: lane", "out", "product"),
+    Fault("registers", "AtExit", "wgmma under way at exit: lane", "product"),
+    Fault(
+        "registers",
+        "OtherShape",
+        "the accumulator overlaps one of another shape under way: warps 0-3, block",
+        "other shape",
+        "product",
+    ),
+    Fault("registers", "WrongPanels"),
+    Fault("registers", "WrongMajor"),
+    Fault("registers", "WrongStep"),
+    Fault("registers", "LanesDiffer", "lanes of a warpgroup differ in a matrix", "product"),
+    Fault("registers", "ThreeWarps", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 2, .*: in wgmma_fence at "),
+    Fault(
+        "budget", "TooMany", "setmaxnreg of 66560 registers in the block, of which there are 65536: warps 8-11", "inc"
+    ),
+    Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
+]
+FOUND = [fault for fault in FAULTS if fault.found is not None]
+KERNELS = ("pipeline", "handover", "registers", "budget")
+
+
+def variants(kernel: str) -> list[str]:
+    """The enumerators of the kernel's bugs, the first of which is none."""
+    source = re.search(rf"enum class {kernel.capitalize()} {{(.*?)}};", SOURCE.read_text(), re.DOTALL)
+    assert source
+    return re.findall(r"^ +k(\w+)", source[1], re.MULTILINE)
+
+
+def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """And the right result."""
+    a = integers(SIDE, SIDE)
+    if kernel == "registers":
+        b = integers(SIDE, 2 * SIDE, seed=1)
+        return [registers_of_a(a), b], registers_of_d(2 * a.float() @ b.float())
+    tiles = integers(TILES + 1, SIDE, SIDE, seed=1)
+    if kernel == "pipeline":
+        return [a, tiles], a.float() @ tiles[:TILES].float().sum(0).T
+    if kernel == "handover":
+        return [a, tiles[0].clone()], a.float() @ tiles[0].float().T
+    return [], torch.ones(3 * LANES)
+
+
+def run(machine: Program | Machine, kernel: str, variant: str = "None") -> bool:
+    """Whether the result is right."""
+    tensors, right = inputs(kernel)
+    out = torch.zeros(right.shape, device=machine.device if isinstance(machine, Machine) else "cpu")
+    machine.call(kernel, out, *tensors, variants(kernel).index(variant))
+    return torch.equal(out.cpu(), right)
+
+
+@pytest.fixture(scope="module")
+def checked() -> Program:
+    return Program(SOURCE)
+
+
+@pytest.fixture(scope="module")
+def fast() -> Program:
+    return Program(SOURCE, mode="fast")
+
+
+@pytest.fixture(scope="module")
+def lines() -> dict[str, int]:
+    return marked_lines(SOURCE, "fault")
+
+
+def test_all_are_tested(lines: dict[str, int]) -> None:
+    named = sorted((kernel, name) for kernel in KERNELS for name in variants(kernel) if name != "None")
+    assert sorted((fault.kernel, fault.name) for fault in FAULTS) == named
+    assert len(named) >= 40
+    used = {f"{f.kernel} {mark}" for f in FOUND for mark in (f.at, f.also) if mark}
+    assert set(lines) == used
+
+
+@pytest.mark.parametrize("right", KERNELS)
+def test_without_a_bug(machine: Machine, right: str) -> None:
+    if machine.device == "cuda" and right == "budget":
+        pytest.skip("what a launch reserves decides whether registers suffice")
+    assert run(machine, right)
+
+
+@pytest.mark.parametrize("right", KERNELS)
+def test_without_a_bug_under_every_schedule(checked: Program, right: str) -> None:
+    for seed in SEEDS:
+        with settings(seed=seed):
+            assert run(checked, right)
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kernel}-{fault.name}" for fault in FAULTS])
+def test_found(checked: Program, lines: dict[str, int], fault: Fault) -> None:
+    if fault.found is None:
+        assert not run(checked, fault.kernel, fault.name)
+        return
+    with pytest.raises(EmulatorError) as caught:
+        run(checked, fault.kernel, fault.name)
+    text = str(caught.value)
+    where = rf"emulator: sm90::{fault.kernel}<\(sm90::{fault.kernel.capitalize()}\)\d+>: "
+    assert re.match(where + fault.found, text), text
+    if fault.at:
+        expected = [f"{SOURCE}:{lines[f'{fault.kernel} {mark}']}" for mark in (fault.at, fault.also) if mark]
+        assert re.findall(r"at (\S+:\d+)", text) == expected, text
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kernel}-{fault.name}" for fault in FAULTS])
+def test_found_under_every_schedule(checked: Program, fault: Fault) -> None:
+    for seed in SEEDS:
+        with settings(seed=seed):
+            try:
+                right = run(checked, fault.kernel, fault.name)
+            except EmulatorError:
+                right = False
+        assert not right, f"seed {seed}"
+
+
+def test_fast_mode_gives_wrong_results(fast: Program) -> None:
+    """Without checks, what is read too early is NaN, and operands are read as late as may be."""
+    tensors, right = inputs("registers")
+    out = torch.zeros(right.shape)
+    with pytest.raises(EmulatorError, match="wgmma under way at exit"):
+        fast.call("registers", out, *tensors, variants("registers").index("OlderGroup"))
+    written = out[(out != 0).any(1)]  # of the lanes that have come so far
+    assert len(written)
+    assert written.isnan().all()
+    for kernel, name in (("pipeline", "NoExpect"), ("pipeline", "StuckParity"), ("handover", "Overwritten")):
+        try:
+            assert not run(fast, kernel, name), name
+        except EmulatorError:  # copies under way at exit
+            assert name != "Overwritten"
+    for name in ("AccumulatorWritten", "OperandWritten"):
+        with pytest.raises(EmulatorError, match="of a product under way written: lane 0 of warp 0"):
+            run(fast, "registers", name)
+
+
+def test_tensor_maps_are_refused(checked: Program) -> None:
+    out, matrices = torch.zeros(40, SIDE, dtype=torch.int16), torch.zeros(2 * 40 * 64 + 8, dtype=torch.int16)
+
+    def refusal(columns: int, rows: int, start: int = 0) -> str:
+        with pytest.raises(EmulatorError, match="flash_wmma: the driver refuses a tensor map: ") as caught:
+            checked.call("box", out, matrices[start:], columns, rows, 0, 0)
+        return str(caught.value).rsplit(": ", 1)[1]
+
+    assert refusal(60, 40) == "a stride is no multiple of 16 bytes below 2^40"
+    assert refusal(64, 0) == "a size is not in 1 to 2^32"
+    assert refusal(64, 40, start=4) == "the data are not 16-byte aligned"
+
+
+def test_copy_from_outside_the_tensor(checked: Program) -> None:
+    """The map says more rows than there are."""
+    out, matrices = torch.zeros(40, SIDE, dtype=torch.int16), torch.zeros(2 * 40 * 64, dtype=torch.int16)
+    with pytest.raises(EmulatorError, match=r"out of bounds of global memory, .* in tensor_load reads 128 bytes"):
+        checked.call("box", out, matrices, 64, 41, 0, 30)
+
+
+# --- counters ---------------------------------------------------------------------------------------------------------
+
+
+def counted(program: Program, name: str, *arguments: torch.Tensor | int) -> dict[tuple[str, str], dict[str, Any]]:
+    """By mark and class of instruction."""
+    (launch,) = json.loads(program.counts(name, *arguments))
+    marks = {f"{SOURCE}:{line}": mark for mark, line in marked_lines(SOURCE, "count").items()}
+    rows = (row for row in launch["counts"] if row["line"] in marks and row["what"] != "basic_block")
+    return {(marks[row["line"]], row["what"]): row for row in rows}
+
+
+def test_counts_of_copies(checked: Program) -> None:
+    out, matrices = torch.zeros(40, SIDE, dtype=torch.int16), torch.zeros(2, 50, 72, dtype=torch.int16)
+    rows = counted(checked, "box", out, matrices, 72, 50, 0, 20)
+    copy = rows["box copy", "tensor_copy"]
+    # Of 40 rows 30 are in the tensor, 128 of 144 bytes each: 4 sectors from one's start, 5 from its middle
+    begins = [matrices.data_ptr() + 144 * (50 + 20 + row) for row in range(30)]
+    sectors = sum((begin + 127) // 32 - begin // 32 + 1 for begin in begins)
+    assert (copy["instructions"], copy["bytes"]) == (1, 40 * 128)
+    assert (copy["sectors"], copy["ideal_sectors"]) == (sectors, 30 * 4)
+    assert rows["box arrive", "transaction_barrier"]["instructions"] == 1
+    assert rows["box wait", "transaction_barrier"]["instructions"] == 1
+
+
+@pytest.mark.parametrize(("name", "mark"), [("half_64_memory_k", "memory"), ("half_96_registers_n", "registers")])
+def test_counts_of_products(checked: Program, name: str, mark: str) -> None:
+    n = int(name.split("_")[1])
+    tensors = torch.zeros(LANES, n // 2), integers(SIDE, SIDE), integers(SIDE, n), torch.zeros(LANES, n // 2)
+    rows = counted(checked, f"product_{name}", *tensors)
+    # Four steps along k, four warps
+    assert {key: row["instructions"] for key, row in rows.items()} == {(f"product {mark}", "wgmma"): 16}
+
+
+def test_profile(checked: Program) -> None:
+    tensors, right = inputs("pipeline")
+    counts = checked.profile("pipeline", torch.zeros(right.shape), *tensors, 0).counts
+    assert counts.mma == counts.instructions["wgmma"] == 4 * 4 * TILES
+    assert counts.instructions["tensor_copy"] == 1 + TILES
+    assert counts.read_bytes == (1 + TILES) * SIDE * SIDE * 2
