@@ -460,15 +460,13 @@ class Consumer {
         }
     }
 
-    /// Products become scores where something is done to them but the scale; `key`: of the tile's first column.
-    __device__ __forceinline__ void modify(const Rows& rows, int key) {
-        if constexpr (General) {
-            if (!ScoreMod<true>::active(p_)) return;
-            const ScoreMod<true> mod(p_, rows.sequence, rows.tile);
-            mod.template apply<2, kBc / 8>([&](int i, int j, int e) -> float& { return s_[4 * j + 2 * i + e]; },
-                                           p_.scale* kLog2e, [&](int i) { return rows.first_query + row() + 8 * i; },
-                                           key + column());
-        }
+    /// What brings a product, or with a softcap the score that soft_cap has made of it, to log2 units.
+    __device__ __forceinline__ float factor() const { return General && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
+    __device__ __forceinline__ void soft_cap() {
+        if (!General || p_.softcap == 0.f) return;
+        const float to_x = p_.scale / p_.softcap, from_x = kLog2e * p_.softcap;
+#pragma unroll
+        for (float& score : s_) score = from_x * ScoreMod<true>::tanh(score * to_x);
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
@@ -589,7 +587,7 @@ class Consumer {
         // Where tiles begin whose keys all rows of the warp see
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
-        const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
+        const float factor = this->factor();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
@@ -599,12 +597,10 @@ class Consumer {
         bool settled = false;  // whether m is set, and moderate
         for (int key = first;; key -= kBc) {
             ptx::wgmma_wait<1>();
-            modify(rows, key);
+            soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= all_begin && key < all_end;
-#ifndef NOSAMPLE
             if (key == first && free) settled = estimate_maximum(factor);
-#endif
             const bool plain = settled && free;
             bool done = false;
             if (plain) {
@@ -620,7 +616,7 @@ class Consumer {
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    modify(rows, key);
+                    soft_cap();
                 }
                 settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
@@ -680,9 +676,7 @@ template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
             const __grid_constant__ Schedule schedule) {
-    auto* base = &shared_memory<SharedMemory<Tile>>();
-    asm volatile("" : "+l"(base));
-    auto& smem = *base;
+    auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is found anew for every tile
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
         for (auto& stage : smem.q_slot)
@@ -696,10 +690,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
-#ifndef NOPDL
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grids();
-#endif
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
@@ -720,12 +712,10 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
 inline int heads_at_once(const ForwardParams& p, const DeviceFacts& device) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
     if (!uneven) return 1;
-    // Where few blocks at a time share a head, as many heads as the L2 cache holds the keys and values of
     const std::int64_t heads = p.batch * p.heads_q;
-    std::int64_t kCache = 32 << 20;
-    const char* e = getenv("HOP_S");
-    if (e && atoi(e)) kCache = atoi(e) * 1000000ll;
-    else if (2 * heads <= device.sm_count) return static_cast<int>(heads);
+    if (2 * heads <= device.sm_count) return static_cast<int>(heads);
+    // Few blocks at a time share a head: as many heads as the L2 cache holds the keys and values of
+    constexpr std::int64_t kCache = 32 << 20;
     const std::int64_t bytes = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
     return static_cast<int>(std::clamp<std::int64_t>(kCache / std::max<std::int64_t>(bytes, 1), 1, heads));
 }
@@ -740,31 +730,35 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
     const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p, device)};
     const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
-                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), 1,
-#ifdef NOPDL
-                              false
-#else
-                              true
-#endif
-    };
+                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
+/// `speed`: of a block beside that of other shapes of the same head dim.
 template <class Tile, bool General>
-Shape shape() {
+Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
+            speed,
             launch_tile<Tile, General>};
 }
 
-/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages.
-template <class T, bool General>
+/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages of K and V, of Q; then the speed.
+template <class T>
 std::vector<Shape> shapes() {
     return {
-        shape<Tile<T, 64, 3, 128, 2, 1>, General>(),
-        shape<Tile<T, 128, 2, 128, 2, 1>, General>(),
-        shape<Tile<T, 256, 2, 80, 2, 1>, General>(),
+        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),     shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
+        shape<Tile<T, 64, 2, 128, 4, 2>, false>(0.85f),  shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
+        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f), shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
+    };
+}
+template <class T>
+std::vector<Shape> general_shapes() {
+    return {
+        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2>, true>(0.85f),
+        shape<Tile<T, 128, 3, 64, 3, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
+        shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };
 }
 
