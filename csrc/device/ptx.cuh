@@ -23,6 +23,13 @@ __device__ __forceinline__ int opaque(int x) {
     return x;
 }
 
+/// The same of an address.
+template <class T>
+__device__ __forceinline__ T* opaque(T* p) {
+    asm volatile("" : "+l"(p));
+    return p;
+}
+
 /// D += A B for one 16x8 tile: A 16x8 (row), B 8x8 (column), of half; the tensor-core shape of Turing
 /// (mma.sync.m16n8k8). With g = lane / 4 and t = lane % 4, a lane holds, in pairs along a row of A (along k):
 ///     a[i]: A[g + 8 i][2 t, 2 t + 1];   b: B[2 t, 2 t + 1][g];   d[i]: D[g + 8 (i / 2)][2 t + i % 2].

@@ -113,6 +113,12 @@ class ScoreMod<true> {
             });
     }
 
+    /// 1 - 2 / (e^2x + 1), which loses digits near 0: there x - x^3 / 3.
+    __device__ static float tanh(float x) {
+        const float far = 1.f - __fdividef(2.f, ptx::ex2(2.f * kLog2e * x) + 1.f);
+        return fabsf(x) < 0.02f ? fmaf(x * x, x * (-1.f / 3.f), x) : far;
+    }
+
   private:
     static constexpr float kLog2e = 1.44269504088896341f;
 
@@ -121,12 +127,6 @@ class ScoreMod<true> {
     float slope_;       // in log2 units
     int offset_;
     bool paired_;  // whether keys 2 n and 2 n + 1 are one aligned load
-
-    /// 1 - 2 / (e^2x + 1), which loses digits near 0: there x - x^3 / 3.
-    __device__ static float tanh(float x) {
-        const float far = 1.f - __fdividef(2.f, ptx::ex2(2.f * kLog2e * x) + 1.f);
-        return fabsf(x) < 0.02f ? fmaf(x * x, x * (-1.f / 3.f), x) : far;
-    }
 
     /// -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
     __device__ static float biased(float score, float bias) {

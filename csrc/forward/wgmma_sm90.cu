@@ -20,23 +20,36 @@ const std::vector<Instance> kInstances = [] {
     return instances;
 }();
 
-/// The least head dim that holds d and d_v.
-const Shape& choose_shape(const ForwardParams& p) {
+/// The least head dim that holds d and d_v; of its shapes the one that is through first: blocks go in rounds of one an SM,
+/// and a round takes the longer the more rows a block has. `batch_invariant` takes the first shape.
+const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Sequences& s = p.sequences;
     const bool general = p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
-    for (const Shape& shape : kShapes)
-        if (shape.facts.dtype == p.dtype && shape.general == general &&
-            shape.facts.head_dim >= std::max(p.head_dim, p.head_dim_v))
-            return shape;
-    throw std::runtime_error("flash_wmma: wgmma_sm90 has no tile for this");
+    const Shape* chosen = nullptr;
+    float least_time = 0.f;
+    for (const Shape& shape : kShapes) {
+        const Instance& tile = shape.facts;
+        if (tile.dtype != p.dtype || shape.general != general || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
+            continue;
+        if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
+        const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q, batch = s.cu_seqlens_q ? 1 : p.batch;
+        const std::int64_t blocks = (rows + tile.br - 1) / tile.br * p.heads_q * batch;
+        const std::int64_t rounds = (blocks + device.sm_count - 1) / std::max(device.sm_count, 1);
+        const float time = static_cast<float>(rounds * tile.br) / shape.speed;
+        if (chosen && time >= least_time) continue;
+        chosen = &shape;
+        least_time = time;
+    }
+    if (!chosen) throw std::runtime_error("flash_wmma: wgmma_sm90 has no tile for this");
+    return *chosen;
 }
 
-const Instance& choose(const ForwardParams& p, const DeviceFacts&) {
-    return kInstances[static_cast<std::size_t>(&choose_shape(p) - kShapes.data())];
+const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
+    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
 }
 
 void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-    choose_shape(p).launch(p, device, stream);
+    choose_shape(p, device).launch(p, device, stream);
 }
 
 const KernelInfo kInfo = {

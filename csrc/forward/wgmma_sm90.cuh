@@ -305,6 +305,8 @@ class Consumer {
     __device__ __forceinline__ void run() {
         Rows rows = next();
         if (!rows.exist) return;
+#pragma unroll 1
+        for (int i = rows.before; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
         await_q();
         await_k();
         multiply_qk();
@@ -319,8 +321,10 @@ class Consumer {
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
             } else {
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
             }
             if (following.exist) {
@@ -333,6 +337,7 @@ class Consumer {
             ptx::wgmma_wait<1>();
             if (!apart) {
                 release_v();
+#pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.v_slot, v_);
             }
             finish(rows);
@@ -455,15 +460,13 @@ class Consumer {
         }
     }
 
-    /// Products become scores where something is done to them but the scale; `key`: of the tile's first column.
-    __device__ __forceinline__ void modify(const Rows& rows, int key) {
-        if constexpr (General) {
-            if (!ScoreMod<true>::active(p_)) return;
-            const ScoreMod<true> mod(p_, rows.sequence, rows.tile);
-            mod.template apply<2, kBc / 8>([&](int i, int j, int e) -> float& { return s_[4 * j + 2 * i + e]; },
-                                           p_.scale* kLog2e, [&](int i) { return rows.first_query + row() + 8 * i; },
-                                           key + column());
-        }
+    /// What brings a product, or with a softcap the score that soft_cap has made of it, to log2 units.
+    __device__ __forceinline__ float factor() const { return General && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
+    __device__ __forceinline__ void soft_cap() {
+        if (!General || p_.softcap == 0.f) return;
+        const float to_x = p_.scale / p_.softcap, from_x = kLog2e * p_.softcap;
+#pragma unroll
+        for (float& score : s_) score = from_x * ScoreMod<true>::tanh(score * to_x);
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
@@ -500,6 +503,21 @@ class Consumer {
             for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
             top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
         }
+    }
+
+    /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
+    __device__ __forceinline__ bool estimate_maximum(float factor) {
+        float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int j = 0; j < kBc / 8; j += 4)
+                top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
+            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
+        }
+        const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+        if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;
+        return moderate;
     }
 
     /// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
@@ -569,19 +587,21 @@ class Consumer {
         // Where tiles begin whose keys all rows of the warp see
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
-        const float factor = General && ScoreMod<General>::active(p_) ? 1.f : p_.scale * kLog2e;
-        const int last = rows.first_tile * kBc;
+        const float factor = this->factor();
+        const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
 #pragma unroll
         for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
         bool settled = false;  // whether m is set, and moderate
-        for (int key = last + (rows.tiles - 1) * kBc;; key -= kBc) {
+        for (int key = first;; key -= kBc) {
             ptx::wgmma_wait<1>();
-            modify(rows, key);
+            soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
-            const bool plain = settled && key >= all_begin && key < all_end;
+            const bool free = key >= all_begin && key < all_end;
+            if (key == first && free) settled = estimate_maximum(factor);
+            const bool plain = settled && free;
             bool done = false;
             if (plain) {
                 const float offset[2] = {-m_[0], -m_[1]};
@@ -592,11 +612,11 @@ class Consumer {
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
-            if (key < last + (rows.tiles - 1) * kBc) release_v();
+            if (key < first) release_v();
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    modify(rows, key);
+                    soft_cap();
                 }
                 settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
@@ -656,9 +676,7 @@ template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
             const __grid_constant__ Schedule schedule) {
-    auto* base = &shared_memory<SharedMemory<Tile>>();
-    asm volatile("" : "+l"(base));
-    auto& smem = *base;
+    auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is found anew for every tile
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
         for (auto& stage : smem.q_slot)
@@ -672,6 +690,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
@@ -689,15 +709,15 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
 }
 
 /// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
-inline int heads_at_once(const ForwardParams& p) {
+inline int heads_at_once(const ForwardParams& p, const DeviceFacts& device) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    const char* e = getenv("HOP_S");
-    if (uneven && e && atoi(e)) {
-        auto per = 2 * 2 * p.seqlen_k * p.head_dim;
-        int n = (int)(atoi(e) * 1000000ll / per);
-        return std::max(1, std::min(n, (int)(p.batch * p.heads_q)));
-    }
-    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+    if (!uneven) return 1;
+    const std::int64_t heads = p.batch * p.heads_q;
+    if (2 * heads <= device.sm_count) return static_cast<int>(heads);
+    // Few blocks at a time share a head: as many heads as the L2 cache holds the keys and values of
+    constexpr std::int64_t kCache = 32 << 20;
+    const std::int64_t bytes = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
+    return static_cast<int>(std::clamp<std::int64_t>(kCache / std::max<std::int64_t>(bytes, 1), 1, heads));
 }
 
 template <class Tile, bool General>
@@ -708,27 +728,37 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
+    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p, device)};
     const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
-                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
+/// `speed`: of a block beside that of other shapes of the same head dim.
 template <class Tile, bool General>
-Shape shape() {
+Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
+            speed,
             launch_tile<Tile, General>};
 }
 
-/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages.
-template <class T, bool General>
+/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages of K and V, of Q; then the speed.
+template <class T>
 std::vector<Shape> shapes() {
     return {
-        shape<Tile<T, 64, 3, 128, 2, 1>, General>(),
-        shape<Tile<T, 128, 2, 128, 2, 1>, General>(),
-        shape<Tile<T, 256, 2, 80, 2, 1>, General>(),
+        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),     shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
+        shape<Tile<T, 64, 2, 128, 4, 2>, false>(0.85f),  shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
+        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f), shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
+    };
+}
+template <class T>
+std::vector<Shape> general_shapes() {
+    return {
+        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2>, true>(0.85f),
+        shape<Tile<T, 128, 3, 64, 3, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
+        shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };
 }
 

@@ -3,6 +3,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> bf16_general_shapes() { return shapes<bf16, true>(); }
+std::vector<Shape> bf16_general_shapes() { return general_shapes<bf16>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -3,6 +3,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_shapes() { return shapes<half, false>(); }
+std::vector<Shape> half_shapes() { return shapes<half>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

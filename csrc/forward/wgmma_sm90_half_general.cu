@@ -3,6 +3,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_general_shapes() { return shapes<half, true>(); }
+std::vector<Shape> half_general_shapes() { return general_shapes<half>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -11,6 +11,7 @@ namespace flash_wmma::wgmma_sm90 {
 struct Shape {
     Instance facts;
     bool general;  ///< also for packed sequences and softcap
+    float speed;   ///< of a block, beside the other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, Stream);
 };
 

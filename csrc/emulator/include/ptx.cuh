@@ -80,6 +80,10 @@ EMULATOR_INLINE float ex2(float x) {
 }
 
 EMULATOR_INLINE int opaque(int x) { return x; }
+template <class T>
+EMULATOR_INLINE T* opaque(T* p) {
+    return p;
+}
 
 EMULATOR_BRICK inline void mma_m16n8k8(float (&d)[4], const std::uint32_t (&a)[2], std::uint32_t b, EMULATOR_SITE) {
     emulator::MmaArgument<8> argument{d, a, &b};
