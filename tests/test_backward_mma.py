@@ -100,6 +100,14 @@ def test_head_dims(name: str, d: int, dv: int, deterministic: bool) -> None:
         check(name, case, d, dv, torch.float16, 227 if name == "bwd_sm80" else 64, deterministic)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("d", [64, 96, 128, 256])
+def test_many_tiles(d: int, deterministic: bool) -> None:
+    """Queries and keys of several tiles: rings go round, and what one tile leaves to the next is used."""
+    for case in (Case(330, 140), Case(290, 270, causal=True, left=70)):
+        check("bwd_sm80", case, d, d, torch.float16, 227, deterministic)
+
+
 @pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
 def test_bf16(d: int, dv: int) -> None:
     for case in (CAUSAL, GENERAL):

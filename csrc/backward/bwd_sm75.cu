@@ -26,7 +26,7 @@ const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),
     shape<Pass::kFused, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
 
-    shape<Pass::kKeys, kGeneral, 64, 4, 1, 2, 32, 16, 1, 2>(),
+    shape<Pass::kKeys, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
     shape<Pass::kKeys, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),
     shape<Pass::kKeys, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
 

@@ -33,12 +33,13 @@ std::vector<Shape> sm80_plain_shapes() {
         sm80_pairs<T, 256, 2, 2, kFused>(),
     };
 }
-/// Of any problem, and for less shared memory: 145 KiB at d = 256 (the first), below 99 KiB otherwise.
+/// Of any problem, and for less shared memory: 128 and 145 KiB at d = 128 and 256 (the first of each), below 99 KiB otherwise.
 template <class T>
 std::vector<Shape> sm80_general_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
         shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, true, kFused>(80),
+        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 1, 0, 1>, true, kFused>(80),
         shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kFused>(80),
         shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, true, kFused>(80),
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kFused>(80),

@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const RowPair* pairs = &smem.facts[slot][(first + thread.column()) / 2];
                 const int barrier = 1 + thread.warp % Tile::kRoleWarps;  // of the two warps with the same scores
                 clear(s);
-                multiply_rows<Tile>(s, OwnOperand<Tile, 0>(), own_tile, scored, first, thread);
+                multiply_rows<Tile>(s, OwnOperand<Tile, false>(), own_tile, scored, first, thread);
                 if (values) {
                     each([&](float& x, int, int j, int i) {
                         x = ptx::ex2(fmaf(x, scale, pairs[4 * j].minus_lse[i % 2]));

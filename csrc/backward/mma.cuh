@@ -16,12 +16,14 @@
 // of `stages`. Own warp w has rows [w * kWarpRows, + kWarpRows) of the own tile. With one stream warp it sees all streamed
 // rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory. Otherwise
 // `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are exchanged through
-// shared memory, and each owns its part of the columns of the gradients. dQ takes dS from shared memory in any case.
+// shared memory (they meet at a named barrier), and each owns its part of the columns of the gradients. dQ takes dS from
+// shared memory in any case. The fused pass has one stage: dQ's products need no streamed tile and hide the next one's copy.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
 // fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and 128 keys
-// is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory at d = 64, 3,840 and 5,000 at d = 128; no
-// access has a bank conflict. The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
+// at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access has a bank conflict.
+// Eight warps an SM, all that registers allow, do not hide every latency, so what is issued between the products counts too
+// (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
 #pragma once
 
 #include "../device/element.cuh"
@@ -36,7 +38,8 @@
 
 namespace flash_wmma::backward {
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles: how
+/// often there are OwnWarps * StreamWarps warps (bwd_sm80_pairs.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {
@@ -137,22 +140,23 @@ class Reader {
 };
 
 /// The warp's own rows as an operand: fragments in registers, or loaded from shared memory at each use.
-template <class Tile, int Steps>
+template <class Tile, bool InRegisters>
 struct OwnOperand {
-    std::uint32_t fragments[Tile::kRowTiles][Steps ? Steps : 1][4];
+    std::uint32_t fragments[InRegisters ? Tile::kRowTiles : 1][InRegisters ? Tile::kD / 16 : 1][4];
 
     template <class Rows>
     __device__ __forceinline__ void load(const Rows& rows, const Thread<Tile>& thread) {
         const Reader<Fragment::kA, Rows> read(thread.lane, thread.warp_row(), 0);
+        if constexpr (InRegisters)
 #pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
+            for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
-            for (int c = 0; c < Steps; ++c) read(fragments[r][c], rows, 16 * r, 16 * c);
+                for (int c = 0; c < Tile::kD / 16; ++c) read(fragments[r][c], rows, 16 * r, 16 * c);
     }
     template <class Rows>
     __device__ __forceinline__ void get(std::uint32_t (&a)[4], const Rows& rows, const Thread<Tile>& thread, int r,
                                         int c) const {
-        if (c < Steps)
+        if constexpr (InRegisters)
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = fragments[r][c][i];
         else Reader<Fragment::kA, Rows>(thread.lane, thread.warp_row(), 0)(a, rows, 16 * r, 16 * c);
@@ -185,10 +189,10 @@ __device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], co
 }
 
 /// S += own rows times streamed rows [first, first + 8 * Tiles), both along d.
-template <class Tile, int Tiles, int Steps, class OwnRows, class StreamRows>
-__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4], const OwnOperand<Tile, Steps>& own,
-                                              const OwnRows& rows, const StreamRows& stream, int first,
-                                              const Thread<Tile>& thread) {
+template <class Tile, int Tiles, bool InRegisters, class OwnRows, class StreamRows>
+__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4],
+                                              const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
+                                              const StreamRows& stream, int first, const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
@@ -455,8 +459,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const int own_head = kOwnsKeys ? own.head_k : own.head;
         const int own_row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
         const int own_rows = (kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - own.first_row;
-        OwnOperand<Tile, Tile::kFirstInRegisters ? Tile::kD / 16 : 0> own_first;
-        OwnOperand<Tile, Tile::kSecondInRegisters ? Tile::kD / 16 : 0> own_second;
+        OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
+        OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
         {
             OwnCopy copy(row_of<const T>(first_rows, sequence.index, own_head, own_row), first_rows.row, p.head_dim);
             copy.start(smem.first, first_rows.row, own_rows);
