@@ -27,7 +27,7 @@ LIBRARY = flash_wmma.build_info().library
 # What each source's kernels are compiled to when TORCH_CUDA_ARCH_LIST does not narrow it. The first pattern counts.
 CODE = {
     "csrc/*/wgmma_sm90*.cu": {"sm_90a"},
-    "csrc/*/mma_sm75*.cu": {"sm_75", "compute_75"},
+    "csrc/*/*_sm75*.cu": {"sm_75", "compute_75"},
     "csrc/*/*_sm80*.cu": {"sm_80", "sm_90", "compute_80"},
     "csrc/*/*.cu": {"sm_75", "sm_80", "sm_90", "compute_80"},
 }
