@@ -27,7 +27,7 @@ LIBRARY = flash_wmma.build_info().library
 # What each source's kernels are compiled to when TORCH_CUDA_ARCH_LIST does not narrow it. The first pattern counts.
 CODE = {
     "csrc/*/wgmma_sm90*.cu": {"sm_90a"},
-    "csrc/*/mma_sm75*.cu": {"sm_75", "compute_75"},
+    "csrc/*/*_sm75*.cu": {"sm_75", "compute_75"},
     "csrc/*/*_sm80*.cu": {"sm_80", "sm_90", "compute_80"},
     "csrc/*/*.cu": {"sm_75", "sm_80", "sm_90", "compute_80"},
 }
@@ -287,7 +287,7 @@ def test_sources_that_ship(setup_py: ModuleType) -> None:
     every = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     shipped = {str(p.relative_to(ROOT)) for pattern in setup_py.SHIPPED for p in ROOT.glob(pattern) if p.is_file()}
     native = {"csrc/arguments.cpp", "csrc/module.cpp", "csrc/emulation.cpp"}
-    native |= {f"csrc/{name}.cpp" for name in ("ops", "ops_forward", "ops_backward", "ops_reductions")}
+    native |= {f"csrc/{name}.cpp" for name in ("ops", "ops_forward", "ops_backward", "ops_multiply", "ops_reductions")}
     assert every - shipped == native | {source for source in every if source.startswith("csrc/cpu/")}
     kernels = {str(p.relative_to(ROOT)) for paths in kernel_sources().values() for p in paths}
     assert kernels == {source for source in every if fnmatch(source, "csrc/*ward/*.cu")}

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -285,3 +288,31 @@ def test_on_another_stream_and_in_a_graph(cuda: torch.device) -> None:
     x.mul_(2)
     graph.replay()
     assert torch.equal(total, 2 * expected)
+
+
+# -------------------------------------------------------------------------------------------------------- the benchmark
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32])
+def test_benchmark(dtype: torch.dtype) -> None:
+    """A row of the table: what was timed is checked, and a wrong result is no row."""
+    benchmark = importlib.import_module("reductions")
+    method = benchmark.timing.Method(warmup=1, repeats=3)
+    x = numbers((64, 200), dtype).cpu()
+    for name, pair in benchmark.ROWS.items():
+        if name != "row_softmax" or dtype != torch.int32:
+            row = benchmark.measured(name, pair, x, method)
+            assert row["ratio"] > 0
+            assert row["shape"] == [64, 200]
+            with pytest.raises(AssertionError):
+                benchmark.measured(name, (lambda x, f=pair[0]: f(x) * 2 + 1, pair[1]), x, method)
+
+
+def test_benchmark_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmark = importlib.import_module("reductions")
+    monkeypatch.setattr(sys, "argv", ["reductions.py"])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="needs a GPU"):
+        benchmark.main()
