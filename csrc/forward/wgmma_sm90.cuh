@@ -9,12 +9,13 @@
 // the producer gives up (setmaxnreg).
 //
 // Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next is
-// made. The consumers take turns at asking (named barriers), so that one's softmax meets another's products. Blocks are
-// persistent: the producer runs ahead into the block's next Q tile while consumers finish this one.
+// made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of the
+// next, which is under way while O is stored. Consumers keep their own time, as far apart as the ring is long; the
+// producer is ahead of all. With two consumers at d = 64 they take turns at asking (named barriers).
 //
 // Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
-// since wgmma takes four warps.
+// since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles, each
 // with a barrier that says it is full and one that says it is empty.
@@ -40,10 +41,11 @@
 namespace flash_wmma::wgmma_sm90 {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages>
+template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages, bool Turns = false>
 struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
+    static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
@@ -305,24 +307,29 @@ class Consumer {
     __device__ __forceinline__ void run() {
         Rows rows = next();
         if (!rows.exist) return;
+        if (group_ == Tile::kConsumers - 1) pass_turn();
+        take_turn();
 #pragma unroll 1
-        for (int i = rows.before; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
+        for (int i = rows.before; i > 0; --i) skip_tile();
         await_q();
         await_k();
         multiply_qk();
+        pass_turn();
         while (rows.exist) {
             attend(rows);
             // The last product of these rows, the first of the next ones, and beside it O
+            take_turn();
             multiply_pv();
             release_q();
             const Rows following = next();
             const int between = rows.after + following.before;  // tiles of the block that these rows do not see
-            const bool apart = !following.exist || between >= Tile::kStages;  // the producer wants V's slot to go on
+            // To go on, the producer may want V's slot
+            const bool apart = !following.exist || between >= (Tile::kTurns ? 1 : Tile::kStages);
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
 #pragma unroll 1
-                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_), skip(smem_.v_slot, v_);
+                for (int i = between; i > 0; --i) skip_tile();
             } else {
 #pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
@@ -334,6 +341,7 @@ class Consumer {
                 q_.stage = k_.stage = 0;  // a product that nobody asks for: wgmma wants one flow of control
             }
             multiply_qk();
+            pass_turn();
             ptx::wgmma_wait<1>();
             if (!apart) {
                 release_v();
@@ -410,6 +418,21 @@ class Consumer {
         ptx::barrier_wait(&slots[place.stage].full, place.parity);
         release(slots[place.stage]);
         place.advance();
+    }
+
+    __device__ __forceinline__ void skip_tile() {
+        pass_turn();
+        skip(smem_.k_slot, k_);
+        skip(smem_.v_slot, v_);
+        take_turn();
+    }
+
+    // Two consumers that ask at once get their products at once, and nobody's softmax meets the other's products
+    __device__ __forceinline__ void take_turn() const {
+        if (Tile::kTurns) ptx::named_barrier_sync(1 + group_, 2 * Tile::kGroupThreads);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (Tile::kTurns) ptx::named_barrier_arrive(1 + (group_ + 1) % Tile::kConsumers, 2 * Tile::kGroupThreads);
     }
 
     /// Asks for S = Q K^T.
@@ -624,8 +647,10 @@ class Consumer {
             pack_weights();
             if (key == last) break;
             await_k();
+            take_turn();
             multiply_qk();
             multiply_pv();
+            pass_turn();
         }
     }
 
@@ -672,6 +697,8 @@ class Consumer {
 };
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
+// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state) in local
+// memory while they loop over its tiles.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -708,16 +735,11 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-/// Where a Q tile's work depends on its place, the tiles of many heads are mixed, so that no block ends late.
-inline int heads_at_once(const ForwardParams& p, const DeviceFacts& device) {
+/// Where a Q tile's work depends on its place (causal), the tiles of all heads are mixed, so that no block ends late; else
+/// each head's are taken together, for the sake of the L2 cache.
+inline int heads_at_once(const ForwardParams& p) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    if (!uneven) return 1;
-    const std::int64_t heads = p.batch * p.heads_q;
-    if (2 * heads <= device.sm_count) return static_cast<int>(heads);
-    // Few blocks at a time share a head: as many heads as the L2 cache holds the keys and values of
-    constexpr std::int64_t kCache = 32 << 20;
-    const std::int64_t bytes = 2 * p.seqlen_k * (p.head_dim + p.head_dim_v) * p.heads_k / p.heads_q;
-    return static_cast<int>(std::clamp<std::int64_t>(kCache / std::max<std::int64_t>(bytes, 1), 1, heads));
+    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
 }
 
 template <class Tile, bool General>
@@ -728,7 +750,7 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p, device)};
+    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
     const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
                               dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
@@ -748,15 +770,15 @@ Shape shape(float speed) {
 template <class T>
 std::vector<Shape> shapes() {
     return {
-        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),     shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
-        shape<Tile<T, 64, 2, 128, 4, 2>, false>(0.85f),  shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
-        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f), shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
+        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
+        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
+        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f),      shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
     };
 }
 template <class T>
 std::vector<Shape> general_shapes() {
     return {
-        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2>, true>(0.85f),
+        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.85f),
         shape<Tile<T, 128, 3, 64, 3, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
         shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };
