@@ -1,5 +1,5 @@
-// bwd_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later: m16n8k8 of half, tiles through registers, at most
-// 64 KiB of shared memory. Its instances, the choice among them, and its row in the registry.
+// bwd_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later: m16n8k8 of half, tiles through registers, at
+// most 64 KiB of shared memory. Its instances, the choice among them, and its row in the registry.
 #include "../forward/mma_sm75.cuh"
 #include "mma.cuh"
 

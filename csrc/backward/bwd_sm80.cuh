@@ -19,8 +19,8 @@ Shape sm80_pairs() {
     return pairs_shape<Tile<mma::Sm80, T, HeadDim, OwnWarps, 2, RowTiles, 64, 32, 2, 0, 1, 2>, kPass>(80);
 }
 
-/// The fused pass of plain problems. Up to d = 64 P and dS stay in registers and two blocks share an SM; above, a block takes
-/// 176 to 217 KiB of shared memory.
+/// The fused pass of plain problems. Up to d = 64 P and dS stay in registers and two blocks share an SM; above, a block
+/// takes 176 to 217 KiB of shared memory.
 template <class T>
 std::vector<Shape> sm80_plain_shapes() {
     constexpr Pass kFused = Pass::kFused;
@@ -33,7 +33,8 @@ std::vector<Shape> sm80_plain_shapes() {
         sm80_pairs<T, 256, 2, 2, kFused>(),
     };
 }
-/// Of any problem, and for less shared memory: 128 and 145 KiB at d = 128 and 256 (the first of each), below 99 KiB otherwise.
+/// Of any problem, and for less shared memory: 128 and 145 KiB at d = 128 and 256 (the first of each), below 99 KiB
+/// otherwise.
 template <class T>
 std::vector<Shape> sm80_general_shapes() {
     constexpr Pass kFused = Pass::kFused;
@@ -45,7 +46,8 @@ std::vector<Shape> sm80_general_shapes() {
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kFused>(80),
     };
 }
-/// The deterministic passes. At d = 256 plain problems and large shared memory have a shape of their own; the last fits 99 KiB.
+/// The deterministic passes. At d = 256 plain problems and large shared memory have a shape of their own; the last fits
+/// 99 KiB.
 template <class T>
 std::vector<Shape> sm80_split_shapes() {
     constexpr Pass kKeys = Pass::kKeys, kQueries = Pass::kQueries;

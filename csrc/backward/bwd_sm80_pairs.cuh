@@ -1,5 +1,5 @@
-// The kernel of bwd_sm80 for plain problems with d above 64: warps in two roles share the work of mma.cuh's kernel, one for
-// P and dV, one for dS and dK.
+// The kernel of bwd_sm80 for plain problems with d above 64: warps in two roles share the work of mma.cuh's kernel, one
+// for P and dV, one for dS and dK.
 //
 // Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or
@@ -7,13 +7,13 @@
 // the same products, with K and V, Q and dO exchanged. So a warp has one gradient in registers instead of two, and owns
 // twice the rows and columns of it: an ldmatrix of a streamed tile serves twice as many HMMAs.
 //
-// Who owns what: of each role, `kOwnWarps` x 2 warps. Two stream warps share own rows: each computes the scores of half of
-// the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
-// everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues ends
-// with it: one role's exponentials meet the other's products, and P is there when dS needs it.
+// Who owns what: of each role, `kOwnWarps` x 2 warps. Two stream warps share own rows: each computes the scores of half
+// of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
+// everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
+// ends with it: one role's exponentials meet the other's products, and P is there when dS needs it.
 //
-// Bound: tensor cores and shared memory alike. 64 queries x 128 keys at d = 128 are 3,840 cycles of HMMA and about 4,200 of
-// shared memory; 64 x 64 at d = 256 3,840 and 5,000.
+// Bound: tensor cores and shared memory alike. 64 queries x 128 keys at d = 128 are 3,840 cycles of HMMA and about
+// 4,200 of shared memory; 64 x 64 at d = 256 3,840 and 5,000.
 #pragma once
 
 #include "mma.cuh"

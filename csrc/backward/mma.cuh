@@ -4,26 +4,28 @@
 //     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D)
 //     dV = P^T dO;  dK = scale * dS^T Q;  dQ = scale * dS K.
 // A block owns the rows of a tile of one side and streams over the tiles of the other side that see it:
-//     Pass::kFused    owns keys, streams queries (of all heads that share the keys): dK and dV stay in registers, dQ goes
-//                     to an fp32 buffer by atomics. Five products, every tile of S once.
+//     Pass::kFused    owns keys, streams queries (of all heads that share the keys): dK and dV stay in registers,
+//                     dQ goes to an fp32 buffer by atomics. Five products, every tile of S once.
 //     Pass::kKeys     the same without dQ, and
-//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both together: seven products, no atomics, and so
-//                     the same result in every run.
-// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block computes S
-// with its own rows as rows: S^T where it owns keys.
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both together: seven products, no atomics,
+//                     and so the same result in every run.
+// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
+// computes S with its own rows as rows: S^T where it owns keys.
 //
-// Who owns what: own tiles stay in swizzled shared memory (`Resident` ones in registers), streamed tiles go through a ring
-// of `stages`. Own warp w has rows [w * kWarpRows, + kWarpRows) of the own tile. With one stream warp it sees all streamed
-// rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory. Otherwise
-// `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are exchanged through
-// shared memory (they meet at a named barrier), and each owns its part of the columns of the gradients. dQ takes dS from
-// shared memory in any case. The fused pass has one stage: dQ's products need no streamed tile and hide the next one's copy.
+// Who owns what: own tiles stay in swizzled shared memory (`Resident` ones in registers), streamed tiles go through a
+// ring of `stages`. Own warp w has rows [w * kWarpRows, + kWarpRows) of the own tile. With one stream warp it sees all
+// streamed rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory.
+// Otherwise `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are
+// exchanged through shared memory (they meet at a named barrier), and each owns its part of the columns of the
+// gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
+// tile and hide the next one's copy.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
-// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and 128 keys
-// at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access has a bank conflict.
-// Eight warps an SM, all that registers allow, do not hide every latency, so what is issued between the products counts too
-// (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where it fits.
+// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and
+// 128 keys at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access has a
+// bank conflict. Eight warps an SM, all that registers allow, do not hide every latency, so what is issued between the
+// products counts too (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where
+// it fits.
 #pragma once
 
 #include "../device/element.cuh"
@@ -38,8 +40,8 @@
 
 namespace flash_wmma::backward {
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles: how
-/// often there are OwnWarps * StreamWarps warps (bwd_sm80_pairs.cuh).
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
+/// how often there are OwnWarps * StreamWarps warps (bwd_sm80_pairs.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {
@@ -225,7 +227,8 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
     }
 }
 
-/// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for element.
+/// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for
+/// element.
 template <class Tile, int Tiles>
 __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTiles][4],
                                           const float (&s)[Tile::kRowTiles][Tiles][4], int j) {
@@ -251,8 +254,8 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
                     packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
 }
 
-/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's columns
-/// in `Parts` parts.
+/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's
+/// columns in `Parts` parts.
 template <class Tile, int Parts, class Weights, class OwnRows>
 __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const Weights& ds, const OwnRows& keys,
                                           const Thread<Tile>& thread) {
@@ -428,8 +431,8 @@ class StreamedTiles {
 
 /// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
 /// thread, which saves registers.
-// spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local memory, as
-// a rule 10 to 40 loads a streamed tile, against some thousand instructions.
+// spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
+// memory, as a rule 10 to 40 loads a streamed tile, dQ at d = 256 100, against some thousand instructions.
 template <class Tile, bool General, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
@@ -626,7 +629,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             else {
                 if constexpr (stream.kWaitsInRegisters)
                     if (left > 1) stream.start(smem, 0);
-                __syncthreads();  // this tile has been used, and dS is complete: dQ's products hide the next tile's copy
+                __syncthreads();  // this tile has been used, dS is complete; dQ's products hide the next copy
                 if (left > 1) {
                     if constexpr (!stream.kWaitsInRegisters) stream.start(smem, 0);
                     stream.finish(smem, 0);

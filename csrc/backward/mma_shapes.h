@@ -35,7 +35,8 @@ inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
     return instances;
 }
 
-/// Of the shapes for this pass, dtype and kind of problem that fit the device, the first in the table that holds d and d_v.
+/// Of the shapes for this pass, dtype and kind of problem that fit the device, the first in the table that holds d and
+/// d_v.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);

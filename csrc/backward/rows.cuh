@@ -1,5 +1,5 @@
-// What backward has for every query row in its workspace, and the two small kernels around the products: `prepare` computes
-// L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM.
+// What backward has for every query row in its workspace, and the two small kernels around the products: `prepare`
+// computes L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM.
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
@@ -20,8 +20,8 @@ namespace flash_wmma::backward {
 inline constexpr int kRowGroup = kScaleRows;
 inline constexpr float kLog2e = 1.44269504088896341f;
 
-/// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that does
-/// not exist, has -inf and 0, so that its P is 0.
+/// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that
+/// does not exist, has -inf and 0, so that its P is 0.
 struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
@@ -49,8 +49,8 @@ __device__ __forceinline__ float* dq_of(const Problem& problem, const Sequence& 
            (q_scale_index(problem.forward, sequence, head) * kRowGroup + row) * problem.forward.head_dim;
 }
 
-/// Order of dQ's buffer: not rows but the 16x8 accumulators of a warp one after the other, so that one addition of a warp
-/// goes to 512 adjacent bytes. Lane l has rows l / 4 and + 8, columns 2 (l % 4) and + 1 of each (ptx.cuh).
+/// Order of dQ's buffer: not rows but the 16x8 accumulators of a warp one after the other, so that one addition of a
+/// warp goes to 512 adjacent bytes. Lane l has rows l / 4 and + 8, columns 2 (l % 4) and + 1 of each (ptx.cuh).
 struct DqFragment {
     /// Where the accumulator at (row, column) is, relative to row 0.
     __device__ static std::int64_t offset(int row, int column, int head_dim) { return row * head_dim + column * 16; }
@@ -91,8 +91,8 @@ __device__ inline RowGroup row_group(const ForwardParams& p) {
 
 inline constexpr int kRowThreads = 256;
 
-// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them: the
-// order of dQ's buffer depends on them.
+// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
+// the order of dQ's buffer depends on them.
 template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
