@@ -23,7 +23,7 @@ def counts(kernel: str, n: int = 64) -> Counts:
 def test_coalescing() -> None:
     naive, coalesced = (counts(f"simt_{name}", 33).global_memory["load"] for name in ("naive", "coalesced"))
     assert coalesced.coalescing > 0.95
-    assert naive.coalescing < 0.2
+    assert naive.coalescing < 0.25
 
 
 def test_padding_ends_bank_conflicts() -> None:
