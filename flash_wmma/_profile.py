@@ -102,8 +102,8 @@ class Counts:
     """What was counted at a source line, in a launch, or in all of a profile."""
 
     instructions: Mapping[str, int]
-    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a product of
-    a warpgroup), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``,
+    """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a
+    warpgroup's product), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``,
     ``"atomic"``, ``"async_copy"``, ``"tensor_copy"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``,
     ``"transaction_barrier"`` (arrivals and waits), ``"exp2"``. Arithmetic and branches are not counted."""
     shared_memory: Mapping[str, SharedRequests]

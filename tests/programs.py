@@ -34,9 +34,10 @@ class GpuProgram:
     def __init__(self, library: Path) -> None:
         self._entries = ctypes.CDLL(str(library))
 
-    def call(self, name: str, *arguments: torch.Tensor) -> None:
+    def call(self, name: str, *arguments: torch.Tensor | int) -> None:
         torch.cuda.synchronize()
-        error = call_entry(self._entries, name, [Argument(pointer=x.data_ptr()) for x in arguments])
+        rows = [Argument(integer=x) if isinstance(x, int) else Argument(pointer=x.data_ptr()) for x in arguments]
+        error = call_entry(self._entries, name, rows)
         assert error is None, error
         torch.cuda.synchronize()
 
