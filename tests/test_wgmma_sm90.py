@@ -1,5 +1,5 @@
-"""Every tile shape of wgmma_sm90, which the number of multiprocessors chooses, and what its tensor maps and its choice have
-to get right. In the emulator, checked."""
+"""Every tile shape of wgmma_sm90, which the number of multiprocessors chooses, and what its maps and its choice must
+get right. In the emulator, checked."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def test_head_dims_between_tiles(d: int) -> None:
 
 
 def test_first_maximum_from_a_sample() -> None:
-    """The first m is taken from a quarter of a tile's keys: the largest score stands outside it, by more than fp16 holds."""
+    """The first m is that of a quarter of a tile: the largest score stands outside it, by more than fp16 holds."""
     q, k, v = tensors((1, 1, 1, 64, 256, 64), torch.float16)
     q[..., 0], k[..., 0] = 8.0, 0.0
     k[0, 0, 8 + 128 :: 32, 0] = 60.0  # in every group of 32 keys, one of its second eight
