@@ -1,0 +1,71 @@
+"""Random problems on a GPU, thousands of them: a kernel that hangs, races or loses a key now and then is found here.
+
+    python tests/stress.py [--kernel wgmma_sm90] [--launches 10000] [--seed 0]
+
+Each problem is launched five times into poisoned memory: right by plain attention in fp32, and every time the same to
+the bit. A hang ends by the caller's timeout. Exit status 1 if anything was wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import random
+import sys
+from typing import Any
+
+import torch
+from reference import Mask, attention, poisoned_memory
+
+import flash_wmma
+
+REPEATS = 5
+TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 5e-2}  # of the largest value of an output
+
+
+def problem(rng: random.Random) -> tuple[tuple[int, ...], torch.dtype, Mask, float]:
+    """(B, Hq, Hk, Nq, Nk, d), dtype, mask and scale."""
+    d = rng.choice((64, 64, 128, 128, 256, rng.randint(1, 256)))
+    heads_k, group = rng.choice((1, 2)), rng.choice((1, 1, 2, 4))
+    lengths = [rng.choice((rng.randint(1, 64), rng.randint(1, 700))) for _ in range(2)]
+    masks = (Mask(), Mask("top_left"), Mask("bottom_right"), Mask("bottom_right", (rng.randint(0, 200), 0)))
+    shape = (rng.choice((1, 2, 3)), heads_k * group, heads_k, *lengths, d)
+    return shape, rng.choice(list(TOLERANCE)), rng.choice(masks), rng.choice((1 / math.sqrt(d), 1.0, 4.0))
+
+
+def wrong(kernel: str, rng: random.Random) -> str:
+    """What is wrong with one problem's results; empty if nothing is."""
+    (b, hq, hk, nq, nk, d), dtype, mask, scale = problem(rng)
+    where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
+    q, k, v = (torch.randn(b, h, n, d, **where) for h, n in ((hq, nq), (hk, nk), (hk, nk)))
+    label = f"{kernel} {(b, hq, hk, nq, nk, d)} {dtype} {mask} scale {scale:.3f}"
+    results = []
+    for _ in range(REPEATS):
+        with poisoned_memory():
+            results.append(flash_wmma.forward(q, k, v, scale=scale, kernel=kernel, return_lse=True, **mask._asdict()))
+    out, lse = results[0]
+    if not all(torch.equal(out, o) and torch.equal(lse, x) for o, x in results[1:]):
+        return f"{label}: differs from run to run"
+    expected, expected_lse = attention(q.float(), k.float(), v.float(), mask, scale)
+    error = ((out - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
+    if out.isnan().any() or error > TOLERANCE[dtype] or not torch.equal(lse.isneginf(), expected_lse.isneginf()):
+        return f"{label}: error {error:.1e}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--kernel", default="wgmma_sm90")
+    parser.add_argument("--launches", type=int, default=10_000)
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    rng = random.Random(options.seed)
+    torch.manual_seed(options.seed)
+    problems = -(-options.launches // REPEATS)
+    found = [text for text in (wrong(options.kernel, rng) for _ in range(problems)) if text]
+    print(*found, f"{problems * REPEATS} launches of {problems} problems, {len(found)} wrong", sep="\n")
+    return 1 if found else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""Every tile shape of wgmma_sm90, which the number of multiprocessors chooses, and what its maps and its choice must
+get right. In the emulator, checked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from reference import DENSE, Mask, grouped
+from torch import Tensor
+
+import flash_wmma
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest value of an output
+DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
+
+
+def tensors(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    b, hq, hk, nq, nk, d = shape
+    make = torch.Generator().manual_seed(nq + nk + d)
+    return tuple(torch.randn(b, h, n, d, generator=make).to(dtype) for h, n in ((hq, nq), (hk, nk), (hk, nk)))  # type: ignore[return-value]
+
+
+def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, softcap: float = 0.0, sm_count: int = 2) -> None:
+    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count):
+        out, lse = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", return_lse=True, softcap=softcap, **mask._asdict())
+        again = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", softcap=softcap, **mask._asdict())
+    scores = (q.double() @ grouped(k, q.shape[1]).double().mT) / math.sqrt(q.shape[3])
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~mask.visible(q.shape[2], k.shape[2]), -math.inf)
+    empty = scores.isneginf().all(dim=3)
+    expected = scores.masked_fill(empty[..., None], 0).softmax(3).masked_fill(empty[..., None], 0)
+    expected = expected @ grouped(v, q.shape[1]).double()
+    assert (out - expected).abs().max() <= TOLERANCE[q.dtype] * expected.abs().max().clamp_min(1e-6)
+    assert torch.equal(lse.isneginf(), empty)
+    assert (lse - scores.logsumexp(3)).masked_fill(empty, 0).abs().max() < 2e-3
+    assert torch.equal(out, again)
+
+
+SHAPES = [  # (br, softcap), a problem that takes it with two multiprocessors
+    (256, 0.0, (1, 2, 1, 256, 200, 64)),
+    (192, 0.0, (1, 1, 1, 190, 300, 64)),
+    (128, 0.0, (1, 3, 1, 120, 300, 64)),
+    (192, 5.0, (1, 1, 1, 190, 300, 64)),
+    (128, 5.0, (1, 3, 1, 120, 300, 64)),
+    (192, 0.0, (1, 2, 2, 190, 150, 128)),
+    (128, 0.0, (1, 2, 1, 120, 150, 128)),
+    (192, 5.0, (1, 2, 2, 190, 150, 128)),
+    (128, 5.0, (1, 2, 1, 120, 150, 128)),
+    (128, 0.0, (1, 1, 1, 150, 100, 256)),
+    (128, 5.0, (1, 1, 1, 150, 100, 256)),
+]
+
+
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask("bottom_right", (70, 0))], ids=str)
+@pytest.mark.parametrize(("br", "softcap", "shape"), SHAPES)
+def test_shapes(br: int, softcap: float, shape: tuple[int, int, int, int, int, int], mask: Mask) -> None:
+    q, k, v = tensors(shape, torch.bfloat16 if mask == DENSE else torch.float16)
+    device = flash_wmma.DeviceFacts(arch=90, sm_count=2, smem_optin=227 * 1024)
+    answer = flash_wmma.explain(q, k, v, softcap=softcap, kernel="wgmma_sm90", device_facts=device, **mask._asdict())
+    assert answer.instance is not None
+    assert answer.instance.br == br
+    check(q, k, v, mask, softcap)
+
+
+def test_strides() -> None:
+    """Heads and batches that are one and the same (stride 0), heads inside rows, a row pitch that is not d."""
+    q, k, v = tensors((2, 4, 1, 100, 150, 64), torch.float16)
+    check(q.transpose(1, 2).contiguous().transpose(1, 2), k.expand(2, 4, 150, 64), v[:1].expand(2, 4, 150, 64))
+    wide = torch.cat([v, v], dim=3)
+    check(q, k, wide[..., :64])
+
+
+@pytest.mark.parametrize("d", [8, 40, 72, 200])
+def test_head_dims_between_tiles(d: int) -> None:
+    check(*tensors((1, 2, 1, 70, 90, d), torch.float16), Mask("top_left"))
+
+
+def test_first_maximum_from_a_sample() -> None:
+    """The first m is that of a quarter of a tile: the largest score stands outside it, by more than fp16 holds."""
+    q, k, v = tensors((1, 1, 1, 64, 256, 64), torch.float16)
+    q[..., 0], k[..., 0] = 8.0, 0.0
+    k[0, 0, 8 + 128 :: 32, 0] = 60.0  # in every group of 32 keys, one of its second eight
+    check(q, k, v)
+
+
+def test_who_takes_what() -> None:
+    """`auto` on sm_90: dense, masked, packed and capped problems; the others go to mma_sm80, and so do other cards."""
+    q = torch.empty(2, 8, 1000, 64, dtype=torch.float16, device="meta")
+    slopes = torch.empty(8, device="meta")
+    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}):
+        assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).kernel == "wgmma_sm90"  # type: ignore[arg-type]
+    answer = flash_wmma.explain(q, q, q, alibi_slopes=slopes, device_facts=DEVICE)
+    assert answer.kernel == "mma_sm80"
+    assert answer.reasons["wgmma_sm90"] == "does not support alibi_slopes"
+    assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).kernel == "mma_sm80"
+    for arch in (80, 100, 120):
+        answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))
+        assert answer.kernel == "mma_sm80"
+        assert "sm_90" in answer.reasons["wgmma_sm90"]
