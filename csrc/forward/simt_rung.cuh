@@ -67,10 +67,12 @@ Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardPara
 /// A rung's row in the registry.
 template <const std::vector<Shape>& kShapes>
 struct Rung {
-    inline static const std::vector<Instance> kInstances = instances_of(kShapes);
-
+    static const std::vector<Instance>& instances() {
+        static const std::vector<Instance> all = instances_of(kShapes);
+        return all;
+    }
     static const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-        return kInstances[static_cast<std::size_t>(&choose_shape(kShapes, p, device) - kShapes.data())];
+        return instances()[static_cast<std::size_t>(&choose_shape(kShapes, p, device) - kShapes.data())];
     }
     static std::int64_t no_workspace(const ForwardParams&, const DeviceFacts&) { return 0; }
     static void launch(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
@@ -86,8 +88,8 @@ struct Rung {
         info.min_head_dim = 1;
         info.max_head_dim = 256;
         info.features = kCausal | kWindow | kValueDim;
-        info.instances = kInstances.data();
-        info.instance_count = kInstances.size();
+        info.instances = instances().data();
+        info.instance_count = instances().size();
         info.choose = choose;
         info.workspace_bytes = workspace_bytes;
         info.launch = launch;
