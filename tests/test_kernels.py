@@ -155,7 +155,8 @@ def test_explain_a_named_kernel() -> None:
 
 def test_explain_features_that_a_kernel_lacks(kernel: flash_wmma.Kernel) -> None:
     device = facts(90) if kernel.device == "cuda" else flash_wmma.device_facts("cpu")
-    q, bias, slopes = (torch.empty(shape, device="meta") for shape in ((1, 2, 10, 64), (10, 10), (2,)))
+    bias, slopes = (meta(*shape, dtype=torch.float32) for shape in ((10, 10), (2,)))
+    q = meta(1, 2, 10, 64, dtype=kernel.dtypes[0])
     options = {"attn_bias": {"attn_bias": bias}, "alibi_slopes": {"alibi_slopes": slopes}, "softcap": {"softcap": 30.0}}
     for feature, option in options.items():
         answer = flash_wmma.explain(q, q, q, **option, kernel=kernel.name, device_facts=device)  # type: ignore[arg-type]
