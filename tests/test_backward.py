@@ -92,7 +92,12 @@ def compute(
 ) -> list[Tensor]:
     """The kernel's, from poisoned memory; the inputs' storages stay as they are."""
     out, lse = flash_wmma.forward(
-        *given[:3], causal=mask.causal, window=mask.window, return_lse=True, **modification._asdict()
+        *given[:3],
+        causal=mask.causal,
+        window=mask.window,
+        return_lse=True,
+        kernel="simt" if kernel.name == "bwd_simt" and given.q.is_cuda else "auto",  # as exact as the gradients
+        **modification._asdict(),
     )
     bias = modification.attn_bias
     before = [bits(t) for t in given if t is not None]

@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v length": (
         {"v": torch.zeros(1, 21, 4, 64)},
         ValueError,
-        r"v\.shape: got \(2, 21, 4, 64\), allowed: \(B, N, H, d_v\) .* of k, \(1, 20, 4, 64\)",
+        r"v\.shape: got \(1, 21, 4, 64\), allowed: \(B, N, H, d_v\) .* of k, \(1, 20, 4, 64\)",
     ),
     "no tensor": ({"v": None}, TypeError, r"v: got NoneType, allowed: torch\.Tensor"),
 }

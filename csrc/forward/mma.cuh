@@ -626,7 +626,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             if (!done) {
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
-                if (!(factor > 0.f)) {
+                const bool positive = factor > 0.f;
+                if (!positive) {
                     multiply_by<Tile>(s, factor);
                     factor = 1.f;
                 }
@@ -645,7 +646,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 #pragma unroll
                         for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
                     }
-                settled = __all_sync(kWarpMask, all_moderate<Tile>(m));
+                settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
                 if (!settled) {  // products are rounded, as m is, before m is subtracted
                     multiply_by<Tile>(s, factor);
                     factor = 1.f;

@@ -231,8 +231,12 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
                 const float base = top == -INFINITY ? 0.f : top;  // no visible key yet
                 const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
                 m[r][h] = top;
-                l[r][h] = fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight - base), ptx::ex2(-value.weight),
-                               l[r][h] * rescale);
+#pragma unroll
+                for (int j = 0; j < kBc / 16; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[r][j].x[element_of_row(h, e)] -= base;
+                l[r][h] =
+                    fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight), ptx::ex2(-value.weight), l[r][h] * rescale);
 #pragma unroll
                 for (int c = 0; c < Tile::kD / 16; ++c)
 #pragma unroll
