@@ -1,6 +1,7 @@
 """Runs lab5.py over a grid of configurations, each in a process of its own, and draws what it measured.
 
     python benchmark/lab5_report.py --json lab5.json --plots .              # on a GPU, some minutes
+    python benchmark/lab5_report.py --memory --json lab5_memory.json --plots .
     python benchmark/lab5_report.py --tiny --json lab5.json                 # sizes for a CPU
     python benchmark/lab5_report.py --from docs/lab5.json --plots docs/images
 
@@ -9,7 +10,8 @@ sequence that grows until memory ends. The implementations of a configuration ru
 rotates; the centre is run ``--rounds`` times, of which tables and plots show the median, and ratios are of the same
 round. The processes are forked from one that has imported torch and has not yet touched the device.
 
-Two figures are written, ``lab5.png`` (time, TFLOP/s and peak memory over each parameter) and ``lab5_memory.png``.
+Two figures are written, ``lab5.png`` (time, TFLOP/s and peak memory over each parameter) and ``lab5_memory.png``;
+``--memory`` measures and draws the second alone.
 """
 
 from __future__ import annotations
@@ -221,6 +223,8 @@ def tables(grid: Grid, results: Results) -> list[report.Table]:
             row += [cell(ratio(each["Flash2"], each[name], "forward_backward"), 2) for name in others]
             row += [cell(median(each[name], memory_of), 0) for name in names]
             rows.append(row)
+        if not rows:
+            continue
         found.append(report.Table(f"{title}: forward + backward, speed of Flash2 over the others, peak", columns, rows))
     return found
 
@@ -229,15 +233,19 @@ COLORS = {"Pytorch": "#555555", "SDPA": "#d55e00", "SDPA flash": "#e69f00", "Fla
 STYLES = {"Pytorch": ":", "SDPA": "--", "SDPA flash": "-.", "Flash2": "-"}
 
 
-def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
-    """lab5.png and lab5_memory.png."""
-    import matplotlib
+def looks(results: Results) -> dict[str, dict[str, Any]]:
+    """How each contender is drawn."""
+    return {
+        name: {"color": COLORS[name], "linestyle": STYLES[name], "marker": "o", "label": name}
+        for name in next(iter(results.values()))
+    }
 
-    matplotlib.use("Agg")
+
+def plot_axes(grid: Grid, results: Results, title: str, folder: Path) -> None:
+    """lab5.png."""
     from matplotlib import pyplot as plt
 
-    names = list(next(iter(results.values())))
-    look = {name: {"color": COLORS[name], "linestyle": STYLES[name], "marker": "o", "label": name} for name in names}
+    look = looks(results)
     size = (3.4 * len(grid.axes), 2.7 * len(PANELS))
     figure, panels = plt.subplots(
         len(PANELS), len(grid.axes), figsize=size, layout="constrained", sharey="row", squeeze=False
@@ -246,7 +254,7 @@ def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
         for axes, axis in zip(row, grid.axes, strict=True):
             configurations = [c for c in grid.along(axis) if c in results]
             ticks = [str(getattr(c, axis)) for c in configurations]
-            for name in names:
+            for name in look:
                 values = [median(results[c][name], read) for c in configurations]
                 there = [(tick, value) for tick, value in zip(ticks, values, strict=True) if value is not None]
                 if there:
@@ -262,10 +270,17 @@ def plot(grid: Grid, results: Results, title: str, folder: Path) -> None:
     figure.savefig(folder / "lab5.png", dpi=110)
     plt.close(figure)
 
+
+
+def plot_memory(grid: Grid, results: Results, title: str, folder: Path) -> None:
+    """lab5_memory.png."""
+    from matplotlib import pyplot as plt
+
+    look = looks(results)
     growing = [c for c in grid.growing if c in results]
     figure, (linear, log) = plt.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
     for axes in (linear, log):
-        for name in names:
+        for name in look:
             points = [(c.seq_len, median(results[c][name], memory_of)) for c in growing]
             there = [(n, value) for n, value in points if value is not None]
             if there:
@@ -298,6 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="a grid for the CPU")
+    parser.add_argument("--memory", action="store_true", help="the growing sequence alone")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
     parser.add_argument("--dtype", choices=lab5.DTYPES, default="fp16")
     parser.add_argument("--rounds", type=lab5.positive, default=3, help="of the centre")
@@ -311,6 +327,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.resume and not (arguments.json and arguments.json.exists()):
         parser.error("--resume: --json must name a file that is there")
     grid = TINY if arguments.tiny else FULL
+    if arguments.memory:
+        grid = Grid(grid.growing[0], {}, grid.growing)
     if arguments.source:
         written = json.loads(arguments.source.read_text())
     else:
@@ -337,7 +355,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     for table in tables(grid, results):
         table.print()
     if arguments.plots:
-        plot(grid, results, f"{written['dtype']}, {written['device']}", arguments.plots)
+        import matplotlib
+
+        matplotlib.use("Agg")
+        title = f"{written['dtype']}, {written['device']}"
+        if grid.axes:
+            plot_axes(grid, results, title, arguments.plots)
+        if any(c in results for c in grid.growing):
+            plot_memory(grid, results, title, arguments.plots)
     failed = [e["error"] for each in results.values() for es in each.values() for e in es if "error" in e]
     unexpected = [error for error in failed if not error.startswith("out of memory")]
     for error in unexpected:
