@@ -271,7 +271,6 @@ def plot_axes(grid: Grid, results: Results, title: str, folder: Path) -> None:
     plt.close(figure)
 
 
-
 def plot_memory(grid: Grid, results: Results, title: str, folder: Path) -> None:
     """lab5_memory.png."""
     from matplotlib import pyplot as plt

@@ -353,7 +353,8 @@ def test_errors_of_the_op_itself() -> None:
 
 def test_sequence_too_long() -> None:
     q = torch.zeros(1, 1, 1, 64).expand(1, 1, 2**30 + 1, 64)
-    with pytest.raises(ValueError, match=re.escape("k.shape: got (1, 1, 1073741825, 64), allowed: a length of at most 2**30")):
+    message = "k.shape: got (1, 1, 1073741825, 64), allowed: a length of at most 2**30"
+    with pytest.raises(ValueError, match=re.escape(message)):
         flash_wmma.forward(q[:, :, :1], q, q)
 
 
