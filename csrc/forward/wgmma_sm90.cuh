@@ -20,7 +20,8 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles, each
 // with a barrier that says it is full and one that says it is empty.
 //
-// Bound: at d = 64 the issue slots of the softmax, from d = 128 on the tensor cores and the power they take.
+// Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores and
+// the power they take.
 #pragma once
 
 #include <launch.h>
