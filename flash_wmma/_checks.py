@@ -62,7 +62,7 @@ def inputs(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> None:
     """q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), or with ``layout`` "(total, H, d)" q (total_q, Hq, d) and
-    so on: of one dtype, on one device, Hq a multiple of Hk. ``layout`` "(B, N, H, d)": the tensors are (B, H, N, d) too,
+    so on: of one dtype, on one device, Hq a multiple of Hk. With ``layout`` "(B, N, H, d)" the tensors are the same,
     but messages show them transposed."""
     tensors(q=q, k=k, v=v)
     packed = layout == "(total, H, d)"
