@@ -431,11 +431,12 @@ struct CopyMap {
 
 /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
 /// `right`. The tile begins at `key`.
-template <class Tile>
+template <class Tile, bool General>
 __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, int key, bool left, bool right) {
     // Asked anew where plain tiles have no registers left for what is needed here, or are faster without it
     const int tid = static_cast<int>(threadIdx.x);
-    const Thread<Tile> thread(Tile::Machine::kThroughRegisters || Tile::kD <= 64 ? ptx::opaque(tid) : tid);
+    constexpr bool kAnew = Tile::Machine::kThroughRegisters || (Tile::kD <= 64 && !General);
+    const Thread<Tile> thread(kAnew ? ptx::opaque(tid) : tid);
     const int first_key = key + thread.warp_key() + thread.column();
     const auto each = [&](auto hidden) {
 #pragma unroll
@@ -631,7 +632,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     multiply_by<Tile>(s, factor);
                     factor = 1.f;
                 }
-                hide<Tile>(s, work, key, key < all_begin, key >= all_end);
+                hide<Tile, General>(s, work, key, key < all_begin, key >= all_end);
                 row_maximum<Tile>(top, s, smem, thread);
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
