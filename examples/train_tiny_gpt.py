@@ -177,7 +177,7 @@ def main() -> int:
         plot(runs, sizes, arguments.plot)
     if arguments.json:
         arguments.json.write_text(json.dumps({"sizes": sizes, "losses": runs}) + "\n")
-    return int(difference > arguments.tolerance)
+    return int(not difference <= arguments.tolerance)  # NaN is not
 
 
 if __name__ == "__main__":

@@ -112,20 +112,22 @@ class Attention(torch.autograd.Function):
             out, lse = _forward(q, k, v, *before, attn_bias, alibi_slopes, *after)
         else:
             out, lse = _forward(q, k, v, *before)
-        ctx.save_for_backward(q, k, v, out, lse, attn_bias, alibi_slopes)
-        ctx.lengths, ctx.options = lengths, options
+        # The lengths' tensors too, so that torch notices when one is overwritten before backward reads it
+        ctx.save_for_backward(q, k, v, out, lse, attn_bias, alibi_slopes, *(() if lengths is None else lengths[:3]))
+        ctx.longest, ctx.options = None if lengths is None else lengths[3:], options
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, attn_bias, alibi_slopes = ctx.saved_tensors
+        q, k, v, out, lse, attn_bias, alibi_slopes, *lengths = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         bias_grad = ctx.needs_input_grad[3]
         compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else _gradients
+        packed = None if ctx.longest is None else (*lengths, *ctx.longest)
         dq, dk, dv, dbias = compute(
-            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, ctx.lengths, ctx.options
+            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options
         )
         return dq, dk, dv, dbias if bias_grad else None, None, None, None
 

@@ -73,8 +73,9 @@ def dense(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
+        dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
         layout = "(B, N, H, d)" if flash_attn else "(B, H, N, d)"
-        _checks.dense(q, k, v, attn_bias, alibi_slopes, layout=layout)
+        _checks.dense(q, k, v, attn_bias, alibi_slopes, dtypes, layout)
         _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
         _checks.library(error)
         raise
@@ -266,9 +267,9 @@ def packed(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
-        _checks.packed(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes
-        )
+        dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
+        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+        _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
         _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
         _checks.library(error)
         raise

@@ -128,10 +128,8 @@ def test_only_the_gradients_that_are_asked_for() -> None:
     forward(q, k.detach(), v.detach()).sum().backward()
     assert q.grad is not None
     assert k.grad is None
-    bias = torch.zeros(9, 9)
     with torch.profiler.profile() as profile:
-        forward(q, k, v, attn_bias=bias).sum().backward()
-    assert bias.grad is None
+        forward(q, k, v, attn_bias=torch.zeros(9, 9)).sum().backward()
     assert any(event.key == "flash_wmma::backward" for event in profile.key_averages())
 
 

@@ -252,6 +252,21 @@ def test_rows_hidden_by_a_bias(backward_target: BackwardTarget, kind: str) -> No
     assert not any(t.any() for t in (dq[:, :, 7], dk[:, :, 11], dv[:, :, 11]))
 
 
+def test_infinite_keys_stay_in_their_head(backward_target: BackwardTarget) -> None:
+    """NaN, of inf in one head, reaches no other head's gradients, that of the bias neither."""
+    kernel, dtype = backward_target
+    needs(kernel, "attn_bias", "the gradient of attn_bias")
+    given = inputs(kernel, dtype, 40, 50)
+    bias = torch.zeros(given.q.shape[0], given.q.shape[1], 40, 50, device=kernel.device)
+    alone = compute(kernel, given, DENSE, Modification(attn_bias=bias))
+    groups = given.q.shape[1] // given.k.shape[1]
+    given.k[0, 0, 3] = math.inf
+    for before, after in zip(alone, compute(kernel, given, DENSE, Modification(attn_bias=bias)), strict=True):
+        heads = groups if after.shape[1] == given.q.shape[1] else 1
+        assert torch.equal(before[0, heads:], after[0, heads:])
+        assert torch.equal(before[1:], after[1:])
+
+
 @pytest.mark.parametrize(("nq", "nk", "batch"), [(0, 5, 1), (5, 0, 1), (5, 5, 0)])
 def test_empty(backward_target: BackwardTarget, nq: int, nk: int, batch: int) -> None:
     kernel, dtype = backward_target

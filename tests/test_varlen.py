@@ -230,6 +230,18 @@ def test_longer_than_max_seqlen(target: Target) -> None:
         assert not out.isnan().any()
 
 
+def test_neighbours_leave_no_trace(target: Target) -> None:
+    """A sequence's result is the same to the bit, whatever the next one holds."""
+    kernel, dtype = supporting(target)
+    q, k, v = (packed(90, 2, 64, dtype, kernel.device, s) for s in (1, 2, 3))
+    cu = cumulative((41, 49), kernel.device)
+    alone = [t[:41].clone() for t in run_packed(kernel, q, k, v, cu, cu)[:1]]
+    for t in (q, k, v):
+        t[41:] *= 1000
+    out, _ = run_packed(kernel, q, k, v, cu, cu)
+    assert torch.equal(out[:41], alone[0])
+
+
 def test_bitwise_as_dense_on_the_cpu() -> None:
     """A packed sequence gives what it would give alone."""
     lengths = LENGTHS["decoding"]

@@ -216,9 +216,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             if (modified) {
                 if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
                     float* const dbias = b.data + sequence.index * b.batch + head * b.head;
+                    const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
+                    const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
                     each([&](int i, int n, int) {
                         const std::int64_t q = query(i, n, 0), k = key(i, n, 0);
-                        if (s[i][n] != 0.f) ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n]);
+                        if (s[i][n] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
+                            ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n]);
                     });
                 }
                 if (p.softcap != 0.f) each([&](int i, int n, int) { ds[i][n] *= slopes[i][n]; });

@@ -582,9 +582,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         if (ScoreMod<true>::active(p)) {
                             if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
                                 float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
+                                const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
+                                const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
                                 each_of_part([&](float& x, int r, int j, int i) {
                                     const std::int64_t q = query(r, j, i), k = key(r, j, i);
-                                    if (s[r][j][i] != 0.f) ptx::red_add(dbias + q * b.query + k * b.key, x);
+                                    if (s[r][j][i] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
+                                        ptx::red_add(dbias + q * b.query + k * b.key, x);
                                 });
                             }
                             if (p.softcap != 0.f)

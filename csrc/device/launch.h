@@ -75,6 +75,14 @@ inline TensorMap make_tensor_map(const void* data, DType type, const std::int64_
         if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("flash_wmma: the driver has no tensor maps");
         return reinterpret_cast<Encode>(function);
     }();
+    // The driver wants a current context, which a thread has once it has named its device
+    static thread_local const bool bound = [] {
+        int device = 0;
+        check_cuda(cudaGetDevice(&device), "device");
+        check_cuda(cudaSetDevice(device), "device");
+        return true;
+    }();
+    static_cast<void>(bound);
     constexpr int kRank = 4;
     cuuint64_t global[kRank], bytes[kRank - 1];
     cuuint32_t tile[kRank], steps[kRank];

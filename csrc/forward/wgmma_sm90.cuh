@@ -73,7 +73,7 @@ struct SharedMemory {
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
-    ptx::Barrier patch;  // of a V tile that the producer completes itself
+    ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
 /// Where q, k and v lie, for the copy engine.
@@ -240,12 +240,36 @@ class Producer {
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
+    /// The same of `count` rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros itself, but beyond
+    /// a packed sequence's end it finds rows of the next one.
+    template <class Rows>
+    __device__ __forceinline__ void load_cut(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity, int row,
+                                             int head, const Item& work, int count) {
+        load(rows, map, slot, parity, &smem_.patch, row, head, work);
+        ptx::barrier_wait(&smem_.patch, patch_parity_);
+        patch_parity_ ^= 1;
+        constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
+        constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            for (int vector = max(0, count) * kVectors + lane_; vector < kAll; vector += 32)
+                reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    /// Rows of other sequences must not take part in a warp's votes, or results would depend on them to the bit.
     __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
             Slot& slot = smem_.q_slot[q_.stage][c];
-            load(smem_.q[q_.stage][c], maps_.q, slot, q_.parity, &slot.full, work.sequence.first_q + work.first_row(c),
-                 work.tile.head, work);
+            auto& rows = smem_.q[q_.stage][c];
+            const int row = work.sequence.first_q + work.first_row(c);
+            const int count = work.sequence.seqlen_q - work.first_row(c);  // of the sequence's rows
+            if (General && p_.sequences.cu_seqlens_q && count < Tile::kGroupRows)
+                load_cut(rows, maps_.q, slot, q_.parity, row, work.tile.head, work, count);
+            else load(rows, maps_.q, slot, q_.parity, &slot.full, row, work.tile.head, work);
         }
         q_.advance();
     }
@@ -257,26 +281,15 @@ class Producer {
         k_.advance();
     }
 
+    /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
-        const int count = max(0, work.sequence.seqlen_k - tile * Tile::kBc);  // of the sequence's rows
-        // Beyond a tensor's end the copy writes zeros; beyond a sequence's end there are rows that weights of 0 must not meet
-        const bool cut = General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc;
-        load(rows, maps_.v, slot, v_.parity, cut ? &smem_.patch : &slot.full, work.sequence.first_k + tile * Tile::kBc,
-             work.tile.head_k, work);
-        if (cut) {
-            ptx::barrier_wait(&smem_.patch, patch_parity_);
-            patch_parity_ ^= 1;
-            constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
-#pragma unroll
-            for (int i = 0; i < Tile::kPanels; ++i)
-                for (int vector = count * kVectors + lane_; vector < Tile::kBc * kVectors; vector += 32)
-                    reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
-            ptx::fence_proxy_async();
-            __syncwarp();
-            if (lane_ == 0) ptx::barrier_arrive(&slot.full);
-        }
+        const int row = work.sequence.first_k + tile * Tile::kBc;
+        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
+        if (General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
+            load_cut(rows, maps_.v, slot, v_.parity, row, work.tile.head_k, work, count);
+        else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
         v_.advance();
     }
 
