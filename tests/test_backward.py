@@ -263,8 +263,8 @@ def test_infinite_keys_stay_in_their_head(backward_target: BackwardTarget) -> No
     given.k[0, 0, 3] = math.inf
     for before, after in zip(alone, compute(kernel, given, DENSE, Modification(attn_bias=bias)), strict=True):
         heads = groups if after.shape[1] == given.q.shape[1] else 1
-        assert torch.equal(before[0, heads:], after[0, heads:])
-        assert torch.equal(before[1:], after[1:])
+        for others in (before[0, heads:], after[0, heads:]), (before[1:], after[1:]):
+            torch.testing.assert_close(*others, rtol=1e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize(("nq", "nk", "batch"), [(0, 5, 1), (5, 0, 1), (5, 5, 0)])

@@ -314,8 +314,7 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(
                     staging.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), thread.warp_column() + 8 * c) +
-                    thread.column()) =
-                    packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
+                    thread.column()) = packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
     __syncwarp();
     constexpr int kVectors = Tile::kWarpColumns / 8;
     for (int i = thread.lane; i < Tile::kWarpRows * kVectors; i += 32) {
