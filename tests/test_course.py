@@ -1,20 +1,91 @@
-"""The code on the pages of the documentation that say that it runs."""
+"""What the pages of the documentation say that it runs, runs; and what they quote from the sources is there."""
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+from flash_wmma.emulator import _compile, _runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("page", ["attention.md"])
-def test_code_on_a_page_runs(page: str) -> None:
-    """Block after block, as a reader would type them; they check themselves."""
+def execute(page: str) -> None:
+    """A page's Python, block after block, as a reader would type it; it checks itself."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
     assert len(blocks) >= 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["attention.md", "choice.md"])
+def test_code_on_a_page_runs(page: str) -> None:
+    execute(page)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/adding.md, with the files that it shows. The library's own kernel lies elsewhere than csrc/forward, so that
+    no other test sees it."""
+    monkeypatch.chdir(tmp_path)
+    shown = dict(re.findall(r'^```cpp title="(.+?)"\n(.*?)^```$', (DOCS / "adding.md").read_text(), re.M | re.S))
+    assert set(shown) == {"by_row.cu", "csrc/forward/simt_by_row.cu"}
+    for name, text in shown.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    sources = {"simt_by_row": (tmp_path / "csrc/forward/simt_by_row.cu",)}
+    for module in (_compile, _runtime):
+        monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": sources)
+    monkeypatch.setattr(_compile, "_KERNEL", [*_compile._KERNEL, f"-I{ROOT / 'csrc' / 'forward'}"])
+    execute("adding.md")
+
+
+@pytest.fixture(scope="module")
+def quote() -> ModuleType:
+    """docs/quote.py, the hook that puts quotations into pages."""
+    spec = importlib.util.spec_from_file_location("quote", DOCS / "quote.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
+def test_quotations_are_found(quote: ModuleType, page: str) -> None:
+    """Every quotation's beginning is one line of its file, and no block with `quote` is left over."""
+    markdown = (DOCS / page).read_text()
+    built = quote.on_page_markdown(markdown)
+    assert not re.search(r"^```\w* quote", built, re.M)
+    assert built.count('title="csrc/') >= markdown.count("```cpp quote")
+
+
+def test_a_quotation_is_the_statement(quote: ModuleType) -> None:
+    """To the brace or semicolon that ends it, without its indentation."""
+    loop = quote.statement("csrc/forward/simt_naive.cu", "for (int first = keys.first_tile")
+    source = (ROOT / "csrc/forward/simt_naive.cu").read_text()
+    assert loop.startswith("for (int first") and loop.endswith("\n}")
+    assert "o[c] = (o[c] * before + sum) * inverse;" in loop
+    assert all(line.strip() in source for line in loop.splitlines())
+    assert loop.count("{") == loop.count("}")
+    assert "p.lse" not in loop, "what follows the loop"
+
+
+@pytest.mark.parametrize("beginning", ["no line begins so", "float"])
+def test_a_quotation_that_is_not_one_line_is_refused(quote: ModuleType, beginning: str) -> None:
+    with pytest.raises(ValueError, match=r"simt_naive\.cu: \d+ lines begin"):
+        quote.statement("csrc/forward/simt_naive.cu", beginning)
+
+
+def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
+    heading, rule, row = quote.table_row("docs/simt.md", "| 5 | `simt_padded`").splitlines()
+    assert heading.startswith("| step | kernel") and set(rule) <= {"|", "-"}
+    assert heading.count("|") == rule.count("|") == row.count("|")
+    with pytest.raises(ValueError, match="no row of a table"):
+        quote.table_row("docs/simt.md", "# On CUDA cores")
