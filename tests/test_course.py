@@ -47,14 +47,24 @@ def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     execute("adding.md")
 
 
-@pytest.fixture(scope="module")
-def quote() -> ModuleType:
-    """docs/quote.py, the hook that puts quotations into pages."""
-    spec = importlib.util.spec_from_file_location("quote", DOCS / "quote.py")
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def quote() -> ModuleType:
+    """docs/quote.py, the hook that puts quotations into pages."""
+    return program("quote")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    """docs/pictures.py."""
+    return program("pictures")
 
 
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
@@ -89,3 +99,20 @@ def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
     assert heading.count("|") == rule.count("|") == row.count("|")
     with pytest.raises(ValueError, match="no row of a table"):
         quote.table_row("docs/simt.md", "# On CUDA cores")
+
+
+def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> None:
+    """Every request that is drawn is that of one line, and every picture is shown on a page."""
+    pages = "".join(p.read_text() for p in DOCS.rglob("*.md"))
+    for name, (_, source, beginning) in pictures.REQUESTS.items():
+        quote.line_of(pictures.FORWARD + source, beginning)
+        assert (DOCS / "images" / name).is_file() and f"images/{name}" in pages
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_picture_of_fragments(pictures: ModuleType, tmp_path: Path) -> None:
+    pictures.draw_fragments(tmp_path / "fragments.png")
+    assert (tmp_path / "fragments.png").stat().st_size > 0
+    left, accumulator = (pictures.holders(entry) for entry in ("matrix_a_half_row", "accumulator_row"))
+    assert left == accumulator, "what docs/rungs/wmma_v3.md says"
+    assert {lane // 4 for (row, _), (lane, _) in left.items() if row == 9} == {1}, "a row lies in a quad"
