@@ -7,12 +7,16 @@ A fenced block whose info string ends in `quote` names a file of the repository 
     ```
 
 becomes the statement, function or struct that begins there, to its closing brace or semicolon. Of a table in Markdown
-(`md quote`) it becomes the row that begins so, below the table's heading. No line may begin so but one.
+(`md quote`) it becomes the row that begins so, below the table's heading. No line may begin so but one. Of Python
+(`python quote`), where the name of a function or class stands instead, it becomes its signature and docstring.
 """
 
 from __future__ import annotations
 
+import ast
+import itertools
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -57,11 +61,41 @@ def table_row(path: str, beginning: str) -> str:
     return "\n".join([*lines[heading : heading + 2], lines[row]])
 
 
+def definition(path: str, name: str) -> str:
+    """A function's signature and docstring; of a class also its fields and its public methods'.
+
+    Raises:
+        ValueError: there is none of that name, or one without a docstring.
+    """
+    text = (ROOT / path).read_text()
+    lines = text.splitlines()
+
+    def head(node: ast.FunctionDef | ast.ClassDef) -> str:
+        if ast.get_docstring(node) is None:
+            raise ValueError(f"{path}: {node.name} has no docstring")
+        fields = itertools.takewhile(lambda n: not isinstance(n, ast.FunctionDef), node.body)
+        shown = list(fields) if isinstance(node, ast.ClassDef) else node.body[:1]
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        return "\n".join(lines[first - 1 : shown[-1].end_lineno])
+
+    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
+    if not nodes:
+        raise ValueError(f"{path}: no function or class {name}")
+    node = nodes[-1]  # after overloads
+    parts = [head(node)]
+    if isinstance(node, ast.ClassDef):
+        methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
+        parts += [head(n) for n in methods if not n.name.startswith("_") or n.name == "__init__"]
+    return textwrap.dedent("\n\n".join(parts))
+
+
 def quote(match: re.Match[str]) -> str:
     """What stands in place of a block."""
     language, path, beginning = match.groups()
     if language == "md":
         return table_row(path, beginning)
+    if language == "python":
+        return f"```python\n{definition(path, beginning)}\n```"
     return f'```{language} title="{path}"\n{statement(path, beginning)}\n```'
 
 

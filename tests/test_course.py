@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
+import inspect
 import re
 import shutil
 from pathlib import Path
@@ -10,6 +12,7 @@ from types import ModuleType
 
 import pytest
 
+import flash_wmma
 from flash_wmma.emulator import _compile, _runtime
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -99,6 +102,28 @@ def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
     assert heading.count("|") == rule.count("|") == row.count("|")
     with pytest.raises(ValueError, match="no row of a table"):
         quote.table_row("docs/simt.md", "# On CUDA cores")
+
+
+def test_definitions(quote: ModuleType) -> None:
+    """Signature and docstring, nothing of the body; fields and public methods of a class."""
+    forward = quote.definition("flash_wmma/_forward.py", "forward")
+    assert forward.startswith("def forward(") and forward.endswith('"""')
+    assert ast.get_docstring(ast.parse(forward).body[0]) == inspect.getdoc(flash_wmma.forward)
+    program = quote.definition("flash_wmma/emulator/_program.py", "Program")
+    assert "def call(self" in program and "def __init__(self" in program and "ctypes" not in program
+    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_explain.py", "DeviceFacts")
+    with pytest.raises(ValueError, match="no function or class nothing"):
+        quote.definition("flash_wmma/_forward.py", "nothing")
+
+
+@pytest.mark.parametrize("module", [flash_wmma, flash_wmma.reductions, flash_wmma.emulator])
+def test_reference_has_every_public_name(module: ModuleType) -> None:
+    page = (DOCS / "reference.md").read_text()
+    prefix = re.escape(module.__name__)
+    found = set(re.findall(rf"^### `{prefix}\.(\w+)`$", page, re.M))
+    described = {name for name in module.__all__ if inspect.getdoc(getattr(module, name)) and name != "__version__"}
+    modules = {name for name in described if inspect.ismodule(getattr(module, name))}
+    assert found == described - modules - {"Direction", "Mode"}, "all but types that are a choice of strings"
 
 
 def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> None:
