@@ -1,20 +1,143 @@
-"""The code on the pages of the documentation that say that it runs."""
+"""What the pages of the documentation say that it runs, runs; and what they quote from the sources is there."""
 
 from __future__ import annotations
 
+import ast
+import importlib.util
+import inspect
 import re
+import shutil
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-DOCS = Path(__file__).resolve().parent.parent / "docs"
+import flash_wmma
+from flash_wmma.emulator import _compile, _runtime
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
 
 
-@pytest.mark.parametrize("page", ["attention.md"])
-def test_code_on_a_page_runs(page: str) -> None:
-    """Block after block, as a reader would type them; they check themselves."""
+def execute(page: str) -> None:
+    """A page's Python, block after block, as a reader would type it; it checks itself."""
     blocks = re.findall(r"^```python\n(.*?)^```$", (DOCS / page).read_text(), re.M | re.S)
     assert len(blocks) >= 5
     names: dict[str, object] = {}
     for block in blocks:
         exec(compile(block, page, "exec"), names)
+
+
+@pytest.mark.parametrize("page", ["attention.md", "choice.md"])
+def test_code_on_a_page_runs(page: str) -> None:
+    execute(page)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/adding.md, with the files that it shows. The library's own kernel lies elsewhere than csrc/forward, so that
+    no other test sees it."""
+    monkeypatch.chdir(tmp_path)
+    shown = dict(re.findall(r'^```cpp title="(.+?)"\n(.*?)^```$', (DOCS / "adding.md").read_text(), re.M | re.S))
+    assert set(shown) == {"by_row.cu", "csrc/forward/simt_by_row.cu"}
+    for name, text in shown.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+    sources = {"simt_by_row": (tmp_path / "csrc/forward/simt_by_row.cu",)}
+    for module in (_compile, _runtime):
+        monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": sources)
+    monkeypatch.setattr(_compile, "_KERNEL", [*_compile._KERNEL, f"-I{ROOT / 'csrc' / 'forward'}"])
+    execute("adding.md")
+
+
+def program(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, DOCS / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def quote() -> ModuleType:
+    """docs/quote.py, the hook that puts quotations into pages."""
+    return program("quote")
+
+
+@pytest.fixture(scope="module")
+def pictures() -> ModuleType:
+    """docs/pictures.py."""
+    return program("pictures")
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
+def test_quotations_are_found(quote: ModuleType, page: str) -> None:
+    """Every quotation's beginning is one line of its file, and no block with `quote` is left over."""
+    markdown = (DOCS / page).read_text()
+    built = quote.on_page_markdown(markdown)
+    assert not re.search(r"^```\w* quote", built, re.M)
+    assert built.count('title="csrc/') >= markdown.count("```cpp quote")
+
+
+def test_a_quotation_is_the_statement(quote: ModuleType) -> None:
+    """To the brace or semicolon that ends it, without its indentation."""
+    loop = quote.statement("csrc/forward/simt_naive.cu", "for (int first = keys.first_tile")
+    source = (ROOT / "csrc/forward/simt_naive.cu").read_text()
+    assert loop.startswith("for (int first") and loop.endswith("\n}")
+    assert "o[c] = (o[c] * before + sum) * inverse;" in loop
+    assert all(line.strip() in source for line in loop.splitlines())
+    assert loop.count("{") == loop.count("}")
+    assert "p.lse" not in loop, "what follows the loop"
+
+
+@pytest.mark.parametrize("beginning", ["no line begins so", "float"])
+def test_a_quotation_that_is_not_one_line_is_refused(quote: ModuleType, beginning: str) -> None:
+    with pytest.raises(ValueError, match=r"simt_naive\.cu: \d+ lines begin"):
+        quote.statement("csrc/forward/simt_naive.cu", beginning)
+
+
+def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
+    heading, rule, row = quote.table_row("docs/simt.md", "| 5 | `simt_padded`").splitlines()
+    assert heading.startswith("| step | kernel") and set(rule) <= {"|", "-"}
+    assert heading.count("|") == rule.count("|") == row.count("|")
+    with pytest.raises(ValueError, match="no row of a table"):
+        quote.table_row("docs/simt.md", "# On CUDA cores")
+
+
+def test_definitions(quote: ModuleType) -> None:
+    """Signature and docstring, nothing of the body; fields and public methods of a class."""
+    forward = quote.definition("flash_wmma/_forward.py", "forward")
+    assert forward.startswith("def forward(") and forward.endswith('"""')
+    assert ast.get_docstring(ast.parse(forward).body[0]) == inspect.getdoc(flash_wmma.forward)
+    program = quote.definition("flash_wmma/emulator/_program.py", "Program")
+    assert "def call(self" in program and "def __init__(self" in program and "ctypes" not in program
+    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_explain.py", "DeviceFacts")
+    with pytest.raises(ValueError, match="no function or class nothing"):
+        quote.definition("flash_wmma/_forward.py", "nothing")
+
+
+@pytest.mark.parametrize("module", [flash_wmma, flash_wmma.reductions, flash_wmma.emulator])
+def test_reference_has_every_public_name(module: ModuleType) -> None:
+    page = (DOCS / "reference.md").read_text()
+    prefix = re.escape(module.__name__)
+    found = set(re.findall(rf"^### `{prefix}\.(\w+)`$", page, re.M))
+    described = {name for name in module.__all__ if inspect.getdoc(getattr(module, name)) and name != "__version__"}
+    modules = {name for name in described if inspect.ismodule(getattr(module, name))}
+    assert found == described - modules - {"Direction", "Mode"}, "all but types that are a choice of strings"
+
+
+def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> None:
+    """Every request that is drawn is that of one line, and every picture is shown on a page."""
+    pages = "".join(p.read_text() for p in DOCS.rglob("*.md"))
+    for name, (_, source, beginning) in pictures.REQUESTS.items():
+        quote.line_of(pictures.FORWARD + source, beginning)
+        assert (DOCS / "images" / name).is_file() and f"images/{name}" in pages
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_picture_of_fragments(pictures: ModuleType, tmp_path: Path) -> None:
+    pictures.draw_fragments(tmp_path / "fragments.png")
+    assert (tmp_path / "fragments.png").stat().st_size > 0
+    left, accumulator = (pictures.holders(entry) for entry in ("matrix_a_half_row", "accumulator_row"))
+    assert left == accumulator, "what docs/rungs/wmma_v3.md says"
+    assert {lane // 4 for (row, _), (lane, _) in left.items() if row == 9} == {1}, "a row lies in a quad"
