@@ -711,8 +711,8 @@ class Consumer {
 };
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
-// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state) in local
-// memory while they loop over its tiles.
+// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state), in general
+// instances up to 36, in local memory while they loop over its tiles.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
