@@ -99,8 +99,8 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
     mask = Mask("bottom_right") if "causal" in cuda_kernel.features else Mask()
     modifications = [PLAIN, Modification(softcap=5.0)] if "softcap" in cuda_kernel.features else [PLAIN]
     for modification, device in itertools.product(modifications, devices(instance)):
-        for heads in (1, 2, 4, 8):
-            q = normal((1, heads, instance.br + 5, instance.head_dim), dtype=instance.dtype, seed=1)
+        for rows, heads in itertools.product((instance.br + 5, instance.br), (1, 2, 4, 8)):
+            q = normal((1, heads, rows, instance.head_dim), dtype=instance.dtype, seed=1)
             k = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=2)
             v = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=3)
             options = {"causal": mask.causal, "kernel": cuda_kernel.name, "softcap": modification.softcap}
@@ -114,15 +114,18 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
 
 
 def test_explain() -> None:
-    q, k, v = inputs()
     for kernel in CUDA_KERNELS:
-        with settings(arch=86, sm_count=5):
+        q, k, v = inputs(dtype=kernel.instances[0].dtype)
+        arch = max(86, kernel.min_arch)
+        with settings(arch=arch, sm_count=5):
             answer = flash_wmma.explain(q, k, v, kernel=kernel.name)
         assert answer.kernel == kernel.name
         assert answer.emulated
-        assert answer.device == flash_wmma.DeviceFacts(86, 5, 99 * 1024)
+        assert answer.device == flash_wmma.DeviceFacts(arch, 5, shared_memory(arch))
         assert answer.instance in kernel.instances
-        assert "CPU, in the emulator: sm_86, 5 multiprocessors" in str(answer)
+        assert f"CPU, in the emulator: sm_{arch}, 5 multiprocessors" in str(answer)
+    assert shared_memory(86) == 99 * 1024
+    q, k, v = inputs()
     assert not flash_wmma.explain(q, k, v).emulated
     assert not flash_wmma.explain(q, k, v, kernel="cpu").emulated
 
@@ -139,14 +142,15 @@ def test_device_is_respected() -> None:
 
 
 def test_every_kernel_is_listed() -> None:
-    assert {kernel.name for kernel in CUDA_KERNELS} >= set(kernel_sources())
+    listed = {kernel.name for kernel in (*CUDA_KERNELS, *flash_wmma.kernels("backward"))}
+    assert listed >= set(kernel_sources())
 
 
 def test_unknown_kernel() -> None:
     q, k, v = inputs()
     with pytest.raises(ValueError) as caught:
         flash_wmma.forward(q, k, v, kernel="wmma_v0")
-    names = sorted({"cpu", *kernel_sources()})
+    names = sorted({"cpu", *(kernel.name for kernel in CUDA_KERNELS)})
     assert str(caught.value) == "kernel: got 'wmma_v0', allowed: 'auto', " + ", ".join(map(repr, names))
 
 
