@@ -5,7 +5,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../registry.h"
+#include "../shape_table.h"
 
 namespace flash_wmma::backward {
 
@@ -22,27 +22,12 @@ struct Shape {
     void (*launch)(const Problem&, Stream);
 };
 
-inline std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
-    std::vector<Shape> all;
-    for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
-    return all;
-}
-
-/// The instances of `shapes`, in the same order.
-inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
-    std::vector<Instance> instances;
-    for (const Shape& shape : shapes) instances.push_back(shape.facts);
-    return instances;
-}
-
 /// Of the shapes for this pass, dtype and kind of problem that fit the device, the first in the table that holds d and
 /// d_v.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    const Sequences& s = p.sequences;
-    const bool general =
-        p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    const bool general = is_general(p);
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && (shape.general || !general) &&

@@ -3,10 +3,9 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <string>
 #include <vector>
 
-#include "../registry.h"
+#include "../shape_table.h"
 
 namespace flash_wmma {
 
@@ -20,30 +19,11 @@ struct Shape {
     void (*launch)(const ForwardParams&, Stream);
 };
 
-inline std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
-    std::vector<Shape> all;
-    for (const auto& part : parts) all.insert(all.end(), part.begin(), part.end());
-    return all;
-}
-
-/// The instances of `shapes`, in the same order.
-inline std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
-    std::vector<Instance> instances;
-    for (const Shape& shape : shapes) instances.push_back(shape.facts);
-    return instances;
-}
-
 /// Whether an SM's shared memory, which is 1 KiB more than a block may opt in to, holds the shape's resident blocks, each of
 /// which takes 1 KiB more than it asks for.
 inline bool fits(const Shape& shape, const DeviceFacts& device) {
     constexpr int kReserved = 1024;
     return shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
-}
-
-/// Packed sequences and ScoreMods, which plain instances do without.
-inline bool is_general(const ForwardParams& p) {
-    const Sequences& s = p.sequences;
-    return p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
 }
 
 /// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and

@@ -18,14 +18,19 @@ const std::vector<Shape> kShapes = {
 
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
+/// Every instance takes all features.
+const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
+    return flash_wmma::choose_shape(kShapes, DType::kFloat32, /*general=*/false, p, device);
+}
+
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-    return kInstances[static_cast<std::size_t>(&choose_shape(kShapes, p, device) - kShapes.data())];
+    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
 }
 
 std::int64_t workspace_bytes(const ForwardParams&, const DeviceFacts&) { return 0; }
 
 void launch_simt(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-    choose_shape(kShapes, p, device).launch(p, stream);
+    choose_shape(p, device).launch(p, stream);
 }
 
 const KernelInfo kInfo = {

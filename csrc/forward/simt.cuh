@@ -24,7 +24,7 @@
 #include "../device/shuffle.cuh"
 #include "../device/simt_tile.cuh"
 #include "../device/tile.cuh"
-#include "simt_shapes.h"
+#include "shapes.h"
 
 namespace flash_wmma::simt {
 
@@ -208,6 +208,7 @@ template <class Tile>
 Shape shape(float blocks_per_sm, int resident) {
     return {{DType::kFloat32, 75, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile>)},
+            /*general=*/false,
             blocks_per_sm,
             resident,
             launch_tile<Tile>};

@@ -9,7 +9,7 @@
 #include "../device/mask.cuh"
 #include "../device/shuffle.cuh"
 #include "../device/tile.cuh"
-#include "simt_shapes.h"
+#include "shapes.h"
 
 namespace flash_wmma::simt {
 
@@ -59,8 +59,9 @@ Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardPara
                  int smem_bytes) {
     return {{DType::kFloat32, 75, head_dim, Br, Bc, (threads + 31) / 32, 1, smem_bytes,
              reinterpret_cast<const void*>(kernel)},
-            0.f,
-            1,
+            /*general=*/false,
+            /*blocks_per_sm=*/0.f,
+            /*resident=*/1,
             launch};
 }
 
@@ -71,12 +72,15 @@ struct Rung {
         static const std::vector<Instance> all = instances_of(kShapes);
         return all;
     }
+    static const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
+        return flash_wmma::choose_shape(kShapes, DType::kFloat32, /*general=*/false, p, device);
+    }
     static const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-        return instances()[static_cast<std::size_t>(&choose_shape(kShapes, p, device) - kShapes.data())];
+        return instances()[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
     }
     static std::int64_t no_workspace(const ForwardParams&, const DeviceFacts&) { return 0; }
     static void launch(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-        choose_shape(kShapes, p, device).launch(p, stream);
+        choose_shape(p, device).launch(p, stream);
     }
     static KernelInfo info(const char* name, const char* summary,
                            std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&) = no_workspace) {

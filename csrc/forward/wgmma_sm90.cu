@@ -7,24 +7,14 @@
 namespace flash_wmma::wgmma_sm90 {
 namespace {
 
-std::vector<Shape> all_shapes() {
-    std::vector<Shape> all;
-    for (const auto& part : {half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()})
-        all.insert(all.end(), part.begin(), part.end());
-    return all;
-}
-const std::vector<Shape> kShapes = all_shapes();
-const std::vector<Instance> kInstances = [] {
-    std::vector<Instance> instances;
-    for (const Shape& shape : kShapes) instances.push_back(shape.facts);
-    return instances;
-}();
+const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
+const std::vector<Instance> kInstances = instances_of(kShapes);
 
 /// The least head dim that holds d and d_v; of its shapes the one that is through first: blocks go in rounds of one an SM,
 /// and a round takes the longer the more rows a block has. `batch_invariant` takes the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Sequences& s = p.sequences;
-    const bool general = p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    const bool general = is_general(p);
     const Shape* chosen = nullptr;
     float least_time = 0.f;
     for (const Shape& shape : kShapes) {

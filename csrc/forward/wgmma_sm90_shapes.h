@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "../registry.h"
+#include "../shape_table.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
