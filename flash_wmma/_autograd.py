@@ -1,8 +1,8 @@
 """Gradients of the ops: what eager code and ``torch.compile`` record for inputs that require one.
 
 A ``torch.autograd.Function`` and not ``torch.library.register_autograd``: that one costs every call a trip through
-Python, 45 µs with gradients against 9 µs here, and ``torch.compile`` traces this one as well. What its ``apply`` is
-handed costs a quarter of a microsecond an argument, so that all but the tensors comes in one tuple.
+Python, and ``torch.compile`` traces this one as well. Each argument of its ``apply`` costs host time, so that all but
+the tensors comes in one tuple (benchmark/host_cost.py measures a call).
 """
 
 from __future__ import annotations

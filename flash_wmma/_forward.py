@@ -55,7 +55,7 @@ def dense(
             _checks.no_gradient(alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
             _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        # Every argument that is handed to the op costs a tenth of a microsecond.
+        # Every argument that is handed to the op costs host time: defaults are left out.
         before: tuple[Any, ...] = ()
         after: tuple[Any, ...] = ()
         if causal is not False or scale is not None or window is not None or flash_attn:

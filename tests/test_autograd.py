@@ -6,6 +6,7 @@ import functools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -123,14 +124,25 @@ def test_drop_ins(attend: Callable[..., Tensor], device: str) -> None:
     close(got, torch.autograd.grad(out.float().square().sum(), inputs))
 
 
-def test_only_the_gradients_that_are_asked_for() -> None:
+def test_only_the_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     q, k, v = tensors(1, 2, 9, 16)
     forward(q, k.detach(), v.detach()).sum().backward()
     assert q.grad is not None
     assert k.grad is None
+    compute, asked = _autograd._backward, []
+
+    def spy(*arguments: Any) -> Any:
+        asked.append(arguments[-3])
+        return compute(*arguments)
+
+    monkeypatch.setattr(_autograd, "_backward", spy)
+    bias = torch.zeros(9, 9)
     with torch.profiler.profile() as profile:
-        forward(q, k, v, attn_bias=torch.zeros(9, 9)).sum().backward()
+        forward(q, k, v, attn_bias=bias).sum().backward()
+    assert bias.grad is None
     assert any(event.key == "flash_wmma::backward" for event in profile.key_averages())
+    forward(q, k, v, attn_bias=bias.requires_grad_()).sum().backward()
+    assert asked == [False, True]
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
