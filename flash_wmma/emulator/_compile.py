@@ -15,6 +15,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,17 +31,20 @@ CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_di
 _CPUINFO = Path("/proc/cpuinfo")
 
 _COMMON = [
-    *("-std=c++17", "-g", "-fPIC", "-fvisibility=hidden"),
+    *("-std=c++17", "-g1", "-fPIC", "-fvisibility=hidden"),  # lines and functions, for the places that are reported
     *(["-march=x86-64-v3"] if platform.machine() == "x86_64" else []),
 ]
 _KERNEL = [
     *_COMMON,
-    *("-O2", "-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
+    "-O1",  # -O2 compiles half as long again, and the code runs no faster: the emulator's part decides
+    *("-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
     "-U_FORTIFY_SOURCE",  # which some distributions set, and which has a memcpy of its own
     "-fstack-clash-protection",  # a frame larger than a fiber's guard page does not jump over it
     *(f"-I{CSRC / 'emulator' / 'include'}", f"-I{CSRC / 'device'}", "-include", "cuda_runtime.h", "-x", "c++"),
 ]
-_UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a library leaves the cache
+_UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a file leaves the cache
+_compilers = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
+"""One for each core, whoever asks."""
 _CHECKED = [
     *("-DFLASH_WMMA_CHECKED", "-fsanitize=thread", "-fsanitize-coverage=trace-pc"),
     # An access of 16 bytes stays one, and addresses of code follow the order of the source.
@@ -139,6 +143,13 @@ def _prune(folder: Path, name: str) -> None:
                 path.unlink()
 
 
+def _used(*paths: Path) -> None:
+    """Keeps files from being pruned."""
+    for path in paths:
+        with contextlib.suppress(OSError):  # another user's
+            os.utime(path)
+
+
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -147,39 +158,60 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
+def _object(source: Path, flags: list[str], *, cached_only: bool = False) -> Path | None:
+    """A source's object file: from the cache, if neither the source nor what it includes has changed. Kernels share
+    those of the files that all of them are linked with. None: it would have to be compiled, and is not to be."""
+    path, version = compiler()
+    folder, name = cache_folder(), f"{source.parent.name}_{source.stem}"
+    salt = "\n".join([version, str(source), *flags])
+    listed = folder / f"{name}-{_digest([], salt)}.files"
+
+    def cached() -> Path:
+        return folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.o"
+
+    def find() -> Path | None:
+        if not listed.exists() or not cached().exists():
+            return None
+        _used(listed, cached())
+        return cached()
+
+    if cached_only:
+        return find()
+    with _locked(listed.with_suffix(".lock")):
+        if found := find():
+            return found
+        _prune(folder, name)
+        with tempfile.TemporaryDirectory(dir=folder) as work, _compilers:
+            built = Path(work) / "object.o"
+            _run([path, *flags, "-c", str(source), "-o", str(built), "-MMD", "-MT", "object"])
+            listed.write_text("\n".join(sorted({str(source), *_dependencies(built.with_suffix(".d"))})))
+            built.replace(cached())
+    return cached()
+
+
 def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: list[str]) -> Path:
     """The shared library ``name`` of these sources: from the cache, if nothing that it was made of has changed."""
-    path, version = compiler()
+    path, _ = compiler()
     if os.environ.get("FLASH_WMMA_WERROR") == "1":
         compile_flags = [*compile_flags, "-Werror"]
     folder = cache_folder()
-    salt = "\n".join([version, name, *map(str, sources), *compile_flags, *link_flags])
-    listed = folder / f"{name}-{hashlib.sha256(salt.encode()).hexdigest()[:12]}.files"
     with _locked(folder / f"{name}.lock"):
-        if listed.exists():
-            library = folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.so"
-            if library.exists():
-                for used in (listed, library):
-                    with contextlib.suppress(OSError):  # another user's
-                        os.utime(used)
-                return library
+        objects = [_object(source, compile_flags, cached_only=True) for source in sources]
+        if not all(objects):
+            print(f"flash_wmma: compiling {name} for the emulator", file=sys.stderr, flush=True)
+            with ThreadPoolExecutor(len(sources)) as pool:
+                objects = list(pool.map(lambda source: _object(source, compile_flags), sources))
+        files = [str(o) for o in objects]
+        digest = _digest([], "\n".join([path, *files, *link_flags]))
+        library = folder / f"{name}-{digest}.so"
+        if library.exists():
+            _used(library)
+            return library
         _prune(folder, name)
-        print(f"flash_wmma: compiling {name} for the emulator", file=sys.stderr, flush=True)
         with tempfile.TemporaryDirectory(dir=folder) as work:
-            objects = [Path(work) / f"{i}.o" for i in range(len(sources))]
-            commands = [
-                [path, *compile_flags, "-c", str(source), "-o", str(target), "-MMD", "-MT", "object"]
-                for source, target in zip(sources, objects, strict=True)
-            ]
-            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-                list(pool.map(_run, commands))
-            found = {name for o in objects for name in _dependencies(o.with_suffix(".d"))}
-            files = sorted(found.union(map(str, sources)))
             built = Path(work) / "library.so"
-            _run([path, "-shared", "-o", str(built), *map(str, objects), *link_flags])
-            library = folder / f"{name}-{_digest(files, salt)}.so"
+            _run([path, "-shared", "-o", str(built), *files, *link_flags])
             built.replace(library)
-        listed.write_text("\n".join(files))
     return library
 
 
