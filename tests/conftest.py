@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import emulated
+from reference import early_rung, emulated
 
 import flash_wmma
 from flash_wmma._library import PATH as LIBRARY
@@ -152,7 +152,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 def emulated_cases(kernel_name: str) -> int:
     """Of a test, at most."""
-    if kernel_name.startswith("simt_"):
+    if early_rung(kernel_name):
         return EMULATED_RUNG_CASES
     return EMULATED_SIMT_CASES if "simt" in kernel_name else EMULATED_CASES
 

@@ -109,6 +109,17 @@ def emulated(kernel: flash_wmma.Kernel) -> bool:
     return kernel.min_arch > 0 and kernel.device == "cpu"
 
 
+def early_rung(kernel_name: str) -> bool:
+    """Whether it is one of the early rungs of the ladder on CUDA cores: little to go wrong, and slow to emulate."""
+    return kernel_name.startswith("simt_")
+
+
+def skip_repeated(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
+    """Skips what a test of the op around the kernel would repeat for an emulated kernel: other dtypes, early rungs."""
+    if emulated(kernel) and (dtype != kernel.dtypes[0] or early_rung(kernel.name)):
+        pytest.skip("the op is the same; once is enough in the emulator")
+
+
 EMULATED_ROWS = 400
 
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import LAYOUTS, Mask, check, emulated, few, normal, reference, run
+from reference import LAYOUTS, Mask, check, early_rung, emulated, few, normal, reference, run
 
 import flash_wmma
 
 BOUNDS = st.none() | st.integers(-1, 80)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_any_shape(target: tuple[flash_wmma.Kernel, torch.dtype], data: st.DataObject) -> None:
+def test_any_shape(target: tuple[flash_wmma.Kernel, torch.dtype]) -> None:
     kernel, dtype = target
-    draw = data.draw
+    examples = 60 if not emulated(kernel) else 10 if early_rung(kernel.name) else 40
+
+    @settings(max_examples=examples, deadline=None, derandomize=True)
+    @given(data=st.data())
+    def any_shape(data: st.DataObject) -> None:
+        check_shape(kernel, dtype, data.draw)
+
+    any_shape()
+
+
+def check_shape(kernel: flash_wmma.Kernel, dtype: torch.dtype, draw: Callable[[st.SearchStrategy[Any]], Any]) -> None:
+    """One that `draw` draws."""
     most, longest = (2, 100) if emulated(kernel) else (3, 150)
     batch, heads_k, group = draw(st.integers(1, most)), draw(st.integers(1, most)), draw(st.integers(1, few(kernel, 4)))
     nq, nk = draw(st.integers(1, longest)), draw(st.integers(1, longest))

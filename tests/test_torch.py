@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conftest import obstacle
-from reference import Mask, check, few, normal, reference, run
+from reference import Mask, check, few, normal, reference, run, skip_repeated
 from torch import Tensor
 
 import flash_wmma
@@ -30,6 +30,7 @@ def inputs(target: Target, nq: int = 33, nk: int = 50, seed: int = 0) -> tuple[T
 
 def test_opcheck(target: Target) -> None:
     kernel, _ = target
+    skip_repeated(*target)
     q, k, v = inputs(target)
     options = [{}, {"scale": 0.3}]
     options += [{"window_right": 0}, {"window_right": 0, "bottom_right": True}] if "causal" in kernel.features else []
@@ -64,6 +65,7 @@ def packed(target: Target) -> tuple[tuple[Tensor, ...], dict[str, object]]:
 
 def test_opcheck_varlen(target: Target) -> None:
     kernel, _ = target
+    skip_repeated(*target)
     arguments, options = packed(target)
     heads, device = arguments[0].shape[1], kernel.device
     torch.library.opcheck(ops.forward_varlen.default, arguments, options)
@@ -134,6 +136,7 @@ def test_compile_with_dynamic_length(target: Target, backend: str) -> None:
     kernel, dtype = target
     if backend == "inductor" and dtype != torch.float32:
         pytest.skip("once is enough")
+    skip_repeated(kernel, dtype)
     torch._dynamo.reset()
     graphs = after_first = 0
 
