@@ -45,6 +45,8 @@ def dense(
     """(out, lse) of :func:`forward`. By ``flash_attn``'s conventions out is (B, N, H, d) in memory, and a window is
     aligned to the last key even without ``causal``."""
     try:
+        if backward_kernel != "auto":
+            _checks.backward_kernel(backward_kernel)
         if kernel == "math":
             _checks.dense(q, k, v, attn_bias, alibi_slopes, _checks.MATH_DTYPES)
             _checks.options(causal, scale, window, softcap, kernel)
@@ -166,7 +168,8 @@ def forward(
         return_lse: also return the logarithm of the softmax's denominator.
         batch_invariant: take tiles and splits from (Nq, Nk, d) and the device alone, so that a batch entry's result
             does not depend, to the bit, on the others.
-        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients.
+        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients. An unknown name is
+            refused here, what the kernel cannot run when the gradients are computed.
         deterministic: gradients that are the same to the bit from run to run; default
             ``torch.are_deterministic_algorithms_enabled()`` when they are computed. Forward always is.
 
@@ -228,6 +231,8 @@ def packed(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`forward_varlen`; with ``flash_attn`` a window is aligned to the last key, always."""
     try:
+        if backward_kernel != "auto":
+            _checks.backward_kernel(backward_kernel)
         if kernel != "math":
             if alibi_slopes is not None and torch.is_grad_enabled():
                 _checks.no_gradient(alibi_slopes=alibi_slopes)

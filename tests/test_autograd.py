@@ -237,8 +237,34 @@ def test_out_of_memory(cuda: torch.device) -> None:
 def test_kernel_by_name() -> None:
     q, k, v = tensors(1, 2, 9, 16)
     forward(q, k, v, backward_kernel="bwd_cpu").sum().backward()
-    with pytest.raises(ValueError, match=r"kernel: got 'nobody', allowed: 'auto', .*'bwd_cpu'"):
-        forward(q, k, v, backward_kernel="nobody").sum().backward()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    close((compiled(q, k, v, backward_kernel="bwd_cpu"),), (forward(q, k, v),))
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """forward_varlen of one sequence."""
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    rows = (t[0].transpose(0, 1) for t in (q, k, v))
+    return forward_varlen(*rows, ends, ends, q.shape[2], k.shape[2], **options)
+
+
+def module(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    layer: Callable[[Tensor], Tensor] = flash_wmma.MultiheadAttention(16, 2, **options)
+    return layer(torch.zeros(1, 9, 16))
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "math"}], ids=["auto", "math"])
+@pytest.mark.parametrize("call", [forward, packed, module, flash_wmma.explain])
+def test_unknown_backward_kernel_is_refused_in_the_call(call: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Before anything is computed, whether or not a gradient is wanted."""
+    for requires_grad in (True, False):
+        q, k, v = tensors(1, 2, 9, 16, requires_grad=requires_grad)
+        for name in ("nobody", "cpu"):  # a forward kernel is no backward kernel
+            message = rf"backward_kernel: got '{name}', allowed: 'auto', .*'bwd_cpu', .*'bwd_sm80'"
+            with pytest.raises(ValueError, match=message):
+                call(q, k, v, **options, backward_kernel=name)
+        with pytest.raises(TypeError, match=r"backward_kernel: got None, allowed: 'auto' or a name"):
+            call(q, k, v, **options, backward_kernel=None)
 
 
 # ---- What is not built ----------------------------------------------------------------------------------------------
