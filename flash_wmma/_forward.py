@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
 from ._checks import Causal, Window
 from ._library import ops
 
@@ -48,11 +48,13 @@ def dense(
         if backward_kernel != "auto":
             _checks.backward_kernel(backward_kernel)
         if kernel == "math":
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
             _checks.dense(q, k, v, attn_bias, alibi_slopes, _checks.MATH_DTYPES)
             _checks.options(causal, scale, window, softcap, kernel)
             left, right, bottom_right = band(causal, window)
             options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)
-            return _math.dense(q, k, v, *options)
+            with _autocast.suspended(q.device):
+                return _math.dense(q, k, v, *options)
         if alibi_slopes is not None and torch.is_grad_enabled():
             _checks.no_gradient(alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
@@ -240,6 +242,7 @@ def packed(
                 _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         if validate or kernel == "math":
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
             dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
             _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
             _checks.sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k)
@@ -248,7 +251,8 @@ def packed(
         if kernel == "math":
             _checks.options(causal, scale, window, softcap, kernel)
             options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)
-            return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
+            with _autocast.suspended(q.device):
+                return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
         before = (scale, left, right, bottom_right)
         after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
         if _autograd.wanted(q, k, v, attn_bias):
