@@ -109,8 +109,8 @@ def flash_wmma_kernel(library: ModuleType, name: str, device: torch.device) -> I
         out: torch.Tensor = library.forward(q, k, v, causal=causal, kernel=name)
         return out
 
-    # Only the simt kernels and the CPU kernel multiply fp32 numbers.
-    multiplies_fp32 = name.startswith(("cpu", "simt")) or (name == "auto" and device.type == "cpu")
+    # The simt kernels, the CPU kernel and cuBLAS multiply fp32 numbers.
+    multiplies_fp32 = name.startswith(("cpu", "simt", "unfused")) or (name == "auto" and device.type == "cpu")
     return Implementation(name, "flash_wmma", attend, half_operands=not multiplies_fp32)
 
 

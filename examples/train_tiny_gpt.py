@@ -117,6 +117,13 @@ def train(make: Callable[..., nn.Module], batches: Sequence[Tensor], arguments: 
     return [loss.item() for loss in losses]
 
 
+def positive(text: str) -> int:
+    """An argument that counts something of which there must be one."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: a whole number from 1 on")
+    return int(text)
+
+
 def plot(runs: dict[str, list[float]], title: str, path: Path) -> None:
     """The losses, and by how much those of the other runs differ from torch's."""
     import matplotlib
@@ -147,7 +154,7 @@ def main() -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("steps", 200), ("batch", 32), ("length", 64), ("width", 64), ("heads", 4), ("layers", 2)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--rate", type=float, default=3e-3, help="of learning")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")

@@ -5,6 +5,7 @@ Not ``torch.library.register_autocast``: it would cast the ALiBi slopes and a fl
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,9 +23,18 @@ def _half(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 
+def _enabled(device: torch.device) -> bool:
+    return torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+
+
+def suspended(device: torch.device) -> AbstractContextManager[Any]:
+    """In it torch's ops compute in their inputs' dtypes."""
+    return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
+
+
 def cast(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """The differentiable inputs as the ops will see them: what autograd saves must have been cast."""
-    if not torch.is_autocast_enabled(q.device.type):
+    if not _enabled(q.device):
         return q, k, v, attn_bias
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v))

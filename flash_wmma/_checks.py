@@ -268,6 +268,19 @@ def options(
         refuse("batch_invariant", repr(batch_invariant), "a bool", TypeError)
 
 
+def backward_kernel(name: object) -> None:
+    """``"auto"`` or a kernel for gradients, whether or not they are asked for later."""
+    if not isinstance(name, str):
+        refuse("backward_kernel", repr(name), "'auto' or a name of flash_wmma.kernels('backward')", TypeError)
+    if name == "auto":
+        return
+    from ._table import backward_kernel_names  # which refuses with the words of this module
+
+    names = backward_kernel_names()
+    if names and name not in names:
+        refuse("backward_kernel", repr(name), ", ".join(map(repr, ("auto", *names))))
+
+
 def device(q: Tensor) -> None:
     """One that kernels are for."""
     if q.device.type not in ("cpu", "cuda", "meta"):

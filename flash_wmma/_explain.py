@@ -130,6 +130,7 @@ def explain(
         _checks.dense(q, k, v, attn_bias, alibi_slopes)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     _checks.options(causal, scale, window, softcap, kernel)
+    _checks.backward_kernel(backward_kernel)
     if device_facts is None:
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
 from ._checks import Causal, Window
 from ._library import ops
 
@@ -45,12 +45,16 @@ def dense(
     """(out, lse) of :func:`forward`. By ``flash_attn``'s conventions out is (B, N, H, d) in memory, and a window is
     aligned to the last key even without ``causal``."""
     try:
+        if backward_kernel != "auto":
+            _checks.backward_kernel(backward_kernel)
         if kernel == "math":
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
             _checks.dense(q, k, v, attn_bias, alibi_slopes, _checks.MATH_DTYPES)
             _checks.options(causal, scale, window, softcap, kernel)
             left, right, bottom_right = band(causal, window)
             options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)
-            return _math.dense(q, k, v, *options)
+            with _autocast.suspended(q.device):
+                return _math.dense(q, k, v, *options)
         if alibi_slopes is not None and torch.is_grad_enabled():
             _checks.no_gradient(alibi_slopes=alibi_slopes)
         if forward_ad._current_level >= 0:
@@ -166,7 +170,8 @@ def forward(
         return_lse: also return the logarithm of the softmax's denominator.
         batch_invariant: take tiles and splits from (Nq, Nk, d) and the device alone, so that a batch entry's result
             does not depend, to the bit, on the others.
-        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients.
+        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients. An unknown name is
+            refused here, what the kernel cannot run when the gradients are computed.
         deterministic: gradients that are the same to the bit from run to run; default
             ``torch.are_deterministic_algorithms_enabled()`` when they are computed. Forward always is.
 
@@ -228,6 +233,8 @@ def packed(
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of :func:`forward_varlen`; with ``flash_attn`` a window is aligned to the last key, always."""
     try:
+        if backward_kernel != "auto":
+            _checks.backward_kernel(backward_kernel)
         if kernel != "math":
             if alibi_slopes is not None and torch.is_grad_enabled():
                 _checks.no_gradient(alibi_slopes=alibi_slopes)
@@ -235,6 +242,7 @@ def packed(
                 _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         if validate or kernel == "math":
+            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
             dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
             _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
             _checks.sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k)
@@ -243,7 +251,8 @@ def packed(
         if kernel == "math":
             _checks.options(causal, scale, window, softcap, kernel)
             options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)
-            return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
+            with _autocast.suspended(q.device):
+                return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
         before = (scale, left, right, bottom_right)
         after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
         if _autograd.wanted(q, k, v, attn_bias):

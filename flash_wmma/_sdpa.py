@@ -161,7 +161,9 @@ def scaled_dot_product_attention(
     What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
     dropout, forward-mode differentiation, other ranks than 4, float64, … :func:`flash_wmma.explain` names the reason.
     float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
-    ``"highest"`` (torch's default), and otherwise by what ``auto`` takes, which multiplies float16.
+    ``"highest"`` (torch's default), and otherwise by what ``auto`` takes, which multiplies float16. Where
+    ``torch.use_deterministic_algorithms(True)`` is set, the gradient of a broadcast ``attn_mask`` is the sum of that of
+    all scores, (B, Hq, Nq, Nk), which is stored, as torch's own does.
 
     Args:
         query: (B, Hq, Nq, d).
@@ -185,6 +187,9 @@ def scaled_dot_product_attention(
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    if attn_mask is not None and attn_mask.requires_grad and torch.are_deterministic_algorithms_enabled():
+        # No kernel on a GPU adds up a broadcast mask's gradient in a fixed order: torch does, from that of all scores
+        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     device = query.device.type
     kernel = "auto" if torch.is_autocast_enabled(device) else kernel_for(device, query.dtype)
     options = (bool(is_causal), scale, None, attn_mask, None, 0.0, kernel, False, False, backward_kernel_for(kernel))

@@ -141,6 +141,25 @@ def kernel_named(name: str) -> Kernel:
     return table[name]
 
 
+@functools.cache
+def _backward_kernel_names() -> tuple[str, ...]:
+    built = {facts["name"] for facts in native().kernels("backward")}
+    return tuple(sorted(built.union(kernel_sources("backward"))))
+
+
+def backward_kernel_names() -> tuple[str, ...]:
+    """What ``backward_kernel`` may be, but for ``"auto"``: nothing is compiled to learn it. Empty without ``_C``, since
+    nobody else knows what is built."""
+    try:
+        return _backward_kernel_names()
+    except ImportError:
+        return ()
+
+
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+backward_kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def function_facts(kernel: str, instance: Instance) -> FunctionFacts | None:
     """Registers and code version of an instance of that kernel on the current CUDA device; ``None`` on the CPU.
 

@@ -237,8 +237,34 @@ def test_out_of_memory(cuda: torch.device) -> None:
 def test_kernel_by_name() -> None:
     q, k, v = tensors(1, 2, 9, 16)
     forward(q, k, v, backward_kernel="bwd_cpu").sum().backward()
-    with pytest.raises(ValueError, match=r"kernel: got 'nobody', allowed: 'auto', .*'bwd_cpu'"):
-        forward(q, k, v, backward_kernel="nobody").sum().backward()
+    compiled = torch.compile(forward, fullgraph=True, backend="aot_eager")
+    close((compiled(q, k, v, backward_kernel="bwd_cpu"),), (forward(q, k, v),))
+
+
+def packed(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """forward_varlen of one sequence."""
+    ends = torch.tensor([0, q.shape[2]], dtype=torch.int32)
+    rows = (t[0].transpose(0, 1) for t in (q, k, v))
+    return forward_varlen(*rows, ends, ends, q.shape[2], k.shape[2], **options)
+
+
+def module(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    layer: Callable[[Tensor], Tensor] = flash_wmma.MultiheadAttention(16, 2, **options)
+    return layer(torch.zeros(1, 9, 16))
+
+
+@pytest.mark.parametrize("options", [{}, {"kernel": "math"}], ids=["auto", "math"])
+@pytest.mark.parametrize("call", [forward, packed, module, flash_wmma.explain])
+def test_unknown_backward_kernel_is_refused_in_the_call(call: Callable[..., Any], options: dict[str, Any]) -> None:
+    """Before anything is computed, whether or not a gradient is wanted."""
+    for requires_grad in (True, False):
+        q, k, v = tensors(1, 2, 9, 16, requires_grad=requires_grad)
+        for name in ("nobody", "cpu"):  # a forward kernel is no backward kernel
+            message = rf"backward_kernel: got '{name}', allowed: 'auto', .*'bwd_cpu', .*'bwd_sm80'"
+            with pytest.raises(ValueError, match=message):
+                call(q, k, v, **options, backward_kernel=name)
+        with pytest.raises(TypeError, match=r"backward_kernel: got None, allowed: 'auto' or a name"):
+            call(q, k, v, **options, backward_kernel=None)
 
 
 # ---- What is not built ----------------------------------------------------------------------------------------------
@@ -326,6 +352,45 @@ def test_compile_with_autocast() -> None:
     compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
     got, expected = (torch.autograd.grad(f(q, k, v).float().sum(), (q, k, v)) for f in (compiled, attend))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_of_math(dtype: torch.dtype, compiled: bool, device: str) -> None:
+    """q, k and v are cast, as for the other kernels; what follows is as exact as without autocast, to the bit."""
+    torch._dynamo.reset()
+    q, k, v = tensors(1, 2, 9, 16, dtype=torch.float32, device=device)
+    bias, slopes = torch.randn(9, 9, device=device, requires_grad=True), torch.rand(2, device=device)
+    lengths = torch.tensor([0, 4, 9], dtype=torch.int32, device=device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return forward(q, k, v, attn_bias=bias, alibi_slopes=slopes, causal=True, kernel="math", return_lse=True)
+
+    def packed(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        rows = (t[0].transpose(0, 1) for t in (q, k, v))
+        return forward_varlen(*rows, lengths, lengths, 5, 5, kernel="math", validate=True, return_lse=True)
+
+    for function in (attend,) if compiled else (attend, packed):
+        expected = function(*(t.to(dtype) for t in (q, k, v)))
+        call = torch.compile(function, fullgraph=True, backend="aot_eager") if compiled else function
+        with torch.autocast(device, dtype):
+            got = call(q, k.to(dtype), v)
+        assert [t.dtype for t in got] == [dtype, torch.float32]
+        torch.testing.assert_close(got, expected, rtol=0, atol=0)
+        gradients = (torch.autograd.grad(loss(result), (q, k, v)) for result in (got, expected))
+        allowed = 0.05 if compiled else 0  # torch.compile traces backward with autocast on
+        torch.testing.assert_close(*gradients, rtol=0, atol=allowed)
+    with torch.autocast(device, dtype):
+        double = forward(*(t.double() for t in (q, k, v)), kernel="math")
+    assert double.dtype == torch.float64
+
+
+def test_varlen_validates_what_autocast_makes() -> None:
+    q, k, v = tensors(9, 2, 16, requires_grad=False)
+    lengths = torch.tensor([0, 9], dtype=torch.int32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = forward_varlen(q, k.bfloat16(), v, lengths, lengths, 9, 9, validate=True)
+    assert out.dtype == torch.bfloat16
 
 
 def test_compile_of_the_module_for_every_length() -> None:

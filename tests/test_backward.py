@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from far_apart import BEYOND, far_apart
 from reference import (
     DENSE,
     LAYOUTS,
@@ -134,8 +135,20 @@ def check(
     modification: Modification = PLAIN,
     deterministic: bool = False,
 ) -> list[Tensor]:
-    """The yardstick, on every gradient."""
+    """The yardstick, on every gradient that the kernel computes."""
     gradients = compute(kernel, given, mask, modification, deterministic)
+    judge(kernel, given, gradients, mask, modification)
+    return gradients
+
+
+def judge(
+    kernel: flash_wmma.Kernel,
+    given: Inputs,
+    gradients: list[Tensor],
+    mask: Mask = DENSE,
+    modification: Modification = PLAIN,
+) -> None:
+    """The yardstick, on every gradient."""
     dtype, operand = given.q.dtype, operand_dtype(kernel, given.q.dtype)
     multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), given.dlse)
     exact = true_gradients(multiplied.to(torch.float64), mask, modification)
@@ -150,7 +163,6 @@ def check(
         assert not gradient.isnan().any(), f"NaN in {what}"
         allowed = 2 * max(error(its_plain, expected), rounding) + 1e-5
         assert error(gradient, expected) <= allowed, f"{what}: {error(gradient, expected):.3e}, allowed {allowed:.3e}"
-    return gradients
 
 
 def needs(kernel: flash_wmma.Kernel, *features: str) -> None:
@@ -332,6 +344,54 @@ def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
     given.q[:, :, ::3] *= 8
     given.k[:, :, -1] *= 4
     check(kernel, given)
+
+
+@pytest.mark.parametrize("dim", [1, 2], ids=["head", "row"])
+@pytest.mark.parametrize("large", ["q", "k", "v", "dout", "attn_bias"])
+def test_strides_beyond_32_bits(backward_target: BackwardTarget, large: str, dim: int) -> None:
+    """On a CPU, where memory that nobody touches costs nothing: the last head or row begins beyond 2^31."""
+    kernel, dtype = backward_target
+    if kernel.device != "cpu":
+        pytest.skip("on a CPU alone")
+    near = inputs(kernel, dtype, 20, 20, heads=(2, 2), batch=1)._replace(dlse=None)
+    bias = normal((1, 2, 20, 20), dtype=dtype, seed=8)
+    out, lse = ops.forward(*near[:3], attn_bias=bias)
+    given, far_bias = near, bias
+    if large == "attn_bias":
+        far_bias = far_apart(bias, dim)
+    else:
+        given = near._replace(**{large: far_apart(getattr(near, large), dim)})
+    options = {"attn_bias": far_bias, "bias_grad": True, "kernel_name": kernel.name}
+    gradients = ops.backward(given.dout, None, *given[:3], out, lse, **options)
+    judge(kernel, near, list(gradients), modification=Modification(attn_bias=bias))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_more_than_2_to_the_31_elements(backward_target: BackwardTarget, deterministic: bool) -> None:
+    """Contiguous tensors whose last batch entries lie beyond 2^31 elements, inputs and gradients."""
+    kernel, dtype = backward_target
+    if kernel.device != "cuda":
+        pytest.skip("on the GPU alone")
+    needs(kernel, *(["deterministic"] if deterministic else []))
+    h, n, d = 8, 128, 64
+    b = BEYOND // (h * n * d) + 3
+    bytes_an_element = (
+        8 * dtype.itemsize + 2 * 4
+    )  # q, k, v, dout, out, dq, dk, dv; fp32 sums of dq, the allocator's slack
+    if torch.cuda.mem_get_info()[0] < bytes_an_element * b * h * n * d:
+        pytest.skip("not enough memory")
+    q, k, v, dout = (torch.zeros(b, h, n, d, dtype=dtype, device="cuda") for _ in range(4))
+    some = torch.tensor([0, 1, b // 2, b - 3, b - 2, b - 1], device="cuda")
+    for seed, t in enumerate((q, k, v, dout)):
+        t[some] = normal((len(some), h, n, d), dtype=dtype, device="cuda", seed=seed)
+    out, lse = ops.forward(q, k, v, kernel_name="simt" if kernel.name == "bwd_simt" else "auto")
+    *gradients, _ = ops.backward(dout, None, q, k, v, out, lse, deterministic=deterministic, kernel_name=kernel.name)
+    assert all(t.numel() > BEYOND for t in gradients)
+    judge(kernel, Inputs(q[some], k[some], v[some], dout[some], None), [t[some] for t in gradients])
+    for t in gradients:
+        assert not t[2 : b // 2].any()
+        assert not t[b // 2 + 1 : b - 3].any()
 
 
 def test_gradients_keep_the_order_of_heads_and_rows() -> None:

@@ -6,8 +6,10 @@ import importlib
 import json
 import os
 import shutil
+import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +22,7 @@ sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("accuracy")
 benchmark = importlib.import_module("benchmark")
 contenders = importlib.import_module("contenders")
+ladder = importlib.import_module("ladder")
 report = importlib.import_module("report")
 timing = importlib.import_module("timing")
 
@@ -357,3 +360,109 @@ def test_notebook_is_committed_without_outputs():
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
     assert code
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+
+
+# ------------------------------------------------------------------------------------------------------------ ladder
+
+
+def test_the_ladder_has_every_kernel():
+    emulator = importlib.import_module("flash_wmma").emulator
+    assert {"cpu", *emulator.kernel_sources("forward")} == set(ladder.UNITS)
+    for ceilings in ladder.CEILINGS.values():
+        assert {unit for unit in ladder.UNITS.values() if unit} == set(ceilings)
+
+
+def test_ladder_gives_each_kernel_its_dtype():
+    kernels = [SimpleNamespace(name=name, device="cuda") for name in (*reversed(ladder.UNITS), "new")]
+    library = SimpleNamespace(kernels=lambda: kernels, forward=None)
+    entries = ladder.entries(library, torch.device("cuda"))
+    labels = [entry.label for entry in entries if entry.implementation.ours]
+    assert labels[1] == "simt_naive fp32"
+    assert labels[-8:-2] == [
+        "unfused fp16",
+        "wmma_v1 fp16",
+        "wmma_v2 fp16",
+        "wmma_v3 fp16",
+        "mma_sm75 fp16",
+        "mma_sm80 fp16",
+    ]
+    assert labels[-2:] == ["wgmma_sm90 fp16", "new fp16"]
+    assert "unfused fp32" in labels
+    assert {entry.label for entry in entries} >= {"sdpa_flash fp16", "sdpa_efficient fp32"}
+
+
+def test_ladder_ceiling_is_what_binds():
+    card = "NVIDIA H200"
+    assert ladder.ceiling(card, "wgmma_sm90", 64) == (pytest.approx(914, abs=0.2), "ex2")
+    assert ladder.ceiling(card, "wgmma_sm90", 128) == (926, "wgmma")
+    assert ladder.ceiling(card, "simt", 64) == (50.8, "FFMA")
+    assert ladder.ceiling("another card", "simt", 64) is None
+    assert ladder.ceiling(card, "sdpa_flash", 64) is None
+
+
+def test_ladder_rounds_fit_the_budget():
+    method = timing.Method()
+    once = timing.Measurement("events", {"slow": timing.Timing((1000.0,)), "fast": timing.Timing((1.0,))})
+    assert ladder.rounds(15, once, method) == 12  # two rounds' warm-up; a round is 1.002 s
+    assert ladder.rounds(1, once, method) == 3
+    assert ladder.rounds(1e6, once, method) == 42
+    assert ladder.rounds(1, timing.Measurement("events"), method) == 3
+
+
+def test_ladder_compares_rung_by_rung():
+    """With the one before, with SDPA's flash backend, and with what is right."""
+
+    def attend(wait: float, wrong: float = 0.0):
+        def call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
+            if wait < 0:
+                raise ValueError("kernel 'x' cannot run this: a reason")
+            time.sleep(wait)
+            return scaled_dot_product_attention(q, k, v, is_causal=causal) + wrong
+
+        return call
+
+    made = [
+        ladder.Entry(contenders.Implementation(name, family, attend(*how)), dtype)
+        for name, family, dtype, how in (
+            ("simt", "flash_wmma", "fp32", (0.04,)),
+            ("refuses", "flash_wmma", "fp16", (-1,)),
+            ("unfused", "flash_wmma", "fp16", (0.001,)),
+            ("wmma_v1", "flash_wmma", "fp16", (0.01, 1.0)),
+            ("sdpa_flash", "sdpa", "fp16", (0.02,)),
+        )
+    ]
+    problem = benchmark.Problem(1, 1, 16, 64, "", False)
+    rungs, method = ladder.climb(problem, made, CPU, "NVIDIA H200", 0.5, 0)
+    assert method.repeats >= 3
+    slow, absent, aside, fast, flash = rungs
+    assert (slow.over_previous, slow.cell.right, fast.cell.right, flash.cell.right) == (None, True, False, True)
+    assert absent.cell.reason == "kernel 'x' cannot run this: a reason"
+    assert absent.cell.right is None
+
+    def ratio(one: object, other: object) -> float:
+        pairs = zip(one.cell.samples_ms, other.cell.samples_ms, strict=True)
+        return pytest.approx(statistics.median(b / a for a, b in pairs), rel=1e-3)
+
+    assert fast.over_previous == ratio(fast, slow), "the rung before it that ran"
+    assert aside.over_previous is None
+    assert fast.over_flash == ratio(fast, flash)
+    assert flash.over_flash == 1
+    assert slow.of_ceiling == pytest.approx(slow.cell.tflops / 50.8)
+    assert flash.of_ceiling is None
+    lines = ladder.table(rungs, "title").markdown().splitlines()
+    assert len(lines) == 9
+    assert "FFMA" in lines[4]
+    assert lines[5].count(report.ABSENT) == 5
+
+
+def test_ladder_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = {suffix: tmp_path / f"ladder.{suffix}" for suffix in ("json", "md", "png")}
+    shape = ["--batch", "1", "--heads", "2", "--length", "32", "--device", "cpu", "--budget", "0.1"]
+    outputs = ["--json", str(files["json"]), "--markdown", str(files["md"]), "--plot", str(files["png"])]
+    assert ladder.main([*shape, *outputs]) == 0
+    printed = capsys.readouterr().out
+    assert "The CUDA kernels need a GPU" in printed
+    assert files["md"].read_text() in printed
+    document = json.loads(files["json"].read_text())
+    assert [(rung["name"], rung["cell"]["right"]) for rung in document["rungs"]] == [("cpu", True), ("sdpa", True)]
+    assert files["png"].stat().st_size > 0

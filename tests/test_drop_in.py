@@ -14,7 +14,8 @@ from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
 
 import flash_wmma
-from flash_wmma import _flash_attn, _hook, _sdpa
+from flash_wmma import _autograd, _flash_attn, _hook, _sdpa
+from flash_wmma._library import ops
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2, torch.float64: 1e-12}
@@ -131,6 +132,38 @@ def test_sdpa_has_gradients() -> None:
         for attend in (flash_wmma.scaled_dot_product_attention, functional.scaled_dot_product_attention)
     )
     torch.testing.assert_close(ours, torchs)
+
+
+@pytest.mark.parametrize("shape", [(8,), (1, 8), (2, 1, 8), (3, 1, 8, 8), (3, 2, 8, 8)])
+def test_sdpa_gradient_of_a_broadcast_mask_is_deterministic(
+    shape: tuple[int, ...], device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels on a GPU add it up by atomics, and refuse; the CPU's does here what they do."""
+    dtype = torch.float16 if device == "cuda" else torch.float32
+    inputs = [t.requires_grad_() for t in tensors(3, 2, 8, 64, device=device, dtype=dtype)]
+    inputs.append(torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device).requires_grad_())
+
+    def backward(*arguments: Any) -> Any:
+        attn_bias, deterministic = arguments[11], arguments[-2]
+        if deterministic and attn_bias.shape != (3, 2, 8, 8):
+            raise ValueError("kernel 'auto' cannot run this: the gradient of a broadcast attn_bias with deterministic")
+        return ops.backward.default(*arguments)
+
+    monkeypatch.setattr(_autograd, "_backward", backward)
+    theirs = functional.scaled_dot_product_attention(*(t.double() for t in inputs))
+    expected = torch.autograd.grad(theirs.square().sum(), inputs)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert _sdpa.left_to_torch(*inputs) == ""
+        results = [
+            torch.autograd.grad(flash_wmma.scaled_dot_product_attention(*inputs).float().square().sum(), inputs)
+            for _ in range(3)
+        ]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+    for ours, right in zip(results[0], expected, strict=True):
+        torch.testing.assert_close(ours, right, atol=TOLERANCE[dtype] * float(right.abs().max()), rtol=0)
 
 
 def test_explain_says_what_is_left_to_torch() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -52,3 +54,14 @@ def test_train_tiny_gpt_fails_where_losses_differ() -> None:
     command = [sys.executable, EXAMPLES / "train_tiny_gpt.py", "--device", "cpu", "--steps", "1", "--batch", "2"]
     done = subprocess.run([*command, "--width", "32", "--tolerance", "-1"], capture_output=True, check=False)
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("argument", ["--steps", "--batch", "--length", "--width", "--heads", "--layers"])
+@pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])
+def test_train_tiny_gpt_refuses_sizes(argument: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """With a word on the argument, before anything runs."""
+    monkeypatch.setattr(sys, "argv", ["train_tiny_gpt.py", f"{argument}={value}"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(EXAMPLES / "train_tiny_gpt.py"), run_name="__main__")
+    assert stop.value.code == 2
+    assert f"argument {argument}: got {value}, allowed: a whole number from 1 on" in capsys.readouterr().err

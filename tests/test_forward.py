@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import NO_CUDA_KERNEL, label, marks, name, obstacle, targets
+from far_apart import far_apart
 from pairwise import every, pairwise
 from reference import LAYOUTS, Mask, check, emulated, few, normal, reference, run
 
@@ -249,6 +250,19 @@ def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str) -> None:
     view = storage.as_strided((b, h, n, d), (h * stride, stride, d, 1))
     view.copy_(tensors[large])
     tensors[large] = view
+    check(*flash_wmma.forward(**tensors, kernel=kernel.name, return_lse=True), expected)
+
+
+@pytest.mark.parametrize("dim", [1, 2], ids=["head", "row"])
+@pytest.mark.parametrize("large", ["q", "k", "v"])
+def test_strides_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, dim: int) -> None:
+    """The same on a CPU, where memory that nobody touches costs nothing: the last head or row begins beyond 2^31."""
+    if kernel.device != "cpu":
+        pytest.skip("on a CPU alone")
+    dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
+    tensors = {name: normal((1, 2, 20, 64), dtype=dtype, seed=seed) for seed, name in enumerate("qkv")}
+    expected = reference(kernel, **tensors)
+    tensors[large] = far_apart(tensors[large], dim)
     check(*flash_wmma.forward(**tensors, kernel=kernel.name, return_lse=True), expected)
 
 

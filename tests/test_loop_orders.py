@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import re
 import shutil
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "benchmark"))
 loop_orders = importlib.import_module("loop_orders")
 
 
@@ -34,3 +36,18 @@ def test_counts() -> None:
             least = 4 * n * d + 4 * n * n * d // rows
             assert least < read < 1.06 * least, name
             assert counts.mma == {"fused": 5, "keys": 4, "queries": 3}[name] * n * n * d // (16 * 8 * 16)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_documented_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """docs/training.md shows what the program prints for the kernel as it is."""
+
+    def rows(text: str) -> list[list[str]]:
+        cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()]
+        kept = [row for row in cells if row[0] in ("fused", "split") and len(row) == 7]
+        return [[re.sub(r" \([a-zA-Z].*", "", cell) for cell in row] for row in kept]  # but for words in brackets
+
+    assert loop_orders.main([]) == 0
+    printed = rows(capsys.readouterr().out)
+    assert len(printed) == 6
+    assert rows((ROOT / "docs" / "training.md").read_text()) == printed
