@@ -132,7 +132,7 @@ def test_only_the_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) 
     compute, asked = _autograd._backward, []
 
     def spy(*arguments: Any) -> Any:
-        asked.append(arguments[-3])
+        asked.append(arguments[-4])
         return compute(*arguments)
 
     monkeypatch.setattr(_autograd, "_backward", spy)
@@ -173,8 +173,8 @@ def test_deterministic_algorithms(
     asked = []
 
     def backward(*arguments: object) -> object:
-        asked.append(arguments[-2])
-        if arguments[-2]:
+        asked.append(arguments[-3])
+        if arguments[-3]:
             raise ValueError("kernel 'auto' cannot run this: none is deterministic")
         return ops.backward.default(*arguments)
 
