@@ -558,14 +558,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             PairScales scales(scale);
             if constexpr (kMayScale)
                 if (scaled) {
-                    const int own_end = kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q;
-                    const int own_row = min(own.first_row + thread.warp_row(), own_end - 1);
+                    const int own_base = own.first_row + thread.warp_row();
+                    const int own_last =
+                        min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+                    const int own_row = min(own_base, own_last);
                     const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
                     const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
                     scales = PairScales(scale, of_q, of_k);
-                    multiply_by_power(d_first,
-                                      first_unit.step(ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k)));
-                    if constexpr (kOwnsKeys) multiply_by_power(d_second, second_unit.step(of_q.dout));
+                    // Accumulators take no notice of a tile that none of their rows sees
+                    const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+                    const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+                    if (begin < at.row + Tile::kStream && at.row < end) {
+                        const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+                        multiply_by_power(d_first, first_unit.step(exponent));
+                        if constexpr (kOwnsKeys) multiply_by_power(d_second, second_unit.step(of_q.dout));
+                    }
                 }
 #pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
@@ -651,7 +658,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                 each_of_part([&](float& x, int r, int j, int i) {
                                     const std::int64_t q = query(r, j, i), k = key(r, j, i);
                                     if (s[r][j][i] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
-                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds);
+                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
                                 });
                             }
                             if (p.softcap != 0.f)

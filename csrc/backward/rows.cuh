@@ -4,7 +4,8 @@
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
 //
-// Converted inputs (convert.h) come before: `prepare` reads o and dout as they were given, `finish` writes their type.
+// Inputs are converted (convert.h) before. `prepare` reads o as it was given, and dout as it is multiplied, so that the
+// rows of dS sum to zero; `finish` writes the type that was given.
 #pragma once
 
 #include <launch.h>
@@ -111,6 +112,7 @@ struct PrepareMemory {
 
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
+    using Dout = std::conditional_t<Converted, half, T>;
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
@@ -120,18 +122,23 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
-    float largest = 0.f;                                           // of the finite |D| that this thread computes
+    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q;
+    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
+    float largest = 0.f;  // of the finite |D| that this thread computes
     for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
         const int row = group.first_row + i, lane = tid % kLanes;
         const bool used = row >= 0 && row < sequence.seqlen_q;
         float sum = 0.f;
         if (used) {
             const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + row);
-            const T* dout = row_of<const T>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+            const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + row);
             for (int c = 8 * lane; c < p.head_dim_v; c += 8 * kLanes) {
                 float x[8], y[8];
                 load_8(o + c, x);
                 load_8(dout + c, y);
+                if constexpr (Converted)
+#pragma unroll
+                    for (float& value : y) value *= unit;
 #pragma unroll
                 for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
             }
@@ -161,7 +168,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, l));
         if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
         __syncthreads();
-        if (tid > 0 || group.first_row < 0 || group.first_row >= sequence.seqlen_q) return;
+        if (tid > 0 || !exists) return;
 #pragma unroll
         for (const float4 four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
@@ -228,9 +235,7 @@ template <class Machine, class T, bool Converted, class ShapeOf>
 void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
     const Problem problem = problem_of(params);
-    Problem rows = problem;
-    rows.dout = given.dout;
-    launch_rows(prepare<Machine, T, Converted>, rows, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
+    launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
     if (params.deterministic) {
         shape(Pass::kKeys).launch(problem, stream);
         shape(Pass::kQueries).launch(problem, stream);

@@ -32,21 +32,22 @@ __device__ __forceinline__ float ds_exponent(const QueryScales& q, const KeyScal
     return fmaxf(fmaxf(q.dout_norm + k.v_norm, q.delta) - 14.f, -120.f);
 }
 
-/// What brings the products of a pair of groups to scores (log2 units), to dS as it is stored, and that to dS itself.
+/// What brings the products of a pair of groups to scores (log2 units), dP and D to dS as it is stored.
 struct PairScales {
-    float score, dp = 1.f, delta = 1.f, ds = 1.f;
+    float score, dp = 1.f, delta = 1.f;
 
     __device__ explicit PairScales(float scale) : score(scale) {}
     __device__ PairScales(float scale, const QueryScales& q, const KeyScales& k) : score(scale * ptx::ex2(q.q + k.k)) {
         const float exponent = ds_exponent(q, k);
         dp = ptx::ex2(q.dout + k.v - exponent);
         delta = ptx::ex2(-exponent);
-        ds = ptx::ex2(exponent);
     }
+    /// From dS as it is stored to dS.
+    __device__ float ds() const { return 1.f / delta; }
 };
 
 /// The unit 2^exponent of accumulators, as it follows the exponents of what is added. It never falls further below the
-/// largest met than accumulators of 2^30 rows bear; what is lost then is nothing beside that tile.
+/// largest met than sums over 2^30 rows bear; a tile below that is taken for one there, nothing beside the largest.
 struct Unit {
     float exponent = 0.f, largest = -INFINITY;
 

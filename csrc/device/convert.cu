@@ -38,7 +38,8 @@ struct SharedMemory {
     float4 warp_maximum[kThreads / 32 / 4], warp_sum[kThreads / 32 / 4];
 };
 
-template <class T>
+/// Norms: of the operands that ask for them.
+template <class T, bool Norms>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
     int which = 0;
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     const int exponent = zero ? 0 : max(ilogbf(largest) - 14, -126);
     const float scale = ldexpf(1.f, -exponent);
     if (tid == 0) t.exponents[slice * t.tiles + tile] = zero ? t.zero_exponent : static_cast<float>(exponent);
-    float squares = 0.f;
+    [[maybe_unused]] float squares = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
         load_8(in + i / vectors * t.in.row + i % vectors * kVector, x);
@@ -93,24 +94,29 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         for (int e = 0; e < kVector / 2; ++e)
             rounded.pairs[e] = __floats2half2_rn(x[2 * e] * scale, x[2 * e + 1] * scale);
         *reinterpret_cast<uint4*>(out + i * kVector) = rounded.vector;
-        if (t.norms)
+        if constexpr (Norms)
 #pragma unroll
             for (float value : x)
                 if (isfinite(value)) squares = fmaf(value * scale, value * scale, squares);
     }
-    if (!t.norms) return;
+    if constexpr (Norms) {  // no row's exceeds that of the tile, nor sqrt(d) times its largest value
+        if (!t.norms) return;
+#pragma unroll
+        for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, lane);
+        if (tid % 32 == 0) (&smem.warp_sum[0].x)[tid / 32] = squares;
+        __syncthreads();
+        if (tid > 0) return;
+        squares = 0.f;
+#pragma unroll
+        for (const float4 four : smem.warp_sum) squares += four.x + four.y + four.z + four.w;
+        squares = fminf(squares, static_cast<float>(t.head_dim) * (largest * scale) * (largest * scale));
+        t.norms[slice * t.tiles + tile] = static_cast<float>(exponent) + 0.5f * log2f(squares);
+    }
+}
 
-    // No row's norm exceeds that of the tile, nor sqrt(d) times its largest value.
-#pragma unroll
-    for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, lane);
-    if (tid % 32 == 0) (&smem.warp_sum[0].x)[tid / 32] = squares;
-    __syncthreads();
-    if (tid > 0) return;
-    squares = 0.f;
-#pragma unroll
-    for (const float4 four : smem.warp_sum) squares += four.x + four.y + four.z + four.w;
-    squares = fminf(squares, static_cast<float>(t.head_dim) * (largest * scale) * (largest * scale));
-    t.norms[slice * t.tiles + tile] = static_cast<float>(exponent) + 0.5f * log2f(squares);
+template <bool Norms>
+void launch_convert(DType dtype, const LaunchConfig& config, Stream stream, const Conversion& conversion) {
+    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms> : convert<float, Norms>, config, stream, conversion);
 }
 
 /// The operands of a conversion laid out one after the other in the workspace, and the bytes they take.
@@ -179,11 +185,11 @@ Rows converted_rows(const Operand& o) {
 }
 
 /// Launches it. Returns `p` with dtype, q, k, v and exponents replaced.
-ForwardParams run(const Conversion& conversion, const ForwardParams& p, Stream stream) {
+ForwardParams run(const Conversion& conversion, bool backward, const ForwardParams& p, Stream stream) {
     const std::int64_t blocks = conversion.first_block[4];
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
-    launch(p.dtype == DType::kBFloat16 ? convert<bf16> : convert<float>, config, stream, conversion);
+    (backward ? launch_convert<true> : launch_convert<false>)(p.dtype, config, stream, conversion);
 
     const Operand &q = conversion.operand[0], &k = conversion.operand[1], &v = conversion.operand[2];
     ForwardParams converted = p;
@@ -201,14 +207,14 @@ std::int64_t converted_bytes(const ForwardParams& params) { return Layout(params
 std::int64_t converted_bytes(const BackwardParams& params) { return Layout(params).bytes; }
 
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream) {
-    return run(Layout(params).conversion, params, stream);
+    return run(Layout(params).conversion, false, params, stream);
 }
 
 BackwardParams convert_to_half(const BackwardParams& params, Stream stream) {
     const Layout layout(params);
     const Operand &v = layout.conversion.operand[2], &dout = layout.conversion.operand[3];
     BackwardParams p = params;
-    p.forward = run(layout.conversion, params.forward, stream);
+    p.forward = run(layout.conversion, true, params.forward, stream);
     p.dout = converted_rows(dout);
     p.exponents = {dout.exponents, dout.norms, v.norms};
     p.workspace = static_cast<char*>(params.workspace) + layout.bytes;
