@@ -241,6 +241,32 @@ def test_kernel_by_name() -> None:
         forward(q, k, v, backward_kernel="nobody").sum().backward()
 
 
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_backward_is_told_forwards_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it converts no inputs that forward multiplied as they are."""
+    compute, told = _autograd._backward, []
+
+    def spy(*arguments: Any) -> Any:
+        told.append(arguments[-1])
+        return compute(*arguments)
+
+    monkeypatch.setattr(_autograd, "_backward", spy)
+    forward(*tensors(1, 2, 9, 16), kernel=name, deterministic=True).sum().backward()
+    assert told == [name]
+
+
+@pytest.mark.gpu
+def test_exact_gradients_of_an_exact_forward(cuda: torch.device) -> None:
+    inputs = tensors(1, 2, 100, 64, dtype=torch.float32, device="cuda")
+
+    def gradients(kernel: str, backward_kernel: str) -> tuple[Tensor, ...]:
+        out = forward(*inputs, kernel=kernel, backward_kernel=backward_kernel, deterministic=True)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    assert all(map(torch.equal, gradients("simt", "auto"), gradients("simt", "bwd_simt")))
+    assert not any(map(torch.equal, gradients("auto", "auto"), gradients("auto", "bwd_simt")))
+
+
 # ---- What is not built ----------------------------------------------------------------------------------------------
 
 
