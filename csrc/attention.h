@@ -68,6 +68,12 @@ struct Exponents {
     const float *q, *k, *v;
 };
 
+/// What backward has of converted inputs beside Exponents, in the same places: dout's exponents; of the rows of dout
+/// and of v, log2 of a bound of their Euclidean norms. A tile of zeros has -inf throughout, in its Exponents too.
+struct BackwardExponents {
+    const float *dout, *dout_norm, *v_norm;
+};
+
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
 ///
 /// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside whatever
@@ -142,11 +148,13 @@ struct BackwardParams {
     /// What forward was given, as the ops give it to a forward kernel; o and lse are inputs here, with rows of dout's
     /// alignment. exponents, partials and workspace are null.
     ForwardParams forward;
-    Rows dout;           ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
-    Rows dq, dk, dv;     ///< in the shapes of q, k, v and in forward.out_dtype; rows are 16-byte aligned
-    const float* dlse;   ///< with lse's shape and strides, or null: zeros
-    BiasGradient dbias;  ///< zeroed by the ops; null data: not asked for
-    bool deterministic;  ///< the same to the bit from run to run: nothing is summed by atomics
+    BackwardExponents exponents;  ///< null, unless a kernel has converted its inputs
+    Rows dout;                    ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
+    Rows dq, dk, dv;              ///< in the shapes of q, k, v and in forward.out_dtype; rows are 16-byte aligned
+    const float* dlse;            ///< with lse's shape and strides, or null: zeros
+    BiasGradient dbias;           ///< zeroed by the ops; null data: not asked for
+    bool deterministic;           ///< the same to the bit from run to run: nothing is summed by atomics
+    bool exact;                   ///< only by a kernel that multiplies numbers of forward.dtype as they are
     void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
 };
 

@@ -134,11 +134,13 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
     return answer(name, problem.params, problem.params, device_of(device_facts));
 }
 
-/// `dbias_strides`: those of the bias's gradient, 0 where it is broadcast; None: it is not asked for.
+/// `dbias_strides`: those of the bias's gradient, 0 where it is broadcast; None: it is not asked for. `forward_kernel`:
+/// the name forward is called with.
 py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
                           const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, double softcap,
                           const py::tuple& device_facts,
-                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic) {
+                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
+                          const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
     params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap).params;
@@ -147,7 +149,9 @@ py::dict explain_backward(const std::string& name, const std::string& dtype, con
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
     }
     params.deterministic = deterministic;
-    return answer(name, params, params.forward, device_of(device_facts));
+    const DeviceFacts device = device_of(device_facts);
+    if (name == "auto") params.exact = registry::is_exact(forward_kernel, params.forward, device, emulation::kernels());
+    return answer(name, params, params.forward, device);
 }
 
 const DeviceRuntime& runtime() {
@@ -190,7 +194,8 @@ PYBIND11_MODULE(_C, m) {
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
           "alibi_slopes"_a, "softcap"_a, "device_facts"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
-          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "device_facts"_a, "dbias_strides"_a, "deterministic"_a);
+          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "device_facts"_a, "dbias_strides"_a, "deterministic"_a,
+          "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

@@ -6,6 +6,7 @@
 // (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first, since
 // each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
 // bias_grad: dbias is wanted, and has attn_bias's shape and dtype; it is empty otherwise.
+// forward_kernel: the kernel_name that forward was given, which "auto" follows in what it converts.
 // kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.
 STABLE_TORCH_LIBRARY(flash_wmma, m) {
     m.def(
@@ -24,14 +25,14 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
-        "str kernel_name=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
     m.def(
         "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
-        "str kernel_name=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
     // Of a whole array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");

@@ -32,7 +32,7 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                    const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
                    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                   const std::string& kernel_name);
+                   const std::string& kernel_name, const std::string& forward_kernel);
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
                           const Tensor& k_tensor, const Tensor& v_tensor, const Tensor& out, const Tensor& lse,
@@ -41,7 +41,7 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                           const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
                           const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                          const std::string& kernel_name);
+                          const std::string& kernel_name, const std::string& forward_kernel);
 
 // Reductions of CUDA tensors.
 Tensor array_max(const Tensor& x);

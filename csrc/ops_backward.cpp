@@ -10,6 +10,7 @@ struct Given {
     const OptionalTensor& dlse;
     const Tensor &out, &lse;
     bool bias_grad, deterministic;
+    const std::string& forward_kernel;  ///< that computed out and lse
 };
 
 /// A tensor of the shape, dtype and device of q's rows, but for the columns, which are v's.
@@ -98,6 +99,8 @@ Gradients run(Problem& problem, const Given& given) {
     p.deterministic = given.deterministic;
     BiasSum dbias(problem, given.bias_grad, p);
     const Target target(q, problem.options.kernel_name, "backward");
+    if (problem.options.kernel_name == "auto")
+        p.exact = registry::is_exact(given.forward_kernel, p.forward, target.device());
     const BackwardKernelInfo& kernel = target.choose(p);
 
     Written<kDim> dq = gradient_of<kDim>(q), dk = gradient_of<kDim>(k), dv = gradient_of<kDim>(v);
@@ -134,12 +137,12 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                    const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
                    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                   const std::string& kernel_name) {
+                   const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
     Problem problem(q, k, v, options);
-    return run<4>(problem, {dout, dlse, out, lse, bias_grad, deterministic});
+    return run<4>(problem, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
@@ -149,12 +152,12 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                           const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
                           const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                          const std::string& kernel_name) {
+                          const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
     Problem problem(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
-    return run<3>(problem, {dout, dlse, out, lse, bias_grad, deterministic});
+    return run<3>(problem, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }
 
 }  // namespace flash_wmma

@@ -51,6 +51,10 @@ constexpr FeatureName kFeatureNames[] = {
 const ForwardParams& problem(const ForwardParams& p) { return p; }
 const ForwardParams& problem(const BackwardParams& p) { return p.forward; }
 
+/// Whether only kernels that convert nothing will do.
+bool exact(const ForwardParams&) { return false; }
+bool exact(const BackwardParams& p) { return p.exact; }
+
 }  // namespace
 
 std::vector<const KernelFacts*> KernelTable::facts(const std::string& direction) const {
@@ -126,6 +130,12 @@ unsigned features_of(const BackwardParams& p) {
     return features;
 }
 
+bool is_exact(const KernelFacts& kernel, DType dtype) {
+    const Instance* end = kernel.instances + kernel.instance_count;
+    return kernel.instance_count == 0 ||
+           std::any_of(kernel.instances, end, [&](const Instance& instance) { return instance.dtype == dtype; });
+}
+
 template <class Params>
 std::string refusal(const Kernel<Params>& kernel, const Params& params, const DeviceFacts& device) {
     const ForwardParams& p = problem(params);
@@ -151,6 +161,9 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
         return "dtype: bfloat16 needs " + arch_name(kernel.bf16_min_arch) + " or later, the device is " +
                arch_name(device.arch);
 
+    if (exact(params) && !is_exact(kernel, p.dtype))
+        return std::string("converts ") + dtype_name(p.dtype) + ", which forward's kernel multiplied as it is";
+
     for (const int d : {p.head_dim, p.head_dim_v}) {
         if (kernel.min_head_dim <= d && d <= kernel.max_head_dim) continue;
         const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(kernel.max_head_dim);
@@ -173,6 +186,31 @@ void unknown(const std::string& name, const std::vector<const KernelFacts*>& ker
     throw std::invalid_argument("kernel: got '" + name + "', allowed: 'auto'" + text);
 }
 
+namespace {
+
+/// What "auto" takes; null if none can run it.
+template <class Params>
+const Kernel<Params>* best(const Kernels<Params>& kernels, const Params& params, const DeviceFacts& device) {
+    const Kernel<Params>* taken = nullptr;
+    for (const Kernel<Params>* kernel : kernels) {
+        if (kernel->auto_rank == 0 || (taken && kernel->auto_rank <= taken->auto_rank)) continue;
+        if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
+        if (refusal(*kernel, params, device).empty()) taken = kernel;
+    }
+    return taken;
+}
+
+}  // namespace
+
+bool is_exact(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
+              const KernelTable& table) {
+    if (params.dtype != DType::kFloat32) return false;
+    for (const KernelInfo* kernel : table.forward)
+        if (name == kernel->name) return is_exact(*kernel, params.dtype);
+    const KernelInfo* taken = name == "auto" ? best(table.forward, params, device) : nullptr;
+    return taken && is_exact(*taken, params.dtype);
+}
+
 template <class Params>
 const Kernel<Params>& select(const std::string& name, const Params& params, const DeviceFacts& device,
                              const KernelTable& table) {
@@ -186,13 +224,7 @@ const Kernel<Params>& select(const std::string& name, const Params& params, cons
         }
         unknown(name, {kernels.begin(), kernels.end()});
     }
-    const Kernel<Params>* best = nullptr;
-    for (const Kernel<Params>* kernel : kernels) {
-        if (kernel->auto_rank == 0 || (best && kernel->auto_rank <= best->auto_rank)) continue;
-        if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
-        if (refusal(*kernel, params, device).empty()) best = kernel;
-    }
-    if (best) return *best;
+    if (const Kernel<Params>* taken = best(kernels, params, device)) return *taken;
     std::string reasons;
     for (const Kernel<Params>* kernel : kernels)
         if (kernel->auto_rank != 0)

@@ -138,6 +138,14 @@ std::vector<std::string> feature_names(unsigned features);
 unsigned features_of(const ForwardParams& params);
 unsigned features_of(const BackwardParams& params);
 
+/// Whether the kernel multiplies numbers of that dtype as they are: it has no instances to choose among, or one of them
+/// reads the dtype.
+bool is_exact(const KernelFacts& kernel, DType dtype);
+
+/// Whether the forward kernel of that name, for "auto" the one that it takes, multiplies fp32 inputs as they are.
+bool is_exact(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
+              const KernelTable& kernels = registry::kernels());
+
 /// Throws std::invalid_argument: none of these kernels, nor of those named beside them, is called `name`.
 [[noreturn]] void unknown(const std::string& name, const std::vector<const KernelFacts*>& kernels,
                           const std::string& others = "");

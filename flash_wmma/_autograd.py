@@ -57,7 +57,8 @@ def _gradients(
     deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
     arguments = before[:4]
     if after or bias_grad or deterministic or kernel != "auto":
-        rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel)
+        forward_kernel = after[-1] if after else "auto"
+        rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel, forward_kernel)
         arguments = (*(arguments or _NO_BAND), attn_bias, alibi_slopes, *rest)
     try:
         if lengths is None:

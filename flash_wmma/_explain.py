@@ -168,7 +168,8 @@ def explain(
         facts = (0, 0, 0, 0)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    gradients = native().explain_backward(backward_kernel, *problem, facts, _bias_strides(attn_bias), deterministic)
+    asked = (_bias_strides(attn_bias), deterministic, kernel)
+    gradients = native().explain_backward(backward_kernel, *problem, facts, *asked)
     tile = answer["instance"]
     why = "" if q.device.type == "meta" else left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa=True)
     return Explanation(

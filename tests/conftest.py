@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from reference import early_rung, emulated
+from reference import early_rung, emulated, operand_dtype
 
 import flash_wmma
 from flash_wmma._library import PATH as LIBRARY
@@ -29,6 +29,8 @@ EMULATED_CASES = 24
 """Of a test, for an emulated kernel and dtype."""
 EMULATED_SIMT_CASES = 6
 """The same for the kernels on CUDA cores, whose work the emulator does multiplication by multiplication."""
+EMULATED_CONVERTED_CASES = 8
+"""The same for gradients of inputs that the kernel converts: what is special about them has tests of its own."""
 EMULATED_RUNG_CASES = 1
 """The same for each of the early rungs of the ladder on CUDA cores, which have little to go wrong."""
 
@@ -150,28 +152,31 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(fixture, rows + absent)
 
 
-def emulated_cases(kernel_name: str) -> int:
+def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
     """Of a test, at most."""
-    if early_rung(kernel_name):
+    if early_rung(kernel.name):
         return EMULATED_RUNG_CASES
-    return EMULATED_SIMT_CASES if "simt" in kernel_name else EMULATED_CASES
+    if dtype is not None and kernel.name.startswith("bwd_") and operand_dtype(kernel, dtype) != dtype:
+        return EMULATED_CONVERTED_CASES
+    return EMULATED_SIMT_CASES if "simt" in kernel.name else EMULATED_CASES
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all."""
     if config.getoption("--full"):
         return
-    cases: dict[tuple[object, ...], list[pytest.Item]] = {}
+    cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
     for item in items:
         parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
         given = next((parameters[name] for name in KERNEL_FIXTURES if name in parameters), None)
         kernel, dtype = given[:2] if isinstance(given, tuple) else (given, None)
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
-            cases.setdefault((item.path, item.originalname, kernel.name, dtype), []).append(item)
+            at_most = emulated_cases(kernel, dtype)
+            cases.setdefault((item.path, item.originalname, kernel.name, dtype, at_most), []).append(item)
     left_out = {item for same in cases.values() for item in same} - {
         same[i * len(same) // count]
-        for (_, _, kernel_name, _), same in cases.items()
-        for count in [min(len(same), emulated_cases(str(kernel_name)))]
+        for (*_, at_most), same in cases.items()
+        for count in [min(len(same), at_most)]
         for i in range(count)
     }
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])

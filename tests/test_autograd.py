@@ -132,7 +132,7 @@ def test_only_the_gradients_that_are_asked_for(monkeypatch: pytest.MonkeyPatch) 
     compute, asked = _autograd._backward, []
 
     def spy(*arguments: Any) -> Any:
-        asked.append(arguments[-3])
+        asked.append(arguments[-4])
         return compute(*arguments)
 
     monkeypatch.setattr(_autograd, "_backward", spy)
@@ -173,8 +173,8 @@ def test_deterministic_algorithms(
     asked = []
 
     def backward(*arguments: object) -> object:
-        asked.append(arguments[-2])
-        if arguments[-2]:
+        asked.append(arguments[-3])
+        if arguments[-3]:
             raise ValueError("kernel 'auto' cannot run this: none is deterministic")
         return ops.backward.default(*arguments)
 
@@ -265,6 +265,32 @@ def test_unknown_backward_kernel_is_refused_in_the_call(call: Callable[..., Any]
                 call(q, k, v, **options, backward_kernel=name)
         with pytest.raises(TypeError, match=r"backward_kernel: got None, allowed: 'auto' or a name"):
             call(q, k, v, **options, backward_kernel=None)
+
+
+@pytest.mark.parametrize("name", ["auto", "cpu"])
+def test_backward_is_told_forwards_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it converts no inputs that forward multiplied as they are."""
+    compute, told = _autograd._backward, []
+
+    def spy(*arguments: Any) -> Any:
+        told.append(arguments[-1])
+        return compute(*arguments)
+
+    monkeypatch.setattr(_autograd, "_backward", spy)
+    forward(*tensors(1, 2, 9, 16), kernel=name, deterministic=True).sum().backward()
+    assert told == [name]
+
+
+@pytest.mark.gpu
+def test_exact_gradients_of_an_exact_forward(cuda: torch.device) -> None:
+    inputs = tensors(1, 2, 100, 64, dtype=torch.float32, device="cuda")
+
+    def gradients(kernel: str, backward_kernel: str) -> tuple[Tensor, ...]:
+        out = forward(*inputs, kernel=kernel, backward_kernel=backward_kernel, deterministic=True)
+        return torch.autograd.grad(out.square().sum(), inputs)
+
+    assert all(map(torch.equal, gradients("simt", "auto"), gradients("simt", "bwd_simt")))
+    assert not any(map(torch.equal, gradients("auto", "auto"), gradients("auto", "bwd_simt")))
 
 
 # ---- What is not built ----------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from reference import (
     DENSE,
     LAYOUTS,
     PLAIN,
+    SCALE_ROWS,
     Mask,
     Modification,
     as_multiplied,
@@ -92,8 +93,9 @@ def compute(
     deterministic: bool = False,
 ) -> list[Tensor]:
     """The kernel's, from poisoned memory; the inputs' storages stay as they are."""
+    operand = operand_dtype(kernel, given.q.dtype)  # lse is that of the scores which the kernel computes again
     out, lse = flash_wmma.forward(
-        *given[:3],
+        *(t if given.q.is_cuda else as_multiplied(t, operand).to(t.dtype) for t in given[:3]),
         causal=mask.causal,
         window=mask.window,
         return_lse=True,
@@ -134,10 +136,11 @@ def check(
     mask: Mask = DENSE,
     modification: Modification = PLAIN,
     deterministic: bool = False,
+    moderate: Inputs | None = None,
 ) -> list[Tensor]:
-    """The yardstick, on every gradient that the kernel computes."""
+    """What the kernel computes, judged."""
     gradients = compute(kernel, given, mask, modification, deterministic)
-    judge(kernel, given, gradients, mask, modification)
+    judge(kernel, given, gradients, mask, modification, moderate)
     return gradients
 
 
@@ -147,21 +150,26 @@ def judge(
     gradients: list[Tensor],
     mask: Mask = DENSE,
     modification: Modification = PLAIN,
+    moderate: Inputs | None = None,
 ) -> None:
-    """The yardstick, on every gradient."""
+    """The yardstick, on every gradient. Where plain attention cannot hold the inputs, it is measured on `moderate`."""
     dtype, operand = given.q.dtype, operand_dtype(kernel, given.q.dtype)
     multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), given.dlse)
     exact = true_gradients(multiplied.to(torch.float64), mask, modification)
-    plain = true_gradients(multiplied.to(operand), mask, modification)
-    rounding = max(torch.finfo(operand).eps, torch.finfo(dtype).eps) / 2
-    for what, leaf, gradient, expected, its_plain in zip(
-        ("dq", "dk", "dv", "dbias"), (*given[:3], modification.attn_bias), gradients, exact, plain, strict=False
+    # Converted inputs: out, of which D is made, is rounded to their type
+    coarser = max(operand, dtype, key=lambda t: torch.finfo(t).eps)
+    plain = true_gradients((moderate or multiplied).to(coarser), mask, modification)
+    moderate_exact = exact if moderate is None else true_gradients(moderate.to(torch.float64), mask, modification)
+    rounding = torch.finfo(coarser).eps / 2
+    leaves = (*given[:3], modification.attn_bias)
+    for what, leaf, gradient, expected, its_plain, its_exact in zip(
+        ("dq", "dk", "dv", "dbias"), leaves, gradients, exact, plain, moderate_exact, strict=False
     ):
         assert leaf is not None
         assert gradient.shape == leaf.shape
         assert gradient.dtype == leaf.dtype
         assert not gradient.isnan().any(), f"NaN in {what}"
-        allowed = 2 * max(error(its_plain, expected), rounding) + 1e-5
+        allowed = 2 * max(error(its_plain, its_exact), rounding) + 1e-5
         assert error(gradient, expected) <= allowed, f"{what}: {error(gradient, expected):.3e}, allowed {allowed:.3e}"
 
 
@@ -299,7 +307,8 @@ def test_packed(backward_target: BackwardTarget, mask: str) -> None:
     ends_q, ends_k, used = [0, 20, 20, 85], [0, 30, 37, 90], [30, 7, 40]
     lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in (ends_q, ends_k, used)]
     flat = inputs(kernel, dtype, 90, 100, batch=1)
-    q, k, v, dout = (t[0].transpose(0, 1) for t in flat[:4])
+    operand = operand_dtype(kernel, dtype)  # of which the inputs are, so that conversion changes nothing
+    q, k, v, dout = (as_multiplied(t, operand).to(dtype)[0].transpose(0, 1) for t in flat[:4])
     assert flat.dlse is not None
     dlse = flat.dlse[0]
     causal = MASKS[mask].causal
@@ -376,9 +385,7 @@ def test_more_than_2_to_the_31_elements(backward_target: BackwardTarget, determi
     needs(kernel, *(["deterministic"] if deterministic else []))
     h, n, d = 8, 128, 64
     b = BEYOND // (h * n * d) + 3
-    bytes_an_element = (
-        8 * dtype.itemsize + 2 * 4
-    )  # q, k, v, dout, out, dq, dk, dv; fp32 sums of dq, the allocator's slack
+    bytes_an_element = 8 * dtype.itemsize + 2 * 4  # q, k, v, dout, out, dq, dk, dv; sums of dq, the allocator's slack
     if torch.cuda.mem_get_info()[0] < bytes_an_element * b * h * n * d:
         pytest.skip("not enough memory")
     q, k, v, dout = (torch.zeros(b, h, n, d, dtype=dtype, device="cuda") for _ in range(4))
@@ -392,6 +399,90 @@ def test_more_than_2_to_the_31_elements(backward_target: BackwardTarget, determi
     for t in gradients:
         assert not t[2 : b // 2].any()
         assert not t[b // 2 + 1 : b - 3].any()
+
+
+def converts(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
+    if operand_dtype(kernel, dtype) == dtype:
+        pytest.skip(f"{kernel.name} multiplies {dtype} as it is")
+
+
+def scaled(t: Tensor, exponents: tuple[int, ...]) -> Tensor:
+    """The rows of each tile that is converted with one scale, times two to its exponent."""
+    each = torch.tensor(exponents, device=t.device).repeat_interleave(SCALE_ROWS)[: t.shape[2], None]
+    return torch.ldexp(t, each)
+
+
+RANGES = {
+    "q 1e30, k 1e-30": (1e30, 1e-30, 1.0, 1.0),
+    "v 1e30, dout 1e-30": (1.0, 1.0, 1e30, 1e-30),
+    "v 1e-30, dout 1e20": (1.0, 1.0, 1e-30, 1e20),
+    "dout 1e30": (1.0, 1.0, 1.0, 1e30),
+    "dout 1e-30": (1.0, 1.0, 1.0, 1e-30),
+    "v, dout 1e-15": (1.0, 1.0, 1e-15, 1e-15),
+    "dout zero": (1.0, 1.0, 1.0, 0.0),
+    "all zero": (0.0, 0.0, 0.0, 0.0),
+}
+
+
+@pytest.mark.parametrize("sizes", RANGES.values(), ids=RANGES)
+def test_range_of_converted_inputs(backward_target: BackwardTarget, sizes: tuple[float, ...]) -> None:
+    """None of the type's is lost."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    given = inputs(kernel, dtype, 70, 90, heads=(1, 1))._replace(dlse=None)
+    values = [t * size for t, size in zip(given[:4], sizes, strict=True)]
+    gradients = check(kernel, Inputs(*values, None), moderate=given)
+    if sizes[3] == 0:
+        assert not any(t.any() for t in gradients)
+
+
+TILES = {
+    "q": ((-60, 2, -100), (0, 0, 0), (0, 0, 0), (0, 0, 0)),
+    "k": ((0, 0, 0), (-60, 2, -30), (0, 0, 0), (0, 0, 0)),
+    "v": ((0, 0, 0), (0, 0, 0), (-50, 40, 0), (0, 0, 0)),
+    "dout": ((0, 0, 0), (0, 0, 0), (0, 0, 0), (40, -70, 20)),
+    "v and dout": ((0, 0, 0), (0, 0, 0), (10, -60, 3), (-30, 30, 2)),
+}
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("which", TILES)
+def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which: str, deterministic: bool) -> None:
+    """Accumulators follow the exponents, and each tile of a gradient is as exact as its own values allow."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    needs(kernel, "deterministic", "causal")
+    moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
+    given = Inputs(*(scaled(t, e) for t, e in zip(moderate[:4], TILES[which], strict=True)), None)
+    gradients = check(kernel, given, Mask(True), PLAIN, deterministic, moderate)
+    operand = operand_dtype(kernel, dtype)
+    multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), None)
+    eps = max(torch.finfo(t).eps for t in (dtype, operand))
+    for gradient, expected in zip(gradients, true_gradients(multiplied, Mask(True), PLAIN), strict=True):
+        for tile, its_expected in zip(gradient.split(SCALE_ROWS, 2), expected.split(SCALE_ROWS, 2), strict=True):
+            assert error(tile, its_expected) <= 4 * eps
+
+
+@pytest.mark.parametrize("zero", range(4))
+def test_tiles_of_zeros(backward_target: BackwardTarget, zero: int) -> None:
+    """Of q, k, v or dout, among small values: nothing is lost beside them."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    given = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
+    given[zero][:, :, SCALE_ROWS : 2 * SCALE_ROWS] = 0
+    values = [t * size for t, size in zip(given[:4], (1e-10, 1e10, 1e-8, 1e-12), strict=True)]
+    deterministic = "deterministic" in kernel.features and zero % 2 == 0
+    check(kernel, Inputs(*values, None), DENSE, PLAIN, deterministic, given)
+
+
+def test_outliers_of_converted_inputs(backward_target: BackwardTarget) -> None:
+    """A few values of v and of dout far above all others, in different columns, take little of dS's precision."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    given = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
+    given.v[:, :, 20, 3] *= 1000
+    given.dout[:, :, 90, 7] *= 1000
+    check(kernel, given)
 
 
 def test_gradients_keep_the_order_of_heads_and_rows() -> None:

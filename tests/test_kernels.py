@@ -334,3 +334,29 @@ def test_instances_and_dtypes_print_well() -> None:
         for instance in kernel.instances:
             assert f"{instance.br} x {instance.bc}" in str(instance)
         assert all(name(dtype) in ("float32", "float16", "bfloat16") for dtype in kernel.dtypes)
+
+
+CONVERTED = [  # arch, dtype, forward's kernel, the kernels taken
+    (75, torch.bfloat16, "auto", "mma_sm75", "bwd_sm75"),
+    (75, torch.float32, "auto", "mma_sm75", "bwd_sm75"),
+    (75, torch.float32, "simt", "simt", "bwd_simt"),
+    (80, torch.bfloat16, "auto", "mma_sm80", "bwd_sm80"),
+    (80, torch.float32, "auto", "mma_sm80", "bwd_sm80"),
+    (80, torch.float32, "wmma_v3", "wmma_v3", "bwd_sm80"),
+    (80, torch.float32, "simt_naive", "simt_naive", "bwd_simt"),
+    (90, torch.float32, "unfused", "unfused", "bwd_simt"),
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "asked", "forward", "backward"), CONVERTED)
+def test_backward_converts_what_forward_converted(
+    arch: int, dtype: torch.dtype, asked: str, forward: str, backward: str
+) -> None:
+    names = {kernel.name for direction in ("forward", "backward") for kernel in flash_wmma.kernels(direction)}  # type: ignore[arg-type]
+    if not {forward, backward} <= names:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(1, 2, 100, 64, dtype=dtype)
+    answer = flash_wmma.explain(q, q, q, kernel=asked, device_facts=facts(arch))
+    assert (answer.kernel, answer.backward_kernel) == (forward, backward)
+    named = flash_wmma.explain(q, q, q, kernel=asked, backward_kernel="bwd_sm75", device_facts=facts(arch))
+    assert named.backward_kernel == "bwd_sm75"

@@ -1,5 +1,6 @@
 // bwd_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later: m16n8k8 of half, tiles through registers, at
-// most 64 KiB of shared memory. Its instances, the choice among them, and its row in the registry.
+// most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the choice among them, and its row
+// in the registry.
 #include "../forward/mma_sm75.cuh"
 #include "mma.cuh"
 
@@ -45,10 +46,15 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
 }
 
-std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) { return backward::workspace_bytes(p); }
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+    return backward::workspace_bytes(p, p.forward.dtype != DType::kFloat16);
+}
 
 void launch_bwd_sm75(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    launch_all<mma::Sm75, half>(p, stream, [&](Pass pass) { return shape_of(pass, p, device); });
+    const auto shape = [&](Pass pass) { return shape_of(pass, p, device); };
+    if (p.forward.dtype == DType::kFloat16) launch_all<mma::Sm75, half, false>(p, stream, shape);
+    else if (p.forward.dtype == DType::kBFloat16) launch_all<mma::Sm75, bf16, true>(p, stream, shape);
+    else launch_all<mma::Sm75, float, true>(p, stream, shape);
 }
 
 const BackwardKernelInfo kInfo = {
@@ -57,8 +63,8 @@ const BackwardKernelInfo kInfo = {
         /*summary=*/
         "mma.sync m16n8k8, ldmatrix, swizzled tiles, dK and dV in registers, at most 64 KiB of shared memory",
         /*min_arch=*/75,
-        /*bf16_min_arch=*/0,
-        /*float32=*/false,
+        /*bf16_min_arch=*/75,
+        /*float32=*/true,
         /*float16=*/true,
         /*min_head_dim=*/1,
         /*max_head_dim=*/256,

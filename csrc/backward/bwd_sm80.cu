@@ -1,4 +1,4 @@
-// bwd_sm80: the choice among its instances, and its row in the registry.
+// bwd_sm80: the choice among its instances, and its row in the registry. fp32 inputs are converted to half.
 #include "../forward/mma_sm80.cuh"
 #include "bwd_sm80_shapes.h"
 #include "rows.cuh"
@@ -11,7 +11,8 @@ const std::vector<Shape> kShapes = join({sm80_half_shapes(), sm80_half_general_s
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
+    const bool converted = p.forward.dtype == DType::kFloat32;
+    return choose_shape(kShapes, converted ? DType::kFloat16 : p.forward.dtype, pass, p.forward, device);
 }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
@@ -19,12 +20,15 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
 }
 
-std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) { return backward::workspace_bytes(p); }
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+    return backward::workspace_bytes(p, p.forward.dtype == DType::kFloat32);
+}
 
 void launch_bwd_sm80(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     const auto shape = [&](Pass pass) { return shape_of(pass, p, device); };
-    if (p.forward.dtype == DType::kFloat16) launch_all<mma::Sm80, half>(p, stream, shape);
-    else launch_all<mma::Sm80, bf16>(p, stream, shape);
+    if (p.forward.dtype == DType::kFloat16) launch_all<mma::Sm80, half, false>(p, stream, shape);
+    else if (p.forward.dtype == DType::kBFloat16) launch_all<mma::Sm80, bf16, false>(p, stream, shape);
+    else launch_all<mma::Sm80, float, true>(p, stream, shape);
 }
 
 const BackwardKernelInfo kInfo = {
@@ -33,7 +37,7 @@ const BackwardKernelInfo kInfo = {
         /*summary=*/"mma.sync m16n8k16, ldmatrix, swizzled tiles, cp.async ring, dK and dV in registers",
         /*min_arch=*/80,
         /*bf16_min_arch=*/80,
-        /*float32=*/false,
+        /*float32=*/true,
         /*float16=*/true,
         /*min_head_dim=*/1,
         /*max_head_dim=*/256,

@@ -37,6 +37,7 @@
 #include "../forward/mma_sm80.cuh"
 #include "mma_shapes.h"
 #include "rows.cuh"
+#include "scales.cuh"
 
 namespace flash_wmma::backward {
 
@@ -254,11 +255,16 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
                     packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
 }
 
+/// No exponents: inputs that are stored as they are.
+struct AsStored {
+    static constexpr bool kScaled = false;
+};
+
 /// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's
-/// columns in `Parts` parts.
-template <class Tile, int Parts, class Weights, class OwnRows>
+/// columns in `Parts` parts. Exponent: AsStored, or exponent_of(row) of the products with own keys' group of that row.
+template <class Tile, int Parts, class Weights, class OwnRows, class Exponent = AsStored>
 __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const Weights& ds, const OwnRows& keys,
-                                          const Thread<Tile>& thread) {
+                                          const Thread<Tile>& thread, [[maybe_unused]] Exponent exponent_of = {}) {
     constexpr int kRowTiles = Tile::kQueryRows / 16, kColumns = Tile::kQueryColumns / Parts;
     static_assert(kColumns % 16 == 0);
     const int row = thread.warp % Tile::kQueryWarps * Tile::kQueryRows;
@@ -269,8 +275,12 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
     for (int part = 0; part < Tile::kQueryColumns; part += kColumns, column += kColumns) {
         float dq[kRowTiles][kColumns / 8][4];
         clear(dq);
+        [[maybe_unused]] Unit unit;
 #pragma unroll
         for (int k = 0; k < Tile::kOwn / 16; ++k) {
+            if constexpr (Exponent::kScaled)
+                if (16 * k % kScaleRows == 0 && exponent_of.active())
+                    multiply_by_power(dq, unit.step(exponent_of(16 * k)));
             std::uint32_t a[kRowTiles][4];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
@@ -282,6 +292,7 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
                 for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
             }
         }
+        if constexpr (Exponent::kScaled) multiply_by_power(dq, unit.exponent);
         const bool all = column + kColumns <= head_dim;
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -323,6 +334,24 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
             *reinterpret_cast<uint4*>(out + row * pitch + column) =
                 *reinterpret_cast<const uint4*>(staging.at(row, column));
     }
+}
+
+/// The same in another type than the products', straight from the registers.
+template <class Tile, class Out>
+__device__ __forceinline__ void store_as(Out* out, std::int64_t pitch, int rows, int columns,
+                                         const Gradient<Tile>& gradient, float factor, const Thread<Tile>& thread) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int c = 0; c < Tile::kWarpColumns / 8; ++c)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
+                const int column = thread.warp_column() + 8 * c;
+                if (row < rows && column < columns)
+                    *reinterpret_cast<typename Element<Out>::Pair*>(out + row * pitch + column + thread.column()) =
+                        Element<Out>::pair(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
+            }
 }
 
 /// The streamed tiles of one head after the other, each head's from the last to the first.
@@ -428,8 +457,23 @@ class StreamedTiles {
     uint4 pair_;
 };
 
-/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
-/// thread, which saves registers.
+/// Exponents of dQ's products, for add_to_dq.
+struct DqExponent {
+    static constexpr bool kScaled = true;
+    const Problem& problem;
+    const OwnedTile& own;
+    const Cursor& at;
+
+    __device__ bool active() const { return problem.scales; }
+    __device__ float operator()(int row) const {
+        const Sequence& s = own.sequence;
+        const KeyScales keys = key_scales(problem, s, own.head_k, min(own.first_row + row, s.seqlen_k - 1));
+        return ds_exponent(query_scales(problem, s, at.head, at.row), keys) + keys.k;
+    }
+};
+
+/// General: also packed sequences, ScoreMods and, of half, converted inputs (scales.cuh); without, all of a block's
+/// bounds are known to be the same in every thread, which saves registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
 // memory, as a rule 10 to 40 loads a streamed tile, dQ at d = 256 100, against some thousand instructions.
 template <class Tile, bool General, Pass kPass>
@@ -439,6 +483,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     using Map = SharedMemory<Tile, kPass>;
     using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
+    constexpr bool kMayScale = General && std::is_same_v<T, half>;
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
     static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
     const ForwardParams& p = problem.forward;
@@ -456,6 +501,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
     clear(d_first);
     clear(d_second);
+    [[maybe_unused]] const bool scaled = kMayScale && problem.scales;
+    [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
     if (left > 0) {
         const Rows &first_rows = kOwnsKeys ? p.k : p.q, &second_rows = kOwnsKeys ? p.v : problem.dout;
         const int own_head = kOwnsKeys ? own.head_k : own.head;
@@ -508,6 +555,25 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 ptx::cp_async_commit();
             }
             auto& tile = smem.ring[slot];
+            PairScales scales(scale);
+            if constexpr (kMayScale)
+                if (scaled) {
+                    const int own_base = own.first_row + thread.warp_row();
+                    const int own_last =
+                        min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+                    const int own_row = min(own_base, own_last);
+                    const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
+                    const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
+                    scales = PairScales(scale, of_q, of_k);
+                    // Accumulators take no notice of a tile that none of their rows sees
+                    const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+                    const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+                    if (begin < at.row + Tile::kStream && at.row < end) {
+                        const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+                        multiply_by_power(d_first, first_unit.step(exponent));
+                        if constexpr (kOwnsKeys) multiply_by_power(d_second, second_unit.step(of_q.dout));
+                    }
+                }
 #pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
                 const int first = thread.warp_stream() + step;  // of the tile's rows
@@ -533,14 +599,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 Scores<Tile> s;
                 clear(s);
                 multiply_rows<Tile>(s, own_first, smem.first, tile.first, first, thread);
-                float factor = scale;  // from s to log2 units
+                float factor = scales.score;  // from s to log2 units
                 [[maybe_unused]] Scores<Tile> slope;
                 if constexpr (General)
                     if (ScoreMod<true>::active(p)) {
                         const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
                         mod.apply_each(
                             each, [&](int r, int j, int i) -> float& { return s[r][j][i]; },
-                            [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scale, query, key);
+                            [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scales.score, query, key);
                         factor = 1.f;
                     }
                 const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
@@ -572,10 +638,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 #pragma unroll
                                 for (int i = 0; i < 4; ++i) f(ds[r][j][i], r, part + j, i);
                     };
-                    each_of_part([&](float& x, int r, int j, int i) {
-                        x = kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
-                    });
+                    const auto minus_d = [&](int r, int j, int i) {
+                        return kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
+                    };
+                    each_of_part([&](float& x, int r, int j, int i) { x = scaled ? 0.f : minus_d(r, j, i); });
                     multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
+                    if constexpr (kMayScale)
+                        if (scaled)
+                            each_of_part([&](float& x, int r, int j, int i) {
+                                x = fmaf(x, scales.dp, minus_d(r, j, i) * scales.delta);
+                            });
                     each_of_part([&](float& x, int r, int j, int i) { x *= s[r][j][i]; });
                     if constexpr (General)
                         if (ScoreMod<true>::active(p)) {
@@ -586,7 +658,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                 each_of_part([&](float& x, int r, int j, int i) {
                                     const std::int64_t q = query(r, j, i), k = key(r, j, i);
                                     if (s[r][j][i] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
-                                        ptx::red_add(dbias + q * b.query + k * b.key, x);
+                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
                                 });
                             }
                             if (p.softcap != 0.f)
@@ -641,7 +713,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             if constexpr (kPass == Pass::kFused) {
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 float* dq_rows = dq_of(problem, sequence, at.head, at.row);
-                add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
+                if constexpr (kMayScale)
+                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again, DqExponent{problem, own, at});
+                else add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
             }
         }
     }
@@ -650,6 +724,22 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
     const int head = kOwnsKeys ? own.head_k : own.head;
     const int row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
+    if constexpr (kMayScale)
+        if (scaled) {
+            multiply_by_power(d_first, first_unit.exponent);
+            multiply_by_power(d_second, second_unit.exponent);
+            const auto store_both = [&](auto type) {
+                using Out = decltype(type);
+                store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
+                               d_first, p.scale, thread);
+                if constexpr (kOwnsKeys)
+                    store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
+                                   p.head_dim_v, d_second, 1.f, thread);
+            };
+            if (p.out_dtype == DType::kFloat32) store_both(float{});
+            else store_both(bf16{});
+            return;
+        }
     store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first, p.scale,
                 smem.first, thread);
     if constexpr (kOwnsKeys)

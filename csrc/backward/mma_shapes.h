@@ -22,12 +22,12 @@ struct Shape {
     void (*launch)(const Problem&, Stream);
 };
 
-/// Of the shapes for this pass, dtype and kind of problem that fit the device, the first in the table that holds d and
-/// d_v.
+/// Of the shapes for this pass, kind of problem and dtype of the products that fit the device, the first in the table
+/// that holds d and d_v. Converted inputs run on general ones.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    const bool general = is_general(p);
+    const bool general = is_general(p) || p.dtype != dtype;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && (shape.general || !general) &&

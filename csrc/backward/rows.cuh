@@ -3,14 +3,19 @@
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
+//
+// Inputs are converted (convert.h) before. `prepare` reads o as it was given, and dout as it is multiplied, so that the
+// rows of dS sum to zero; `finish` writes the type that was given.
 #pragma once
 
 #include <launch.h>
 #include <ptx.cuh>
+#include <shared_memory.cuh>
 
 #include <cmath>
 
 #include "../attention.h"
+#include "../device/convert.h"
 #include "../device/element.cuh"
 #include "../device/tile.cuh"
 #include "mma_shapes.h"
@@ -26,10 +31,17 @@ struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
 
+/// Exponents of a group of rows of converted inputs: of q and dout; bounds of log2 of the norms of dout's rows, and of
+/// log2 |D|.
+struct alignas(16) QueryScales {
+    float q, dout, dout_norm, delta;
+};
+
 /// What the kernels are given: the params, and where in the workspace things are.
 struct Problem : BackwardParams {
     RowPair* facts;
-    float* dq_rows;  // DqFragments, only if dQ is accumulated
+    float* dq_rows;                 // DqFragments, only if dQ is accumulated
+    QueryScales* scales = nullptr;  // a group's, only if the inputs were converted
 };
 
 /// Groups of rows of all heads.
@@ -93,8 +105,14 @@ inline constexpr int kRowThreads = 256;
 
 // Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
 // the order of dQ's buffer depends on them.
-template <class Machine, class T>
+// T is the type of o and of the gradients.
+struct PrepareMemory {
+    float4 warp_maximum[kRowThreads / 32 / 4];
+};
+
+template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
+    using Dout = std::conditional_t<Converted, half, T>;
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
@@ -104,21 +122,25 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
+    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q;
+    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
+    float largest = 0.f;  // of the finite |D| that this thread computes
     for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
         const int row = group.first_row + i, lane = tid % kLanes;
         const bool used = row >= 0 && row < sequence.seqlen_q;
         float sum = 0.f;
         if (used) {
             const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + row);
-            const T* dout = row_of<const T>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+            const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + row);
             for (int c = 8 * lane; c < p.head_dim_v; c += 8 * kLanes) {
-                const uint4 x = *reinterpret_cast<const uint4*>(o + c), y = *reinterpret_cast<const uint4*>(dout + c);
-                const std::uint32_t xs[] = {x.x, x.y, x.z, x.w}, ys[] = {y.x, y.y, y.z, y.w};
+                float x[8], y[8];
+                load_8(o + c, x);
+                load_8(dout + c, y);
+                if constexpr (Converted)
 #pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const float2 a = Element<T>::floats(xs[e]), b = Element<T>::floats(ys[e]);
-                    sum = fmaf(a.x, b.x, fmaf(a.y, b.y, sum));
-                }
+                    for (float& value : y) value *= unit;
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
             }
         }
 #pragma unroll
@@ -137,7 +159,22 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
             pair.minus_lse[i % 2] = minus_lse;
             pair.minus_delta[i % 2] = minus_delta;
+            if (Converted && isfinite(minus_delta)) largest = fmaxf(largest, fabsf(minus_delta));
         }
+    }
+    if constexpr (Converted) {
+        auto& smem = shared_memory<PrepareMemory>();
+#pragma unroll
+        for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, l));
+        if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
+        __syncthreads();
+        if (tid > 0 || !exists) return;
+#pragma unroll
+        for (const float4 four : smem.warp_maximum)
+            largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
+        const std::int64_t at = blockIdx.x;
+        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
+                              log2f(largest)};
     }
 }
 
@@ -154,7 +191,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
         if (group.first_row + row >= sequence.seqlen_q) return;
         const float* fragment = from + DqFragment::offset(row / 16 * 16, column, p.head_dim);
         union {
-            uint4 vector;
+            uint4 vectors[sizeof(T) / 2];
             typename Element<T>::Pair pairs[4];
         } out;
 #pragma unroll
@@ -163,34 +200,42 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
             out.pairs[e] = Element<T>::pair(x.x * p.scale, x.y * p.scale);
         }
         T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + group.first_row + row);
-        *reinterpret_cast<uint4*>(to + column) = out.vector;
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
+            reinterpret_cast<uint4*>(to + column)[i] = out.vectors[i];
     }
 }
 
-/// Bytes of the workspace, and what it holds.
-inline std::int64_t workspace_bytes(const BackwardParams& params) {
-    const std::int64_t rows = row_groups(params.forward) * kRowGroup;
+/// Bytes of the workspace, and what it holds: behind converted inputs, if there are any, facts, dQ's buffer and scales.
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
+    const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    return rows * (std::int64_t{sizeof(RowPair)} / 2 + dq);
+    const std::int64_t bytes = groups * kRowGroup * (std::int64_t{sizeof(RowPair)} / 2 + dq);
+    return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
 inline Problem problem_of(const BackwardParams& params) {
+    const std::int64_t groups = row_groups(params.forward);
     auto* facts = static_cast<RowPair*>(params.workspace);
-    auto* dq_rows = reinterpret_cast<float*>(facts + row_groups(params.forward) * (kRowGroup / 2));
-    return {params, facts, params.deterministic ? nullptr : dq_rows};
+    auto* dq_rows = reinterpret_cast<float*>(facts + groups * (kRowGroup / 2));
+    auto* behind = dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim);
+    return {params, facts, params.deterministic ? nullptr : dq_rows,
+            params.exponents.dout ? reinterpret_cast<QueryScales*>(behind) : nullptr};
 }
 
 /// Launches prepare or finish.
-inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream stream) {
+inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream stream, int smem_bytes = 0) {
     const std::int64_t groups = row_groups(problem.forward);
     if (groups > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 groups of query rows");
-    if (groups > 0) launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads)}, stream, problem);
+    if (groups > 0)
+        launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads), smem_bytes}, stream, problem);
 }
 
-/// All launches of a backward of T; shape(pass) is the Shape that runs a pass.
-template <class Machine, class T, class ShapeOf>
-void launch_all(const BackwardParams& params, Stream stream, ShapeOf shape) {
+/// All launches of a backward of T; shape(pass) is the Shape that runs a pass. Converted: the products are of half.
+template <class Machine, class T, bool Converted, class ShapeOf>
+void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
+    const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
     const Problem problem = problem_of(params);
-    launch_rows(prepare<Machine, T>, problem, stream);
+    launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
     if (params.deterministic) {
         shape(Pass::kKeys).launch(problem, stream);
         shape(Pass::kQueries).launch(problem, stream);

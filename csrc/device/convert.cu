@@ -1,9 +1,12 @@
-// One block converts one tile of kScaleRows rows of q, k or v: a pass for the largest finite magnitude, then, with the
-// tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
+// One block converts one tile of kScaleRows rows of q, k, v or dout: a pass for the largest finite magnitude, then,
+// with the tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
 #include "convert.h"
 
 #include <launch.h>
 #include <shared_memory.cuh>
+
+#include <algorithm>
+#include <iterator>
 
 #include "element.cuh"
 #include "tile.cuh"
@@ -16,8 +19,9 @@ constexpr int kVector = 8;  // elements a thread moves at once
 
 struct Operand {
     Rows in;
-    half* out;                       // contiguous (B, H, N, d), or (H, total, d) packed
-    float* exponents;                // (B, H, ceil(N / kScaleRows)), or (H, packed_tiles(total, B, kScaleRows))
+    half* out;         // contiguous (B, H, N, d), or (H, total, d) packed
+    float* exponents;  // (B, H, ceil(N / kScaleRows)), or (H, packed_tiles(total, B, kScaleRows))
+    float* norms;      // the same, bounds of rows' norms (attention.h, BackwardExponents); null: not asked
     const std::int32_t* cu_seqlens;  // null: not packed
     std::int64_t heads, rows, tiles;
     int head_dim;
@@ -26,29 +30,21 @@ struct Operand {
 
 struct Conversion {
     std::int64_t batch;
-    Operand operand[3];
-    std::int64_t first_block[4];  // operand i has the blocks [first_block[i], first_block[i + 1])
+    Operand operand[4];
+    std::int64_t first_block[5];  // operand i has the blocks [first_block[i], first_block[i + 1])
 };
 
 struct SharedMemory {
-    float4 warp_maximum[kThreads / 32 / 4];
+    float4 warp_maximum[kThreads / 32 / 4], warp_sum[kThreads / 32 / 4];
 };
 
-__device__ void load(const float* from, float (&x)[kVector]) {
-    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
-    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
-}
-__device__ void load(const bf16* from, float (&x)[kVector]) {
-    const uint4 v = *reinterpret_cast<const uint4*>(from);
-    const std::uint32_t pairs[] = {v.x, v.y, v.z, v.w};  // bf16 is the upper half of fp32
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) x[i] = __uint_as_float(i % 2 ? pairs[i / 2] & 0xffff0000u : pairs[i / 2] << 16);
-}
-
-template <class T>
+/// Norms: of the operands that ask for them.
+template <class T, bool Norms>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
-    const int which = blockIdx.x >= c.first_block[2] ? 2 : blockIdx.x >= c.first_block[1] ? 1 : 0;
+    int which = 0;
+#pragma unroll
+    for (int i = 1; i < 4; ++i) which += blockIdx.x >= c.first_block[i];
     const Operand& t = c.operand[which];
     const std::int64_t block = blockIdx.x - c.first_block[which], tile = block % t.tiles, slice = block / t.tiles;
     std::int64_t first_row = tile * kScaleRows, end = t.rows;
@@ -68,7 +64,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     float largest = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load(in + i / vectors * t.in.row + i % vectors * kVector, x);
+        load_8(in + i / vectors * t.in.row + i % vectors * kVector, x);
 #pragma unroll
         for (float value : x)
             if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
@@ -86,9 +82,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     const int exponent = zero ? 0 : max(ilogbf(largest) - 14, -126);
     const float scale = ldexpf(1.f, -exponent);
     if (tid == 0) t.exponents[slice * t.tiles + tile] = zero ? t.zero_exponent : static_cast<float>(exponent);
+    [[maybe_unused]] float squares = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load(in + i / vectors * t.in.row + i % vectors * kVector, x);
+        load_8(in + i / vectors * t.in.row + i % vectors * kVector, x);
         union {
             uint4 vector;
             __half2 pairs[kVector / 2];
@@ -97,62 +94,130 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         for (int e = 0; e < kVector / 2; ++e)
             rounded.pairs[e] = __floats2half2_rn(x[2 * e] * scale, x[2 * e + 1] * scale);
         *reinterpret_cast<uint4*>(out + i * kVector) = rounded.vector;
+        if constexpr (Norms)
+#pragma unroll
+            for (float value : x)
+                if (isfinite(value)) squares = fmaf(value * scale, value * scale, squares);
+    }
+    if constexpr (Norms) {  // no row's exceeds that of the tile, nor sqrt(d) times its largest value
+        if (!t.norms) return;
+#pragma unroll
+        for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, lane);
+        if (tid % 32 == 0) (&smem.warp_sum[0].x)[tid / 32] = squares;
+        __syncthreads();
+        if (tid > 0) return;
+        squares = 0.f;
+#pragma unroll
+        for (const float4 four : smem.warp_sum) squares += four.x + four.y + four.z + four.w;
+        squares = fminf(squares, static_cast<float>(t.head_dim) * (largest * scale) * (largest * scale));
+        t.norms[slice * t.tiles + tile] = static_cast<float>(exponent) + 0.5f * log2f(squares);
     }
 }
 
-std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
+template <bool Norms>
+void launch_convert(DType dtype, const LaunchConfig& config, Stream stream, const Conversion& conversion) {
+    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms> : convert<float, Norms>, config, stream, conversion);
+}
 
 /// The operands of a conversion laid out one after the other in the workspace, and the bytes they take.
-struct Layout {
+class Layout {
+  public:
     Conversion conversion{};
     std::int64_t bytes = 0;
 
-    explicit Layout(const ForwardParams& p) {
-        const Sequences& s = p.sequences;
-        conversion.batch = p.batch;
-        add(0, p.q, p, p.heads_q, p.seqlen_q, s.cu_seqlens_q, s.total_q, p.head_dim);
-        add(1, p.k, p, p.heads_k, p.seqlen_k, s.cu_seqlens_k, s.total_k, p.head_dim);
-        add(2, p.v, p, p.heads_k, p.seqlen_k, s.cu_seqlens_k, s.total_k, p.head_dim_v);
+    explicit Layout(const ForwardParams& p) : Layout(p, p.workspace) { add_inputs(0.f, INFINITY); }
+    explicit Layout(const BackwardParams& p) : Layout(p.forward, p.workspace) {
+        add_inputs(-INFINITY, -INFINITY);
+        add(3, p.dout, true, p.forward.head_dim_v, -INFINITY);
+        add_norms(2);
+        add_norms(3);
     }
 
   private:
-    void add(int i, const Rows& in, const ForwardParams& p, std::int64_t heads, std::int64_t seqlen,
-             const std::int32_t* cu_seqlens, std::int64_t total, int d) {
-        const std::int64_t batch = cu_seqlens ? 1 : p.batch, rows = cu_seqlens ? total : seqlen;
-        const std::int64_t tiles =
-            cu_seqlens ? packed_tiles(total, p.batch, kScaleRows) : (rows + kScaleRows - 1) / kScaleRows;
-        auto* base = static_cast<char*>(p.workspace);
-        Operand& operand = conversion.operand[i];
-        operand = {in, nullptr, nullptr, cu_seqlens, heads, rows, tiles, d, i == 2 ? INFINITY : 0.f};
-        operand.out = reinterpret_cast<half*>(base + bytes);
-        bytes += aligned(batch * heads * rows * d * static_cast<std::int64_t>(sizeof(half)));
-        operand.exponents = reinterpret_cast<float*>(base + bytes);
-        bytes += aligned(batch * heads * tiles * static_cast<std::int64_t>(sizeof(float)));
-        conversion.first_block[i + 1] = conversion.first_block[i] + batch * heads * tiles;
+    Layout(const ForwardParams& p, void* workspace) : p_(p), base_(static_cast<char*>(workspace)) {
+        conversion.batch = p.batch;
     }
+    void add_inputs(float zero_exponent, float zero_exponent_v) {
+        add(0, p_.q, true, p_.head_dim, zero_exponent);
+        add(1, p_.k, false, p_.head_dim, zero_exponent);
+        add(2, p_.v, false, p_.head_dim_v, zero_exponent_v);
+    }
+    void add(int i, const Rows& in, bool of_queries, int d, float zero_exponent) {
+        const Sequences& s = p_.sequences;
+        const std::int32_t* cu_seqlens = of_queries ? s.cu_seqlens_q : s.cu_seqlens_k;
+        const std::int64_t heads = of_queries ? p_.heads_q : p_.heads_k, total = of_queries ? s.total_q : s.total_k;
+        const std::int64_t batch = cu_seqlens ? 1 : p_.batch;
+        const std::int64_t rows = cu_seqlens ? total : of_queries ? p_.seqlen_q : p_.seqlen_k;
+        const std::int64_t tiles =
+            cu_seqlens ? packed_tiles(total, p_.batch, kScaleRows) : (rows + kScaleRows - 1) / kScaleRows;
+        conversion.operand[i] = {in,
+                                 take<half>(batch * heads * rows * d),
+                                 take<float>(batch * heads * tiles),
+                                 nullptr,
+                                 cu_seqlens,
+                                 heads,
+                                 rows,
+                                 tiles,
+                                 d,
+                                 zero_exponent};
+        std::fill(conversion.first_block + i + 1, std::end(conversion.first_block),
+                  conversion.first_block[i] + batch * heads * tiles);
+    }
+    void add_norms(int i) {
+        conversion.operand[i].norms = take<float>(conversion.first_block[i + 1] - conversion.first_block[i]);
+    }
+    /// `count` elements of the workspace, uninitialised.
+    template <class T>
+    T* take(std::int64_t count) {
+        auto* taken = reinterpret_cast<T*>(base_ + bytes);
+        bytes += (count * static_cast<std::int64_t>(sizeof(T)) + 255) / 256 * 256;
+        return taken;
+    }
+
+    const ForwardParams& p_;
+    char* base_;
 };
+
+/// Where the operand is once it is converted.
+Rows converted_rows(const Operand& o) {
+    const std::int64_t head = o.rows * o.head_dim;
+    return {o.out, o.cu_seqlens ? 0 : o.heads * head, head, o.head_dim};
+}
+
+/// Launches it. Returns `p` with dtype, q, k, v and exponents replaced.
+ForwardParams run(const Conversion& conversion, bool backward, const ForwardParams& p, Stream stream) {
+    const std::int64_t blocks = conversion.first_block[4];
+    if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
+    (backward ? launch_convert<true> : launch_convert<false>)(p.dtype, config, stream, conversion);
+
+    const Operand &q = conversion.operand[0], &k = conversion.operand[1], &v = conversion.operand[2];
+    ForwardParams converted = p;
+    converted.dtype = DType::kFloat16;
+    converted.q = converted_rows(q);
+    converted.k = converted_rows(k);
+    converted.v = converted_rows(v);
+    converted.exponents = {q.exponents, k.exponents, v.exponents};
+    return converted;
+}
 
 }  // namespace
 
 std::int64_t converted_bytes(const ForwardParams& params) { return Layout(params).bytes; }
+std::int64_t converted_bytes(const BackwardParams& params) { return Layout(params).bytes; }
 
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream) {
-    const Conversion conversion = Layout(params).conversion;
-    const std::int64_t blocks = conversion.first_block[3];
-    if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
-    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
-    launch(params.dtype == DType::kBFloat16 ? convert<bf16> : convert<float>, config, stream, conversion);
+    return run(Layout(params).conversion, false, params, stream);
+}
 
-    ForwardParams p = params;
-    p.dtype = DType::kFloat16;
-    Rows* rows[] = {&p.q, &p.k, &p.v};
-    const float** exponents[] = {&p.exponents.q, &p.exponents.k, &p.exponents.v};
-    for (int i = 0; i < 3; ++i) {
-        const Operand& o = conversion.operand[i];
-        const std::int64_t head = o.rows * o.head_dim;
-        *rows[i] = {o.out, o.cu_seqlens ? 0 : o.heads * head, head, o.head_dim};
-        *exponents[i] = o.exponents;
-    }
+BackwardParams convert_to_half(const BackwardParams& params, Stream stream) {
+    const Layout layout(params);
+    const Operand &v = layout.conversion.operand[2], &dout = layout.conversion.operand[3];
+    BackwardParams p = params;
+    p.forward = run(layout.conversion, true, params.forward, stream);
+    p.dout = converted_rows(dout);
+    p.exponents = {dout.exponents, dout.norms, v.norms};
+    p.workspace = static_cast<char*>(params.workspace) + layout.bytes;
     return p;
 }
 

@@ -9,11 +9,16 @@
 
 namespace flash_wmma {
 
-/// Bytes of workspace for the converted q, k and v of `params` and their exponents.
+/// Bytes of workspace for the converted q, k and v (backward: and dout) of `params` and their exponents.
 std::int64_t converted_bytes(const ForwardParams& params);
+std::int64_t converted_bytes(const BackwardParams& params);
 
-/// Converts q, k and v, fp32 or bf16, into params.workspace, asynchronously, in one launch. Returns the params of the half problem:
-/// dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
+/// Converts q, k and v, fp32 or bf16, into params.workspace, asynchronously, in one launch. Returns the params of the
+/// half problem: dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream);
+
+/// The same for q, k, v and dout. Replaced are forward's dtype, q, k, v and exponents, dout and its exponents, and the
+/// workspace, by what is left of it; o, and the gradients' type, are as they were.
+BackwardParams convert_to_half(const BackwardParams& params, Stream stream);
 
 }  // namespace flash_wmma

@@ -1,4 +1,4 @@
-// The 16-bit element types of the tensor cores, and what differs between them.
+// The 16-bit element types of the tensor cores, and what differs between them; of float what results need.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,5 +40,28 @@ struct Element<bf16> {
     }
     static constexpr float kLargestSum = 60000.f;  // bf16 holds far more; O = P V stays far from fp32's limit
 };
+
+template <>
+struct Element<float> {
+    using Pair = float2;
+    __device__ static Pair pair(float a, float b) { return make_float2(a, b); }
+};
+
+/// Eight elements from a 16-byte boundary on, as floats.
+__device__ inline void load_8(const float* from, float (&x)[8]) {
+    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+template <class T>
+__device__ __forceinline__ void load_8(const T* from, float (&x)[8]) {
+    const uint4 v = *reinterpret_cast<const uint4*>(from);
+    const std::uint32_t pairs[] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float2 pair = Element<T>::floats(pairs[i]);
+        x[2 * i] = pair.x;
+        x[2 * i + 1] = pair.y;
+    }
+}
 
 }  // namespace flash_wmma
