@@ -42,6 +42,15 @@ __device__ __forceinline__ bool any_lane(bool holds) {
 #endif
 }
 
+/// In how many of the first 32 lanes of the warp it holds.
+__device__ __forceinline__ int count_lanes(bool holds) {
+#ifdef __HIP_PLATFORM_AMD__
+    return __popc(static_cast<unsigned>(__ballot(holds)));  // of a mask of 64 bits the lower half
+#else
+    return __popc(__ballot_sync(0xffffffffu, holds));
+#endif
+}
+
 /// Lanes see each other's writes to shared memory.
 __device__ __forceinline__ void sync_warp() {
 #ifdef __HIP_PLATFORM_AMD__
