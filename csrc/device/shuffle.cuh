@@ -4,6 +4,13 @@
 
 namespace flash_wmma {
 
+/// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has both.
+#ifdef __NVCC__
+inline constexpr int kMostLanes = 32;
+#else
+inline constexpr int kMostLanes = 64;
+#endif
+
 /// Lanes of a warp (AMD: of a wavefront). Known to the compiler on NVIDIA's GPUs, so that loops over it are unrolled.
 __device__ __forceinline__ int warp_lanes() {
 #ifdef __CUDA_ARCH__
