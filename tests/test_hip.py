@@ -19,7 +19,7 @@ import flash_wmma
 from flash_wmma.emulator import Program, settings
 
 ROOT = Path(__file__).resolve().parent.parent
-OBJECTS = sorted((ROOT / "build" / "hip").glob("csrc/**/*.o"))
+OBJECTS = sorted(p for p in (ROOT / "build" / "hip").glob("csrc/**/*.o") if p.name != "runtime.cu.o")  # has no kernel
 
 
 def load(path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
@@ -175,7 +175,7 @@ def test_code_object(path: Path, tmp_path: Path) -> None:
         for part in re.split(r"^  - ", notes.partition("amdhsa.kernels")[2].partition("amdhsa.target")[0], flags=re.M)
         if ".wavefront_size" in part
     ]
-    assert bool(kernels) == (path.name != "runtime.cu.o")
+    assert kernels
     for kernel in kernels:
         assert "flash_wmma" in kernel["symbol"]
         assert kernel["wavefront_size"] == "64"
