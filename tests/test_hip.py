@@ -260,6 +260,7 @@ def test_banks_of_a_wavefront_of_64(
         assert request.cost == cost
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_ladder_on_wavefronts_of_64() -> None:
     """Rows of 64 keys, one a lane: a column of K in one bank takes 32 wavefronts for each half of the lanes."""
     q, k, v = (torch.randn(1, 1, 64, 64, generator=torch.Generator().manual_seed(seed)) for seed in range(3))
@@ -269,6 +270,21 @@ def test_the_ladder_on_wavefronts_of_64() -> None:
     assert shared.counts.shared_memory["load"].bank_conflicts == 62 * 64 * 64 * 64 // 64
     assert padded.counts.bank_conflicts == 0
     assert flash_wmma.profile(q, k, v, kernel="simt_padded").launches[0].block == (32, 32, 1)
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_gradients_on_wavefronts_of_64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, dout = (torch.randn(1, 2, 50, 64, generator=generator) for _ in range(2))
+    k, v = (torch.randn(1, 2, 70, 64, generator=generator) for _ in range(2))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    with settings(mode="checked", warp_size=64):
+        out = flash_wmma.forward(q, k, v, causal="bottom_right", kernel="simt", backward_kernel="bwd_simt")
+        found = torch.autograd.grad(out, leaves, dout)
+    visible = torch.ones(50, 70, dtype=torch.bool).tril(70 - 50)
+    exact = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), visible)
+    for gradient, expected in zip(found, torch.autograd.grad(exact, leaves, dout.double()), strict=True):
+        assert (gradient - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 # ------------------------------------------------------------------------------------------------------------- rocprof

@@ -138,9 +138,8 @@ std::uint64_t Counters::request(const void* pc, Instruction what, const std::uin
     ++c.instructions;
     c.lanes += active;
     c.bytes += active * static_cast<std::uint64_t>(bytes);
-    const auto [cost, ideal] =
-        shared ? wavefronts(address, lanes, bytes, what == Instruction::kLoadShared, warp_size)
-               : sectors(address, lanes, bytes);
+    const auto [cost, ideal] = shared ? wavefronts(address, lanes, bytes, what == Instruction::kLoadShared, warp_size)
+                                      : sectors(address, lanes, bytes);
     (shared ? c.wavefronts : c.sectors) += cost;
     (shared ? c.ideal_wavefronts : c.ideal_sectors) += ideal;
     if (cost > c.worst) {
