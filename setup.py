@@ -10,8 +10,11 @@ not torch's. Neither matters here: kernels see no torch header, and the stable A
 binary serve every torch. So the sources are compiled by ninja, each group with its own flags; ninja also knows their
 headers, so that a second build compiles what changed and nothing else. docs/building.md says more.
 
-Environment: FLASH_WMMA_CUDA=0/1 (without/with CUDA kernels whatever is found), FLASH_WMMA_WERROR=1, CUDA_HOME, CXX,
-TORCH_CUDA_ARCH_LIST (as torch reads it: narrows the architectures), MAX_JOBS.
+Under a torch for ROCm hipcc takes nvcc's place, for the kernels without tensor cores (docs/hip.md). `setup.py
+build_hip` compiles those to objects, with no torch.
+
+Environment: FLASH_WMMA_CUDA=0/1 (without/with GPU kernels whatever is found), FLASH_WMMA_WERROR=1, CUDA_HOME, CXX,
+TORCH_CUDA_ARCH_LIST (as torch reads it: narrows the architectures), MAX_JOBS; ROCM_HOME, PYTORCH_ROCM_ARCH (gfx90a).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import json
 import os
 import platform
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -29,9 +33,9 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from setuptools import Extension, setup
+from setuptools import Command, Extension, setup
 from setuptools.command.build_ext import build_ext
 from setuptools.command.build_py import build_py
 from setuptools.errors import SetupError
@@ -78,6 +82,10 @@ SOURCES = (
     "csrc/cpu/*.cpp",
     *(f"csrc/{folder}/*.cu" for folder in ("device", "forward", "backward", "reductions")),
 )
+# What hipcc compiles: the kernels that use no tensor core.
+HIP_SOURCES = (
+    *("csrc/device/runtime.cu", "csrc/forward/simt*.cu", "csrc/backward/bwd_simt*.cu", "csrc/reductions/*.cu"),
+)
 
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a
@@ -85,6 +93,11 @@ CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR 
 NVCC_FLAGS = (
     "-std=c++17 -O3 -lineinfo --expt-relaxed-constexpr -Icsrc/device -Xptxas -v"
     " -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra" + (" -Werror all-warnings" if WERROR else "")
+)
+# csrc/device/hip comes first: it has <cuda_runtime.h>, <launch.h> and <ptx.cuh>.
+HIP_FLAGS = (
+    f"-x hip -std=c++17 -O3 -fPIC {HIDDEN} -Wall -Wextra -Wno-missing-braces -Icsrc/device/hip -Icsrc/device"
+    " -include cuda_runtime.h" + (" -Werror" if WERROR else "")
 )
 
 
@@ -157,6 +170,68 @@ def find_torch() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
+class Toolkit(NamedTuple):
+    """What compiles the kernels for GPUs, and the runtime that they are linked to."""
+
+    platform: Literal["cuda", "hip"]
+    compiler: Path
+    runtime: Path
+
+
+def hip_version(torch: Path) -> str | None:
+    """torch.version.hip of the torch in that folder, which is not imported; None: it is not a torch for ROCm."""
+    version: str | None = runpy.run_path(str(torch / "version.py")).get("hip")
+    return version
+
+
+def find_hipcc() -> Path | None:
+    homes = [home for home in (os.environ.get("ROCM_HOME"), os.environ.get("ROCM_PATH")) if home]
+    on_path = shutil.which("hipcc")
+    found = [Path(home) / "bin" / "hipcc" for home in (*homes, "/opt/rocm")]
+    if on_path:
+        found.insert(len(homes), Path(on_path))
+    return next((path for path in found if path.is_file()), None)
+
+
+def hip_targets() -> list[str]:
+    """The architectures to compile for, as clang names them."""
+    targets = re.split(r"[;,\s]+", os.environ.get("PYTORCH_ROCM_ARCH", "").strip() or "gfx90a")
+    for target in targets:
+        if not re.fullmatch(r"gfx[0-9a-f]{3,4}(:\w+[+-])*", target):
+            raise SetupError(f"PYTORCH_ROCM_ARCH: got {target!r}, expected items such as gfx90a")
+    return targets
+
+
+def hip_toolkit(torch: Path) -> Toolkit | None:
+    """hipcc and the HIP runtime, or None for a CPU-only build."""
+    switch = os.environ.get("FLASH_WMMA_CUDA", "")
+    if switch == "0":
+        return None
+    remedy = (
+        "install ROCm and set ROCM_HOME, or take it from Debian or Ubuntu:\n"
+        "    apt-get install hipcc rocm-device-libs libamdhip64-dev"
+    )
+    hipcc = find_hipcc()
+    if hipcc is None:
+        why = f"torch is built for ROCm {hip_version(torch)}, but no hipcc was found"
+        if switch == "1" or Path("/dev/kfd").exists():
+            raise SetupError(f"{why}: {remedy}\nor set FLASH_WMMA_CUDA=0: the CPU kernel alone")
+        notice(f"{why} and no AMD GPU: building the CPU kernel alone. For the HIP kernels, {remedy}")
+        return None
+    # torch brings its runtime along, as a rule, and a process should have one.
+    home = hipcc.resolve().parent.parent
+    folders = [torch / "lib", home / "lib", home / "lib64", home / "lib" / f"{platform.machine()}-linux-gnu"]
+    runtime = next((path for path in (folder / "libamdhip64.so" for folder in folders) if path.exists()), None)
+    if runtime is None:
+        raise SetupError(f"{hipcc} was found, but no libamdhip64.so in {', '.join(map(str, folders))}: {remedy}")
+    return Toolkit("hip", hipcc, runtime)
+
+
+def gpu_toolkit(torch: Path) -> Toolkit | None:
+    """The compiler for the GPUs that this torch is for. None: a CPU-only build."""
+    return hip_toolkit(torch) if hip_version(torch) else cuda_toolkit()
+
+
 def find_nvcc() -> Path | None:
     homes = [os.environ.get("CUDA_HOME"), os.environ.get("CUDA_PATH")]
     if not any(homes):
@@ -174,7 +249,7 @@ def has_gpu() -> bool:
     return smi is not None and subprocess.run([smi, "-L"], capture_output=True, check=False).returncode == 0
 
 
-def cuda_toolkit() -> tuple[Path, Path] | None:
+def cuda_toolkit() -> Toolkit | None:
     """nvcc and the static CUDA runtime, or None for a CPU-only build."""
     switch = os.environ.get("FLASH_WMMA_CUDA", "")
     if switch == "0":
@@ -202,7 +277,7 @@ def cuda_toolkit() -> tuple[Path, Path] | None:
     runtime = next((path for path in runtimes if path.is_file()), None)
     if runtime is None:
         raise SetupError(f"{nvcc} was found, but no libcudart_static.a beside it in {home}: {remedy}")
-    return nvcc, runtime
+    return Toolkit("cuda", nvcc, runtime)
 
 
 def notice(text: str) -> None:
@@ -214,6 +289,7 @@ def notice(text: str) -> None:
 RULES = r"""
 cxx_flags = {cxx_flags}
 nvcc_flags = {nvcc_flags}
+hip_flags = {hip_flags}
 torch_include = {torch}/include
 python_include = {python}
 rule cxx
@@ -227,6 +303,11 @@ rule nvcc
   description = $in
   depfile = $out.d
   deps = gcc
+rule hipcc
+  command = {hipcc} -MD -MF $out.d $hip_flags $flags -c $in -o $out
+  description = $in
+  depfile = $out.d
+  deps = gcc
 rule link
   command = {cxx} -shared -o $out $in $flags
   description = $out
@@ -237,21 +318,62 @@ def escape(path: object) -> str:
     return re.sub(r"([$ :])", r"$\1", str(path))
 
 
+def edge(target: Path, rule: str, source: Path, flags: str) -> str:
+    if source == Path("csrc/device/runtime.cu"):
+        flags += " $architectures"
+    return f"build {escape(target)}: {rule} {escape(source)}\n  flags = {flags}"
+
+
+def found(patterns: Iterable[str]) -> list[Path]:
+    """In the order in which ninja starts: the last rungs of the ladder take longest."""
+    return sorted((p.relative_to(ROOT) for pattern in patterns for p in ROOT.glob(pattern)), reverse=True)
+
+
+def hip_edges(build: Path) -> tuple[list[str], list[Path]]:
+    """What hipcc compiles as ninja text, and its objects."""
+    flags = " ".join(f"--offload-arch={target}" for target in hip_targets())
+    objects = {source: build / f"{source}.o" for source in reversed(found(HIP_SOURCES))}  # here the first take longest
+    return [edge(target, "hipcc", source, flags) for source, target in objects.items()], list(objects.values())
+
+
+def ninja_rules(toolkit: Toolkit | None, torch: Path | None, architectures: str) -> str:
+    """`architectures`: what the GPU kernels are compiled for, to say so at run time."""
+    cxx = shlex.join(shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "c++"])
+    compiler = toolkit.compiler if toolkit else None
+    rules = RULES.format(
+        cxx=cxx,
+        nvcc=f"{compiler} -ccbin {cxx.split()[0]}" if "CXX" in os.environ else compiler,
+        hipcc=compiler,
+        cxx_flags=CXX_FLAGS,
+        nvcc_flags=NVCC_FLAGS,
+        hip_flags=HIP_FLAGS,
+        torch=torch,
+        python=sysconfig.get_path("include"),
+    )
+    if toolkit:
+        notice(f"{toolkit.platform.upper()} kernels for {architectures} by {toolkit.compiler}")
+        rules += f'architectures = -DFLASH_WMMA_ARCHITECTURES=\\"{architectures}\\"\n'.replace(";", r"\;")
+    return rules
+
+
 def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path]]:
     """The build as ninja text, and the logs of ptxas that it leaves.
 
     `library` and `module`: where libflash_wmma.so and _C are linked to.
     """
-    torch, toolkit = find_torch(), cuda_toolkit()
+    torch = find_torch()
+    toolkit = gpu_toolkit(torch)
     wanted = codes(os.environ.get("TORCH_CUDA_ARCH_LIST", ""))
     objects: dict[str, list[Path]] = {"library": [], "module": []}
-    edges, logs, built = [], [], set()
-    # Ninja starts in this order, and the last rungs of the ladder take longest.
-    for source in sorted((p.relative_to(ROOT) for pattern in SOURCES for p in ROOT.glob(pattern)), reverse=True):
+    edges: list[str] = []
+    logs, built = [], set()
+    if toolkit and toolkit.platform == "hip":
+        edges, objects["library"] = hip_edges(build)
+    for source in found(SOURCES):
         group = next(g for g in GROUPS if fnmatch(str(source), g.pattern))
         target = build / f"{source}.o"
         flags = group.flags
-        if group.skip or (group.cuda and toolkit is None):
+        if group.skip or (group.cuda and not (toolkit and toolkit.platform == "cuda")):
             continue
         if group.cuda:
             available = codes(group.cuda)
@@ -262,33 +384,21 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
             built |= generated
             flags = f"{flags} {gencode(generated)}".strip()
             logs.append(Path(f"{target}.log"))
-        if source == Path("csrc/device/runtime.cu"):
-            flags += " $architectures"
-        edges.append(f"build {escape(target)}: {'nvcc' if group.cuda else 'cxx'} {escape(source)}\n  flags = {flags}")
+        edges.append(edge(target, "nvcc" if group.cuda else "cxx", source, flags))
         objects["module" if source.name == "module.cpp" else "library"].append(target)
 
-    cxx = shlex.join(shlex.split(os.environ.get("CXX", "")) or [shutil.which("g++") or "c++"])
-    nvcc, cudart = toolkit or (None, None)
-    rules = RULES.format(
-        cxx=cxx,
-        nvcc=f"{nvcc} -ccbin {cxx.split()[0]}" if "CXX" in os.environ else nvcc,
-        cxx_flags=CXX_FLAGS,
-        nvcc_flags=NVCC_FLAGS,
-        torch=torch,
-        python=sysconfig.get_path("include"),
-    )
-    if toolkit:
-        if not built:
-            raise SetupError(f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']}: no kernel has code for it")
-        text = ";".join(c.arch + "+PTX" * c.ptx for c in sorted(built, key=lambda c: (c.ptx, c.version)))
-        notice(f"CUDA kernels for {text} by {nvcc}")
-        rules += f'architectures = -DFLASH_WMMA_ARCHITECTURES=\\"{text}\\"\n'.replace(";", r"\;")
+    architectures = ";".join(c.arch + "+PTX" * c.ptx for c in sorted(built, key=lambda c: (c.ptx, c.version)))
+    if toolkit and toolkit.platform == "hip":
+        architectures = ";".join(hip_targets())
+    elif toolkit and not built:
+        raise SetupError(f"TORCH_CUDA_ARCH_LIST={os.environ['TORCH_CUDA_ARCH_LIST']}: no kernel has code for it")
+    rules = ninja_rules(toolkit, torch, architectures)
 
-    # libtorch.so alone is named by every torch, CPU or CUDA, and leads to the libraries that hold the stable ABI
+    # libtorch.so alone is named by every torch, CPU or GPU, and leads to the libraries that hold the stable ABI
     # (libtorch_cpu) and the current stream (libtorch_cuda). -z defs: a missing symbol fails here, not at import.
     link = f"-Wl,-z,defs -Wl,-soname,{library.name} -Wl,--exclude-libs,ALL"
     link += f" -L{torch}/lib -Wl,--no-as-needed -ltorch -Wl,--as-needed -ltorch_cpu" + (
-        f" {cudart} -ldl -lrt -lpthread" if cudart else ""
+        f" {toolkit.runtime} -ldl -lrt -lpthread" if toolkit else ""
     )
     for target, kind, needs, flags in (
         (library, "library", "", link),
@@ -296,7 +406,23 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
     ):
         inputs = " ".join(map(escape, objects[kind]))
         edges.append(f"build {escape(target)}: link {inputs}{f' || {needs}' if needs else ''}\n  flags = {flags}")
-    return f"builddir = {escape(build)}\n{rules}\n" + "\n".join(edges) + "\n", logs
+    return ninja_text(build, rules, edges), logs
+
+
+def ninja_text(build: Path, rules: str, edges: list[str]) -> str:
+    return f"builddir = {escape(build)}\n{rules}\n" + "\n".join(edges) + "\n"
+
+
+def run_ninja(script: Path, text: str) -> None:
+    """Writes the script, and builds what it says."""
+    (ROOT / script).parent.mkdir(parents=True, exist_ok=True)
+    (ROOT / script).write_text(text)
+    ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else [shutil.which("ninja") or ""]
+    if not ninja[-1]:
+        raise SetupError("ninja is needed to build flash_wmma: pip install ninja")
+    jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
+    if subprocess.run([*ninja, "-f", script, "-j", jobs], cwd=ROOT, check=False).returncode:
+        raise SetupError("the native build failed: the compiler's messages are above")
 
 
 # ------------------------------------------------------------------------------------------------------ what ptxas said
@@ -376,18 +502,10 @@ class NinjaBuild(build_ext):
 
     def build_extensions(self) -> None:
         build = Path(self.build_temp)
-        (ROOT / build).mkdir(parents=True, exist_ok=True)
         products = [build / Path(self.get_ext_filename(ext.name)).name for ext in self.extensions]
         library, module, table = products
-        script = build / "build.ninja"
         text, logs = ninja_file(build, library, module)
-        (ROOT / script).write_text(text)
-        ninja = [sys.executable, "-m", "ninja"] if importlib.util.find_spec("ninja") else [shutil.which("ninja") or ""]
-        if not ninja[-1]:
-            raise SetupError("ninja is needed to build flash_wmma: pip install ninja")
-        jobs = os.environ.get("MAX_JOBS") or str(len(os.sched_getaffinity(0)))
-        if subprocess.run([*ninja, "-f", script, "-j", jobs], cwd=ROOT, check=False).returncode:
-            raise SetupError("the native build failed: the compiler's messages are above")
+        run_ninja(build / "build.ninja", text)
         facts = kernel_table((ROOT / log).read_text() for log in logs)
         (ROOT / table).write_text(json.dumps(facts, indent=1) + "\n")
         for ext, product in zip(self.extensions, products, strict=True):
@@ -397,9 +515,31 @@ class NinjaBuild(build_ext):
             shutil.copy2(ROOT / product, target)
 
 
+class BuildHip(Command):
+    """The kernels for AMD's GPUs as objects in build/hip: that they compile is seen without a torch for ROCm."""
+
+    description = "compile the HIP kernels, without linking them"
+    user_options: list[tuple[str, str | None, str]] = []  # noqa: RUF012 # setuptools' interface
+
+    def initialize_options(self) -> None:
+        pass
+
+    def finalize_options(self) -> None:
+        pass
+
+    def run(self) -> None:
+        hipcc = find_hipcc()
+        if hipcc is None:
+            raise SetupError("no hipcc was found: set ROCM_HOME, or put it on PATH")
+        build = Path("build") / "hip"
+        edges, _ = hip_edges(build)
+        rules = ninja_rules(Toolkit("hip", hipcc, Path()), None, ";".join(hip_targets()))
+        run_ninja(build / "build.ninja", ninja_text(build, rules, edges))
+
+
 if __name__ == "__main__":
     setup(
         # Two libraries and a table: "extensions" are what setuptools puts beside the Python files, editable or not.
         ext_modules=[Extension(f"flash_wmma.{name}", []) for name in ("libflash_wmma", "_C", "kernels")],
-        cmdclass={"build_ext": NinjaBuild, "build_py": ShipSources},
+        cmdclass={"build_ext": NinjaBuild, "build_py": ShipSources, "build_hip": BuildHip},
     )

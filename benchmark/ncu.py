@@ -16,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 METRICS = {
@@ -115,8 +115,8 @@ def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
     return launches
 
 
-def run_kernel(args: argparse.Namespace) -> None:
-    """What runs under ncu."""
+def call_of(args: argparse.Namespace) -> Callable[[], None]:
+    """The call that is profiled."""
     import torch
 
     import flash_wmma
@@ -129,6 +129,14 @@ def run_kernel(args: argparse.Namespace) -> None:
     def call() -> None:
         flash_wmma.forward(q, k, v, causal=args.causal, kernel=args.kernel)
 
+    return call
+
+
+def run_kernel(args: argparse.Namespace) -> None:
+    """What runs under ncu."""
+    import torch
+
+    call = call_of(args)
     for _ in range(3):
         call()
     torch.cuda.synchronize()
@@ -154,10 +162,11 @@ def check(kernel: str) -> None:
         )
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def argument_parser(description: str | None, dtype: str) -> argparse.ArgumentParser:
+    """What to profile; `dtype` is the default."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--dtype", choices=DTYPES, default=dtype)
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--heads", type=int, default=4)
     parser.add_argument("--length", type=int, default=2048)
@@ -165,7 +174,17 @@ def main() -> int:
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--json", type=Path, help="write the raw metrics there too")
     parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    return parser
+
+
+def shape_of(args: argparse.Namespace) -> str:
+    """The problem in words."""
+    shape = f"B={args.batch} H={args.heads} N={args.length} d={args.head_dim} {args.dtype}"
+    return f"{shape}{' causal' if args.causal else ''}"
+
+
+def main() -> int:
+    args = argument_parser(__doc__, "fp16").parse_args()
     if args.run:
         run_kernel(args)
         return 0
@@ -175,8 +194,7 @@ def main() -> int:
     except CannotProfile as why:
         print(f"ncu.py: {why}", file=sys.stderr)
         return 2
-    shape = f"B={args.batch} H={args.heads} N={args.length} d={args.head_dim} {args.dtype}"
-    print(f"{args.kernel}, {shape}{' causal' if args.causal else ''}: {len(launches)} launch(es) a call")
+    print(f"{args.kernel}, {shape_of(args)}: {len(launches)} launch(es) a call")
     for name, metrics in launches:
         print(f"\n{name}")
         for label, value in table(metrics):

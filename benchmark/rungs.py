@@ -350,7 +350,9 @@ def plot(rows: Sequence[Row], ladder: Mapping[str, float], suggested: int, path:
 def run(args: argparse.Namespace) -> None:
     import torch
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu = torch.cuda.is_available() and not torch.version.hip  # under Nsight Compute
+    if torch.cuda.is_available() and torch.version.hip:
+        args.warp_size = torch.cuda.get_device_properties("cuda").warp_size
     if on_gpu:
         major, minor = torch.cuda.get_device_capability()
         args.arch = 10 * major + minor

@@ -21,7 +21,8 @@ class BuildInfo:
     library: Path
     """``libflash_wmma.so``."""
     cuda: str | None
-    """Version of the CUDA toolkit that compiled the kernels, such as ``"13.0"``; ``None``: CPU kernels alone."""
+    """Version of the CUDA toolkit (under a torch for ROCm: of HIP) that compiled the kernels, such as ``"13.0"``;
+    ``None``: CPU kernels alone."""
     architectures: tuple[str, ...]
     """Machine code and PTX in the library, such as ``("7.5", "8.0", "8.0+PTX")``."""
 

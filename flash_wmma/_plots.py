@@ -78,14 +78,15 @@ def _draw_shared(figure: Any, axes: Any, request: Request) -> None:
     turns = max(touch.turn for touch in touched) + 1
     lanes_at_once = request.lanes_at_once
     active = [lane for lane, address in enumerate(request.addresses) if address is not None]
-    parts = len({lane // lanes_at_once for lane in active})
+    parts = len({request.part(lane) for lane in active})
     palette = matplotlib.colormaps["viridis"].resampled(turns)
     norm = matplotlib.colors.BoundaryNorm([i + 0.5 for i in range(turns + 1)], turns) if turns > 1 else None
     _grid(axes, _BANKS, len(request.addresses))
     _squares(axes, [(t.unit, t.lane) for t in touched], [palette(t.turn) for t in touched])
     _title(axes, request, "wavefront", parts)
-    for lane in range(lanes_at_once, len(request.addresses), lanes_at_once):
-        axes.axhline(lane - 0.5, color="black", linewidth=1, linestyle="--")
+    for lane in range(1, len(request.addresses)):
+        if request.part(lane) != request.part(lane - 1):
+            axes.axhline(lane - 0.5, color="black", linewidth=1, linestyle="--")
     axes.set_xlim(-0.5, _BANKS - 0.5)
     axes.set_xticks(range(0, _BANKS, 4))
     apart = f"; lanes between dashed lines go together, {lanes_at_once} at a time" if parts > 1 else ""

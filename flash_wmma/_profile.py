@@ -50,7 +50,8 @@ class SharedRequests:
     """Passes over the memory that they take. A pass gives one 4-byte word of each of the 32 banks, to every lane that
     wants it."""
     ideal_wavefronts: int = 0
-    """The passes without bank conflicts: one a request, two where lanes access 8 bytes, four where they access 16."""
+    """The passes without bank conflicts: one a request, two where lanes access 8 bytes, four where they access 16;
+    twice as many for wavefronts of 64 lanes."""
 
     @property
     def bank_conflicts(self) -> int:
@@ -220,8 +221,10 @@ class Request:
     @property
     def lanes_at_once(self) -> int:
         """Lanes that shared memory serves together: fewer where they access 8 or 16 bytes, but for loads in which
-        lanes want the same in pairs."""
+        lanes of a warp of 32 want the same in pairs."""
         lanes = {8: 16, 16: 8}.get(self.bytes, 32)
+        if len(self.addresses) > 32:
+            return lanes
         paired = any(
             all(
                 a == b or a is None or b is None for a, b in zip(self.addresses, self._exchanged(distance), strict=True)
@@ -229,6 +232,14 @@ class Request:
             for distance in (1, 2)
         )
         return 2 * lanes if self.instruction == "shared_load" and lanes < 32 and paired else lanes
+
+    def part(self, lane: int) -> int:
+        """Which part of the request serves the lane: neighbours together, but for 16-byte loads of 64 lanes, whose
+        parts are lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and 24-27, and so on."""
+        if len(self.addresses) > 32 and self.instruction == "shared_load" and self.bytes == 16:
+            quad = lane % 32 // 4
+            return lane // 32 * 4 + (quad if quad < 4 else (quad - 4) ^ 1)
+        return lane // self.lanes_at_once
 
     def _exchanged(self, distance: int) -> list[int | None]:
         """The address of each lane's partner in a butterfly."""
@@ -247,7 +258,7 @@ class Request:
                 if self.space == "global":
                     found.append(Touch(lane, number, 0))
                     continue
-                words = served.setdefault((lane // self.lanes_at_once, number % BANKS), [])
+                words = served.setdefault((self.part(lane), number % BANKS), [])
                 if number not in words:
                     words.append(number)
                 found.append(Touch(lane, number % BANKS, words.index(number)))
@@ -260,7 +271,7 @@ class Request:
             return len({touch.unit for touch in self.touched})
         passes: dict[int, int] = {}
         for lane, _, turn in self.touched:
-            part = lane // self.lanes_at_once
+            part = self.part(lane)
             passes[part] = max(passes.get(part, 0), turn + 1)
         return sum(passes.values())
 
@@ -467,8 +478,6 @@ def _means(wanted: str, source: str) -> bool:
 def _request(row: Mapping[str, Any]) -> Request:
     worst = row["worst"]
     addresses = worst["addresses"]
-    while len(addresses) > 32 and addresses[-1] is None:  # lanes that a warp of 32 does not have
-        addresses = addresses[:-1]
     # The atomics of a line may be to both; offsets in shared memory are far below any address.
     shared = row["wavefronts"] and max(a for a in addresses if a is not None) < 2**20
     return Request(row["what"], "shared" if shared else "global", worst["bytes"], tuple(addresses))

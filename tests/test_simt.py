@@ -41,9 +41,12 @@ def test_output_in_registers_is_written_once() -> None:
     assert outer.written_bytes > each_tile.written_bytes
 
 
-@pytest.mark.parametrize("name", ["simt_padded", "simt_fa1", "simt"])
+RUNGS = ("naive", "coalesced", "block", "shared", "padded", "occupancy", "registers", "fa1")
+
+
+@pytest.mark.parametrize("name", [*(f"simt_{rung}" for rung in RUNGS), "simt"])
 def test_wavefront_of_64(name: str) -> None:
-    """Lanes of an AMD GPU: shuffles of narrower rows stay within them."""
+    """Lanes of an AMD GPU: rows of 64 keys, and narrower ones whose shuffles stay within them."""
     q, k, v = (normal((1, h, n, 64), seed=n) for h, n in ((2, 50), (1, 70), (1, 71)))
     v = v[:, :, :70]
     kernel = next(emulated_kernel(kernel) for kernel in flash_wmma.kernels() if kernel.name == name)

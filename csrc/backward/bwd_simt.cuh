@@ -106,7 +106,7 @@ __device__ __forceinline__ void hand_over(simt::Weights<Tile>& to, const simt::S
 }
 
 template <class Tile, Pass kPass>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+__global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
     backward_simt(const __grid_constant__ Problem problem) {
     constexpr bool kOwnsKeys = kPass != Pass::kQueries;
     constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys;

@@ -17,6 +17,7 @@
 #include "../attention.h"
 #include "../device/convert.h"
 #include "../device/element.cuh"
+#include "../device/shuffle.cuh"
 #include "../device/tile.cuh"
 #include "mma_shapes.h"
 
@@ -144,7 +145,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             }
         }
 #pragma unroll
-        for (int l = kLanes / 2; l; l /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, l);
+        for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);
         if (lane == 0) {
             float minus_lse = -INFINITY, minus_delta = 0.f;
             if (used) {

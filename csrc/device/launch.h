@@ -26,6 +26,9 @@ inline void check_cuda(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string("flash_wmma: ") + what + ": " + cudaGetErrorString(error));
 }
 
+/// The second argument of __launch_bounds__ for so many resident blocks a multiprocessor, each of `threads`.
+constexpr int resident(int blocks, [[maybe_unused]] int threads) { return blocks; }
+
 /// Launches `kernel(args...)` asynchronously. Throws std::runtime_error if the launch is refused.
 template <class... Params, class... Args>
 void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream, Args&&... args) {

@@ -4,6 +4,13 @@
 
 namespace flash_wmma {
 
+/// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has both.
+#ifdef __NVCC__
+inline constexpr int kMostLanes = 32;
+#else
+inline constexpr int kMostLanes = 64;
+#endif
+
 /// Lanes of a warp (AMD: of a wavefront). Known to the compiler on NVIDIA's GPUs, so that loops over it are unrolled.
 __device__ __forceinline__ int warp_lanes() {
 #ifdef __CUDA_ARCH__
@@ -39,6 +46,15 @@ __device__ __forceinline__ bool any_lane(bool holds) {
     return __any(holds);
 #else
     return __any_sync(0xffffffffu, holds);
+#endif
+}
+
+/// In how many of the first 32 lanes of the warp it holds.
+__device__ __forceinline__ int count_lanes(bool holds) {
+#ifdef __HIP_PLATFORM_AMD__
+    return __popc(static_cast<unsigned>(__ballot(holds)));  // of a mask of 64 bits the lower half
+#else
+    return __popc(__ballot_sync(0xffffffffu, holds));
 #endif
 }
 

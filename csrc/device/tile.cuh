@@ -4,6 +4,7 @@
 #include <launch.h>
 
 #include "../attention.h"
+#include "shuffle.cuh"
 
 namespace flash_wmma {
 
@@ -98,7 +99,7 @@ __device__ inline PackedTile packed_tile(const std::int32_t* cu_seqlens, std::in
     for (int first = 1; first <= sequences; first += 32) {
         const int i = first + lane;
         const bool before = i <= sequences && detail::first_row(cu_seqlens, i, total) / rows + i <= number;
-        found += __popc(__ballot_sync(0xffffffffu, before));
+        found += count_lanes(before);
     }
     return {found, number - found - detail::first_row(cu_seqlens, found, total) / rows};
 }

@@ -51,22 +51,37 @@ bool in_pairs(const std::uintptr_t* address, LaneMask lanes, int distance) {
     return true;
 }
 
-/// Wavefronts of a shared-memory request, and the fewest there could be. An 8-byte request goes in two halves of the
-/// warp, a 16-byte one in four quarters, or in half as many parts where lanes read the same in pairs. In each part a bank
-/// gives one word a wavefront, the same word to every lane that wants it.
-std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes,
-                                                   bool load) {
-    int lanes_at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
-    if (load && bytes > 4 && (in_pairs(address, lanes, 1) || in_pairs(address, lanes, 2))) lanes_at_once *= 2;
+/// Which part of a request to shared memory serves lane l, if `at_once` lanes are served together. A 16-byte load of a
+/// wavefront of 64 has parts that are not neighbours: lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and 24-27.
+int part_of(int l, int at_once, bool amd_wide_load) {
+    if (!amd_wide_load) return l / at_once;
+    const int quad = l % 32 / 4;
+    return l / 32 * 4 + (quad < 4 ? quad : (quad - 4) ^ 1);
+}
+
+/// Wavefronts of a shared-memory request, and the fewest there could be. A warp of 32 is served at once, a wavefront of
+/// 64 in two halves; where lanes access 8 or 16 bytes it takes two or four times as many parts, but half of those in a
+/// warp of 32 whose lanes load the same in pairs. In each part a bank gives one word a wavefront, the same word to every
+/// lane that wants it. Warps of 32 are as on NVIDIA's GPUs, wavefronts of 64 as on AMD's (docs/hip.md).
+std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes, bool load,
+                                                   int warp_size) {
+    int at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
+    const bool amd = warp_size == 64;
+    if (!amd && load && bytes > 4 && (in_pairs(address, lanes, 1) || in_pairs(address, lanes, 2))) at_once *= 2;
+    std::array<LaneMask, kMaxLanes / 8> parts{};
+    for (LaneMask rest = lanes; rest; rest &= rest - 1) {
+        const int l = __builtin_ctzll(rest);
+        parts[static_cast<std::size_t>(part_of(l, at_once, amd && load && bytes == 16))] |= LaneMask{1} << l;
+    }
     std::uint64_t total = 0, ideal = 0;
-    for (int first = 0; first < kMaxLanes; first += lanes_at_once) {
-        if (!(lanes >> first & ((lanes_at_once == 32 ? 0xffffffffull : (1ull << lanes_at_once) - 1)))) continue;
+    for (const LaneMask part : parts) {
+        if (!part) continue;
         std::array<std::uintptr_t, 64> words;
         std::array<std::uint8_t, kBanks> uses{};
         int count = 0;
         std::uint8_t most = 0;
-        for (int l = first; l < first + lanes_at_once; ++l) {
-            if (!(lanes >> l & 1)) continue;
+        for (LaneMask rest = part; rest; rest &= rest - 1) {
+            const int l = __builtin_ctzll(rest);
             const std::uintptr_t last = (address[l] + static_cast<std::uintptr_t>(bytes) - 1) / 4;
             for (std::uintptr_t word = address[l] / 4; word <= last; ++word) {
                 const auto end = words.begin() + count;
@@ -123,14 +138,14 @@ std::uint64_t Counters::request(const void* pc, Instruction what, const std::uin
     ++c.instructions;
     c.lanes += active;
     c.bytes += active * static_cast<std::uint64_t>(bytes);
-    const auto [cost, ideal] =
-        shared ? wavefronts(address, lanes, bytes, what == Instruction::kLoadShared) : sectors(address, lanes, bytes);
+    const auto [cost, ideal] = shared ? wavefronts(address, lanes, bytes, what == Instruction::kLoadShared, warp_size)
+                                      : sectors(address, lanes, bytes);
     (shared ? c.wavefronts : c.sectors) += cost;
     (shared ? c.ideal_wavefronts : c.ideal_sectors) += ideal;
     if (cost > c.worst) {
         c.worst = cost, c.worst_lanes = lanes, c.worst_bytes = static_cast<std::uint32_t>(bytes);
-        c.worst_addresses.assign(kMaxLanes, 0);
-        for (std::size_t l = 0; l < kMaxLanes; ++l)
+        c.worst_addresses.assign(static_cast<std::size_t>(warp_size), 0);
+        for (std::size_t l = 0; l < c.worst_addresses.size(); ++l)
             if (lanes >> l & 1) c.worst_addresses[l] = shared ? (address[l] - shared_base) % shared_block : address[l];
     }
     return is_shared(what) ? cost : 1;

@@ -71,6 +71,7 @@ class Counters {
     std::vector<Wait> timeline;  ///< of block 0
     std::uintptr_t shared_base = 0, shared_size = 0;
     std::uint64_t shared_block = 1;  ///< addresses repeat after that many bytes
+    int warp_size = 32;
 
     /// Turns the logs of a warp's lanes into requests and clears them. Returns the logical time that they took.
     std::uint64_t merge(LaneLog* const* lanes, int count);

@@ -65,6 +65,7 @@ void Worker::begin(const Launch& launch_, const Config& config_) {
     launch = launch_;
     config = config_;
     counters = Counters();
+    counters.warp_size = config.warp_size;
 }
 
 void Worker::set_up(std::uint64_t first_block, int count) {

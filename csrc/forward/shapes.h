@@ -17,13 +17,15 @@ struct Shape {
     float blocks_per_sm;
     int resident;
     void (*launch)(const ForwardParams&, Stream);
+    int lanes = 0;  ///< that a warp has at least
 };
 
-/// Whether an SM's shared memory, which is 1 KiB more than a block may opt in to, holds the shape's resident blocks, each of
-/// which takes 1 KiB more than it asks for.
+/// Whether the device has the lanes a warp, and an SM's shared memory, which is 1 KiB more than a block may opt in to, holds
+/// the shape's resident blocks, each of which takes 1 KiB more than it asks for.
 inline bool fits(const Shape& shape, const DeviceFacts& device) {
     constexpr int kReserved = 1024;
-    return shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
+    return shape.lanes <= device.warp_size &&
+           shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
 }
 
 /// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and

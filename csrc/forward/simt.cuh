@@ -55,7 +55,8 @@ __device__ __forceinline__ float over_row(float x, Combine combine) {
 }
 
 template <class Tile>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
+__global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
+    forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRows = Tile::kRows, kKeys = Tile::kKeys;
     constexpr bool kDouble = Tile::kStages == 2;
     constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;

@@ -13,19 +13,20 @@
 namespace flash_wmma::simt {
 namespace {
 
-template <int Br, int Bc>
-__global__ void __launch_bounds__(Br* Bc) block(const __grid_constant__ ForwardParams p) {
-    const QTile tile = q_tile<Br>(p);
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kBr* Tile::kBc) block(const __grid_constant__ ForwardParams p) {
+    constexpr int kBr = Tile::kBr, kBc = Tile::kBc;
+    const QTile tile = q_tile<kBr>(p);
     const int x = static_cast<int>(threadIdx.x), y = static_cast<int>(threadIdx.y), query = tile.first_row + y;
     const bool exists = query < p.seqlen_q;
-    const VisibleKeys<Br, Bc> keys(p, tile, y);
+    const VisibleKeys<kBr, kBc> keys(p, tile, y);
     const float* const q = row_of<const float>(p.q, tile.batch, tile.head, exists ? query : tile.first_row);
     float* const o = row_of<float>(p.o, tile.batch, tile.head, exists ? query : tile.first_row);
     if (exists)
-        for (int c = x; c < p.head_dim_v; c += Bc) o[c] = 0.f;
+        for (int c = x; c < p.head_dim_v; c += kBc) o[c] = 0.f;
 
-    OnlineRow<Bc> row;
-    for (int first = keys.first_tile; first < keys.end_tiles; first += Bc) {
+    OnlineRow<kBc> row;
+    for (int first = keys.first_tile; first < keys.end_tiles; first += kBc) {
         float score = -INFINITY;
         if (keys.sees(first + x)) {
             const float* const k = row_of<const float>(p.k, tile.batch, tile.head_k, first + x);
@@ -36,11 +37,11 @@ __global__ void __launch_bounds__(Br* Bc) block(const __grid_constant__ ForwardP
         const float before = row.l;
         const auto step = row.advance(score);
         const float keep = before * step.rescale * row.inverse();
-        for (int c = x; c - x < p.head_dim_v; c += Bc) {
+        for (int c = x; c - x < p.head_dim_v; c += kBc) {
             const bool inside = exists && c < p.head_dim_v;
             float sum = 0.f;
-            for (int j = 0; j < Bc; ++j) {
-                const float weight = shuffle(step.weight, j, Bc);
+            for (int j = 0; j < kBc; ++j) {
+                const float weight = shuffle(step.weight, j, kBc);
                 if (inside && keys.sees(first + j))
                     sum = fmaf(weight, row_of<const float>(p.v, tile.batch, tile.head_k, first + j)[c], sum);
             }
@@ -50,13 +51,15 @@ __global__ void __launch_bounds__(Br* Bc) block(const __grid_constant__ ForwardP
     if (exists && x == 0) p.lse[lse_index(p, tile.batch, tile.head, query)] = row.lse();
 }
 
-constexpr int kBr = 32, kBc = 32;
-
+template <class Tile>
 void launch_block(const ForwardParams& p, Stream stream) {
-    launch(block<kBr, kBc>, {q_tile_grid(p, kBr), dim3(kBc, kBr)}, stream, p);
+    launch(block<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kBc, Tile::kBr)}, stream, p);
 }
 
-const std::vector<Shape> kShapes = {rung_shape<kBr, kBc>(block<kBr, kBc>, launch_block, 256, kBr* kBc, 0)};
+const std::vector<Shape> kShapes = rung_shapes<RungTile<16, 64>, RungTile<32, 32>>([](auto tile) {
+    using Tile = decltype(tile);
+    return rung_shape<Tile>(block<Tile>, launch_block<Tile>, 256, Tile::kBr * Tile::kBc, 0);
+});
 const KernelInfo kInfo = Rung<kShapes>::info(
     /*name=*/"simt_block", /*summary=*/"a 2-D block, a score a thread: row maximum and sum by warp shuffles");
 const Registration kRegistration(kInfo);

@@ -15,9 +15,9 @@
 namespace flash_wmma::simt {
 namespace {
 
-constexpr int kLanes = 32;  // of a row: Br and Bc
-
-__global__ void __launch_bounds__(kLanes) coalesced(const __grid_constant__ ForwardParams p) {
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kLanes) coalesced(const __grid_constant__ ForwardParams p) {
+    constexpr int kLanes = Tile::kLanes;  // of a row: Br and Bc
     const QTile tile = q_tile<kLanes>(p);
     const int lane = static_cast<int>(threadIdx.x);
     const int rows = min(kLanes, static_cast<int>(p.seqlen_q) - tile.first_row);
@@ -62,11 +62,16 @@ __global__ void __launch_bounds__(kLanes) coalesced(const __grid_constant__ Forw
         p.lse[lse_index(p, tile.batch, tile.head, tile.first_row + lane)] = OnlineRow<kLanes>{own_m, own_l}.lse();
 }
 
+template <class Tile>
 void launch_coalesced(const ForwardParams& p, Stream stream) {
-    launch(coalesced, {q_tile_grid(p, kLanes), dim3(kLanes)}, stream, p);
+    launch(coalesced<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kLanes)}, stream, p);
 }
 
-const std::vector<Shape> kShapes = {rung_shape<kLanes, kLanes>(coalesced, launch_coalesced, 256, kLanes, 0)};
+/// A block is a warp.
+const std::vector<Shape> kShapes = rung_shapes<RungTile<64, 64>, RungTile<32, 32>>([](auto tile) {
+    using Tile = decltype(tile);
+    return rung_shape<Tile>(coalesced<Tile>, launch_coalesced<Tile>, 256, Tile::kLanes, 0);
+});
 const KernelInfo kInfo = Rung<kShapes>::info(
     /*name=*/"simt_coalesced", /*summary=*/"as simt_naive, lanes along the columns: neighbouring addresses");
 const Registration kRegistration(kInfo);

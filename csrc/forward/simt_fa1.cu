@@ -85,8 +85,8 @@ void launch_fa1(const ForwardParams& p, Stream stream) {
 
 template <class Rung>
 Shape fa1_shape() {
-    return rung_shape<Rung::kBr, Rung::kBc>(fa1<Rung>, launch_fa1<Rung>, Rung::kD, Rung::kBr * Rung::kBc,
-                                            sizeof(typename Rung::SharedMemory));
+    return rung_shape<Rung>(fa1<Rung>, launch_fa1<Rung>, Rung::kD, Rung::kBr * Rung::kBc,
+                            sizeof(typename Rung::SharedMemory));
 }
 
 /// m and l of every row.
@@ -94,11 +94,9 @@ std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     return p.batch * p.heads_q * p.seqlen_q * static_cast<std::int64_t>(sizeof(OnlineRow<32>));
 }
 
-const std::vector<Shape> kShapes = {
-    fa1_shape<SharedRung<64, 32, 32, 1, false>>(),
-    fa1_shape<SharedRung<128, 32, 32, 1, false>>(),
-    fa1_shape<SharedRung<256, 16, 16, 1, false>>(),
-};
+const std::vector<Shape> kShapes =
+    rung_shapes<SharedRung<64, 16, 64, 1, false>, SharedRung<64, 32, 32, 1, false>, SharedRung<128, 32, 32, 1, false>,
+                SharedRung<256, 16, 16, 1, false>>([](auto rung) { return fa1_shape<decltype(rung)>(); });
 const KernelInfo kInfo = Rung<kShapes>::info(
     /*name=*/"simt_fa1", /*summary=*/"FlashAttention-1's order: K/V tiles outside, O, m and l through global memory",
     workspace_bytes);

@@ -14,21 +14,22 @@
 namespace flash_wmma::simt {
 namespace {
 
-template <int Br, int Bc>
-__global__ void __launch_bounds__(Br) naive(const __grid_constant__ ForwardParams p) {
-    const QTile tile = q_tile<Br>(p);
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kBr) naive(const __grid_constant__ ForwardParams p) {
+    constexpr int kBr = Tile::kBr, kBc = Tile::kBc;
+    const QTile tile = q_tile<kBr>(p);
     const int row = static_cast<int>(threadIdx.x), query = tile.first_row + row;
     if (query >= p.seqlen_q) return;
-    const VisibleKeys<Br, Bc> keys(p, tile, row);
+    const VisibleKeys<kBr, kBc> keys(p, tile, row);
     const float* const q = row_of<const float>(p.q, tile.batch, tile.head, query);
     float* const o = row_of<float>(p.o, tile.batch, tile.head, query);
     for (int c = 0; c < p.head_dim_v; ++c) o[c] = 0.f;
 
     float m = -INFINITY, l = 0.f;
-    for (int first = keys.first_tile; first < keys.end_tiles; first += Bc) {
-        float s[Bc], top = m;
+    for (int first = keys.first_tile; first < keys.end_tiles; first += kBc) {
+        float s[kBc], top = m;
 #pragma unroll
-        for (int j = 0; j < Bc; ++j) {
+        for (int j = 0; j < kBc; ++j) {
             s[j] = -INFINITY;
             if (keys.sees(first + j)) {
                 const float* const k = row_of<const float>(p.k, tile.batch, tile.head_k, first + j);
@@ -42,12 +43,12 @@ __global__ void __launch_bounds__(Br) naive(const __grid_constant__ ForwardParam
         const float before = l * ptx::ex2(m - base);
         m = top, l = before;
 #pragma unroll
-        for (int j = 0; j < Bc; ++j) l += s[j] = ptx::ex2(s[j] - base);
+        for (int j = 0; j < kBc; ++j) l += s[j] = ptx::ex2(s[j] - base);
         const float inverse = l == 0.f ? 0.f : 1.f / l;
         for (int c = 0; c < p.head_dim_v; ++c) {
             float sum = 0.f;
 #pragma unroll
-            for (int j = 0; j < Bc; ++j)
+            for (int j = 0; j < kBc; ++j)
                 if (keys.sees(first + j))
                     sum = fmaf(s[j], row_of<const float>(p.v, tile.batch, tile.head_k, first + j)[c], sum);
             o[c] = (o[c] * before + sum) * inverse;
@@ -56,13 +57,16 @@ __global__ void __launch_bounds__(Br) naive(const __grid_constant__ ForwardParam
     p.lse[lse_index(p, tile.batch, tile.head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f;
 }
 
-constexpr int kBr = 32, kBc = 32;
-
+template <class Tile>
 void launch_naive(const ForwardParams& p, Stream stream) {
-    launch(naive<kBr, kBc>, {q_tile_grid(p, kBr), dim3(kBr)}, stream, p);
+    launch(naive<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kBr)}, stream, p);
 }
 
-const std::vector<Shape> kShapes = {rung_shape<kBr, kBc>(naive<kBr, kBc>, launch_naive, 256, kBr, 0)};
+/// A block is a warp.
+const std::vector<Shape> kShapes = rung_shapes<RungTile<64, 32, 64>, RungTile<32, 32>>([](auto tile) {
+    using Tile = decltype(tile);
+    return rung_shape<Tile>(naive<Tile>, launch_naive<Tile>, 256, Tile::kBr, 0);
+});
 const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_naive",
                                              /*summary=*/"fp32 on CUDA cores: a thread a row, O rewritten every tile");
 const Registration kRegistration(kInfo);

@@ -4,12 +4,10 @@
 namespace flash_wmma::simt {
 namespace {
 
-/// At d = 256 half as many rows and keys, so that the tiles fit 64 KiB.
-const std::vector<Shape> kShapes = {
-    shared_shape<SharedRung<64, 32, 32, 1, false>>(),
-    shared_shape<SharedRung<128, 32, 32, 1, false>>(),
-    shared_shape<SharedRung<256, 16, 16, 1, false>>(),
-};
+/// At d = 256 half as many rows and keys, so that the tiles fit 64 KiB. A row of 64 keys takes a warp of 64 lanes.
+const std::vector<Shape> kShapes =
+    shared_shapes<SharedRung<64, 16, 64, 1, false>, SharedRung<64, 32, 32, 1, false>, SharedRung<128, 32, 32, 1, false>,
+                  SharedRung<256, 16, 16, 1, false>>();
 const KernelInfo kInfo =
     Rung<kShapes>::info(/*name=*/"simt_padded", /*summary=*/"K's rows padded to d + 1: no bank conflicts");
 const Registration kRegistration(kInfo);

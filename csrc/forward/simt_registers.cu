@@ -6,12 +6,9 @@
 namespace flash_wmma::simt {
 namespace {
 
-/// At d = 256 half as many keys, so that the tiles fit 64 KiB.
-const std::vector<Shape> kShapes = {
-    shared_shape<SharedRung<64, 16, 32, 1, true>>(),
-    shared_shape<SharedRung<128, 16, 32, 1, true>>(),
-    shared_shape<SharedRung<256, 16, 16, 1, true>>(),
-};
+/// At d = 256 half as many keys, so that the tiles fit 64 KiB. A row of 64 keys takes a warp of 64 lanes.
+const std::vector<Shape> kShapes = shared_shapes<SharedRung<64, 8, 64, 1, true>, SharedRung<64, 16, 32, 1, true>,
+                                                 SharedRung<128, 16, 32, 1, true>, SharedRung<256, 16, 16, 1, true>>();
 const KernelInfo kInfo =
     Rung<kShapes>::info(/*name=*/"simt_registers", /*summary=*/"O in registers, divided by l once");
 const Registration kRegistration(kInfo);

@@ -53,16 +53,34 @@ struct VisibleKeys {
     __device__ bool sees(int key) const { return begin <= key && key < end; }
 };
 
-/// A rung's instance: a kernel whose block is Br query rows, Bc keys and `threads` threads.
-template <int Br, int Bc>
+/// A block's rows and keys, and the lanes that its warps have at least: of a row, if one warp shares it.
+template <int Br, int Bc, int Lanes = Bc>
+struct RungTile {
+    static constexpr int kBr = Br, kBc = Bc, kLanes = Lanes;
+};
+
+/// A rung's instance: a kernel whose block is a Tile and `threads` threads.
+template <class Tile>
 Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardParams&, Stream), int head_dim, int threads,
                  int smem_bytes) {
-    return {{DType::kFloat32, 75, head_dim, Br, Bc, (threads + 31) / 32, 1, smem_bytes,
+    return {{DType::kFloat32, 75, head_dim, Tile::kBr, Tile::kBc, (threads + 31) / 32, 1, smem_bytes,
              reinterpret_cast<const void*>(kernel)},
             /*general=*/false,
             /*blocks_per_sm=*/0.f,
             /*resident=*/1,
-            launch};
+            launch,
+            Tile::kLanes};
+}
+
+/// The table of a rung: shape_of(tile) of each of the tiles that a target of the compiler has the lanes for.
+template <class... Tiles, class ShapeOf>
+std::vector<Shape> rung_shapes(ShapeOf shape_of) {
+    std::vector<Shape> shapes;
+    const auto add = [&](auto tile) {
+        if constexpr (decltype(tile)::kLanes <= kMostLanes) shapes.push_back(shape_of(tile));
+    };
+    (add(Tiles()), ...);
+    return shapes;
 }
 
 /// A rung's row in the registry.

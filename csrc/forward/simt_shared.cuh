@@ -18,7 +18,7 @@
 namespace flash_wmma::simt {
 
 template <int HeadDim, int QRows, int Keys, int KeyPadding, bool OInRegisters>
-struct SharedRung {
+struct SharedRung : RungTile<QRows, Keys> {
     static constexpr int kD = HeadDim, kBr = QRows, kBc = Keys;
     static constexpr bool kInRegisters = OInRegisters;
 
@@ -103,8 +103,12 @@ void launch_shared(const ForwardParams& p, Stream stream) {
 
 template <class Rung>
 Shape shared_shape() {
-    return rung_shape<Rung::kBr, Rung::kBc>(shared<Rung>, launch_shared<Rung>, Rung::kD, Rung::kBr * Rung::kBc,
-                                            sizeof(typename Rung::SharedMemory));
+    return rung_shape<Rung>(shared<Rung>, launch_shared<Rung>, Rung::kD, Rung::kBr * Rung::kBc,
+                            sizeof(typename Rung::SharedMemory));
+}
+template <class... Rungs>
+std::vector<Shape> shared_shapes() {
+    return rung_shapes<Rungs...>([](auto rung) { return shared_shape<decltype(rung)>(); });
 }
 
 }  // namespace flash_wmma::simt
