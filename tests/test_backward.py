@@ -85,6 +85,12 @@ def true_gradients(given: Inputs, mask: Mask, modification: Modification) -> lis
     return list(torch.autograd.grad(loss, leaves))
 
 
+def as_the_kernel_multiplies(kernel: flash_wmma.Kernel, given: Inputs) -> list[Tensor]:
+    """q, k and v for forward, so that lse is that of the scores which the kernel computes again."""
+    operand = operand_dtype(kernel, given.q.dtype)
+    return [t if t.is_cuda else as_multiplied(t, operand).to(t.dtype) for t in given[:3]]
+
+
 def compute(
     kernel: flash_wmma.Kernel,
     given: Inputs,
@@ -93,9 +99,8 @@ def compute(
     deterministic: bool = False,
 ) -> list[Tensor]:
     """The kernel's, from poisoned memory; the inputs' storages stay as they are."""
-    operand = operand_dtype(kernel, given.q.dtype)  # lse is that of the scores which the kernel computes again
     out, lse = flash_wmma.forward(
-        *(t if given.q.is_cuda else as_multiplied(t, operand).to(t.dtype) for t in given[:3]),
+        *as_the_kernel_multiplies(kernel, given),
         causal=mask.causal,
         window=mask.window,
         return_lse=True,
@@ -364,7 +369,7 @@ def test_strides_beyond_32_bits(backward_target: BackwardTarget, large: str, dim
         pytest.skip("on a CPU alone")
     near = inputs(kernel, dtype, 20, 20, heads=(2, 2), batch=1)._replace(dlse=None)
     bias = normal((1, 2, 20, 20), dtype=dtype, seed=8)
-    out, lse = ops.forward(*near[:3], attn_bias=bias)
+    out, lse = ops.forward(*as_the_kernel_multiplies(kernel, near), attn_bias=bias)
     given, far_bias = near, bias
     if large == "attn_bias":
         far_bias = far_apart(bias, dim)
