@@ -53,6 +53,7 @@ class Group(NamedTuple):
     pattern: str
     flags: str = ""
     cuda: str = ""  # the code to generate, as in TORCH_CUDA_ARCH_LIST: machine code, "+PTX" adds PTX
+    asks_arch: bool = False  # whether what it includes differs between 8.0 and 9.0 (__CUDA_ARCH__)
     skip: bool = False
 
 
@@ -70,6 +71,8 @@ GROUPS = (
     Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
     Group("csrc/*/*_sm75*.cu", cuda="7.5+PTX"),
+    Group("csrc/backward/*_sm80*.cu", cuda="8.0+PTX;9.0", asks_arch=True),  # 9.0 adds four floats at once
+    Group("csrc/backward/*.cu", cuda="7.5;8.0+PTX;9.0", asks_arch=True),
     Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )
@@ -119,11 +122,20 @@ class Code(NamedTuple):
         return f"{'compute' if self.ptx else 'sm'}_{self.arch.replace('.', '')}"
 
 
-def gencode(generated: set[Code]) -> str:
-    """nvcc's flags for this code, one -gencode an architecture."""
+def gencode(generated: set[Code], asks_arch: bool = False) -> str:
+    """nvcc's flags for this code, one -gencode for each time that its PTX is made.
+
+    Once for 8.0 and what is later, since that takes most of the time and the machine code is the same; once an
+    architecture if the source asks for it.
+    """
+
+    def front(code: Code) -> str:
+        shared = not asks_arch and code.version >= (8, 0) and not code.arch.endswith(("a", "f"))
+        return "8.0" if shared and not code.ptx else code.arch
+
     flags = []
-    for arch in sorted({code.arch for code in generated}):
-        kinds = sorted(str(code) for code in generated if code.arch == arch)
+    for arch in sorted({front(code) for code in generated}):
+        kinds = sorted(str(code) for code in generated if front(code) == arch)
         flags.append(f"-gencode arch={Code(arch, True)},code=[{','.join(kinds)}]")
     return " ".join(flags)
 
@@ -382,7 +394,7 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
                 notice(f"{source}: no code for {os.environ['TORCH_CUDA_ARCH_LIST']}, left out")
                 continue
             built |= generated
-            flags = f"{flags} {gencode(generated)}".strip()
+            flags = f"{flags} {gencode(generated, group.asks_arch)}".strip()
             logs.append(Path(f"{target}.log"))
         edges.append(edge(target, "nvcc" if group.cuda else "cxx", source, flags))
         objects["module" if source.name == "module.cpp" else "library"].append(target)

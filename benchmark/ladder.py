@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The ladder in one table: every forward kernel from the naive one on, timed together at one shape, in one process.
 
-    python benchmark/ladder.py                                          B=8 H=32 N=2048 d=64, half a minute
+    python benchmark/ladder.py                                          B=8 H=32 N=2048 d=64
     python benchmark/ladder.py --json ladder.json --markdown ladder.md --plot ladder.png
 
 Kernels on CUDA cores are given fp32, those on tensor cores fp16, `unfused` both, SDPA's backends likewise.

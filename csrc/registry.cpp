@@ -130,11 +130,19 @@ unsigned features_of(const BackwardParams& p) {
     return features;
 }
 
-bool is_exact(const KernelFacts& kernel, DType dtype) {
+namespace {
+
+/// Whether the kernel multiplies numbers of that dtype as they are: it has no instances to choose among, or one of them
+/// reads the dtype and does not round it.
+template <class Params>
+bool is_exact(const Kernel<Params>& kernel, DType dtype) {
     const Instance* end = kernel.instances + kernel.instance_count;
     return kernel.instance_count == 0 ||
-           std::any_of(kernel.instances, end, [&](const Instance& instance) { return instance.dtype == dtype; });
+           (!(kernel.rounds_float32 && dtype == DType::kFloat32) &&
+            std::any_of(kernel.instances, end, [&](const Instance& instance) { return instance.dtype == dtype; }));
 }
+
+}  // namespace
 
 template <class Params>
 std::string refusal(const Kernel<Params>& kernel, const Params& params, const DeviceFacts& device) {

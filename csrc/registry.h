@@ -71,6 +71,8 @@ struct Kernel : KernelFacts {
     void (*launch)(const Params&, const DeviceFacts&, Stream);
     /// The last arch it has code for, where that is of one architecture (sm_90a).
     int max_arch = 1 << 30;
+    /// Whether fp32 inputs are rounded to half on their way into the products, by instances that read fp32.
+    bool rounds_float32 = false;
 };
 using KernelInfo = Kernel<ForwardParams>;
 using BackwardKernelInfo = Kernel<BackwardParams>;
@@ -137,10 +139,6 @@ std::vector<std::string> feature_names(unsigned features);
 /// The features that these params use, as Feature bits.
 unsigned features_of(const ForwardParams& params);
 unsigned features_of(const BackwardParams& params);
-
-/// Whether the kernel multiplies numbers of that dtype as they are: it has no instances to choose among, or one of them
-/// reads the dtype.
-bool is_exact(const KernelFacts& kernel, DType dtype);
 
 /// Whether the forward kernel of that name, for "auto" the one that it takes, multiplies fp32 inputs as they are.
 bool is_exact(const std::string& name, const ForwardParams& params, const DeviceFacts& device,

@@ -441,6 +441,18 @@ def test_range_of_converted_inputs(backward_target: BackwardTarget, sizes: tuple
         assert not any(t.any() for t in gradients)
 
 
+def check_each_tile(
+    kernel: flash_wmma.Kernel, given: Inputs, gradients: list[Tensor], mask: Mask, modification: Modification = PLAIN
+) -> None:
+    """Each tile of a gradient is as exact as its own values allow."""
+    operand = operand_dtype(kernel, given.q.dtype)
+    multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), None)
+    eps = max(torch.finfo(t).eps for t in (given.q.dtype, operand))
+    for gradient, expected in zip(gradients, true_gradients(multiplied, mask, modification), strict=True):
+        for tile, its_expected in zip(gradient.split(SCALE_ROWS, 2), expected.split(SCALE_ROWS, 2), strict=True):
+            assert error(tile, its_expected) <= 4 * eps
+
+
 TILES = {
     "q": ((-60, 2, -100), (0, 0, 0), (0, 0, 0), (0, 0, 0)),
     "k": ((0, 0, 0), (-60, 2, -30), (0, 0, 0), (0, 0, 0)),
@@ -453,19 +465,44 @@ TILES = {
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("which", TILES)
 def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which: str, deterministic: bool) -> None:
-    """Accumulators follow the exponents, and each tile of a gradient is as exact as its own values allow."""
+    """Accumulators follow the exponents."""
     kernel, dtype = backward_target
     converts(kernel, dtype)
     needs(kernel, "deterministic", "causal")
     moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     given = Inputs(*(scaled(t, e) for t, e in zip(moderate[:4], TILES[which], strict=True)), None)
     gradients = check(kernel, given, Mask(True), PLAIN, deterministic, moderate)
-    operand = operand_dtype(kernel, dtype)
-    multiplied = Inputs(*(as_multiplied(t, operand) for t in given[:4]), None)
-    eps = max(torch.finfo(t).eps for t in (dtype, operand))
-    for gradient, expected in zip(gradients, true_gradients(multiplied, Mask(True), PLAIN), strict=True):
-        for tile, its_expected in zip(gradient.split(SCALE_ROWS, 2), expected.split(SCALE_ROWS, 2), strict=True):
-            assert error(tile, its_expected) <= 4 * eps
+    check_each_tile(kernel, given, gradients, Mask(True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_range_of_keys_outside_the_window(backward_target: BackwardTarget, deterministic: bool) -> None:
+    """Keys of the same tile that no query of a tile sees have no part in its unit."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    needs(kernel, "deterministic", "window")
+    mask = Mask(False, (10, 0))
+    moderate = inputs(kernel, dtype, 200, 200, heads=(1, 1))._replace(dlse=None)
+    large = (50, 0, 0, 0)
+    q = torch.ldexp(moderate.q, torch.tensor(-50))  # so that no weight saturates
+    given = moderate._replace(q=q, k=scaled(moderate.k, large), v=scaled(moderate.v, large))
+    check_each_tile(kernel, given, compute(kernel, given, mask, PLAIN, deterministic), mask)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize("hidden", [0, 1, 2])
+def test_range_of_keys_that_a_mask_hides(backward_target: BackwardTarget, hidden: int, deterministic: bool) -> None:
+    """Large keys that a mask hides take nothing of the others' precision, before them or behind them."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    needs(kernel, "deterministic", "attn_bias")
+    moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
+    large = tuple(50 * (tile == hidden) for tile in range(3))
+    given = moderate._replace(k=scaled(moderate.k, large), v=scaled(moderate.v, large))
+    seen = torch.arange(150, device=kernel.device) // SCALE_ROWS != hidden
+    modification = Modification(attn_bias=seen)
+    gradients = compute(kernel, given, DENSE, modification, deterministic)
+    check_each_tile(kernel, given, gradients, DENSE, modification)
 
 
 @pytest.mark.parametrize("zero", range(4))

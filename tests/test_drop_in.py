@@ -144,7 +144,7 @@ def test_sdpa_gradient_of_a_broadcast_mask_is_deterministic(
     inputs.append(torch.randn(shape, generator=torch.Generator().manual_seed(4)).to(device).requires_grad_())
 
     def backward(*arguments: Any) -> Any:
-        attn_bias, deterministic = arguments[11], arguments[-2]
+        attn_bias, deterministic = arguments[11], arguments[-3]
         if deterministic and attn_bias.shape != (3, 2, 8, 8):
             raise ValueError("kernel 'auto' cannot run this: the gradient of a broadcast attn_bias with deterministic")
         return ops.backward.default(*arguments)

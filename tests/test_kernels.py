@@ -343,6 +343,8 @@ CONVERTED = [  # arch, dtype, forward's kernel, the kernels taken
     (80, torch.bfloat16, "auto", "mma_sm80", "bwd_sm80"),
     (80, torch.float32, "auto", "mma_sm80", "bwd_sm80"),
     (80, torch.float32, "wmma_v3", "wmma_v3", "bwd_sm80"),
+    (75, torch.float32, "wmma_v1", "wmma_v1", "bwd_sm75"),
+    (80, torch.float32, "wmma_v2", "wmma_v2", "bwd_sm80"),
     (80, torch.float32, "simt_naive", "simt_naive", "bwd_simt"),
     (90, torch.float32, "unfused", "unfused", "bwd_simt"),
 ]

@@ -279,8 +279,7 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
 #pragma unroll
         for (int k = 0; k < Tile::kOwn / 16; ++k) {
             if constexpr (Exponent::kScaled)
-                if (16 * k % kScaleRows == 0 && exponent_of.active())
-                    multiply_by_power(dq, unit.step(exponent_of(16 * k)));
+                if (16 * k % kScaleRows == 0 && exponent_of.active()) unit.follow(dq, exponent_of(16 * k));
             std::uint32_t a[kRowTiles][4];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
@@ -457,17 +456,22 @@ class StreamedTiles {
     uint4 pair_;
 };
 
-/// Exponents of dQ's products, for add_to_dq.
+/// Exponents of dQ's products, for add_to_dq: -inf for keys that no row of the streamed tile of `stream` rows sees.
 struct DqExponent {
     static constexpr bool kScaled = true;
     const Problem& problem;
     const OwnedTile& own;
+    const BandMask& mask;
     const Cursor& at;
+    int stream;
 
     __device__ bool active() const { return problem.scales; }
     __device__ float operator()(int row) const {
         const Sequence& s = own.sequence;
-        const KeyScales keys = key_scales(problem, s, own.head_k, min(own.first_row + row, s.seqlen_k - 1));
+        const int first = own.first_row + row, last = min(first + kScaleRows, s.seqlen_k) - 1;
+        if (first > last || mask.first_query(first) >= at.row + stream || mask.last_query(last) < at.row)
+            return -INFINITY;
+        const KeyScales keys = key_scales(problem, s, own.head_k, first);
         return ds_exponent(query_scales(problem, s, at.head, at.row), keys) + keys.k;
     }
 };
@@ -484,6 +488,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
     constexpr bool kMayScale = General && std::is_same_v<T, half>;
+    static_assert(!kMayScale || (kScaleRows % Tile::kWarpRows == 0 &&
+                                 (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
     static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
     const ForwardParams& p = problem.forward;
@@ -570,8 +576,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
                     if (begin < at.row + Tile::kStream && at.row < end) {
                         const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
-                        multiply_by_power(d_first, first_unit.step(exponent));
-                        if constexpr (kOwnsKeys) multiply_by_power(d_second, second_unit.step(of_q.dout));
+                        first_unit.follow(d_first, exponent);
+                        if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
                     }
                 }
 #pragma unroll 1
@@ -714,7 +720,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 float* dq_rows = dq_of(problem, sequence, at.head, at.row);
                 if constexpr (kMayScale)
-                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again, DqExponent{problem, own, at});
+                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again, DqExponent{problem, own, mask, at, Tile::kStream});
                 else add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
             }
         }
@@ -736,7 +742,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
                                    p.head_dim_v, d_second, 1.f, thread);
             };
-            if (p.out_dtype == DType::kFloat32) store_both(float{});
+            if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
+            else if (p.out_dtype == DType::kFloat32) store_both(float{});
             else store_both(bf16{});
             return;
         }

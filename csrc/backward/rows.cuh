@@ -104,13 +104,12 @@ __device__ inline RowGroup row_group(const ForwardParams& p) {
 
 inline constexpr int kRowThreads = 256;
 
-// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
-// the order of dQ's buffer depends on them.
-// T is the type of o and of the gradients.
 struct PrepareMemory {
     float4 warp_maximum[kRowThreads / 32 / 4];
 };
 
+// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
+// the order of dQ's buffer depends on them. T is the type of o and of the gradients.
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     using Dout = std::conditional_t<Converted, half, T>;
@@ -123,7 +122,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
-    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q;
+    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q && sequence.seqlen_k > 0;
     [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
     float largest = 0.f;  // of the finite |D| that this thread computes
     for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
@@ -166,7 +165,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     if constexpr (Converted) {
         auto& smem = shared_memory<PrepareMemory>();
 #pragma unroll
-        for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, l));
+        for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, shuffle_xor(largest, l));
         if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
         __syncthreads();
         if (tid > 0 || !exists) return;

@@ -8,6 +8,7 @@
 // dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j: accumulators follow them.
 #pragma once
 
+#include "../device/shuffle.cuh"
 #include "rows.cuh"
 
 namespace flash_wmma::backward {
@@ -27,9 +28,9 @@ __device__ __forceinline__ KeyScales key_scales(const Problem& problem, const Se
     return {e.k[i], e.v[i], problem.exponents.v_norm[i]};
 }
 
-/// e_ij; not so small that its inverse overflows (then dS is below fp32's least normal number, or nearly).
+/// e_ij, rounded up to an integer; not so small that its inverse overflows (no |dS| is above 2^-105 then).
 __device__ __forceinline__ float ds_exponent(const QueryScales& q, const KeyScales& k) {
-    return fmaxf(fmaxf(q.dout_norm + k.v_norm, q.delta) - 14.f, -120.f);
+    return fmaxf(ceilf(fmaxf(q.dout_norm + k.v_norm, q.delta)) - 14.f, -120.f);
 }
 
 /// What brings the products of a pair of groups to scores (log2 units), dP and D to dS as it is stored.
@@ -46,22 +47,21 @@ struct PairScales {
     __device__ float ds() const { return 1.f / delta; }
 };
 
-/// The unit 2^exponent of accumulators, as it follows the exponents of what is added. It never falls further below the
-/// largest met than sums over 2^30 rows bear; a tile below that is taken for one there, nothing beside the largest.
-struct Unit {
-    float exponent = 0.f, largest = -INFINITY;
-
-    /// To the exponent `e` (-inf: zeros, whose exponent does not matter): accumulators are to be multiplied by 2 to the
-    /// result first.
-    __device__ __forceinline__ float step(float e) {
-        constexpr float kRange = 64.f;
-        if (e == -INFINITY) return 0.f;
-        const float before = largest == -INFINITY ? e : exponent;
-        largest = fmaxf(largest, e);
-        exponent = fmaxf(e, largest - kRange);
-        return before - exponent;
-    }
-};
+/// The largest finite magnitude among a warp's accumulators.
+template <int Rows, int Tiles>
+__device__ __forceinline__ float largest_of_warp(const float (&accumulators)[Rows][Tiles][4]) {
+    float largest = 0.f;
+#pragma unroll
+    for (const auto& row : accumulators)
+#pragma unroll
+        for (const auto& tile : row)
+#pragma unroll
+            for (const float x : tile)
+                if (isfinite(x)) largest = fmaxf(largest, fabsf(x));
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) largest = fmaxf(largest, shuffle_xor(largest, lanes));
+    return largest;
+}
 
 /// Accumulators times 2^exponent, in two steps so that neither factor overflows where their product does not.
 template <int Rows, int Tiles>
@@ -75,5 +75,26 @@ __device__ __forceinline__ void multiply_by_power(float (&accumulators)[Rows][Ti
 #pragma unroll
             for (float& x : tile) x = x * first * second;
 }
+
+/// The unit 2^exponent of a warp's accumulators, as it follows the exponents of what is added. It never falls further
+/// below the largest of them than sums over 2^30 rows bear; a tile below that is added in a unit that is too large for
+/// it, and is still nothing beside the largest.
+struct Unit {
+    float exponent = 0.f, bound = -INFINITY;  // bound: no accumulator's exponent is larger
+
+    /// Brings the accumulators to the unit for a tile of the exponent `e`, the same in the whole warp (-inf: zeros, whose
+    /// exponent does not matter).
+    template <int Rows, int Tiles>
+    __device__ __forceinline__ void follow(float (&accumulators)[Rows][Tiles][4], float e) {
+        constexpr float kRange = 64.f;
+        if (e == -INFINITY || (e == exponent && e == bound)) return;
+        // What was added may be far below its bound, or nothing at all, as where a bias hides it
+        if (e < bound - kRange) bound = exponent + ceilf(log2f(largest_of_warp(accumulators)));
+        const float before = bound == -INFINITY ? e : exponent;
+        bound = fmaxf(bound, e);
+        exponent = fmaxf(e, bound - kRange);
+        multiply_by_power(accumulators, before - exponent);
+    }
+};
 
 }  // namespace flash_wmma::backward

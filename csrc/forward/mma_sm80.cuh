@@ -8,6 +8,7 @@ namespace flash_wmma::mma {
 
 struct Sm80 {
     static constexpr bool kThroughRegisters = false;  // the way of a copy to shared memory
+    static constexpr bool kMultipliesBf16 = true;
 
     /// D += A B: A 16x16, B 16x8.
     template <class T>

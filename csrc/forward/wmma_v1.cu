@@ -198,6 +198,8 @@ const KernelInfo kInfo = {
     choose,
     workspace_bytes,
     launch_wmma_v1,
+    /*max_arch=*/1 << 30,
+    /*rounds_float32=*/true,
 };
 const Registration kRegistration(kInfo);
 

@@ -231,6 +231,8 @@ const KernelInfo kInfo = {
     choose,
     workspace_bytes,
     launch_wmma_v2,
+    /*max_arch=*/1 << 30,
+    /*rounds_float32=*/true,
 };
 const Registration kRegistration(kInfo);
 

@@ -44,7 +44,7 @@ _KERNEL = [
 ]
 _UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a file leaves the cache
 _compilers = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-"""One for each core, whoever asks."""
+"""One for each core, whoever asks in this process."""
 _CHECKED = [
     *("-DFLASH_WMMA_CHECKED", "-fsanitize=thread", "-fsanitize-coverage=trace-pc"),
     # An access of 16 bytes stays one, and addresses of code follow the order of the source.
@@ -170,10 +170,11 @@ def _object(source: Path, flags: list[str], *, cached_only: bool = False) -> Pat
         return folder / f"{name}-{_digest(listed.read_text().splitlines(), salt)}.o"
 
     def find() -> Path | None:
-        if not listed.exists() or not cached().exists():
-            return None
-        _used(listed, cached())
-        return cached()
+        with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+            if listed.exists() and cached().exists():
+                _used(listed, cached())
+                return cached()
+        return None
 
     if cached_only:
         return find()
