@@ -1,9 +1,9 @@
-"""Draws the pictures of docs/rungs from the emulator's data, no GPU needed. Called as
+"""Draws pictures of docs from the emulator's data, no GPU needed. Called as
 
     python docs/pictures.py                  # all of them, into docs/images
 
 One request of a kernel, by a line of its source: which lane touches which bank of shared memory, or which sector of
-global memory. And the fragments of WMMA: which lane holds which element.
+global memory. The fragments of WMMA: which lane holds which element. And what a block's warps wait for, over time.
 """
 
 from __future__ import annotations
@@ -35,6 +35,8 @@ FRAGMENTS = {  # entries of lane_maps.cu: what they hold
     "matrix_b_half_column": "right operand (Kᵀ)",
     "accumulator_row": "accumulator (S, O)",
 }
+
+TIMELINE = "timeline_wgmma_sm90.png"
 
 
 def draw_request(name: str, folder: Path) -> None:
@@ -78,7 +80,16 @@ def draw_fragments(path: Path) -> None:
     plt.close(figure)
 
 
+def draw_timeline(path: Path) -> None:
+    """A block of `wgmma_sm90`: two warpgroups of consumers, six tiles of 128 keys, four stages."""
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 256, 64, generator=generator).half()
+    k, v = torch.randn(2, 1, 1, 768, 64, generator=generator).half()
+    flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90).plot_timeline(path)
+
+
 if __name__ == "__main__":
     for name in REQUESTS:
         draw_request(name, IMAGES)
     draw_fragments(IMAGES / "fragments.png")
+    draw_timeline(IMAGES / TIMELINE)

@@ -7,10 +7,19 @@ from pathlib import Path, PurePath
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ._profile import Launch, Line, Request
+    from ._profile import Event, Launch, Line, Request
 
 _BANKS = 32
 _SECTOR = 32
+_WAITS = "waits at barriers"
+_FUNCTIONS = {  # what kernels' functions ask for
+    "load_q": "copies of Q",
+    "load_k": "copies of K",
+    "load_v": "copies of V",
+    "multiply_qk": "S = Q Kᵀ",
+    "multiply_pv": "O += P V",
+}
+_COLORS = ["#e69f00", "#d55e00", "#cc79a7", "#0072b2", "#009e73", "#56b4e9"]
 
 
 def _pyplot() -> Any:
@@ -113,13 +122,93 @@ def _draw_global(figure: Any, axes: Any, request: Request) -> None:
     axes.set_xlabel("sector of 32 bytes, by its distance in bytes from the first")
 
 
+def _what(event: Event) -> str:
+    if event.kind in ("barrier", "transaction_barrier"):
+        return _WAITS
+    return next((_FUNCTIONS[name] for name in event.calls if name in _FUNCTIONS), event.calls[0])
+
+
+def _lanes(launch: Launch) -> dict[int, list[list[Event]]]:
+    """The warps that ask for copies or products, each with rows of events of one sort, in which none overlap."""
+    lanes: dict[int, list[list[Event]]] = {
+        warp: [] for warp in sorted({e.warp for e in launch.timeline if e.kind in ("tensor_copy", "product")})
+    }
+    sorts = list(dict.fromkeys([_WAITS, *_FUNCTIONS.values(), *map(_what, launch.timeline)]))
+    for event in sorted(launch.timeline, key=lambda e: (sorts.index(_what(e)), e.arrived)):
+        rows = lanes.get(event.warp, [])
+        free = (row for row in rows if _what(row[0]) == _what(event) and row[-1].released <= event.arrived)
+        if (row := next(free, None)) is None:
+            rows.append([event])
+        else:
+            row.append(event)
+    return lanes
+
+
+def _draw_asked(axes: Any, launch: Launch) -> None:
+    """Copies and products from being asked for to being waited for; their numbers count those of a sort."""
+    y = 0.0
+    places: dict[str, float] = {}
+    colors = dict(zip((_WAITS, *_FUNCTIONS.values()), ("#999999", *_COLORS), strict=False))
+    for warp, rows in _lanes(launch).items():
+        group = any(event.kind == "product" for row in rows for event in row)
+        places[f"warps {warp} to {warp + 3}" if group else f"warp {warp}"] = y + (len(rows) - 1) / 2
+        for row in rows:
+            what = _what(row[0])
+            starts = sorted(event.arrived for other in rows for event in other if _what(event) == what)
+            if what not in colors:
+                colors[what] = _COLORS[len(colors) % len(_COLORS)]
+            for event in row:
+                bar = [(event.arrived, event.released - event.arrived)]
+                axes.broken_barh(bar, (y - 0.4, 0.8), color=colors[what], alpha=0.6)
+                axes.vlines(event.arrived, y - 0.4, y + 0.4, color=colors[what], linewidth=1.5)
+                if what != _WAITS:
+                    at, number = (event.arrived, y), str(starts.index(event.arrived))
+                    axes.annotate(number, at, (2, 0), textcoords="offset points", va="center", size=7)
+            y += 1
+        axes.axhline(y, color="#e4e4e4", linewidth=0.8)
+        y += 1
+    shown = set(map(_what, launch.timeline))
+    for what in (what for what in colors if what in shown):
+        axes.plot([], [], color=colors[what], alpha=0.6, linewidth=6, label=what)
+    axes.set_title(f"{launch.name}: copies and products of block 0, from asking to waiting for them", fontsize=11)
+    axes.set_ylim(y - 1, -0.6)
+    axes.set_yticks(list(places.values()), list(places))
+
+
+def _draw_barriers(axes: Any, launch: Launch) -> None:
+    """When warps run and when they wait."""
+    sources = list(dict.fromkeys(wait.source for wait in launch.timeline))
+    last: dict[int, int] = {}
+    for wait in launch.timeline:
+        start = last.get(wait.warp, 0)
+        color = _COLORS[sources.index(wait.source) % len(_COLORS)]
+        axes.broken_barh([(start, wait.arrived - start)], (wait.warp - 0.35, 0.7), color="#0072b2", alpha=0.75)
+        axes.broken_barh(
+            [(wait.arrived, wait.released - wait.arrived)], (wait.warp - 0.35, 0.7), color=color, alpha=0.45
+        )
+        axes.vlines(wait.arrived, wait.warp - 0.42, wait.warp + 0.42, color=color, linewidth=2)
+        last[wait.warp] = wait.released
+    axes.plot([], [], color="#0072b2", alpha=0.75, linewidth=6, label="runs")
+    for i, source in enumerate(sources):
+        color = _COLORS[i % len(_COLORS)]
+        axes.plot([], [], color=color, linewidth=2, label=f"barrier at {PurePath(source).name}")
+    axes.set_title(f"{launch.name}: block 0 up to its last barrier", fontsize=11)
+    axes.set_ylabel("warp")
+    axes.set_ylim(max(last) + 0.6, -0.6)
+    axes.set_yticks(sorted(last) if len(last) <= 16 else sorted(last)[::4])
+
+
 def timeline(launches: Sequence[Launch], kernel: str, path: str | Path | None) -> Any:
-    """A panel for each function with barriers: the warps of block 0 over logical time."""
+    """A panel for each function with events: the warps of block 0 over logical time."""
     plt = _pyplot()
     shown = [launch for launch in launches if launch.timeline]
     if not shown:
         raise ValueError(f"{kernel}: no warp arrives at a barrier of its block, so there is nothing to draw")
-    heights = [1.2 + 0.3 * len({wait.warp for wait in launch.timeline}) for launch in shown]
+    rows = [sum(1 + len(lane) for lane in _lanes(launch).values()) for launch in shown]
+    heights = [
+        1.2 + (0.2 * count or 0.3 * len({wait.warp for wait in launch.timeline}))
+        for count, launch in zip(rows, shown, strict=True)
+    ]
     figure, panels = plt.subplots(
         *(len(shown), 1),
         figsize=(11, 1 + sum(heights)),
@@ -127,25 +216,8 @@ def timeline(launches: Sequence[Launch], kernel: str, path: str | Path | None) -
         squeeze=False,
         gridspec_kw={"height_ratios": heights},
     )
-    colors = ["#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#999999"]
-    for axes, launch in zip(panels[:, 0], shown, strict=True):
-        sources = list(dict.fromkeys(wait.source for wait in launch.timeline))
-        last: dict[int, int] = {}
-        for wait in launch.timeline:
-            start = last.get(wait.warp, 0)
-            color = colors[sources.index(wait.source) % len(colors)]
-            axes.broken_barh([(start, wait.arrived - start)], (wait.warp - 0.35, 0.7), color="#0072b2", alpha=0.75)
-            waited = [(wait.arrived, wait.released - wait.arrived)]
-            axes.broken_barh(waited, (wait.warp - 0.35, 0.7), color=color, alpha=0.45)
-            axes.vlines(wait.arrived, wait.warp - 0.42, wait.warp + 0.42, color=color, linewidth=2)
-            last[wait.warp] = wait.released
-        axes.plot([], [], color="#0072b2", alpha=0.75, linewidth=6, label="runs")
-        for i, source in enumerate(sources):
-            axes.plot([], [], color=colors[i % len(colors)], linewidth=2, label=f"barrier at {PurePath(source).name}")
-        axes.set_title(f"{launch.name}: block 0 up to its last barrier", fontsize=11)
-        axes.set_ylabel("warp")
-        axes.set_ylim(max(last) + 0.6, -0.6)
-        axes.set_yticks(sorted(last) if len(last) <= 16 else sorted(last)[::4])
+    for axes, launch, count in zip(panels[:, 0], shown, rows, strict=True):
+        (_draw_asked if count else _draw_barriers)(axes, launch)
         axes.set_xlim(left=0)
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))

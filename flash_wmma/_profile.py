@@ -300,14 +300,24 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Wait:
-    """A warp's wait at a barrier, in logical time: the instructions that were counted, where one to shared memory takes
-    as long as it has wavefronts, and the basic blocks."""
+class Event:
+    """What a warp waited for, or asked for and had done beside it, in logical time: the instructions that were counted,
+    where one to shared memory takes as long as it has wavefronts, and the basic blocks. Who waits for others goes on at
+    the latest of their times."""
 
+    kind: Literal["barrier", "transaction_barrier", "tensor_copy", "product"]
+    """Waits at barriers of the block, waits at transaction barriers that last, tensor copies, and groups of a
+    warpgroup's products."""
     warp: int
+    """That waits or asks; of a product the first of its warpgroup."""
     arrived: int
+    """When the warp came to the wait, or asked for the copy or the product."""
     released: int
+    """When the wait was over, or when a warp first waited for the copy's barrier, or the warpgroup for the product."""
     source: str
+    """``"csrc/forward/wgmma_sm90.cuh:211"``; of a product, its first instruction's."""
+    calls: tuple[str, ...]
+    """The function there, and those that it is inlined into, outwards: ``("load", "load_k", "run", "forward")``."""
 
 
 @dataclass(frozen=True)
@@ -331,13 +341,14 @@ class Launch:
     """Of all lines."""
     lines: tuple[Line, ...] = field(repr=False)
     """By file and number."""
-    timeline: tuple[Wait, ...] = field(repr=False)
-    """The waits of the first launch's block 0, in the order of its barriers."""
+    timeline: tuple[Event, ...] = field(repr=False)
+    """Of the first launch's block 0: what its warps waited for and had done, in the order in which the emulator ended
+    it."""
 
     @property
     def name(self) -> str:
         """The function's name alone: ``"wmma_v2"``."""
-        return re.sub(r"<.*", "", self.function).rpartition("::")[2]
+        return _plain_name(self.function)
 
 
 @dataclass(frozen=True)
@@ -452,7 +463,8 @@ class Profile:
         return _plots.banks(self.at(line), self.kernel, path)
 
     def plot_timeline(self, path: str | Path | None = None) -> Any:
-        """Draws when the warps of block 0 run and when they wait at a barrier, over logical time (:class:`Wait`).
+        """Draws when the warps of block 0 run and when they wait at a barrier, over logical time (:class:`Event`). Of a
+        kernel with tensor copies or a warpgroup's products: these, and the waits, of each warp or warpgroup.
 
         Args and returns: as :meth:`plot_banks`.
 
@@ -546,6 +558,14 @@ def _function(name: str) -> str:
     return name
 
 
+def _plain_name(function: str) -> str:
+    """Without namespaces, templates' arguments and parameters."""
+    name = function.replace("(anonymous namespace)::", "")
+    while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
+        name = shorter
+    return re.sub(r"[(<].*", "", name).rpartition("::")[2].rpartition(" ")[2]
+
+
 def launches_of(text: str, arch: int, sources: Path) -> tuple[Launch, ...]:
     """From the emulator's JSON. ``sources``: the folder that its paths start from."""
     found: dict[object, Launch] = {}
@@ -563,7 +583,15 @@ def launches_of(text: str, arch: int, sources: Path) -> tuple[Launch, ...]:
             counts=Counts.of(row["counts"]),
             lines=_lines(row["counts"], sources),
             timeline=tuple(
-                Wait(wait["warp"], wait["arrived"], wait["released"], wait["line"]) for wait in row["timeline"]
+                Event(
+                    event["kind"],
+                    event["warp"],
+                    event["arrived"],
+                    event["released"],
+                    event["line"],
+                    tuple(map(_plain_name, event["calls"])),
+                )
+                for event in row["timeline"]
             ),
         )
         key = (launch.function, launch.grid, launch.block, launch.smem_bytes)

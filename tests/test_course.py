@@ -132,6 +132,7 @@ def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> N
     for name, (_, source, beginning) in pictures.REQUESTS.items():
         quote.line_of(pictures.FORWARD + source, beginning)
         assert (DOCS / "images" / name).is_file() and f"images/{name}" in pages
+    assert (DOCS / "images" / pictures.TIMELINE).is_file() and f"images/{pictures.TIMELINE}" in pages
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

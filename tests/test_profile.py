@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -286,6 +287,74 @@ def test_program_needs_the_checked_build(micro: flash_wmma.emulator.Program) -> 
     fast = flash_wmma.emulator.Program(micro.source, mode="fast")
     with pytest.raises(ValueError, match="mode: got 'fast'"):
         fast.profile("uneven", torch.zeros(1), 5)
+
+
+# ------------------------------------------------------------------------------------------------------- timeline
+
+
+@pytest.mark.parametrize(("head_dim", "seed"), [(64, 0), (64, 3), (128, 1)])
+def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(1, 1, 256, head_dim, generator=generator).half()
+    k, v = torch.randn(2, 1, 1, 768, head_dim, generator=generator).half()
+    profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90, seed=seed)
+    (launch,) = profile.launches
+    shape = re.search(r"Tile<__half, \d+, (\d+), (\d+), (\d+)", launch.function)
+    assert shape is not None
+    consumers, key_tile, stages = map(int, shape.groups())
+    tiles, panels, groups = 768 // key_tile, head_dim // 64, [4 * (i + 1) for i in range(consumers)]
+    assert 2 * 64 * consumers == 256, "two blocks, without rows beyond the end"
+    assert tiles > stages
+    events = sorted(launch.timeline, key=lambda event: event.arrived)
+    assert all(event.arrived <= event.released for event in events)
+
+    def asked(function: str) -> list[_profile.Event]:
+        return [e for e in events if e.kind in ("tensor_copy", "product") and function in e.calls]
+
+    # One warp asks for the copies of each panel, of each tile once
+    copies = [event for event in events if event.kind == "tensor_copy"]
+    assert {event.warp for event in copies} == {0}
+    keys, values = asked("load_k"), asked("load_v")
+    assert (len(keys), len(values), len(asked("load_q"))) == (tiles * panels, tiles * panels, consumers * panels)
+    assert len(copies) == len(keys) + len(values) + consumers * panels
+    assert 2 * len(copies) == launch.counts.instructions["tensor_copy"]
+
+    assert {event.warp for event in events if event.kind == "product"} == set(groups)
+    for warp in groups:
+        products = [e for e in events if e.kind == "product" and e.warp == warp]
+        order = [next(name for name in e.calls if name.startswith("multiply")) for e in products]
+        steady = ["multiply_qk", "multiply_pv"] * (tiles - 1)
+        assert order == ["multiply_qk", *steady, "multiply_pv", "multiply_qk"]
+        scores, outputs = ([e for e in asked(name) if e.warp == warp] for name in ("multiply_qk", "multiply_pv"))
+        for tile in range(tiles - 1):
+            assert scores[tile + 1].arrived < outputs[tile].released, "S of the next tile does not wait for P V"
+        for tile in range(tiles):
+            assert keys[tile * panels].arrived < scores[tile].arrived
+            assert values[tile * panels].arrived < outputs[tile].arrived
+        for tile in range(tiles - stages):  # their place in shared memory is free
+            assert keys[(tile + stages) * panels].arrived > scores[tile].released
+            assert values[(tile + stages) * panels].arrived > outputs[tile].released
+    assert any(e.kind == "transaction_barrier" and e.warp == 0 and "load" in e.calls for e in events), "a full ring"
+    document = json.loads(profile.to_json())["launches"][0]["timeline"]
+    assert {"kind", "warp", "arrived", "released", "source", "calls"} == set(document[0])
+
+    pytest.importorskip("matplotlib")
+    figure = profile.plot_timeline(tmp_path / "pipeline.png")
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["warp 0", *(f"warps {warp} to {warp + 3}" for warp in groups)]
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("void n::f<n::Tile<__half, 64>, (n::E)0>(n::P<int>*, int)", "f"),
+        ("n::Producer<n::Tile<__half, 64>, false>::load_k(n::Work<int> const&, int)", "load_k"),
+        ("n::(anonymous namespace)::wmma_v2<__half>", "wmma_v2"),
+        ("main", "main"),
+    ],
+)
+def test_plain_names(function: str, name: str) -> None:
+    assert _profile._plain_name(function) == name
 
 
 # ------------------------------------------------------------------------------------------------------ occupancy

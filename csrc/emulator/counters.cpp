@@ -215,6 +215,11 @@ const char* name(Instruction what) {
     return kNames[static_cast<std::size_t>(what)];
 }
 
+const char* name(Event::Kind kind) {
+    static constexpr const char* kNames[] = {"barrier", "transaction_barrier", "tensor_copy", "product"};
+    return kNames[static_cast<std::size_t>(kind)];
+}
+
 std::string quoted(const std::string& text) {
     std::string out = "\"";
     for (const char c : text) {
@@ -277,9 +282,13 @@ extern "C" const char* flash_wmma_emulator_take_profile() {
         }
         out << "],\"timeline\":[";
         for (std::size_t w = 0; w < p.timeline.size(); ++w) {
-            const Wait& wait = p.timeline[w];
-            out << (w ? "," : "") << "{\"warp\":" << wait.warp << ",\"arrived\":" << wait.arrived
-                << ",\"released\":" << wait.released << ",\"line\":" << quoted(source_line(wait.pc)) << "}";
+            const Event& event = p.timeline[w];
+            out << (w ? ",\n" : "") << "{\"kind\":\"" << name(event.kind) << "\",\"warp\":" << event.warp
+                << ",\"arrived\":" << event.arrived << ",\"released\":" << event.released
+                << ",\"line\":" << quoted(source_line(event.pc)) << ",\"calls\":[";
+            const std::vector<std::string> calls = inlined_calls(event.pc);
+            for (std::size_t c = 0; c < calls.size(); ++c) out << (c ? "," : "") << quoted(calls[c]);
+            out << "]}";
         }
         out << "]}";
     }

@@ -40,6 +40,7 @@ struct LaneLog {
 /// The place of a warp in logical time: warp instructions, a wavefront of shared memory each.
 struct WarpLog {
     std::uint64_t time = 0;
+    std::uint64_t waited_until = 0;  ///< the end of its newest wait at a transaction barrier
 };
 
 /// What was counted of one class of instruction at one place.
@@ -57,10 +58,12 @@ struct Count {
     void add(const Count& other);
 };
 
-/// A warp's wait at a barrier, in logical time.
-struct Wait {
-    int warp;
-    std::uint64_t arrived, released;
+/// What a warp waited for, or asked for and had done beside it, in logical time.
+struct Event {
+    enum class Kind : std::uint8_t { kBarrier, kTransactionBarrier, kTensorCopy, kProduct };
+    Kind kind;
+    int warp;                         ///< in its block; of a product: the first of the warpgroup
+    std::uint64_t arrived, released;  ///< at the wait, from it; or: asked for, first waited for
     const void* pc;
 };
 
@@ -68,7 +71,7 @@ class Counters {
   public:
     CallNode root{nullptr, nullptr, 0, {}};
     std::map<std::pair<const void*, Instruction>, Count> counts;
-    std::vector<Wait> timeline;  ///< of block 0
+    std::vector<Event> timeline;  ///< of block 0
     std::uintptr_t shared_base = 0, shared_size = 0;
     std::uint64_t shared_block = 1;  ///< addresses repeat after that many bytes
     int warp_size = 32;
@@ -89,7 +92,7 @@ struct LaunchProfile {
     std::size_t smem_bytes;
     std::uint64_t warps;
     std::map<std::pair<const void*, Instruction>, Count> counts;
-    std::vector<Wait> timeline;
+    std::vector<Event> timeline;
 };
 void add_profile(LaunchProfile profile);
 

@@ -10,6 +10,7 @@
 #include <mutex>
 #include <stdexcept>
 #include <thread>
+#include <utility>
 
 namespace flash_wmma::emulator {
 
@@ -132,6 +133,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
         lane.register_fence = 0;
         lane.copy_group = 0;
         lane.log.records.clear();
+        lane.waited = 0;
         lane.log.node = &counters.root;
         start(lane.fiber, stacks.bottom(i), stacks.top(i), lane_main);
     }
@@ -205,8 +207,19 @@ void Worker::merge_logs(Warp& warp) {
     if (!config.counters) return;
     LaneLog* logs[64];
     const int n = __builtin_popcountll(warp.exists);
-    for (int l = 0; l < n; ++l) logs[l] = &lanes[static_cast<std::size_t>(warp.first_lane + l)].log;
-    warp.log.time += counters.merge(logs, n);
+    std::uint64_t waited = 0;
+    for (int l = 0; l < n; ++l) {
+        Lane& lane = lanes[static_cast<std::size_t>(warp.first_lane + l)];
+        logs[l] = &lane.log;
+        waited = std::max(waited, std::exchange(lane.waited, 0));
+    }
+    warp.log.time += counters.merge(logs, n) + waited;
+}
+
+void Worker::record(Event event, int warp) {
+    const Block& block = blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(warp)].block)];
+    event.warp = warp - block.first_warp;
+    if (block.index.x + block.index.y + block.index.z == 0) counters.timeline.push_back(event);
 }
 
 void Worker::park(Lane& lane) { switch_fiber(lane.fiber, scheduler_); }
@@ -325,11 +338,14 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
     const int group = g.what->width > config.warp_size ? g.what->width / config.warp_size : 1;
     const auto first_warp = static_cast<std::size_t>(&warp - warps.data());
     if (config.counters) {
-        if (g.mask == live(warp))
-            for (std::size_t w = first_warp; w < first_warp + static_cast<std::size_t>(group); ++w) {
-                merge_logs(warps[w]);
-                warps[w].log.time += static_cast<std::uint64_t>(g.what->instructions);
-            }
+        const std::size_t end = g.mask == live(warp) ? first_warp + static_cast<std::size_t>(group) : first_warp;
+        std::uint64_t latest = 0;
+        for (std::size_t w = first_warp; w < end; ++w) {
+            merge_logs(warps[w]);
+            latest = std::max(latest, warps[w].log.time);
+        }
+        for (std::size_t w = first_warp; w < end; ++w)
+            warps[w].log.time = latest + static_cast<std::uint64_t>(g.what->instructions);
         if (g.what->instructions) counters.add(g.pc, g.what->instruction, g.what->instructions * group);
     }
     running = &g, running_leader = static_cast<int>(first_warp);
@@ -407,6 +423,7 @@ void Worker::arrive(Warp& warp) {
     b.predicates += visit.predicates;
     if (config.checks) b.clock.join(warp.clock);
     merge_logs(warp);
+    b.time = std::max(b.time, warp.log.time);
     if (config.counters) counters.add(visit.pc, Instruction::kBarrier, 1);
     synchronise(warp, warp.exists);
     warp.visiting = 0;
@@ -419,8 +436,6 @@ void Worker::arrive(Warp& warp) {
 void Worker::complete(Block& block, int id) {
     Barrier& b = block.barriers[static_cast<std::size_t>(id)];
     const int per_warp = config.warp_size, count = (block.threads + per_warp - 1) / per_warp;
-    std::uint64_t released = 0;
-    std::vector<Wait> waits;
     for (int w = block.first_warp; w < block.first_warp + count; ++w) {
         Warp& warp = warps[static_cast<std::size_t>(w)];
         const void* pc = nullptr;
@@ -433,13 +448,8 @@ void Worker::complete(Block& block, int id) {
         }
         if (!pc) continue;
         if (config.checks) warp.clock.join(b.clock);
-        released = std::max(released, warp.log.time);
-        waits.push_back({w - block.first_warp, warp.log.time, 0, pc});
-    }
-    const bool first_block = block.index.x + block.index.y + block.index.z == 0;
-    for (Wait& wait : waits) {
-        wait.released = warps[static_cast<std::size_t>(block.first_warp + wait.warp)].log.time = released;
-        if (config.counters && first_block) counters.timeline.push_back(wait);
+        if (config.counters) record({Event::Kind::kBarrier, 0, warp.log.time, b.time, pc}, w);
+        warp.log.time = b.time;
     }
     b = {};
 }

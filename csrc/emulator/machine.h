@@ -33,6 +33,7 @@ struct TensorCopy {
     std::uint32_t epoch;  ///< of its barrier's agent
     Clock clock;          ///< of the warp that asked for it
     Site site;
+    Event event;
 };
 
 /// A barrier in shared memory. Its phases are counted from 0; a phase ends when no arrival is outstanding and no byte.
@@ -47,6 +48,7 @@ struct TransactionBarrier {
     std::uint32_t epoch;
     bool fenced = false;  ///< copies see that it is initialised
     Site site;
+    std::uint64_t time = 0, completed_at = 0;  ///< the latest of the phase under way; of the one before, its end
 };
 
 /// Registers of a lane that a product under way uses.
@@ -79,7 +81,8 @@ struct Warpgroup {
     int agent = -1;            ///< its products as readers of shared memory; group i in the epoch first_epoch + i
     std::uint64_t groups = 0;  ///< committed
     std::vector<Accumulator> accumulators;
-    int registers = 0;  ///< that it asked for
+    std::deque<std::pair<std::uint64_t, Event>> events;  ///< a group and its products, as one
+    int registers = 0;                                   ///< that it asked for
 };
 
 struct Lane {
@@ -103,6 +106,7 @@ struct Lane {
     std::vector<RegisterRange> registers;
     std::uint32_t register_fence;  ///< its newest wgmma.fence; 0: none
     LaneLog log;
+    std::uint64_t waited;  ///< logical time, at transaction barriers, since the log was merged
 };
 
 /// Lanes on their way into a collective.
@@ -144,6 +148,7 @@ struct Barrier {
     Visit first;  ///< of those that have come
     int arrived = 0, predicates = 0;
     Clock clock;
+    std::uint64_t time = 0;  ///< the latest of those that have come
 };
 
 inline constexpr int kBarriers = 16;
@@ -210,6 +215,10 @@ class Worker {
         const Warp& warp = warps[static_cast<std::size_t>(running_leader + place / 32)];
         return lanes[static_cast<std::size_t>(warp.first_lane + place % 32)];
     }
+    /// The lane's place in logical time. Its records since they were merged count one each.
+    std::uint64_t time_of(const Lane& lane) const {
+        return warps[static_cast<std::size_t>(lane.warp)].log.time + lane.log.records.size() + lane.waited;
+    }
     Warp& warp_of(const Lane& lane) { return warps[static_cast<std::size_t>(lane.warp)]; }
 
     Launch launch;
@@ -244,7 +253,10 @@ class Worker {
     int new_agent();
     /// The epoch that ends.
     std::uint32_t next_epoch(Warp& warp);
-    bool phase_done(TransactionBarrier& barrier, unsigned parity);
+    /// Of the lane that waits for it, which lands the phase's copies.
+    bool phase_done(TransactionBarrier& barrier, unsigned parity, const Lane& lane);
+    /// Of the grid's block 0: it goes into the timeline. `warp`: the worker's number.
+    void record(Event event, int warp);
     void end_phase(TransactionBarrier& barrier);
     void land(const TensorCopy& copy);
     void check_tensor_load(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
@@ -286,6 +298,8 @@ std::string finding(const std::string& kind, const std::string& who, const std::
 /// "csrc/forward/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
 std::string source_line(const void* pc);
 std::string function_name(const void* function);
+/// The function of that instruction before `pc`, and those that it is inlined into, outwards.
+std::vector<std::string> inlined_calls(const void* pc);
 std::string source_line(Site site);
 /// Finds the lines of many places at once, which is much faster than one by one.
 void prepare_source_lines(const std::vector<const void*>& pcs);

@@ -16,7 +16,8 @@ namespace flash_wmma::emulator {
 namespace {
 
 struct Place {
-    std::string function, line;
+    std::vector<std::string> functions;  ///< and those that it is inlined into, outwards
+    std::string line;
 };
 
 /// A path as the project names it: from csrc on, without detours and without what addr2line adds.
@@ -65,11 +66,13 @@ void look_up(const std::string& library, std::uintptr_t base, const std::vector<
             }
             if (line.rfind("0x", 0) == 0 && next < last) {
                 place = &places[addresses[next++]];
+                if (!place->line.empty()) place = nullptr;  // asked for twice
                 function.clear();
             } else if (function.empty()) {
                 function = line;
             } else {
-                if (place && place->line.empty() && !is_brick(line)) *place = {function, tidy(line)};
+                if (place && place->line.empty() && !is_brick(line)) place->line = tidy(line);
+                if (place && !place->line.empty()) place->functions.push_back(function);
                 function.clear();
             }
             line.clear();
@@ -88,7 +91,7 @@ Place place_of(const void* address) {
     if (dladdr(address, &info) && info.dli_fname)
         look_up(info.dli_fname, reinterpret_cast<std::uintptr_t>(info.dli_fbase), {address}, g_places);
     Place& place = g_places[address];
-    if (place.line.empty()) place = {"?", "?"};
+    if (place.line.empty()) place = {{"?"}, "?"};
     return place;
 }
 
@@ -113,8 +116,12 @@ void prepare_source_lines(const std::vector<const void*>& pcs) {
 
 std::string source_line(Site site) { return tidy(site.file) + ":" + std::to_string(site.line); }
 
+std::vector<std::string> inlined_calls(const void* pc) {
+    return pc ? place_of(static_cast<const char*>(pc) - 1).functions : std::vector<std::string>{};
+}
+
 std::string function_name(const void* function) {
-    std::string name = place_of(function).function;
+    std::string name = place_of(function).functions.front();
     int depth = 0;  // of parentheses, from the end: the arguments may have some of their own
     for (std::size_t i = name.size(); i-- > 0;) {
         depth += (name[i] == ')') - (name[i] == '(');

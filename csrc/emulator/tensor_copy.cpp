@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <utility>
 
 #include "machine.h"
 
@@ -105,6 +106,7 @@ void Worker::fence_proxy_async() {
 void Worker::end_phase(TransactionBarrier& b) {
     b.completed.join(b.arrived);
     b.outstanding = b.arrivals;
+    b.completed_at = std::exchange(b.time, 0);
     ++b.phase;
 }
 
@@ -112,6 +114,7 @@ void Worker::barrier_arrive(void* address, unsigned bytes, Site site, const void
     constexpr const char* kName = "barrier_arrive";
     TransactionBarrier& b = transaction_barrier(address, kName, site);
     if (config.counters) log(pc, 0, 0, Instruction::kTransactionBarrier);
+    b.time = std::max(b.time, time_of(*t_lane));
     if (!b.outstanding)
         stop(finding("more arrivals than a barrier's phase has",
                      describe(*t_lane) + " in " + kName + " of the barrier at byte " +
@@ -131,9 +134,14 @@ void Worker::barrier_arrive(void* address, unsigned bytes, Site site, const void
     if (--b.outstanding == 0 && b.bytes == 0) end_phase(b);
 }
 
-bool Worker::phase_done(TransactionBarrier& b, unsigned parity) {
+bool Worker::phase_done(TransactionBarrier& b, unsigned parity, const Lane& lane) {
     while (b.phase % 2 == parity && b.outstanding == 0 && !b.copies.empty()) {
         land(b.copies.front());
+        if (config.counters) {
+            Event& event = b.copies.front().event;
+            event.released = std::max(event.arrived, time_of(lane));
+            record(event, event.warp);
+        }
         b.bytes -= b.copies.front().bytes;
         if (config.checks) {
             b.arrived.join(b.copies.front().clock);
@@ -150,15 +158,24 @@ void Worker::barrier_wait(void* address, unsigned parity, Site site, const void*
     Lane& lane = *t_lane;
     if (config.counters) log(pc, 0, 0, Instruction::kTransactionBarrier);
     if (parity > 1) stop(finding("a parity that is neither 0 nor 1", describe(lane), source_line(site)));
-    if (!phase_done(b, parity)) {
+    if (!phase_done(b, parity, lane)) {
         lane.barrier_at = &b, lane.parity = parity;
         wait_until(
             [](void* p) {
                 const Lane& waiting = *static_cast<Lane*>(p);
-                return t_worker->phase_done(const_cast<TransactionBarrier&>(*waiting.barrier_at), waiting.parity);
+                return t_worker->phase_done(const_cast<TransactionBarrier&>(*waiting.barrier_at), waiting.parity,
+                                            waiting);
             },
             &lane, "barrier_wait", site);
         lane.barrier_at = nullptr;
+    }
+    if (const std::uint64_t arrived = time_of(lane); config.counters && arrived < b.completed_at) {
+        lane.waited += b.completed_at - arrived;
+        // The warp's wait is that of the first of its lanes
+        std::uint64_t& until = warp_of(lane).log.waited_until;
+        if (until < b.completed_at)
+            record({Event::Kind::kTransactionBarrier, 0, arrived, b.completed_at, pc}, lane.warp);
+        until = std::max(until, b.completed_at);
     }
     if (config.checks) warp_of(lane).clock.join(b.completed);
 }
@@ -183,7 +200,10 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
     const Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(shared);
     TransactionBarrier& b = transaction_barrier(barrier, kName, site);
-    TensorCopy copy{shared, map, {}, map.element_bytes, 0, {}, site};
+    const std::uint64_t now = time_of(lane);
+    TensorCopy copy{shared, map, {},   map.element_bytes,
+                    0,      {},  site, {Event::Kind::kTensorCopy, lane.warp, now, now, pc}};
+    b.time = std::max(b.time, now);
     for (int d = 0; d < map.rank; ++d) {
         copy.at[static_cast<std::size_t>(d)] = coordinates[d];
         copy.bytes *= map.box[d];

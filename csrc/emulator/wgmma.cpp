@@ -164,6 +164,10 @@ void Worker::multiply(void* const* arguments) {
                          "the other, at " + source_line(a.products.front().site)));
     }
     for (int l = 0; l < kLanes; ++l) check_registers(argument(l), l);
+    if (config.counters && (group.events.empty() || group.events.back().first < group.groups)) {
+        const std::uint64_t now = warps[static_cast<std::size_t>(running_leader)].log.time;
+        group.events.push_back({group.groups, {Event::Kind::kProduct, 0, now, now, running->pc}});
+    }
 
     Clock clock;
     if (config.checks) {
@@ -276,6 +280,11 @@ void Worker::wait_for_products(int pending) {
     Warpgroup& group = warpgroups[running_leader];
     const std::uint64_t done =
         group.groups > static_cast<std::uint64_t>(pending) ? group.groups - static_cast<std::uint64_t>(pending) : 0;
+    for (; !group.events.empty() && group.events.front().first < done; group.events.pop_front()) {
+        Event& event = group.events.front().second;
+        event.released = warps[static_cast<std::size_t>(running_leader)].log.time;
+        record(event, running_leader);
+    }
     for (Accumulator& a : group.accumulators) {
         std::size_t through = 0;
         for (; through < a.products.size() && a.products[through].group < done; ++through) {
