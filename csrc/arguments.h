@@ -69,7 +69,8 @@ void* data_of(const Tensor& t);
 /// The memory of a tensor, for the emulator.
 emulator::Buffer buffer_of(const char* name, const Tensor& t, bool writable);
 
-/// Uninitialised memory. Not torch::stable::empty: that goes through the dispatcher, boxed, and takes half a microsecond.
+/// Uninitialised memory. Not torch::stable::empty: that goes through the dispatcher, boxed, and takes half a
+/// microsecond.
 Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype, const Operand& like);
 
 template <std::size_t kDim>
@@ -103,7 +104,8 @@ struct Readable {
     emulator::Buffer buffer(const char* name) const { return buffer_of(name, copy ? *copy : tensor, false); }
 };
 
-/// Rows that a kernel writes. It writes whole 16-byte rows: a number of columns that is no multiple of 8 takes a detour.
+/// Rows that a kernel writes. It writes whole 16-byte rows: a number of columns that is no multiple of 8 takes a
+/// detour.
 template <std::size_t kDim>
 class Written {
   public:
@@ -201,7 +203,8 @@ class Target {
                                 emulation_ ? emulation_->kernels() : registry::kernels());
     }
 
-    /// Gives the kernel its workspace and launches it. `buffers` is asked for what the kernel may touch if that matters.
+    /// Gives the kernel its workspace and launches it. `buffers` is asked for what the kernel may touch if that
+    /// matters.
     template <class Params, class Buffers>
     void run(const Kernel<Params>& kernel, Params& params, const Buffers& buffers) const {
         OptionalTensor workspace;

@@ -61,8 +61,9 @@ struct Bias {
 inline constexpr int kScaleRows = 64;
 
 /// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,
-/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]; packed sequences: tile.cuh, q_scale_index. Null: the inputs are stored as they are. A V tile of zeros
-/// has the exponent +inf: it adds nothing to O, whatever its weights are multiplied by.
+/// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]; packed sequences: tile.cuh, q_scale_index. Null: the
+/// inputs are stored as they are. A V tile of zeros has the exponent +inf: it adds nothing to O, whatever its weights
+/// are multiplied by.
 /// A kernel that converts does so itself, into its workspace, before its own launch.
 struct Exponents {
     const float *q, *k, *v;
@@ -76,11 +77,13 @@ struct BackwardExponents {
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
 ///
-/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside whatever
-/// it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end = clamp(cu_seqlens[b + 1],
-/// begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last sequence are written as o 0, lse
+/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside
+/// whatever it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
+/// clamp(cu_seqlens[b + 1], begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last
+/// sequence are written as o 0, lse
 /// -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or decrease, or a sequence is longer than
-/// seqlen_q or seqlen_k say, what the rows hold that this concerns is unspecified; a bias is then read within its bounds.
+/// seqlen_q or seqlen_k say, what the rows hold that this concerns is unspecified; a bias is then read within its
+/// bounds.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
     std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
@@ -142,8 +145,8 @@ struct BiasGradient {
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 ///
-/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them, and
-/// a kernel writes the rows of the sequences alone (of dk and dv: of the keys in use).
+/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
+/// and a kernel writes the rows of the sequences alone (of dk and dv: of the keys in use).
 struct BackwardParams {
     /// What forward was given, as the ops give it to a forward kernel; o and lse are inputs here, with rows of dout's
     /// alignment. exponents, partials and workspace are null.

@@ -18,8 +18,8 @@ struct EmulatorTarget {
     emulator::Config config;
 };
 
-/// Fills in the target of the kernel named, `direction` "forward" or "backward". 1: done; 2: no kernel has that name; else the error says why there is none
-/// (0 comes from ctypes, when Python failed unheard).
+/// Fills in the target of the kernel named, `direction` "forward" or "backward". 1: done; 2: no kernel has that name;
+/// else the error says why there is none (0 comes from ctypes, when Python failed unheard).
 using EmulatorResolver = int (*)(const char* kernel, const char* direction, EmulatorTarget* target);
 
 /// torch's matmul on the CPU, for kernels that leave products of matrices to a library.

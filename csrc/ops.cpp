@@ -2,9 +2,9 @@
 #include "ops.h"
 
 // window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
-// (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out is
-// (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first, since
-// each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
+// (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out
+// is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first,
+// since each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
 // bias_grad: dbias is wanted, and has attn_bias's shape and dtype; it is empty otherwise.
 // forward_kernel: the kernel_name that forward was given, which "auto" follows in what it converts.
 // kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.

@@ -1,5 +1,5 @@
-// What the kernels' tables of tile shapes have in common, whatever else a table says of a shape: any struct whose member
-// `facts` is its Instance.
+// What the kernels' tables of tile shapes have in common, whatever else a table says of a shape: any struct whose
+// member `facts` is its Instance.
 #pragma once
 
 #include <initializer_list>

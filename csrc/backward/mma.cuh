@@ -720,7 +720,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 float* dq_rows = dq_of(problem, sequence, at.head, at.row);
                 if constexpr (kMayScale)
-                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again, DqExponent{problem, own, mask, at, Tile::kStream});
+                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again,
+                                       DqExponent{problem, own, mask, at, Tile::kStream});
                 else add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
             }
         }

@@ -82,8 +82,8 @@ __device__ __forceinline__ void multiply_by_power(float (&accumulators)[Rows][Ti
 struct Unit {
     float exponent = 0.f, bound = -INFINITY;  // bound: no accumulator's exponent is larger
 
-    /// Brings the accumulators to the unit for a tile of the exponent `e`, the same in the whole warp (-inf: zeros, whose
-    /// exponent does not matter).
+    /// Brings the accumulators to the unit for a tile of the exponent `e`, the same in the whole warp (-inf: zeros,
+    /// whose exponent does not matter).
     template <int Rows, int Tiles>
     __device__ __forceinline__ void follow(float (&accumulators)[Rows][Tiles][4], float e) {
         constexpr float kRange = 64.f;

@@ -11,21 +11,21 @@
 //
 // Rows too few to fill lanes (decoding) are taken one by one instead, with the vectors along d.
 //
-// Who owns what: a task (isa.h) owns a few Q tiles and walks the K/V tiles of Bc = kTileKeys keys, each of which all its
-// Q tiles use while it is in L1/L2. fp32 K and V are read in place, fp16 and bf16 are converted into scratch once per
-// task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
+// Who owns what: a task (isa.h) owns a few Q tiles and walks the K/V tiles of Bc = kTileKeys keys, each of which all
+// its Q tiles use while it is in L1/L2. fp32 K and V are read in place, fp16 and bf16 are converted into scratch once
+// per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
 //
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
 //
 // Bias, ALiBi and softcap (a score modification) are a pass of their own over S^T, in a second instance of the tile's
-// step: there the scores are final, scale included. The bias of a tile is brought into scratch as fp32, transposed as S^T
-// is, whatever its type and strides.
+// step: there the scores are final, scale included. The bias of a tile is brought into scratch as fp32, transposed as
+// S^T is, whatever its type and strides.
 //
-// Masked keys get the score -inf, hence weight 0. A row that has seen nothing but -inf has maximum -inf, and 0 stands in
-// for it in the exponent only. NaN and +inf scores make their row NaN by themselves (inf - inf). A key that a row does
-// not see, by its band or by a bias of -inf or false, cannot reach it even through a NaN or inf of V; a visible key of
-// weight 0 can (0 * inf), as in torch.
+// Masked keys get the score -inf, hence weight 0. A row that has seen nothing but -inf has maximum -inf, and 0 stands
+// in for it in the exponent only. NaN and +inf scores make their row NaN by themselves (inf - inf). A key that a row
+// does not see, by its band or by a bias of -inf or false, cannot reach it even through a NaN or inf of V; a visible
+// key of weight 0 can (0 * inf), as in torch.
 //
 // Bound: the FMA units. 2 * 32 FLOP a cycle with AVX-512: 144 GFLOP/s a core at 2.25 GHz (Cascade Lake). There, out of
 // L1, the two products reach 134 to 142 and a whole tile step, softmax included, 124 at d = 64 and 130 at d = 128; the
@@ -193,8 +193,8 @@ constexpr int block_rows() {
     return kVectors == 1 ? 8 : Isa::kBlock;
 }
 
-/// S^T of `n` keys from key `first` on, and the rows' maximum with it; kRaw: the products alone, for modify_scores. Past
-/// the last key the block repeats that key.
+/// S^T of `n` keys from key `first` on, and the rows' maximum with it; kRaw: the products alone, for modify_scores.
+/// Past the last key the block repeats that key.
 template <class Isa, int kVectors, bool kMasked, bool kRaw>
 void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first, int n, float* s,
                  typename Isa::Vec (&maximum)[kVectors]) {

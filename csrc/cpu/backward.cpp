@@ -1,8 +1,8 @@
 // The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout.
 //
 // This file splits the work (backward.inl is the algorithm): every batch entry or packed sequence is an entry, every
-// key/value head of it a few tasks that share out its keys, by shape alone. Each task has a part of dq of its own, which
-// are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
+// key/value head of it a few tasks that share out its keys, by shape alone. Each task has a part of dq of its own,
+// which are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
 #include <vector>
 
 #include "tasks.h"

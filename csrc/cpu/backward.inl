@@ -1,17 +1,17 @@
 // Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set as
 // attention.inl is, and like it fp32 throughout.
 //
-// A task owns a run of the keys of a key/value head. It walks K/V tiles of Bc = kTileKeys keys and inside each all query
-// rows that see it, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up in memory that no
-// other task touches. Nothing is atomic and every sum has one order, so the result is the same to the bit from run to
-// run, whatever the number of threads.
+// A task owns a run of the keys of a key/value head. It walks K/V tiles of Bc = kTileKeys keys and inside each all
+// query rows that see it, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up in memory
+// that no other task touches. Nothing is atomic and every sum has one order, so the result is the same to the bit from
+// run to run, whatever the number of threads.
 //
 // Five products a tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
 //     S = Q K^T        dP = dO V^T        dV += P^T dO        dK += dS^T Q        dQ += dS K
 // so K and V are transposed once per K/V tile, and P and dS are read by columns as they lie.
 //
-// The weights are recomputed from lse: P = exp(x - lse). Where a key is hidden P is 0 and dS is set to 0, whatever dP is;
-// a NaN or inf of Q, K or dO still reaches what it is multiplied with (0 * inf), as in torch.
+// The weights are recomputed from lse: P = exp(x - lse). Where a key is hidden P is 0 and dS is set to 0, whatever dP
+// is; a NaN or inf of Q, K or dO still reaches what it is multiplied with (0 * inf), as in torch.
 //
 // Bound: the FMA units, as attention.inl.
 #pragma once

@@ -1,6 +1,6 @@
-// The contract between the CPU kernels' drivers (attention.cpp, backward.cpp) and their compute units, one per instruction set
-// (attention_avx512.cpp, ...). Plain structs and function pointers only: a unit compiled for AVX-512 must not emit an
-// inline function that the linker could pick for code that runs everywhere.
+// The contract between the CPU kernels' drivers (attention.cpp, backward.cpp) and their compute units, one per
+// instruction set (attention_avx512.cpp, ...). Plain structs and function pointers only: a unit compiled for AVX-512
+// must not emit an inline function that the linker could pick for code that runs everywhere.
 #pragma once
 
 #include "attention.h"
@@ -36,7 +36,8 @@ struct IsaKernel {
     /// Floats of scratch that attend needs, 64-byte aligned, for a task of at most `tiles` Q tiles.
     std::int64_t (*scratch_floats)(const ForwardParams&, std::int64_t tiles);
     void (*attend)(const ForwardParams&, const Task&, float* scratch);
-    /// Writes o and lse of packed rows [row_begin, row_end) from `splits` partials that lie `split_stride` floats apart.
+    /// Writes o and lse of packed rows [row_begin, row_end) from `splits` partials that lie `split_stride` floats
+    /// apart.
     void (*combine)(const ForwardParams&, const Task&, int splits, std::int64_t split_stride);
 
     /// Floats of a row of BackwardTask::dq.

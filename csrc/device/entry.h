@@ -1,5 +1,5 @@
-// Host functions of a stand-alone program of kernels that Python calls by name, in the emulator (flash_wmma.emulator) or,
-// compiled by nvcc into a shared library, on a GPU:
+// Host functions of a stand-alone program of kernels that Python calls by name, in the emulator (flash_wmma.emulator)
+// or, compiled by nvcc into a shared library, on a GPU:
 //     void transpose(const float* in, float* out, int n) { launch(kernel, {...}, nullptr, in, out, n); }
 //     const Entry kTranspose("transpose", transpose);
 #pragma once

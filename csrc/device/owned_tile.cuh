@@ -24,8 +24,8 @@ __device__ OwnedTile owned_queries(const ForwardParams& p) {
     return {a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};
 }
 
-/// Numbered tile-fastest, so that neighbours in time share a head's queries in L2. With a causal band the first tile has
-/// the most queries and goes first.
+/// Numbered tile-fastest, so that neighbours in time share a head's queries in L2. With a causal band the first tile
+/// has the most queries and goes first.
 template <int Own, bool Packed>
 __device__ OwnedTile owned_keys(const ForwardParams& p) {
     const Sequences& s = p.sequences;

@@ -39,8 +39,8 @@ __device__ __forceinline__ void mma_m16n8k8(float (&d)[4], const std::uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(b));
 }
 
-/// Loads four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address of row l % 8 of matrix l / 8,
-/// 16-byte aligned (ldmatrix.x4). Lane l gets, of matrix i in r[i], elements 2 (l % 4) and + 1 of row l / 4.
+/// Loads four 8x8 matrices of 16-bit elements from shared memory; lane l gives the address of row l % 8 of matrix l /
+/// 8, 16-byte aligned (ldmatrix.x4). Lane l gets, of matrix i in r[i], elements 2 (l % 4) and + 1 of row l / 4.
 __device__ __forceinline__ void ldmatrix_x4(std::uint32_t (&r)[4], const void* shared_row) {
     const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared_row));
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

@@ -1,5 +1,5 @@
-// What is done to a score between Q K^T and the softmax: soft cap, additive or boolean bias, ALiBi. One policy, absent or
-// present; which of the three a present one does, and the bias's type and strides, are known at run time.
+// What is done to a score between Q K^T and the softmax: soft cap, additive or boolean bias, ALiBi. One policy, absent
+// or present; which of the three a present one does, and the bias's type and strides, are known at run time.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,9 +42,9 @@ class ScoreMod<true> {
     /// Whether there is anything to apply.
     __device__ static bool active(const ForwardParams& p) { return p.softcap != 0.f || p.bias.data || p.alibi_slopes; }
 
-    /// Products of query(i), i < Rows, with the keys key + 8 j + e, e = 0, 1, j < Pairs, become scores; at(i, j, e) is a
-    /// reference to them, key is even, `scale` brings a product to log2 units. Keys and queries past the end are allowed:
-    /// nothing is read there, and their scores mean nothing.
+    /// Products of query(i), i < Rows, with the keys key + 8 j + e, e = 0, 1, j < Pairs, become scores; at(i, j, e) is
+    /// a reference to them, key is even, `scale` brings a product to log2 units. Keys and queries past the end are
+    /// allowed: nothing is read there, and their scores mean nothing.
     template <int Rows, int Pairs, class At, class Query>
     __device__ __forceinline__ void apply(At at, float scale, Query query, int key) const {
         const auto each = [&](auto f) {
@@ -76,8 +76,9 @@ class ScoreMod<true> {
             });
     }
 
-    /// The same for products in any arrangement, for backward: each(f) calls f(r, j, i) for all of them, x(r, j, i) is the product
-    /// of query(r, j, i) and key(r, j, i), and slope(r, j, i) becomes the score's derivative by the scaled product.
+    /// The same for products in any arrangement, for backward: each(f) calls f(r, j, i) for all of them, x(r, j, i) is
+    /// the product of query(r, j, i) and key(r, j, i), and slope(r, j, i) becomes the score's derivative by the scaled
+    /// product.
     template <class Each, class X, class Slope, class Query, class Key>
     __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {

@@ -1,10 +1,11 @@
-// Exchanges between the lanes of a warp, whatever its size: 32 lanes on NVIDIA's GPUs, 32 or 64 on AMD's, whose shuffles
-// take no mask and have no names that end in _sync. All lanes of the warp take part in each.
+// Exchanges between the lanes of a warp, whatever its size: 32 lanes on NVIDIA's GPUs, 32 or 64 on AMD's, whose
+// shuffles take no mask and have no names that end in _sync. All lanes of the warp take part in each.
 #pragma once
 
 namespace flash_wmma {
 
-/// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has both.
+/// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has
+/// both.
 #ifdef __NVCC__
 inline constexpr int kMostLanes = 32;
 #else

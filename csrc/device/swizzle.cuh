@@ -1,5 +1,5 @@
-// A tile in shared memory whose 16-byte vectors are permuted within each row (XOR with the row number), so that the eight
-// rows that ldmatrix reads at one column lie in different banks, without padding.
+// A tile in shared memory whose 16-byte vectors are permuted within each row (XOR with the row number), so that the
+// eight rows that ldmatrix reads at one column lie in different banks, without padding.
 #pragma once
 
 namespace flash_wmma {

@@ -81,8 +81,8 @@ __device__ inline Sequence sequence(const ForwardParams& p, int index) {
     return found;
 }
 
-/// Tiles of `rows` rows that all packed sequences, and the rows behind them, have at most: sequence b's are numbered from
-/// cu_seqlens[b] / rows + b on. That leaves fewer than one number a sequence unused.
+/// Tiles of `rows` rows that all packed sequences, and the rows behind them, have at most: sequence b's are numbered
+/// from cu_seqlens[b] / rows + b on. That leaves fewer than one number a sequence unused.
 __host__ __device__ inline std::int64_t packed_tiles(std::int64_t total, std::int64_t batch, int rows) {
     return total / rows + batch + 1;
 }

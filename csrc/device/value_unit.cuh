@@ -5,8 +5,8 @@
 
 namespace flash_wmma {
 
-/// The unit 2^exponent of O, as it follows V's exponents from tile to tile. It never falls far below the largest met, so
-/// that O cannot overflow when it is rescaled; what is lost then is nothing beside that tile.
+/// The unit 2^exponent of O, as it follows V's exponents from tile to tile. It never falls far below the largest met,
+/// so that O cannot overflow when it is rescaled; what is lost then is nothing beside that tile.
 struct ValueUnit {
     float exponent, largest = -INFINITY;  // -inf: no tile met yet, O is 0
 

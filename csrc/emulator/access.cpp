@@ -171,7 +171,7 @@ void Worker::async_wait(int pending) {
     lane.copies.resize(kept);
 }
 
-// --- the interface of runtime.h ---------------------------------------------------------------------------------------
+// --- the interface of runtime.h --------------------------------------------------------------------------------------
 
 Index thread_index() { return t_lane->index; }
 Index block_index() { return t_worker->blocks[static_cast<std::size_t>(t_lane->block)].index; }
@@ -239,7 +239,7 @@ void multiply(float* __restrict__ c, const float* __restrict__ a, const float* _
 
 }  // namespace flash_wmma::emulator
 
-// --- callbacks of the instrumented code ---------------------------------------------------------------------------------
+// --- callbacks of the instrumented code ------------------------------------------------------------------------------
 
 namespace {
 using namespace flash_wmma::emulator;
@@ -251,7 +251,8 @@ inline void touched(const void* p, int bytes, Access kind, const void* pc) {
     else if (t_lane->register_fence) t_worker->touch_registers(address, bytes, kind, pc);
 }
 
-/// Many bytes, in the largest pieces of up to 4 that the alignment allows: what the compiler makes of a struct of floats.
+/// Many bytes, in the largest pieces of up to 4 that the alignment allows: what the compiler makes of a struct of
+/// floats.
 inline void touched_range(const void* p, unsigned long bytes, Access kind, const void* pc) {
     const unsigned long whole = reinterpret_cast<std::uintptr_t>(p) | bytes, piece = whole % 2 ? 1 : whole % 4 ? 2 : 4;
     for (unsigned long i = 0; i < bytes; i += piece)

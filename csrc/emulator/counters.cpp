@@ -52,7 +52,8 @@ bool in_pairs(const std::uintptr_t* address, LaneMask lanes, int distance) {
 }
 
 /// Which part of a request to shared memory serves lane l, if `at_once` lanes are served together. A 16-byte load of a
-/// wavefront of 64 has parts that are not neighbours: lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and 24-27.
+/// wavefront of 64 has parts that are not neighbours: lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and
+/// 24-27.
 int part_of(int l, int at_once, bool amd_wide_load) {
     if (!amd_wide_load) return l / at_once;
     const int quad = l % 32 / 4;
@@ -61,8 +62,8 @@ int part_of(int l, int at_once, bool amd_wide_load) {
 
 /// Wavefronts of a shared-memory request, and the fewest there could be. A warp of 32 is served at once, a wavefront of
 /// 64 in two halves; where lanes access 8 or 16 bytes it takes two or four times as many parts, but half of those in a
-/// warp of 32 whose lanes load the same in pairs. In each part a bank gives one word a wavefront, the same word to every
-/// lane that wants it. Warps of 32 are as on NVIDIA's GPUs, wavefronts of 64 as on AMD's (docs/hip.md).
+/// warp of 32 whose lanes load the same in pairs. In each part a bank gives one word a wavefront, the same word to
+/// every lane that wants it. Warps of 32 are as on NVIDIA's GPUs, wavefronts of 64 as on AMD's (docs/hip.md).
 std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes, bool load,
                                                    int warp_size) {
     int at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;

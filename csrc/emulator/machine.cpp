@@ -60,7 +60,7 @@ std::string finding(const std::string& kind, const std::string& who, const std::
     return kind + ": " + who + "\n  at " + line + (others.empty() ? "" : "\n  and " + others);
 }
 
-// --- a worker's run ---------------------------------------------------------------------------------------------------
+// --- a worker's run --------------------------------------------------------------------------------------------------
 
 void Worker::begin(const Launch& launch_, const Config& config_) {
     launch = launch_;
@@ -281,7 +281,7 @@ Accessor Worker::accessor(const Lane& lane) const {
             warp.seen.empty() ? nullptr : &warp.seen[static_cast<std::size_t>(lane.lane) * 64]};
 }
 
-// --- collectives --------------------------------------------------------------------------------------------------------
+// --- collectives -----------------------------------------------------------------------------------------------------
 
 void Worker::enter(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc) {
     Lane& me = *t_lane;
@@ -381,7 +381,7 @@ void Worker::synchronise(Warp& warp, LaneMask lanes) {
         if (lanes >> l & 1) std::copy(newest.begin(), newest.end(), &warp.seen[l * kRow]);
 }
 
-// --- barriers -------------------------------------------------------------------------------------------------------------
+// --- barriers --------------------------------------------------------------------------------------------------------
 
 int Worker::barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
     Lane& me = *t_lane;
@@ -504,7 +504,7 @@ void Worker::release(const void* object) {
 
 void Worker::acquire(const void* object) { warp_of(*t_lane).clock.join(sync_objects_[object]); }
 
-// --- a launch -----------------------------------------------------------------------------------------------------------
+// --- a launch --------------------------------------------------------------------------------------------------------
 
 namespace {
 

@@ -285,8 +285,8 @@ class Worker {
     std::string state_of_barrier(const Lane& lane) const;
 };
 
-/// Where the swizzle of that many units of 16 bytes puts what would lie at `p`: bits 4 to 6 of an address are changed by bits
-/// 7 to 9.
+/// Where the swizzle of that many units of 16 bytes puts what would lie at `p`: bits 4 to 6 of an address are changed
+/// by bits 7 to 9.
 inline char* swizzled(char* p, int units) {
     const auto address = reinterpret_cast<std::uintptr_t>(p);
     return reinterpret_cast<char*>(address ^ (address >> 7 & static_cast<std::uintptr_t>(units - 1)) << 4);

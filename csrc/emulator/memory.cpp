@@ -203,7 +203,8 @@ Conflict SharedArena::make_barrier(std::uintptr_t address, int bytes, const Acce
 
 namespace {
 
-// A record of an access, in 64 bits. Of readers and of atomic writers two are kept, and whether several blocks have been.
+// A record of an access, in 64 bits. Of readers and of atomic writers two are kept, and whether several blocks have
+// been.
 struct Record {
     std::uint32_t block;  // + 1; 0: no access
     int warp, lane;       // lane -1: several of the warp

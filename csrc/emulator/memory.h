@@ -1,12 +1,13 @@
 // What is known of each piece of memory: whose it is, who wrote and read it last, and whether that was in order.
 //
-// Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that w has synchronised with;
-// a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is ordered before what w
-// does now if e <= clock_w[u], and, within one warp, if the lane is the same or the lanes have synchronised since e.
+// Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that w has synchronised
+// with; a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is ordered before
+// what w does now if e <= clock_w[u], and, within one warp, if the lane is the same or the lanes have synchronised
+// since e.
 //
-// What runs beside the warps is an agent as they are, with epochs of its own and a number above theirs: the tensor copies
-// of a barrier, the products of a warpgroup. These reach shared memory through the asynchronous proxy, which sees what a
-// thread wrote only after a fence: a clock knows up to which epoch that is so, too.
+// What runs beside the warps is an agent as they are, with epochs of its own and a number above theirs: the tensor
+// copies of a barrier, the products of a warpgroup. These reach shared memory through the asynchronous proxy, which
+// sees what a thread wrote only after a fence: a clock knows up to which epoch that is so, too.
 #pragma once
 
 #include <algorithm>
@@ -172,7 +173,8 @@ class GlobalMemory {
         std::string name;
         std::uintptr_t begin, end;
         bool writable;
-        /// Of each granule the last to access it, and the last before that of another warp that was not in order with it
+        /// Of each granule the last to access it, and the last before that of another warp that was not in order with
+        /// it
         struct Accesses {
             Pages<std::uint64_t> last, other;
             Pages<const void*> last_pcs, other_pcs;

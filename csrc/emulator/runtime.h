@@ -99,7 +99,7 @@ void async_copy(void* shared, const void* global, int bytes, int source_bytes, c
 void async_commit();
 void async_wait(int pending_groups);
 
-// --- asynchronous units of sm_90 --------------------------------------------------------------------------------------
+// --- asynchronous units of sm_90 -------------------------------------------------------------------------------------
 /// mbarrier.init, .arrive (with the bytes that are announced, if any) and .try_wait.parity until it holds.
 void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc);
 void transaction_barrier_init_fence();
@@ -118,7 +118,8 @@ struct TensorMap {
 };
 /// Null, or why there can be no such map.
 const char* refuse_tensor_map(const TensorMap& map);
-/// Copies the box at these coordinates; lands when somebody's wait for the barrier's phase needs it, the last legal moment.
+/// Copies the box at these coordinates; lands when somebody's wait for the barrier's phase needs it, the last legal
+/// moment.
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
 
 /// The descriptor of a matrix that starts at `shared`, without its swizzle and its distances (bits 0 to 13).

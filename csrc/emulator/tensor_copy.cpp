@@ -1,7 +1,7 @@
 // Barriers in shared memory that count arrivals and bytes, and the tensor copies whose bytes they count.
 //
-// A copy lands when somebody waits for a phase that lacks nothing but bytes: the last legal moment. Till then its target
-// is pending, and a phase for which nobody announced the bytes completes without them, as it may on hardware.
+// A copy lands when somebody waits for a phase that lacks nothing but bytes: the last legal moment. Till then its
+// target is pending, and a phase for which nobody announced the bytes completes without them, as it may on hardware.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -53,7 +53,7 @@ const char* refuse_tensor_map(const TensorMap& map) {
     return nullptr;
 }
 
-// --- barriers ---------------------------------------------------------------------------------------------------------
+// --- barriers --------------------------------------------------------------------------------------------------------
 
 TransactionBarrier& Worker::transaction_barrier(const void* address, const char* use, Site site) {
     const auto found = barriers.find(address);
@@ -192,7 +192,7 @@ std::string Worker::state_of_barrier(const Lane& lane) const {
            std::to_string(b.bytes) + " bytes";
 }
 
-// --- copies -----------------------------------------------------------------------------------------------------------
+// --- copies ----------------------------------------------------------------------------------------------------------
 
 void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                          const void* pc) {
@@ -283,7 +283,7 @@ void Worker::land(const TensorCopy& copy) {
     if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes);
 }
 
-// --- the interface of runtime.h ---------------------------------------------------------------------------------------
+// --- the interface of runtime.h --------------------------------------------------------------------------------------
 
 void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc) {
     t_worker->barrier_init(barrier, arrivals, site, pc);

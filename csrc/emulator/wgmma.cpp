@@ -1,5 +1,5 @@
-// Products of a warpgroup. They are computed at their wait, which is when they read their operands in shared memory, the
-// last legal moment; from their issue to then the registers of D are NaN, and those of A must stay as they are.
+// Products of a warpgroup. They are computed at their wait, which is when they read their operands in shared memory,
+// the last legal moment; from their issue to then the registers of D are NaN, and those of A must stay as they are.
 #include <algorithm>
 #include <cstring>
 
@@ -43,8 +43,8 @@ struct Descriptor {
         constexpr int kModes[] = {1, 8, 4, 2};
         return kModes[field(62, 2)];
     }
-    /// Where in the block's shared memory unit `unit` of row `row` is, before the swizzle: rows along k (`along_k`: unit 0
-    /// or 1, row m or n) or along m or n (row k).
+    /// Where in the block's shared memory unit `unit` of row `row` is, before the swizzle: rows along k (`along_k`:
+    /// unit 0 or 1, row m or n) or along m or n (row k).
     std::size_t at(int row, int unit, bool along_k) const {
         const auto r = static_cast<std::size_t>(row), u = static_cast<std::size_t>(unit);
         const auto s = static_cast<std::size_t>(swizzle());
@@ -340,7 +340,7 @@ void Worker::set_registers(int count) {
                      describe_warpgroup(), source_line(running->site)));
 }
 
-// --- the interface of runtime.h ---------------------------------------------------------------------------------------
+// --- the interface of runtime.h --------------------------------------------------------------------------------------
 
 namespace {
 

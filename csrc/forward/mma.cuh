@@ -1,21 +1,24 @@
 // The kernel of mma_sm80 and mma_sm75: FlashAttention-2 forward on mma.sync and ldmatrix.
 //
-// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = row_warps * row_tiles * 16 query rows of one head and loops
-// over K/V tiles of Bc keys, from the last visible one back to the first:
+// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = row_warps * row_tiles * 16 query rows of one head and
+// loops over K/V tiles of Bc keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 // Backwards, because then the tile that is masked for causality or length is as a rule the first one, which needs the
 // exact maximum in any case.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
-// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled. Beyond 2^24 m is always exact.
+// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled. Beyond 2^24 m is always
+// exact.
 //
-// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O (ValueUnit).
+// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O
+// (ValueUnit).
 //
 // Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. Row warp w owns
 // rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l; S, P and O are registers, and so is Q where they
-// suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each computes
-// S for its part of the keys, P goes to the others through shared memory, and each owns its part of the columns of O.
+// suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each
+// computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
+// columns of O.
 //
 // What differs between architectures is a Machine: the product's instruction and the way a tile gets to shared memory.
 //
@@ -400,8 +403,8 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
         }
 }
 
-/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by neighbouring threads.
-/// Walks from a last tile of rows back to the first.
+/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
+/// neighbouring threads. Walks from a last tile of rows back to the first.
 template <class Tile, int Rows>
 struct CopyMap {
     static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
@@ -475,8 +478,8 @@ __device__ __forceinline__ void row_maximum(float (&top)[Tile::kRowTiles][2], co
     combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
 }
 
-/// Whether the rows' maxima are below 2^24: then a product that is rounded, as m is, and one that is not, as in an FMA, differ
-/// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
+/// Whether the rows' maxima are below 2^24: then a product that is rounded, as m is, and one that is not, as in an FMA,
+/// differ by less than 1. -inf (no visible key yet) counts as such, NaN does not.
 template <class Tile>
 __device__ __forceinline__ bool all_moderate(const float (&m)[Tile::kRowTiles][2]) {
     constexpr float kLimit = 1 << 24;

@@ -1,5 +1,6 @@
-// mma_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later. m16n8k8 of half. There is no asynchronous copy:
-// a tile waits in registers, loaded 16 bytes at a time while the tile before is worked on, and is stored at its end.
+// mma_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later. m16n8k8 of half. There is no asynchronous
+// copy: a tile waits in registers, loaded 16 bytes at a time while the tile before is worked on, and is stored at its
+// end.
 #pragma once
 
 #include "mma.cuh"

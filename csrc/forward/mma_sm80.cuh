@@ -1,4 +1,5 @@
-// mma_sm80: the kernel of mma.cuh on sm_80 and later. m16n8k16 of half or bf16; tiles come by 16-byte asynchronous copies.
+// mma_sm80: the kernel of mma.cuh on sm_80 and later. m16n8k16 of half or bf16; tiles come by 16-byte asynchronous
+// copies.
 #pragma once
 
 #include "mma.cuh"
@@ -45,10 +46,10 @@ struct Sm80 {
     };
 };
 
-/// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim, the fastest first, then
-/// what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps, dim warps, row tiles, Bc,
-/// stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM from which the shape pays, and
-/// how many must be resident on an SM for it to.
+/// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim, the fastest first,
+/// then what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps, dim warps, row
+/// tiles, Bc, stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM from which the
+/// shape pays, and how many must be resident on an SM for it to.
 template <class T, bool General>
 std::vector<Shape> sm80_shapes() {
     return {

@@ -9,8 +9,8 @@
 
 namespace flash_wmma {
 
-/// A tile shape and its launch. It is faster than the next shapes of the same head dim in the table if there are at least
-/// `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
+/// A tile shape and its launch. It is faster than the next shapes of the same head dim in the table if there are at
+/// least `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
 struct Shape {
     Instance facts;
     bool general;  ///< for what is_general says, and nothing else
@@ -20,16 +20,17 @@ struct Shape {
     int lanes = 0;  ///< that a warp has at least
 };
 
-/// Whether the device has the lanes a warp, and an SM's shared memory, which is 1 KiB more than a block may opt in to, holds
-/// the shape's resident blocks, each of which takes 1 KiB more than it asks for.
+/// Whether the device has the lanes a warp, and an SM's shared memory, which is 1 KiB more than a block may opt in to,
+/// holds the shape's resident blocks, each of which takes 1 KiB more than it asks for.
 inline bool fits(const Shape& shape, const DeviceFacts& device) {
     constexpr int kReserved = 1024;
     return shape.lanes <= device.warp_size &&
            shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
 }
 
-/// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device and
-/// that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the choice.
+/// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device
+/// and that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the
+/// choice.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, bool general, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);

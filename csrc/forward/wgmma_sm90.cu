@@ -10,8 +10,8 @@ namespace {
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// The least head dim that holds d and d_v; of its shapes the one that is through first: blocks go in rounds of one an SM,
-/// and a round takes the longer the more rows a block has. `batch_invariant` takes the first shape.
+/// The least head dim that holds d and d_v; of its shapes the one that is through first: blocks go in rounds of one an
+/// SM, and a round takes the longer the more rows a block has. `batch_invariant` takes the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Sequences& s = p.sequences;
     const bool general = is_general(p);

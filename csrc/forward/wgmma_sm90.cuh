@@ -1,27 +1,27 @@
 // wgmma_sm90: FlashAttention-2 forward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in mma.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V tiles of Bc keys,
-// from the last visible one back to the first:
+// Algorithm: as in mma.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V tiles of Bc
+// keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 //
-// Roles: warpgroup 0 is the producer, of which one warp works: it asks for the tiles, and the copy engine brings them. Each
-// consumer warpgroup owns 64 query rows, each of its warps 16 of them with their m and l; S, P and O are registers, which
-// the producer gives up (setmaxnreg).
+// Roles: warpgroup 0 is the producer, of which one warp works: it asks for the tiles, and the copy engine brings them.
+// Each consumer warpgroup owns 64 query rows, each of its warps 16 of them with their m and l; S, P and O are
+// registers, which the producer gives up (setmaxnreg).
 //
-// Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next is
-// made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of the
-// next, which is under way while O is stored. Consumers keep their own time, as far apart as the ring is long; the
+// Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next
+// is made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of
+// the next, which is under way while O is stored. Consumers keep their own time, as far apart as the ring is long; the
 // producer is ahead of all. With two consumers at d = 64 they take turns at asking (named barriers).
 //
 // Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
-// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles, each
-// with a barrier that says it is full and one that says it is empty.
+// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles,
+// each with a barrier that says it is full and one that says it is empty.
 //
-// Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores and
-// the power they take.
+// Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
+// and the power they take.
 #pragma once
 
 #include <launch.h>
@@ -95,11 +95,11 @@ struct RingPlace {
     }
 };
 
-/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round cost
-/// more, they save in the next.
+/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round
+/// cost more, they save in the next.
 struct Schedule {
     int items;
-    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all of them first
+    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all first
 
     /// This block's items one after the other; -1: no more.
     class Walk {
@@ -240,8 +240,8 @@ class Producer {
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
-    /// The same of `count` rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros itself, but beyond
-    /// a packed sequence's end it finds rows of the next one.
+    /// The same of `count` rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros itself, but
+    /// beyond a packed sequence's end it finds rows of the next one.
     template <class Rows>
     __device__ __forceinline__ void load_cut(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity, int row,
                                              int head, const Item& work, int count) {
@@ -506,8 +506,8 @@ class Consumer {
         for (float& score : s_) score = from_x * ScoreMod<true>::tanh(score * to_x);
     }
 
-    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
-    /// `right`.
+    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
+    /// where `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
         const auto each = [&](auto hidden) {
 #pragma unroll
@@ -570,8 +570,8 @@ class Consumer {
             }
     }
 
-    /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ by
-    /// less than 1. -inf (no visible key yet) counts as such, NaN does not.
+    /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ
+    /// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
     __device__ __forceinline__ static bool all_moderate(const float (&x)[2], float factor) {
         constexpr float kLimit = 1 << 24;
         return (x[0] == -INFINITY || fabsf(x[0] * factor) < kLimit) &&
@@ -710,9 +710,10 @@ class Consumer {
     float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
 };
 
-/// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every thread.
-// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state), in general
-// instances up to 36, in local memory while they loop over its tiles.
+/// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
+/// thread.
+// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state), in
+// general instances up to 36, in local memory while they loop over its tiles.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -749,8 +750,8 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-/// Where a Q tile's work depends on its place (causal), the tiles of all heads are mixed, so that no block ends late; else
-/// each head's are taken together, for the sake of the L2 cache.
+/// Where a Q tile's work depends on its place (causal), the tiles of all heads are mixed, so that no block ends late;
+/// else each head's are taken together, for the sake of the L2 cache.
 inline int heads_at_once(const ForwardParams& p) {
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
     return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;

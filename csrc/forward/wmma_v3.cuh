@@ -16,9 +16,9 @@
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
 // Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
 //
-// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S. O is kept in the unit 2^u of V's running
-// exponent u (ValueUnit): a tile whose exponent lies a little below u has its weights scaled down by as much, and l takes
-// that back; any other tile moves u, and O with it.
+// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S. O is kept in the unit 2^u of V's
+// running exponent u (ValueUnit): a tile whose exponent lies a little below u has its weights scaled down by as much,
+// and l takes that back; any other tile moves u, and O with it.
 //
 // Who owns what: warp w owns rows [w * kWarpRows, + kWarpRows) of the Q tile, their O (fragments), m and l. K and V
 // tiles belong to the block, loaded with 16-byte asynchronous copies one tile ahead. Rows are padded by 16 bytes, so
@@ -114,7 +114,8 @@ __device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::k
     }
 }
 
-/// Below this a score's product with its scale, rounded, and the same inside an FMA differ by less than P is rounded by.
+/// Below this a score's product with its scale, rounded, and the same inside an FMA differ by less than P is rounded
+/// by.
 inline constexpr float kModerate = 1 << 13;
 
 /// P = exp2(S * factor + offset), in place; returns this lane's part of the row sum.
@@ -257,10 +258,11 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
         }
 }
 
-/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every thread.
+/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
+/// thread.
 // spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
-// dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile; tiles
-// that avoid it are slower (docs/tuning).
+// dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile;
+// tiles that avoid it are slower (docs/tuning).
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
@@ -313,9 +315,9 @@ Shape shape(int min_arch, float blocks_per_sm) {
             launch_tile<Tile, General>};
 }
 
-// The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and the
-// fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the least
-// architecture of the source, and the blocks an SM from which the shape pays.
+// The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and
+// the fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
+// least architecture of the source, and the blocks an SM from which the shape pays.
 
 /// At most 64 KiB of shared memory: for every architecture.
 template <class T>

@@ -1,5 +1,5 @@
-// What both routes of wmma_v3 (wmma_v3.cuh, wmma_v3_opaque.cuh) share: the shape of a block's work, its shared memory, and
-// the way of Q, K and V in and of O and LSE out.
+// What both routes of wmma_v3 (wmma_v3.cuh, wmma_v3_opaque.cuh) share: the shape of a block's work, its shared memory,
+// and the way of Q, K and V in and of O and LSE out.
 #pragma once
 
 #include <launch.h>
@@ -186,7 +186,8 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
         for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
 }
 
-/// Row's final 1/l, times O's unit, and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw no key.
+/// Row's final 1/l, times O's unit, and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw
+/// no key.
 template <class Tile, bool General>
 __device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
                            float m, float l) {

@@ -1,4 +1,5 @@
-// The fragments of wmma_v3, and what the WMMA API does not tell of them: which row and column each element of a lane is.
+// The fragments of wmma_v3, and what the WMMA API does not tell of them: which row and column each element of a lane
+// is.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,8 +30,8 @@ __device__ constexpr int row_of_element(int lane, int i) { return lane / 4 + 8 *
 __device__ constexpr int element_of_row(int h, int e) { return e % 2 + 2 * h + 4 * (e / 2); }
 __device__ constexpr int column_of_element(int lane, int i) { return 2 * (lane % 4) + i % 2 + 8 * (i / 4); }
 
-/// A fragment from shared memory. bf16's comes through half's, bit for bit: nvcc loads those by LDSM, but bf16's by plain
-/// loads and transposes (layout_is_known checks that both have the same layout).
+/// A fragment from shared memory. bf16's comes through half's, bit for bit: nvcc loads those by LDSM, but bf16's by
+/// plain loads and transposes (layout_is_known checks that both have the same layout).
 template <class Use, class Layout>
 __device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, half, Layout>& fragment, const half* from,
                                               unsigned pitch) {
@@ -59,9 +60,9 @@ __device__ bool loads_alike(const T* tile) {
     return alike;
 }
 
-/// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's element i
-/// (and i + 8, where it has 16) at the accumulator's place i. `index` and `index_f32` are 16x16 tiles whose entries are
-/// their own index, 16 * row + column. The same answer in every lane of the warp.
+/// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's element
+/// i (and i + 8, where it has 16) at the accumulator's place i. `index` and `index_f32` are 16x16 tiles whose entries
+/// are their own index, 16 * row + column. The same answer in every lane of the warp.
 template <class Tile>
 __device__ bool layout_is_known(const typename Tile::T* index, const float* index_f32) {
     AFragment<Tile> a;

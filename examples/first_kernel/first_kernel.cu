@@ -1,8 +1,8 @@
 // A first kernel: attention of one head in fp32, one warp a query. Three versions of it for three lessons
 // (docs/emulator.md): Sync = false forgets a barrier, Pad = 0 has bank conflicts, Pad = 1 has none.
 //
-// Algorithm (online softmax): the warp walks over tiles of 32 keys. Lane j has the score of key j of the tile; the maximum
-// and the sum of the weights come by shuffles. Lane c has the columns c and c + 32 of the output.
+// Algorithm (online softmax): the warp walks over tiles of 32 keys. Lane j has the score of key j of the tile; the
+// maximum and the sum of the weights come by shuffles. Lane c has the columns c and c + 32 of the output.
 #include <entry.h>
 #include <launch.h>
 #include <shared_memory.cuh>

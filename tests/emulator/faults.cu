@@ -1,6 +1,6 @@
 // Deliberate bugs, each beside its right twin: kernel<true> is right, kernel<false> has the bug.
-// tests/test_emulator_faults.py expects the emulator to report each at the lines marked "fault: NAME" and to find nothing
-// in the twin. Most of these bugs give right results on most GPUs, most of the time.
+// tests/test_emulator_faults.py expects the emulator to report each at the lines marked "fault: NAME" and to find
+// nothing in the twin. Most of these bugs give right results on most GPUs, most of the time.
 #include <cuda_fp16.h>
 #include <entry.h>
 #include <launch.h>
@@ -31,7 +31,7 @@ void run(float* out, const float* in, int n, int right) {
     launch(right ? Right : Wrong, {dim3(Blocks), dim3(Threads), bytes}, nullptr, out, in, n);
 }
 
-// --- barriers that are missing ----------------------------------------------------------------------------------------
+// --- barriers that are missing ---------------------------------------------------------------------------------------
 
 struct Exchange {
     float words[64];
@@ -153,7 +153,7 @@ __global__ void wrong_double_buffer(float* out, const float* in, int) {
 const Entry kWrongDoubleBuffer("wrong_double_buffer",
                                run<wrong_double_buffer<true>, wrong_double_buffer<false>, 1, 64, Stages>);
 
-// --- asynchronous copies ----------------------------------------------------------------------------------------------
+// --- asynchronous copies ---------------------------------------------------------------------------------------------
 
 struct alignas(16) Tile {
     float words[2][128];
@@ -236,7 +236,7 @@ __global__ void async_at_exit(float* out, const float* in, int) {
 }
 const Entry kAsyncAtExit("async_at_exit", run<async_at_exit<true>, async_at_exit<false>, 1, 32, Tile>);
 
-// --- lanes that disagree ----------------------------------------------------------------------------------------------
+// --- lanes that disagree ---------------------------------------------------------------------------------------------
 
 template <bool Right>
 __global__ void skipped_shuffle(float* out, const float* in, int) {
@@ -281,7 +281,7 @@ __global__ void shuffle_from_outside(float* out, const float* in, int) {
 const Entry kShuffleFromOutside("shuffle_from_outside",
                                 run<shuffle_from_outside<true>, shuffle_from_outside<false>, 1, 32>);
 
-// --- barriers that threads come to differently ------------------------------------------------------------------------
+// --- barriers that threads come to differently -----------------------------------------------------------------------
 
 template <bool Right>
 __global__ void divergent_barrier(float* out, const float* in, int) {
@@ -376,7 +376,7 @@ __global__ void written_after_arrival(float* out, const float* in, int) {
 const Entry kWrittenAfterArrival("written_after_arrival",
                                  run<written_after_arrival<true>, written_after_arrival<false>, 1, 64, Exchange>);
 
-// --- shared memory ----------------------------------------------------------------------------------------------------
+// --- shared memory ---------------------------------------------------------------------------------------------------
 
 struct Rows {
     float tile[16][32];
@@ -479,7 +479,7 @@ __global__ void atomic_and_plain(float* out, const float*, int) {
 }
 const Entry kAtomicAndPlain("atomic_and_plain", run<atomic_and_plain<true>, atomic_and_plain<false>, 1, 32, Counts>);
 
-// --- alignment and matrices -------------------------------------------------------------------------------------------
+// --- alignment and matrices ------------------------------------------------------------------------------------------
 
 template <int Pitch>
 struct Halves {
@@ -574,7 +574,7 @@ __global__ void wrong_lane_map(float* out, const float* in, int) {
 }
 const Entry kWrongLaneMap("wrong_lane_map", run<wrong_lane_map<true>, wrong_lane_map<false>, 1, 32>);
 
-// --- global memory ----------------------------------------------------------------------------------------------------
+// --- global memory ---------------------------------------------------------------------------------------------------
 
 /// A last tile of 28 elements, read as 32.
 template <bool Right>
@@ -655,7 +655,7 @@ __global__ void written_input(float* out, const float* in, int) {
 }
 const Entry kWrittenInput("written_input", run<written_input<true>, written_input<false>, 1, 32>);
 
-// --- what is easily overlooked ------------------------------------------------------------------------------------------
+// --- what is easily overlooked ---------------------------------------------------------------------------------------
 
 template <bool Right>
 __global__ void memcpy_past_the_end(float* out, const float* in, int n) {

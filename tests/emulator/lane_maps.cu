@@ -1,5 +1,5 @@
-// Which element of a tile each lane holds, of every matrix instruction in use: dumped as the hardware, or the emulator, has
-// it. tests/test_emulator_lane_maps.py compares with the formulae that the kernels rely on.
+// Which element of a tile each lane holds, of every matrix instruction in use: dumped as the hardware, or the emulator,
+// has it. tests/test_emulator_lane_maps.py compares with the formulae that the kernels rely on.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <entry.h>

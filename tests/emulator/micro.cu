@@ -1,7 +1,7 @@
 // One kernel per phenomenon that the emulator counts: strides, widths, conflicts, divergence, matrix instructions.
-// tests/test_emulator_counts.py has the counts, derived by hand; compiled by nvcc the same kernels give Nsight Compute's.
-// Loops over a runtime count are not unrolled and every access stands on a line of its own, so that g++ and nvcc make
-// the same accesses of it. "count: NAME" marks the lines that the tests look at.
+// tests/test_emulator_counts.py has the counts, derived by hand; compiled by nvcc the same kernels give Nsight
+// Compute's. Loops over a runtime count are not unrolled and every access stands on a line of its own, so that g++ and
+// nvcc make the same accesses of it. "count: NAME" marks the lines that the tests look at.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <entry.h>
@@ -20,7 +20,7 @@ using flash_wmma::shared_memory;
 namespace ptx = flash_wmma::ptx;
 namespace wmma = nvcuda::wmma;
 
-// --- global memory ----------------------------------------------------------------------------------------------------
+// --- global memory ---------------------------------------------------------------------------------------------------
 
 /// Lanes `Stride` floats apart.
 template <int Stride>
@@ -68,7 +68,7 @@ void run_partial_warp(float* out, const float* in, int n) {
 }
 const Entry kPartialWarp("partial_warp", run_partial_warp);
 
-// --- shared memory ------------------------------------------------------------------------------------------------------
+// --- shared memory ---------------------------------------------------------------------------------------------------
 
 /// A 32x32 tile by 8 warps, with `Pad` floats at the end of each row.
 template <int Pad>
@@ -195,7 +195,7 @@ void run_half_column(std::uint16_t* out, const std::uint16_t* in) {
 const Entry kHalfColumn64("half_column_64", run_half_column<64>);
 const Entry kHalfColumn66("half_column_66", run_half_column<66>);
 
-// --- divergence -----------------------------------------------------------------------------------------------------------
+// --- divergence ------------------------------------------------------------------------------------------------------
 
 struct LoopMemory {
     float words[96];
@@ -255,7 +255,7 @@ void run_uniform_branch(float* out, const float* in, int rounds) {
 }
 const Entry kUniformBranch("uniform_branch", run_uniform_branch);
 
-// --- matrices -------------------------------------------------------------------------------------------------------------
+// --- matrices --------------------------------------------------------------------------------------------------------
 
 /// Sixteen rows of 64 halves, with `Pad` more each.
 template <int Pad>
@@ -357,7 +357,7 @@ void run_products(float* out, const int* in, int rounds) {
 }
 const Entry kProducts("products", run_products);
 
-// --- the rest -----------------------------------------------------------------------------------------------------------
+// --- the rest --------------------------------------------------------------------------------------------------------
 
 struct alignas(16) CopyMemory {
     float words[128];

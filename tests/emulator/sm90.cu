@@ -1,7 +1,7 @@
 // What Hopper added: layouts of wgmma and of tensor copies, and bugs with them, one at a time. A kernel is right as
-// kernel<Fault::kNone> and has one bug otherwise. tests/test_emulator_sm90.py expects the emulator to report each at the
-// lines marked "fault: KERNEL line", or the result to be wrong, and to find nothing in the right one. Many of these bugs
-// give right results on a GPU, most of the time.
+// kernel<Fault::kNone> and has one bug otherwise. tests/test_emulator_sm90.py expects the emulator to report each at
+// the lines marked "fault: KERNEL line", or the result to be wrong, and to find nothing in the right one. Many of these
+// bugs give right results on a GPU, most of the time.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <entry.h>
@@ -32,7 +32,7 @@ TensorMap map_of(const void* data, int columns, int rows, int matrices = 1, int 
                            {kSide, box_rows, 1, 1});
 }
 
-// --- layouts ----------------------------------------------------------------------------------------------------------
+// --- layouts ---------------------------------------------------------------------------------------------------------
 
 struct Box {
     alignas(1024) std::uint16_t words[2 * kSide * kSide];
@@ -59,8 +59,8 @@ void run_box(std::uint16_t* out, const std::uint16_t* in, int columns, int rows,
 }
 const Entry kBox("box", run_box);
 
-/// d[thread][i] = the product of A, 64 x 64 by rows from memory, or a[thread][step][4] as registers of it, and B, 64 rows along
-/// k of n (kMajor K: n rows along n of k), plus c.
+/// d[thread][i] = the product of A, 64 x 64 by rows from memory, or a[thread][step][4] as registers of it, and B, 64
+/// rows along k of n (kMajor K: n rows along n of k), plus c.
 template <class T, int N, bool kRegisters, Major kMajor>
 struct Operands {
     static constexpr int kPanels = kMajor == Major::K ? 1 : (N + kSide - 1) / kSide;
@@ -118,7 +118,7 @@ const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, 
 const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, true, Major::N>);
 const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, true, Major::K>);
 
-// --- a pipeline: a producer warp copies tiles, a warpgroup adds up their products ---------------------------------------
+// --- a pipeline: a producer warp copies tiles, a warpgroup adds up their products ------------------------------------
 
 constexpr int kStages = 2, kTiles = 9;
 
@@ -234,7 +234,7 @@ const Entry kPipeline(
         run_pipeline(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
     });
 
-// --- a handover: threads write what a product reads ---------------------------------------------------------------------
+// --- a handover: threads write what a product reads ------------------------------------------------------------------
 
 enum class Handover {
     kNone,
@@ -309,7 +309,7 @@ const Entry kHandover(
         run_handover(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
     });
 
-// --- registers of products ----------------------------------------------------------------------------------------------
+// --- registers of products -------------------------------------------------------------------------------------------
 
 enum class Registers {
     kNone,
@@ -396,7 +396,7 @@ const Entry kRegisters(
         run_registers(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
     });
 
-// --- how many registers a thread has ------------------------------------------------------------------------------------
+// --- how many registers a thread has ---------------------------------------------------------------------------------
 
 enum class Budget {
     kNone,

@@ -1,5 +1,5 @@
-// __nv_bfloat16 and __nv_bfloat162 under HIP, whose own type has had several names: the upper half of a float, rounded to
-// the nearest, ties to even.
+// __nv_bfloat16 and __nv_bfloat162 under HIP, whose own type has had several names: the upper half of a float, rounded
+// to the nearest, ties to even.
 #pragma once
 
 #include <cuda_runtime.h>

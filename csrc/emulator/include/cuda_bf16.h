@@ -1,5 +1,5 @@
-// __nv_bfloat16 and __nv_bfloat162, with the toolkit's names, rounding and sizes: the upper half of a float, conversions
-// to nearest even, arithmetic in float rounded once.
+// __nv_bfloat16 and __nv_bfloat162, with the toolkit's names, rounding and sizes: the upper half of a float,
+// conversions to nearest even, arithmetic in float rounded once.
 #pragma once
 
 #include <cuda_runtime.h>

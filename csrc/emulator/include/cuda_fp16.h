@@ -1,5 +1,5 @@
-// __half and __half2, with the toolkit's names, rounding and sizes: IEEE binary16, conversions to nearest even, arithmetic
-// in float rounded once.
+// __half and __half2, with the toolkit's names, rounding and sizes: IEEE binary16, conversions to nearest even,
+// arithmetic in float rounded once.
 #pragma once
 
 #include <cuda_runtime.h>

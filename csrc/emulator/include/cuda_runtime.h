@@ -1,8 +1,8 @@
 // CUDA C++ for g++: qualifiers, vector types, built-in variables, warp and block functions, atomics, arithmetic.
 // Kernel files find it where nvcc finds the toolkit's, and as nvcc does it is included before everything else.
 //
-// Bricks are functions that are not instrumented, called from kernel code that is: noinline, so that their return address
-// is the place in the kernel. What they are made of is inlined into them.
+// Bricks are functions that are not instrumented, called from kernel code that is: noinline, so that their return
+// address is the place in the kernel. What they are made of is inlined into them.
 #pragma once
 
 #include <math.h>
@@ -29,8 +29,8 @@
 #define EMULATOR_INLINE inline __attribute__((always_inline))
 
 #ifdef FLASH_WMMA_CHECKED
-// g++ expands these, or calls the library, where no instrumentation sees it. Few bytes become loads and stores, which are
-// seen; of more the runtime tells. Defined as the C library's fortified headers do it.
+// g++ expands these, or calls the library, where no instrumentation sees it. Few bytes become loads and stores, which
+// are seen; of more the runtime tells. Defined as the C library's fortified headers do it.
 extern "C" {
 void* flash_wmma_emulator_memmove(void* to, const void* from, std::size_t bytes);
 void* flash_wmma_emulator_memset(void* to, int value, std::size_t bytes);
@@ -51,7 +51,7 @@ EMULATOR_BYTES memset(void* to, int value, std::size_t bytes) noexcept {
 }
 #endif
 
-// --- vector types -----------------------------------------------------------------------------------------------------
+// --- vector types ----------------------------------------------------------------------------------------------------
 struct alignas(8) float2 {
     float x, y;
 };
@@ -88,7 +88,7 @@ struct dim3 {
     constexpr dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
 };
 
-// --- built-in variables -----------------------------------------------------------------------------------------------
+// --- built-in variables ----------------------------------------------------------------------------------------------
 #define threadIdx (::flash_wmma::emulator::thread_index())
 #define blockIdx (::flash_wmma::emulator::block_index())
 #define blockDim (::flash_wmma::emulator::block_size())
@@ -156,7 +156,7 @@ EMULATOR_INLINE LaneMask ballot(unsigned mask, int predicate, Site site, const v
 #define EMULATOR_SITE ::flash_wmma::emulator::Site site = ::flash_wmma::emulator::Site::here()
 #define EMULATOR_PC __builtin_return_address(0)
 
-// --- synchronisation ----------------------------------------------------------------------------------------------------
+// --- synchronisation -------------------------------------------------------------------------------------------------
 EMULATOR_BRICK inline void __syncthreads(EMULATOR_SITE) {
     ::flash_wmma::emulator::barrier(0, 0, 0, true, "__syncthreads", site, EMULATOR_PC);
 }
@@ -177,7 +177,7 @@ EMULATOR_BRICK inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE
 EMULATOR_INLINE void __threadfence() {}
 EMULATOR_INLINE void __threadfence_block() {}
 
-// --- shuffles and votes -------------------------------------------------------------------------------------------------
+// --- shuffles and votes ----------------------------------------------------------------------------------------------
 template <class T>
 EMULATOR_BRICK T __shfl_sync(unsigned mask, T value, int source, int width = warpSize, EMULATOR_SITE) {
     return ::flash_wmma::emulator::shuffle_from(
@@ -212,7 +212,7 @@ EMULATOR_BRICK inline int __all_sync(unsigned mask, int predicate, EMULATOR_SITE
     return ::flash_wmma::emulator::ballot(mask, !predicate, site, EMULATOR_PC) == 0;
 }
 
-// --- atomics: other OS threads may run other blocks, so they are atomic here too -----------------------------------------
+// --- atomics: other OS threads may run other blocks, so they are atomic here too -------------------------------------
 namespace flash_wmma::emulator {
 template <class T, class F>
 EMULATOR_INLINE T update(T* p, F f, const void* pc) {
@@ -256,7 +256,7 @@ EMULATOR_BRICK T atomicCAS(T* p, ::flash_wmma::emulator::Value<T> expected, ::fl
         p, [=](T old) __attribute__((always_inline)) { return old == expected ? value : old; }, EMULATOR_PC);
 }
 
-// --- arithmetic ---------------------------------------------------------------------------------------------------------
+// --- arithmetic ------------------------------------------------------------------------------------------------------
 using std::isfinite;
 using std::isinf;
 using std::isnan;

@@ -1,7 +1,8 @@
 // nvcuda::wmma for 16x16x16 tiles of half and bf16 with float and half accumulators, in the lane layout of the hardware
 // (seen on sm_75 to sm_90 code alike): element i (0...7) of lane l of an accumulator or of matrix_a is at row
-// l / 4 + 8 (i / 2 % 2), column 2 (l % 4) + i % 2 + 8 (i / 4); of matrix_b likewise with k for row and n for column, and
-// there k and n change places. half's matrix_a and matrix_b have 16 elements, each place twice (i and i + 8); bf16's have 8.
+// l / 4 + 8 (i / 2 % 2), column 2 (l % 4) + i % 2 + 8 (i / 4); of matrix_b likewise with k for row and n for column,
+// and there k and n change places. half's matrix_a and matrix_b have 16 elements, each place twice (i and i + 8);
+// bf16's have 8.
 #pragma once
 
 #include <cuda_bf16.h>
