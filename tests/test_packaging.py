@@ -263,8 +263,10 @@ def test_architecture_list_narrows(setup_py: ModuleType, available: str, wanted:
 
 
 def test_gencode_flags(setup_py: ModuleType) -> None:
-    assert setup_py.gencode(setup_py.codes("8.0+PTX;9.0")) == ("-gencode arch=compute_80,code=[compute_80,sm_80,sm_90]")
-    assert setup_py.gencode(setup_py.codes("8.0;9.0"), asks_arch=True) == (
+    assert setup_py.gencode(setup_py.codes("8.0+PTX;9.0"), one_ptx=True) == (
+        "-gencode arch=compute_80,code=[compute_80,sm_80,sm_90]"
+    )
+    assert setup_py.gencode(setup_py.codes("8.0;9.0")) == (
         "-gencode arch=compute_80,code=[sm_80] -gencode arch=compute_90,code=[sm_90]"
     )
     assert setup_py.gencode(setup_py.codes("9.0a")) == "-gencode arch=compute_90a,code=[sm_90a]"

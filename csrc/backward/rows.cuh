@@ -170,7 +170,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         __syncthreads();
         if (tid > 0 || !exists) return;
 #pragma unroll
-        for (const float4 four : smem.warp_maximum)
+        for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         const std::int64_t at = blockIdx.x;
         problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
