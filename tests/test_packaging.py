@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import sysconfig
-from collections import defaultdict
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -109,22 +108,31 @@ def test_library_exports_nothing_of_the_cuda_runtime() -> None:
 # ----------------------------------------------------------------------------------------------------------- CUDA code
 
 
-def test_generated_code(cuda_sources: list[str]) -> None:
-    found = defaultdict(set)
-    for entry in run(tool("cuobjdump"), LIBRARY).split("Fatbin ")[1:]:
-        arch, source = re.search(r"^arch = sm_(\w+)$", entry, re.M), re.search(r"^identifier = (.*)$", entry, re.M)
-        assert arch and source, entry
-        found[source[1]].add(f"{'sm' if entry.startswith('elf') else 'compute'}_{arch[1]}")
-    assert found == {source: expected_code(source) for source in cuda_sources}
+@pytest.fixture(scope="module")
+def build_folder(cuda_sources: list[str]) -> Path:
+    """Where the library under test was built."""
+    for build in (ROOT / "build").glob("*/libflash_wmma.so"):
+        if build.read_bytes() == LIBRARY.read_bytes():
+            return build.parent
+    pytest.skip("the library under test was not built here")
+
+
+def generated_code(binary: Path) -> set[str]:
+    """The machine code ("sm_80") and PTX ("compute_80") in a library or an object file."""
+    entries = re.findall(r"^Fatbin (elf|ptx) code:\n.*\narch = sm_(\w+)$", run(tool("cuobjdump"), binary), re.M)
+    return {f"{'sm' if kind == 'elf' else 'compute'}_{arch}" for kind, arch in entries}
+
+
+def test_generated_code(cuda_sources: list[str], build_folder: Path) -> None:
+    expected = {source: expected_code(source) for source in cuda_sources}
+    assert {source: generated_code(build_folder / f"{source}.o") for source in cuda_sources} == expected
+    assert generated_code(LIBRARY) == set().union(*expected.values())
 
 
 @pytest.fixture(scope="module")
-def ptxas_logs(cuda_sources: list[str]) -> dict[str, str]:
+def ptxas_logs(cuda_sources: list[str], build_folder: Path) -> dict[str, str]:
     """What ptxas said about each source while it compiled the library that is under test."""
-    for build in (ROOT / "build").glob("*/libflash_wmma.so"):
-        if build.read_bytes() == LIBRARY.read_bytes():
-            return {source: (build.parent / f"{source}.o.log").read_text() for source in cuda_sources}
-    pytest.skip("the library under test was not built here")
+    return {source: (build_folder / f"{source}.o.log").read_text() for source in cuda_sources}
 
 
 def kernel_comments(source: Path) -> dict[str, str]:
