@@ -71,7 +71,9 @@ GROUPS = (
     Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
     Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
     Group("csrc/*/*_sm75*.cu", cuda="7.5+PTX"),
-    Group("csrc/forward/*mma*_sm80*.cu", cuda="8.0+PTX;9.0", one_ptx=True),
+    Group("csrc/forward/mma_sm80*.cu", cuda="8.0+PTX;9.0", one_ptx=True),
+    Group("csrc/forward/wmma_v3_sm80_half.cu", cuda="8.0+PTX;9.0", one_ptx=True),
+    Group("csrc/forward/wmma_v3.cu", cuda="7.5;8.0+PTX;9.0", one_ptx=True),
     Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
     Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
 )
