@@ -53,7 +53,7 @@ class Group(NamedTuple):
     pattern: str
     flags: str = ""
     cuda: str = ""  # the code to generate, as in TORCH_CUDA_ARCH_LIST: machine code, "+PTX" adds PTX
-    one_ptx: bool = False  # 9.0's machine code from 8.0's PTX, which takes half the time of a build
+    one_ptx: bool = False  # 9.0's machine code from 8.0's PTX, which takes longest to make
     skip: bool = False
 
 
@@ -87,9 +87,7 @@ SOURCES = (
     *(f"csrc/{folder}/*.cu" for folder in ("device", "forward", "backward", "reductions")),
 )
 # What hipcc compiles: the kernels that use no tensor core.
-HIP_SOURCES = (
-    *("csrc/device/runtime.cu", "csrc/forward/simt*.cu", "csrc/backward/bwd_simt*.cu", "csrc/reductions/*.cu"),
-)
+HIP_SOURCES = ("csrc/device/runtime.cu", "csrc/forward/simt*.cu", "csrc/backward/bwd_simt*.cu", "csrc/reductions/*.cu")
 
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a

@@ -183,6 +183,21 @@ def shape_of(args: argparse.Namespace) -> str:
     return f"{shape}{' causal' if args.causal else ''}"
 
 
+def report(
+    args: argparse.Namespace, launches: list[tuple[str, Launch]], table: Callable[[Launch], list[tuple[str, str]]]
+) -> None:
+    """Prints the table of each launch; the raw metrics go to ``--json``."""
+    print(f"{args.kernel}, {shape_of(args)}: {len(launches)} launch(es) a call")
+    for name, metrics in launches:
+        rows = table(metrics)
+        width = max(len(label) for label, _ in rows) + 2
+        print(f"\n{name}")
+        for label, value in rows:
+            print(f"  {label:{width}}{value}")
+    if args.json:
+        args.json.write_text(json.dumps([{"name": name, **metrics} for name, metrics in launches], indent=2) + "\n")
+
+
 def main() -> int:
     args = argument_parser(__doc__, "fp16").parse_args()
     if args.run:
@@ -194,13 +209,7 @@ def main() -> int:
     except CannotProfile as why:
         print(f"ncu.py: {why}", file=sys.stderr)
         return 2
-    print(f"{args.kernel}, {shape_of(args)}: {len(launches)} launch(es) a call")
-    for name, metrics in launches:
-        print(f"\n{name}")
-        for label, value in table(metrics):
-            print(f"  {label:38}{value}")
-    if args.json:
-        args.json.write_text(json.dumps([{"name": name, **metrics} for name, metrics in launches], indent=2) + "\n")
+    report(args, launches, table)
     return 0
 
 

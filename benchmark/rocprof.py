@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import json
 import shutil
 import subprocess
 import sys
@@ -138,13 +137,7 @@ def main() -> int:
     except CannotProfile as why:
         print(f"rocprof.py: {why}", file=sys.stderr)
         return 2
-    print(f"{args.kernel}, {ncu.shape_of(args)}: {len(launches)} launch(es) a call")
-    for name, launch in launches:
-        print(f"\n{name}")
-        for label, value in table(launch):
-            print(f"  {label:42}{value}")
-    if args.json:
-        args.json.write_text(json.dumps([{"name": name, **launch} for name, launch in launches], indent=2) + "\n")
+    ncu.report(args, launches, table)
     return 0
 
 

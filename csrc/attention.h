@@ -80,10 +80,9 @@ struct BackwardExponents {
 /// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside
 /// whatever it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
 /// clamp(cu_seqlens[b + 1], begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last
-/// sequence are written as o 0, lse
-/// -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or decrease, or a sequence is longer than
-/// seqlen_q or seqlen_k say, what the rows hold that this concerns is unspecified; a bias is then read within its
-/// bounds.
+/// sequence are written as o 0, lse -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or
+/// decrease, or a sequence is longer than seqlen_q or seqlen_k say, what the rows hold that this concerns is
+/// unspecified; a bias is then read within its bounds.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
     std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
