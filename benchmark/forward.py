@@ -13,10 +13,11 @@ Exit status: 0; 1 if a kernel is wrong or fails; 2 if the benchmark cannot run a
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +33,9 @@ from benchmark import CannotRun, Cell, Problem, Row, _positive, choose_device, l
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 KERNELS = ("wgmma_sm90", "mma_sm80", "mma_sm75", "wmma_v3")
+
+MeasureRow = Callable[[Problem, torch.device, Method, Callable[[], None]], Row]
+"""Of a problem; the last argument is called once a round."""
 
 
 def ratio(cell: Cell, other: Cell) -> float | None:
@@ -65,44 +69,40 @@ def tables(found: Sequence[tuple[Row, Row]], names: Sequence[str], title: str) -
     ]
 
 
-def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+def parse_arguments(
+    description: str, kernels: Sequence[str], arguments: Sequence[str] | None = None
+) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description.split("\n\n")[0])
     parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
     parser.add_argument("--head-dims", nargs="+", type=_positive, default=[64, 128, 256], metavar="D")
     parser.add_argument("--lengths", nargs="+", type=_positive, default=[512, 2048, 16384], metavar="N")
-    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), metavar="NAME")
+    parser.add_argument("--kernels", nargs="+", default=list(kernels), metavar="NAME")
     parser.add_argument("--repeats", type=_positive, default=7, metavar="ROUNDS")
     parser.add_argument("--seed", type=int, default=0, help="of the normally distributed inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     return parser.parse_args(arguments)
 
 
-def run(library: ModuleType, options: argparse.Namespace) -> int:
+def run(library: ModuleType, options: argparse.Namespace, measured: MeasureRow) -> int:
+    """Measures every problem by ``measured``, and prints and writes what came out."""
     device = choose_device(None)
     if device.type != "cuda":
-        raise CannotRun("forward.py: no CUDA device")
+        raise CannotRun("no CUDA device")
     for name, sizes, whole in (("head-dims", options.head_dims, HIDDEN), ("lengths", options.lengths, TOKENS)):
         if wrong := [size for size in sizes if whole % size]:
             raise CannotRun(f"--{name}: got {wrong[0]}, allowed are divisors of {whole}")
-    try:
-        implementations = peers(device, PEERS) + flash_wmma_kernels(library, device, options.kernels)
-    except UnknownName as error:
-        raise CannotRun(str(error)) from error
-    implementations = [i for i in implementations if i.name != SDPA]
     environment = describe(library, device)
     method = Method(warmup=3, repeats=options.repeats)
     print("\n".join(environment.lines()), f"method    {method.describe(device)}", sep="\n", end="\n\n", flush=True)
 
     found: list[tuple[Row, Row]] = []
-    shapes = [(d, n) for d in options.head_dims for n in options.lengths]
-    with progress() as bar, torch.inference_mode():
-        for d, n in shapes:
+    with progress() as bar:
+        for d, n in itertools.product(options.head_dims, options.lengths):
             problems = [Problem(TOKENS // n, HIDDEN // d, n, d, options.dtype, causal) for causal in (False, True)]
             bar.start(f"d = {d}, N = {n}", len(problems) * options.repeats)
-            rows = [measure_row(p, implementations, device, method, options.seed, bar.advance) for p in problems]
+            rows = [measured(problem, device, method, bar.advance) for problem in problems]
             found.append((rows[0], rows[1]))
-    title = f"{torch.cuda.get_device_name(device)}, {options.dtype}"
-    for table in tables(found, options.kernels, title):
+    for table in tables(found, options.kernels, f"{torch.cuda.get_device_name(device)}, {options.dtype}"):
         table.print()
     if options.json:
         document = {
@@ -120,10 +120,20 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(arguments)
+    options = parse_arguments(__doc__ or "", KERNELS, arguments)
     try:
-        return run(load_library(), options)
-    except CannotRun as error:
+        library = load_library()
+        device = choose_device(None)
+        implementations = peers(device, PEERS if device.type == "cuda" else ())
+        implementations += flash_wmma_kernels(library, device, options.kernels)
+        implementations = [i for i in implementations if i.name != SDPA]
+
+        def measured(problem: Problem, device: torch.device, method: Method, on_round: Callable[[], None]) -> Row:
+            with torch.inference_mode():
+                return measure_row(problem, implementations, device, method, options.seed, on_round)
+
+        return run(library, options, measured)
+    except (CannotRun, UnknownName) as error:
         print(error, file=sys.stderr)
         return 2
 

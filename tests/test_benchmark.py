@@ -17,9 +17,12 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
+import flash_wmma
+
 FOLDER = Path(__file__).resolve().parents[1] / "benchmark"
 sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("accuracy")
+backward = importlib.import_module("backward")
 benchmark = importlib.import_module("benchmark")
 contenders = importlib.import_module("contenders")
 forward = importlib.import_module("forward")
@@ -498,4 +501,21 @@ def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_forward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
     assert forward.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+def test_backward_compares_gradients_of_what_it_times():
+    problem = benchmark.Problem(1, 2, 40, 16, "fp16", True)
+    names = ("sdpa_math", "bwd_cpu", "bwd_cpu split", "no_such_kernel")
+    method = timing.Method(warmup=1, repeats=2)
+    row = backward.measure_row(flash_wmma, problem, names, CPU, method, 0, lambda: None)
+    assert all(row.cells[name].right and len(row.cells[name].samples_ms) == 2 for name in names[:3])
+    assert row.cells["bwd_cpu"].error > 0
+    assert "no_such_kernel" in (row.cells["no_such_kernel"].reason or "")
+    assert row.cells["bwd_cpu"].tflops == pytest.approx(2.5 * problem.flops / (1e9 * row.cells["bwd_cpu"].median_ms))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_backward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
+    assert backward.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
