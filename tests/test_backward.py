@@ -92,6 +92,11 @@ def as_the_kernel_multiplies(kernel: flash_wmma.Kernel, given: Inputs) -> list[T
     return [t if t.is_cuda else as_multiplied(t, operand).to(t.dtype) for t in given[:3]]
 
 
+def forward_kernel(kernel: flash_wmma.Kernel) -> str:
+    """One that is as exact as the gradients."""
+    return "simt" if kernel.name == "bwd_simt" and kernel.device == "cuda" else "auto"
+
+
 def compute(
     kernel: flash_wmma.Kernel,
     given: Inputs,
@@ -105,7 +110,7 @@ def compute(
         causal=mask.causal,
         window=mask.window,
         return_lse=True,
-        kernel="simt" if kernel.name == "bwd_simt" and given.q.is_cuda else "auto",  # as exact as the gradients
+        kernel=forward_kernel(kernel),
         **modification._asdict(),
     )
     bias = modification.attn_bias
@@ -321,7 +326,11 @@ def test_packed(backward_target: BackwardTarget, mask: str) -> None:
     dlse = flat.dlse[0]
     causal = MASKS[mask].causal
     out, lse = flash_wmma.forward_varlen(
-        q, k, v, *lengths[:2], 65, 53, seqused_k=lengths[2], causal=causal, return_lse=True
+        *(q, k, v, *lengths[:2], 65, 53),
+        seqused_k=lengths[2],
+        causal=causal,
+        return_lse=True,
+        kernel=forward_kernel(kernel),
     )
     options: tuple[Any, ...] = (None, *band(causal, None))
     with poisoned_memory():
@@ -396,12 +405,14 @@ def test_more_than_2_to_the_31_elements(
     h, n, d = 8, 128, 64
     b = BEYOND // (h * n * d) + 3
     bytes_an_element = 8 * dtype.itemsize + 2 * 4  # q, k, v, dout, out, dq, dk, dv; sums of dq, the allocator's slack
+    if operand_dtype(kernel, dtype) != dtype:
+        bytes_an_element += 4 * 2
     gpu_memory(bytes_an_element * b * h * n * d)
     q, k, v, dout = (torch.zeros(b, h, n, d, dtype=dtype, device="cuda") for _ in range(4))
     some = torch.tensor([0, 1, b // 2, b - 3, b - 2, b - 1], device="cuda")
     for seed, t in enumerate((q, k, v, dout)):
         t[some] = normal((len(some), h, n, d), dtype=dtype, device="cuda", seed=seed)
-    out, lse = ops.forward(q, k, v, kernel_name="simt" if kernel.name == "bwd_simt" else "auto")
+    out, lse = ops.forward(q, k, v, kernel_name=forward_kernel(kernel))
     *gradients, _ = ops.backward(dout, None, q, k, v, out, lse, deterministic=deterministic, kernel_name=kernel.name)
     assert all(t.numel() > BEYOND for t in gradients)
     judge(kernel, Inputs(q[some], k[some], v[some], dout[some], None), [t[some] for t in gradients])
@@ -488,7 +499,7 @@ def test_range_of_keys_outside_the_window(backward_target: BackwardTarget, deter
     mask = Mask(False, (10, 0))
     moderate = inputs(kernel, dtype, 200, 200, heads=(1, 1))._replace(dlse=None)
     large = (50, 0, 0, 0)
-    q = torch.ldexp(moderate.q, torch.tensor(-50))  # so that no weight saturates
+    q = moderate.q * 2.0**-50  # so that no weight saturates
     given = moderate._replace(q=q, k=scaled(moderate.k, large), v=scaled(moderate.v, large))
     check_each_tile(kernel, given, compute(kernel, given, mask, PLAIN, deterministic), mask)
 
