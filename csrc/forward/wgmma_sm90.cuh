@@ -46,11 +46,12 @@ template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int
 struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
+    static constexpr int kShareStages = 2;
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
-    static constexpr int kProducerRegisters = Consumers == 3 ? 32 : 24;
+    static constexpr int kProducerRegisters = Consumers == 2 ? 24 : 32;
     static constexpr int kConsumerRegisters = Consumers == 4 ? 112 : Consumers == 3 ? 160 : 240;
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
@@ -58,6 +59,21 @@ struct Tile {
 /// A barrier pair of something that the producer fills and consumers empty.
 struct Slot {
     ptx::Barrier full, empty;
+};
+
+inline constexpr unsigned kWarpMask = 0xffffffffu;
+
+/// x, which is the same in the whole warp: now the compiler knows.
+__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
+
+/// A consumer's share of an item: 64 rows, and the K tiles that they see.
+struct Share {
+    Sequence sequence;
+    int head;
+    BandMask mask;
+    int first_query;
+    int first_tile, tiles;  // none: there are no more items
+    int before, after;      // tiles of the block that come before and after these
 };
 
 /// Map of a block's shared memory.
@@ -72,7 +88,9 @@ struct SharedMemory {
     };
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
+    Share share[Tile::kShareStages][Tile::kConsumers];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+    Slot share_slot[Tile::kShareStages];
     ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
@@ -81,7 +99,6 @@ struct Maps {
     TensorMap q, k, v;
 };
 
-inline constexpr unsigned kWarpMask = 0xffffffffu;
 inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
 
 /// A place in the ring, and how often the ring has come round.
@@ -171,11 +188,12 @@ struct Work {
     __device__ __forceinline__ int first_row(int consumer) const {
         return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
     }
-    /// Of `tiles`, those with a key that some row of a consumer sees.
-    __device__ __forceinline__ Range tiles_of(int consumer) const {
+    /// What a consumer does of it. Its tiles are those of `tiles` with a key that some of its rows sees.
+    __device__ __forceinline__ Share share(int consumer) const {
         const Range range = seen(first_row(consumer), Tile::kGroupRows);
         const int first = min(max(range.first, tiles.first), tiles.end - 1);
-        return {first, min(max(range.end, first + 1), tiles.end)};
+        const int end = min(max(range.end, first + 1), tiles.end);
+        return {sequence, tile.head, mask, first_row(consumer), first, end - first, tiles.end - end, first - tiles.first};
     }
 
   private:
@@ -195,9 +213,6 @@ struct Work {
     }
 };
 
-/// x, which is the same in the whole warp: now the compiler knows.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
-
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
 /// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
@@ -210,12 +225,15 @@ class Producer {
 
     __device__ __forceinline__ void run(const Schedule& schedule) {
         Schedule::Walk walk(schedule);
-        for (int item = walk.next(); item >= 0; item = walk.next()) {
+        int item = next(schedule, walk);
+        announce(schedule, item, walk.back());
+        while (item >= 0) {
             const Item work(p_, schedule, item, walk.back());
-            if (!work.exists()) continue;
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
+            item = next(schedule, walk);
+            announce(schedule, item, walk.back());
             for (; tile > work.tiles.first; --tile) {
                 load_k(work, tile - 1);
                 load_v(work, tile);
@@ -226,6 +244,28 @@ class Producer {
 
   private:
     using Item = Work<Tile, General>;
+
+    /// The next item that exists; -1: none.
+    __device__ __forceinline__ int next(const Schedule& schedule, Schedule::Walk& walk) const {
+        int item = walk.next();
+        while (General && item >= 0 && !Item(p_, schedule, item, walk.back()).exists()) item = walk.next();
+        return item;
+    }
+
+    /// Tells each consumer its share of an item, or that there are no more.
+    __device__ __forceinline__ void announce(const Schedule& schedule, int item, bool back) {
+        const Item work(p_, schedule, max(item, 0), back);
+        Slot& slot = smem_.share_slot[share_.stage];
+        ptx::barrier_wait(&slot.empty, share_.parity ^ 1);
+        if (lane_ < Tile::kConsumers) {
+            Share& share = smem_.share[share_.stage][lane_];
+            share = work.share(lane_);
+            if (item < 0) share.tiles = share.before = 0;
+        }
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        share_.advance();
+    }
 
     /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
@@ -299,6 +339,7 @@ class Producer {
     const int lane_;
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
+    RingPlace<Tile::kShareStages> share_;
     unsigned patch_parity_ = 0;
 };
 
@@ -308,19 +349,16 @@ class Producer {
 template <class Tile, bool General>
 class Consumer {
   public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
-                                        SharedMemory<Tile>& shared)
+    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
         : p_(params),
-          schedule_(schedule),
           smem_(shared),
-          walk_(schedule),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ __forceinline__ void run() {
-        Rows rows = next();
-        if (!rows.exist) return;
+        Share rows = next();
+        if (rows.tiles == 0) return;
         if (group_ == Tile::kConsumers - 1) pass_turn();
         take_turn();
 #pragma unroll 1
@@ -329,16 +367,17 @@ class Consumer {
         await_k();
         multiply_qk();
         pass_turn();
-        while (rows.exist) {
+        while (rows.tiles > 0) {
             attend(rows);
             // The last product of these rows, the first of the next ones, and beside it O
             take_turn();
             multiply_pv();
             release_q();
-            const Rows following = next();
+            const Share following = next();
+            const bool more = following.tiles > 0;
             const int between = rows.after + following.before;  // tiles of the block that these rows do not see
             // To go on, the producer may want V's slot
-            const bool apart = !following.exist || between >= (Tile::kTurns ? 1 : Tile::kStages);
+            const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
@@ -348,7 +387,7 @@ class Consumer {
 #pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
             }
-            if (following.exist) {
+            if (more) {
                 await_q();
                 await_k();
             } else {
@@ -370,41 +409,26 @@ class Consumer {
 
   private:
     using T = typename Tile::T;
-    using Item = Work<Tile, General>;
     using Place = RingPlace<Tile::kStages>;
     static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
-
-    /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
-    struct Rows {
-        Sequence sequence;
-        QTile tile;
-        BandMask mask;
-        int first_query;
-        int first_tile, tiles;
-        int before, after;  // tiles of the block that come before and after these
-        bool exist;         // false: there are no more
-    };
 
     __device__ __forceinline__ int row() const { return lane_ / 4; }
     __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
 
-    /// The rows in the block's next item.
-    __device__ __forceinline__ Rows next() {
-        for (int item = walk_.next(); item >= 0; item = walk_.next()) {
-            const Item work(p_, schedule_, item, walk_.back());
-            if (!work.exists()) continue;
-            const auto tiles = work.tiles_of(group_);
-            return {work.sequence,
-                    work.tile,
-                    work.mask,
-                    work.first_row(group_) + Tile::kWarpRows * warp_,
-                    tiles.first,
-                    tiles.end - tiles.first,
-                    work.tiles.end - tiles.end,
-                    tiles.first - work.tiles.first,
-                    true};
+    /// What this warp does next, its first row as `first_query`. Until it is asked for again.
+    __device__ __forceinline__ Share next() {
+        Slot& slot = smem_.share_slot[share_.stage];
+        ptx::barrier_wait(&slot.full, share_.parity);
+        Share share = smem_.share[share_.stage][group_];
+#pragma unroll
+        for (unsigned i = 0; i < sizeof(Share) / sizeof(int); ++i) {
+            int& word = reinterpret_cast<int*>(&share)[i];
+            word = uniform(word);
         }
-        return {{}, {}, BandMask(p_.band, 0, 0), 0, 0, 0, 0, 0, false};
+        share.first_query += Tile::kWarpRows * warp_;
+        release(slot);
+        share_.advance();
+        return share;
     }
 
     /// This warp needs it no longer.
@@ -508,7 +532,7 @@ class Consumer {
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
     /// where `right`.
-    __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
+    __device__ __forceinline__ void hide(const Share& rows, int key, bool left, bool right) {
         const auto each = [&](auto hidden) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -620,7 +644,7 @@ class Consumer {
     }
 
     /// All of the rows' work but the product asked for before, the first with K, and the last with V.
-    __device__ __forceinline__ void attend(const Rows& rows) {
+    __device__ __forceinline__ void attend(const Share& rows) {
         // Where tiles begin whose keys all rows of the warp see
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
@@ -669,7 +693,7 @@ class Consumer {
     }
 
     /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
-    __device__ __forceinline__ void finish(const Rows& rows) const {
+    __device__ __forceinline__ void finish(const Share& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
@@ -678,9 +702,9 @@ class Consumer {
             const int query = rows.first_query + row() + 8 * h;
             const bool inside = query < rows.sequence.seqlen_q;
             if (lane_ % 4 == 0 && inside)
-                p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] =
+                p_.lse[lse_index(p_, rows.sequence, rows.head, query)] =
                     none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
-            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
+            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
                 std::uint32_t words[4];
@@ -697,12 +721,11 @@ class Consumer {
     }
 
     const ForwardParams& p_;
-    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
-    Schedule::Walk walk_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages> q_;
+    RingPlace<Tile::kShareStages> share_;
 
     float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
     std::uint32_t weights_[kBc / 16][4];
@@ -728,6 +751,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                 ptx::barrier_init(&ring[i].full, 1);
                 ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
             }
+        for (Slot& slot : smem.share_slot)
+            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers);
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
     }
@@ -739,7 +764,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, General>(p, schedule, smem).run();
+        Consumer<Tile, General>(p, smem).run();
     }
 }
 
