@@ -46,7 +46,7 @@ template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int
 struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
-    static constexpr int kShareStages = 2;
+    static constexpr int kPlans = 4;  // items that are known ahead
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
@@ -61,19 +61,31 @@ struct Slot {
     ptx::Barrier full, empty;
 };
 
-inline constexpr unsigned kWarpMask = 0xffffffffu;
+/// K tiles [first, end).
+struct Range {
+    int first, end;
+};
 
-/// x, which is the same in the whole warp: now the compiler knows.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
-
-/// A consumer's share of an item: 64 rows, and the K tiles that they see.
-struct Share {
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see.
+template <class Tile>
+struct Work {
     Sequence sequence;
-    int head;
+    QTile tile;
     BandMask mask;
-    int first_query;
-    int first_tile, tiles;  // none: there are no more items
-    int before, after;      // tiles of the block that come before and after these
+    int back;     // whether it came on a way back
+    Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
+
+    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
+    __device__ __forceinline__ int first_row(int consumer) const {
+        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
+    }
+};
+
+/// The same for all roles.
+template <class Tile>
+struct Plan {
+    Work<Tile> work;
+    Range seen[Tile::kConsumers];  // of work.tiles, those with a key that some row of a consumer sees
 };
 
 /// Map of a block's shared memory.
@@ -88,9 +100,9 @@ struct SharedMemory {
     };
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
-    Share share[Tile::kShareStages][Tile::kConsumers];
+    Plan<Tile> plan[Tile::kPlans];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
-    Slot share_slot[Tile::kShareStages];
+    Slot plan_slot[Tile::kPlans];
     ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
@@ -99,6 +111,7 @@ struct Maps {
     TensorMap q, k, v;
 };
 
+inline constexpr unsigned kWarpMask = 0xffffffffu;
 inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
 
 /// A place in the ring, and how often the ring has come round.
@@ -162,55 +175,95 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// What a block works on at a time: its sequence and Q tile, and the keys it may see.
-template <class Tile, bool General>
-struct Work {
-    /// K tiles [first, end). Never empty: rows that see no key get a tile, which is masked.
-    struct Range {
-        int first, end;
+/// x, whose words are the same in the whole warp: now the compiler knows.
+template <class X>
+__device__ __forceinline__ X uniform(X x) {
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
+        int& word = reinterpret_cast<int*>(&x)[i];
+        word = __shfl_sync(kWarpMask, word, 0);
+    }
+    return x;
+}
+
+/// A warp's way through the plans.
+template <class Tile>
+class PlanReader {
+  public:
+    struct View {
+        Work<Tile> work;
+        Range seen;  // by a consumer
     };
 
-    Sequence sequence;
-    QTile tile;
-    BandMask mask;
-    bool back;
-    Range tiles;  // with a key that some row of the Q tile sees
+    __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
 
-    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item, bool on_way_back)
-        : Work(p, assignment<Tile, General>(p, schedule, item), on_way_back) {}
-
-    /// Whether there is a Q tile: not all numbers of packed sequences are used.
-    __device__ __forceinline__ bool exists() const {
-        return !General || (tile.first_row >= 0 && tile.first_row < sequence.seqlen_q);
-    }
-
-    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
-    __device__ __forceinline__ int first_row(int consumer) const {
-        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
-    }
-    /// What a consumer does of it. Its tiles are those of `tiles` with a key that some of its rows sees.
-    __device__ __forceinline__ Share share(int consumer) const {
-        const Range range = seen(first_row(consumer), Tile::kGroupRows);
-        const int first = min(max(range.first, tiles.first), tiles.end - 1);
-        const int end = min(max(range.end, first + 1), tiles.end);
-        return {sequence, tile.head, mask, first_row(consumer), first, end - first, tiles.end - end, first - tiles.first};
+    __device__ __forceinline__ View next(int consumer) {
+        Slot& slot = smem_.plan_slot[place_.stage];
+        const Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.full, place_.parity);
+        const View view{uniform(plan.work), uniform(plan.seen[consumer])};
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.empty);
+        place_.advance();
+        return view;
     }
 
   private:
-    __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a, bool on_way_back)
-        : sequence(a.sequence),
-          tile(a.tile),
-          mask(p.band, sequence.seqlen_q, sequence.seqlen_k),
-          back(on_way_back),
-          tiles(seen(tile.first_row, Tile::kBr)) {}
+    SharedMemory<Tile>& smem_;
+    RingPlace<Tile::kPlans> place_;
+};
 
-    /// K tiles with a key that some of the rows sees, of which some may be beyond the end.
-    __device__ __forceinline__ Range seen(int row, int count) const {
-        const int last_row = min(row + count, sequence.seqlen_q) - 1, last_tile = (sequence.seqlen_k - 1) / Tile::kBc;
-        const int first = min(mask.begin(row) / Tile::kBc, last_tile);
-        const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
-        return {first, max(end, first + 1)};
+// ---- Planner --------------------------------------------------------------------------------------------------------
+
+/// One warp: says what the block works on, one item after the other, ahead of all others.
+template <class Tile, bool General>
+class Planner {
+  public:
+    __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
+        : p_(params), smem_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ void run(const Schedule& schedule) {
+        Schedule::Walk walk(schedule);
+        int item;
+        do {
+            item = walk.next();
+            const Assignment a = assignment<Tile, General>(p_, schedule, max(item, 0));
+            const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            if (exists || item < 0) publish(a, walk.back(), item < 0);
+        } while (item >= 0);
     }
+
+  private:
+    __device__ __forceinline__ void publish(const Assignment& a, bool back, bool none) {
+        const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
+        /// K tiles with a key that some of the rows sees, of which some may be beyond the end; or else one, which is masked.
+        const auto seen = [&](int row, int count) -> Range {
+            const int last_row = min(row + count, a.sequence.seqlen_q) - 1;
+            const int last_tile = (a.sequence.seqlen_k - 1) / Tile::kBc;
+            const int first = min(mask.begin(row) / Tile::kBc, last_tile);
+            const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
+            return {first, max(end, first + 1)};
+        };
+        const Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
+        const Work<Tile> work{a.sequence, a.tile, mask, back, tiles};
+        Slot& slot = smem_.plan_slot[place_.stage];
+        Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
+        if (lane_ == 0) plan.work = work;
+        if (lane_ < Tile::kConsumers) {
+            const Range own = seen(work.first_row(lane_), Tile::kGroupRows);
+            const int first = min(max(own.first, tiles.first), tiles.end - 1);
+            plan.seen[lane_] = none ? tiles : Range{first, min(max(own.end, first + 1), tiles.end)};
+        }
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        place_.advance();
+    }
+
+    const ForwardParams& p_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kPlans> place_;
 };
 
 // ---- Producer -------------------------------------------------------------------------------------------------------
@@ -221,19 +274,13 @@ class Producer {
   public:
     __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
                                         SharedMemory<Tile>& shared)
-        : p_(params), maps_(tensor_maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+        : p_(params), maps_(tensor_maps), smem_(shared), plans_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ __forceinline__ void run(const Schedule& schedule) {
-        Schedule::Walk walk(schedule);
-        int item = next(schedule, walk);
-        announce(schedule, item, walk.back());
-        while (item >= 0) {
-            const Item work(p_, schedule, item, walk.back());
+    __device__ __forceinline__ void run() {
+        for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
-            item = next(schedule, walk);
-            announce(schedule, item, walk.back());
             for (; tile > work.tiles.first; --tile) {
                 load_k(work, tile - 1);
                 load_v(work, tile);
@@ -243,29 +290,7 @@ class Producer {
     }
 
   private:
-    using Item = Work<Tile, General>;
-
-    /// The next item that exists; -1: none.
-    __device__ __forceinline__ int next(const Schedule& schedule, Schedule::Walk& walk) const {
-        int item = walk.next();
-        while (General && item >= 0 && !Item(p_, schedule, item, walk.back()).exists()) item = walk.next();
-        return item;
-    }
-
-    /// Tells each consumer its share of an item, or that there are no more.
-    __device__ __forceinline__ void announce(const Schedule& schedule, int item, bool back) {
-        const Item work(p_, schedule, max(item, 0), back);
-        Slot& slot = smem_.share_slot[share_.stage];
-        ptx::barrier_wait(&slot.empty, share_.parity ^ 1);
-        if (lane_ < Tile::kConsumers) {
-            Share& share = smem_.share[share_.stage][lane_];
-            share = work.share(lane_);
-            if (item < 0) share.tiles = share.before = 0;
-        }
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
-        share_.advance();
-    }
+    using Item = Work<Tile>;
 
     /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
@@ -336,10 +361,10 @@ class Producer {
     const ForwardParams& p_;
     const Maps& maps_;
     SharedMemory<Tile>& smem_;
+    PlanReader<Tile> plans_;
     const int lane_;
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
-    RingPlace<Tile::kShareStages> share_;
     unsigned patch_parity_ = 0;
 };
 
@@ -352,12 +377,13 @@ class Consumer {
     __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
         : p_(params),
           smem_(shared),
+          plans_(shared),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ __forceinline__ void run() {
-        Share rows = next();
+        Rows rows = next();
         if (rows.tiles == 0) return;
         if (group_ == Tile::kConsumers - 1) pass_turn();
         take_turn();
@@ -373,7 +399,7 @@ class Consumer {
             take_turn();
             multiply_pv();
             release_q();
-            const Share following = next();
+            const Rows following = next();
             const bool more = following.tiles > 0;
             const int between = rows.after + following.before;  // tiles of the block that these rows do not see
             // To go on, the producer may want V's slot
@@ -412,23 +438,30 @@ class Consumer {
     using Place = RingPlace<Tile::kStages>;
     static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
 
+    /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
+    struct Rows {
+        Sequence sequence;
+        int head;
+        BandMask mask;
+        int first_query;
+        int first_tile, tiles;  // no tiles: there are no more rows
+        int before, after;      // tiles of the block that come before and after these
+    };
+
     __device__ __forceinline__ int row() const { return lane_ / 4; }
     __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
 
-    /// What this warp does next, its first row as `first_query`. Until it is asked for again.
-    __device__ __forceinline__ Share next() {
-        Slot& slot = smem_.share_slot[share_.stage];
-        ptx::barrier_wait(&slot.full, share_.parity);
-        Share share = smem_.share[share_.stage][group_];
-#pragma unroll
-        for (unsigned i = 0; i < sizeof(Share) / sizeof(int); ++i) {
-            int& word = reinterpret_cast<int*>(&share)[i];
-            word = uniform(word);
-        }
-        share.first_query += Tile::kWarpRows * warp_;
-        release(slot);
-        share_.advance();
-        return share;
+    /// The rows in the block's next item.
+    __device__ __forceinline__ Rows next() {
+        const auto [work, seen] = plans_.next(group_);
+        return {work.sequence,
+                work.tile.head,
+                work.mask,
+                work.first_row(group_) + Tile::kWarpRows * warp_,
+                seen.first,
+                seen.end - seen.first,
+                work.tiles.end - seen.end,
+                seen.first - work.tiles.first};
     }
 
     /// This warp needs it no longer.
@@ -532,7 +565,7 @@ class Consumer {
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
     /// where `right`.
-    __device__ __forceinline__ void hide(const Share& rows, int key, bool left, bool right) {
+    __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
         const auto each = [&](auto hidden) {
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
@@ -644,7 +677,7 @@ class Consumer {
     }
 
     /// All of the rows' work but the product asked for before, the first with K, and the last with V.
-    __device__ __forceinline__ void attend(const Share& rows) {
+    __device__ __forceinline__ void attend(const Rows& rows) {
         // Where tiles begin whose keys all rows of the warp see
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
@@ -693,7 +726,7 @@ class Consumer {
     }
 
     /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
-    __device__ __forceinline__ void finish(const Share& rows) const {
+    __device__ __forceinline__ void finish(const Rows& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
             const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
@@ -722,10 +755,10 @@ class Consumer {
 
     const ForwardParams& p_;
     SharedMemory<Tile>& smem_;
+    PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages> q_;
-    RingPlace<Tile::kShareStages> share_;
 
     float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
     std::uint32_t weights_[kBc / 16][4];
@@ -751,8 +784,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                 ptx::barrier_init(&ring[i].full, 1);
                 ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
             }
-        for (Slot& slot : smem.share_slot)
-            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers);
+        for (Slot& slot : smem.plan_slot)
+            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
     }
@@ -761,7 +794,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
+        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run();
+        else if (threadIdx.x < 64) Planner<Tile, General>(p, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, General>(p, smem).run();
