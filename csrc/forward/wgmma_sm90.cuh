@@ -30,6 +30,7 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
+#include <numeric>
 
 #include "../attention.h"
 #include "../device/element.cuh"
@@ -51,8 +52,11 @@ struct Tile {
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
-    static constexpr int kProducerRegisters = Consumers == 2 ? 24 : 32;
-    static constexpr int kConsumerRegisters = Consumers == 4 ? 112 : Consumers == 3 ? 160 : 240;
+    // A thread's registers, in eights: the producer's warpgroup gives up what it has at launch beyond its own
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (Consumers + 1) - kProducerRegisters) / Consumers / 8 * 8;
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
@@ -72,12 +76,12 @@ struct Work {
     Sequence sequence;
     QTile tile;
     BandMask mask;
-    int back;     // whether it came on a way back
+    int odd;      // whether it is of every other round
     Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
 
-    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
+    /// First row of a consumer. Later rows may see more keys: in every other round the consumers change places.
     __device__ __forceinline__ int first_row(int consumer) const {
-        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
+        return tile.first_row + Tile::kGroupRows * (odd ? Tile::kConsumers - 1 - consumer : consumer);
     }
 };
 
@@ -125,41 +129,47 @@ struct RingPlace {
     }
 };
 
-/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round
-/// cost more, they save in the next.
+/// The order of the work: items, dealt to the blocks in rounds of one each.
 struct Schedule {
     int items;
-    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all first
+    int dealt;   // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
+    int period;  // heads after which a head's tiles would come to the same blocks again
 
     /// This block's items one after the other; -1: no more.
     class Walk {
       public:
-        __device__ __forceinline__ explicit Walk(const Schedule& schedule) : items_(schedule.items) {}
+        __device__ __forceinline__ explicit Walk(const Schedule& schedule)
+            : items_(schedule.items), dealt_(schedule.dealt) {}
+        /// The longest mixed items come first, and their rounds go forth and back: what the longest of a round cost
+        /// more, they save in the next.
         __device__ __forceinline__ int next() {
             const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
             while (first_ < items_) {
-                const int item = first_ + (back_ ? blocks - 1 - block : block);
+                const int item = first_ + (odd_ && first_ >= dealt_ ? blocks - 1 - block : block);
                 first_ += blocks;
-                back_ = !back_;
+                odd_ = !odd_;
                 if (item < items_) return item;
             }
             return -1;
         }
-        /// Whether the item last given came on a way back.
-        __device__ __forceinline__ bool back() const { return !back_; }
+        /// Whether the item last given is of every other round.
+        __device__ __forceinline__ bool odd() const { return !odd_; }
 
       private:
-        int items_, first_ = 0;
-        bool back_ = false;
+        int items_, dealt_, first_ = 0;
+        bool odd_ = false;
     };
 
+    /// Heads are those of all batch entries. The tiles of a head are numbered one further on after each period, so that
+    /// of as many heads as there are blocks each block gets every tile once, whatever a tile costs.
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
-        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br;
-        const int heads = static_cast<int>(p.heads_q), slices = static_cast<int>(p.batch) * heads;
-        const int section = item / (tiles * heads_at_once), first = section * heads_at_once;
-        const int within = item % (tiles * heads_at_once), count = min(heads_at_once, slices - first);
-        const int slice = first + within % count, tile = tiles - 1 - within / count;
+        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
+        int slice = item / tiles, tile = (item + slice / period) % tiles;
+        if (item >= dealt) {
+            const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
+            slice = first + mixed % count, tile = tiles - 1 - mixed / count;
+        }
         const int batch = slice / heads, head = slice % heads;
         return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
                 {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
@@ -229,12 +239,12 @@ class Planner {
             item = walk.next();
             const Assignment a = assignment<Tile, General>(p_, schedule, max(item, 0));
             const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
-            if (exists || item < 0) publish(a, walk.back(), item < 0);
+            if (exists || item < 0) publish(a, walk.odd(), item < 0);
         } while (item >= 0);
     }
 
   private:
-    __device__ __forceinline__ void publish(const Assignment& a, bool back, bool none) {
+    __device__ __forceinline__ void publish(const Assignment& a, bool odd, bool none) {
         const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
         /// K tiles with a key that some of the rows sees, of which some may be beyond the end; or else one, which is masked.
         const auto seen = [&](int row, int count) -> Range {
@@ -245,7 +255,7 @@ class Planner {
             return {first, max(end, first + 1)};
         };
         const Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
-        const Work<Tile> work{a.sequence, a.tile, mask, back, tiles};
+        const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
         Slot& slot = smem_.plan_slot[place_.stage];
         Plan<Tile>& plan = smem_.plan[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
@@ -397,7 +407,7 @@ class Consumer {
             attend(rows);
             // The last product of these rows, the first of the next ones, and beside it O
             take_turn();
-            multiply_pv();
+            multiply_pv(rows.tiles > 1);
             release_q();
             const Rows following = next();
             const bool more = following.tiles > 0;
@@ -520,14 +530,14 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Asks for O += P V.
-    __device__ __forceinline__ void multiply_pv() {
+    /// Asks for O += P V, or O = P V.
+    __device__ __forceinline__ void multiply_pv(bool accumulate) {
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, true);
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || accumulate);
         ptx::wgmma_commit();
     }
 
@@ -637,7 +647,7 @@ class Consumer {
 
     /// P with the exact maximum of what this tile shows; O and l are rescaled to it. Returns whether m is moderate.
     template <class Hide>
-    __device__ __forceinline__ bool weigh_exactly(float factor, Hide hide_band) {
+    __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
         float top[2], offset[2], sum[2];
         bool moderate, rounded = false;
 #pragma unroll 1
@@ -662,6 +672,7 @@ class Consumer {
                 for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
             const float rescale = ptx::ex2(before - base);
             l_[h] *= rescale;
+            if (begun)
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
         }
@@ -685,8 +696,6 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
-#pragma unroll
-        for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
         bool settled = false;  // whether m is set, and moderate
         for (int key = first;; key -= kBc) {
@@ -712,7 +721,7 @@ class Consumer {
                     multiply_qk_again();
                     soft_cap();
                 }
-                settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
             release_k();
             pack_weights();
@@ -720,7 +729,7 @@ class Consumer {
             await_k();
             take_turn();
             multiply_qk();
-            multiply_pv();
+            multiply_pv(key < first);
             pass_turn();
         }
     }
@@ -809,11 +818,14 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-/// Where a Q tile's work depends on its place (causal), the tiles of all heads are mixed, so that no block ends late;
-/// else each head's are taken together, for the sake of the L2 cache.
-inline int heads_at_once(const ForwardParams& p) {
+/// The order for so many blocks. Where a tile's work depends on its place (causal) and there are not enough heads left
+/// for every block to get each tile once, they are mixed.
+inline Schedule make_schedule(const ForwardParams& p, int items, int blocks) {
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1};
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+    const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
+    const int period = blocks / std::gcd(blocks, tiles);
+    return {items, tiles * (uneven ? heads / blocks * blocks : heads), period};
 }
 
 template <class Tile, bool General>
@@ -824,9 +836,9 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
-    const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
-                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
+    const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
+    const Schedule schedule = make_schedule(p, items, blocks);
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
