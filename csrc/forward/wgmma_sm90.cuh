@@ -4,21 +4,22 @@
 // keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 //
-// Roles: warpgroup 0 is the producer, of which one warp works: it asks for the tiles, and the copy engine brings them.
-// Each consumer warpgroup owns 64 query rows, each of its warps 16 of them with their m and l; S, P and O are
-// registers, which the producer gives up (setmaxnreg).
+// Roles: warpgroup 0 plans and produces, one warp each. The planner says what the block works on, ahead of all others;
+// the producer asks for the tiles, and the copy engine brings them. Each consumer warpgroup owns 64 query rows, each of
+// its warps 16 of them with their m and l; S, P and O are registers, which warpgroup 0 gives up (setmaxnreg).
 //
 // Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next
 // is made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of
-// the next, which is under way while O is stored. Consumers keep their own time, as far apart as the ring is long; the
-// producer is ahead of all. With two consumers at d = 64 they take turns at asking (named barriers).
+// the next, which is under way while O is stored. Nobody divides or searches between the two: the plan is there.
+// Consumers keep their own time, as far apart as the ring is long; two consumers at d = 64 take turns at asking (named
+// barriers).
 //
 // Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
-// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles,
-// each with a barrier that says it is full and one that says it is empty.
+// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
+// and one of plans, each place with a barrier that says it is full and one that says it is empty.
 //
 // Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
 // and the power they take.
@@ -47,12 +48,12 @@ template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int
 struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
-    static constexpr int kPlans = 4;  // items that are known ahead
+    static constexpr int kPlans = 4;       // items that are known ahead
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
-    // A thread's registers, in eights: the producer's warpgroup gives up what it has at launch beyond its own
+    // Of a thread, in eights: what warpgroup 0 does not need of its registers, the consumers take
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
     static constexpr int kConsumerRegisters =
@@ -60,7 +61,7 @@ struct Tile {
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
-/// A barrier pair of something that the producer fills and consumers empty.
+/// A barrier pair of something that one warp fills and others empty.
 struct Slot {
     ptx::Barrier full, empty;
 };
@@ -70,7 +71,7 @@ struct Range {
     int first, end;
 };
 
-/// What a block works on at a time: its sequence and Q tile, and the keys it may see.
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see. Words alone (uniform).
 template <class Tile>
 struct Work {
     Sequence sequence;
@@ -85,7 +86,7 @@ struct Work {
     }
 };
 
-/// The same for all roles.
+/// The same with each consumer's part of it.
 template <class Tile>
 struct Plan {
     Work<Tile> work;
@@ -165,7 +166,7 @@ struct Schedule {
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, tile = (item + slice / period) % tiles;
+        int slice = item / tiles, tile = (item % tiles + slice / period) % tiles;
         if (item >= dealt) {
             const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
             slice = first + mixed % count, tile = tiles - 1 - mixed / count;
@@ -246,7 +247,7 @@ class Planner {
   private:
     __device__ __forceinline__ void publish(const Assignment& a, bool odd, bool none) {
         const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
-        /// K tiles with a key that some of the rows sees, of which some may be beyond the end; or else one, which is masked.
+        // K tiles with a key that some of the rows sees, some of which may be beyond the end. None: one, which is masked
         const auto seen = [&](int row, int count) -> Range {
             const int last_row = min(row + count, a.sequence.seqlen_q) - 1;
             const int last_tile = (a.sequence.seqlen_k - 1) / Tile::kBc;
@@ -645,7 +646,8 @@ class Consumer {
                (x[1] == -INFINITY || fabsf(x[1] * factor) < kLimit);
     }
 
-    /// P with the exact maximum of what this tile shows; O and l are rescaled to it. Returns whether m is moderate.
+    /// P with the exact maximum of what this tile shows; l and, if it has begun, O are rescaled to it. Returns whether m
+    /// is moderate.
     template <class Hide>
     __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
         float top[2], offset[2], sum[2];
@@ -674,7 +676,7 @@ class Consumer {
             l_[h] *= rescale;
             if (begun)
 #pragma unroll
-            for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
+                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
         }
         weigh(sum, factor, offset);
         l_[0] += sum[0], l_[1] += sum[1];
@@ -744,8 +746,7 @@ class Consumer {
             const int query = rows.first_query + row() + 8 * h;
             const bool inside = query < rows.sequence.seqlen_q;
             if (lane_ % 4 == 0 && inside)
-                p_.lse[lse_index(p_, rows.sequence, rows.head, query)] =
-                    none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
+                p_.lse[lse_index(p_, rows.sequence, rows.head, query)] = none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
             T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
@@ -777,8 +778,8 @@ class Consumer {
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
 /// thread.
-// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state), in
-// general instances up to 36, in local memory while they loop over its tiles.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
+// limit, up to 12 values, which plain instances do not read in the loop over tiles.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -838,7 +839,8 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
     const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
     const Schedule schedule = make_schedule(p, items, blocks);
-    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
+                              /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
@@ -857,7 +859,7 @@ template <class T>
 std::vector<Shape> shapes() {
     return {
         shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
-        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
+        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
         shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f),      shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
     };
 }
@@ -865,7 +867,7 @@ template <class T>
 std::vector<Shape> general_shapes() {
     return {
         shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.85f),
-        shape<Tile<T, 128, 3, 64, 3, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
+        shape<Tile<T, 128, 3, 64, 4, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
         shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };
 }
