@@ -713,7 +713,7 @@ class Consumer {
                 float sum[2];
                 weigh(sum, factor, offset);
                 constexpr float kLargest = Element<T>::kLargestSum;
-                done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
+                done = __all_sync(kWarpMask, sum[1] <= kLargest && sum[0] <= kLargest);
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
