@@ -50,6 +50,8 @@ struct Tile {
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
     static constexpr int kPlans = 4;       // items that are known ahead
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
+    // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
+    static constexpr bool kSetsO = Consumers > 2;
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
@@ -166,7 +168,7 @@ struct Schedule {
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, tile = (item % tiles + slice / period) % tiles;
+        int slice = item / tiles, tile = (item + slice / period) % tiles;
         if (item >= dealt) {
             const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
             slice = first + mixed % count, tile = tiles - 1 - mixed / count;
@@ -247,7 +249,7 @@ class Planner {
   private:
     __device__ __forceinline__ void publish(const Assignment& a, bool odd, bool none) {
         const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
-        // K tiles with a key that some of the rows sees, some of which may be beyond the end. None: one, which is masked
+        // K tiles with a key that some of the rows sees, which may be beyond the end. None: one tile, which is masked
         const auto seen = [&](int row, int count) -> Range {
             const int last_row = min(row + count, a.sequence.seqlen_q) - 1;
             const int last_tile = (a.sequence.seqlen_k - 1) / Tile::kBc;
@@ -531,14 +533,14 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Asks for O += P V, or O = P V.
-    __device__ __forceinline__ void multiply_pv(bool accumulate) {
+    /// Asks for O += P V; `begun`: whether O is, or this is the first of its products.
+    __device__ __forceinline__ void multiply_pv(bool begun) {
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || accumulate);
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
 
@@ -646,8 +648,8 @@ class Consumer {
                (x[1] == -INFINITY || fabsf(x[1] * factor) < kLimit);
     }
 
-    /// P with the exact maximum of what this tile shows; l and, if it has begun, O are rescaled to it. Returns whether m
-    /// is moderate.
+    /// P with the exact maximum of what this tile shows; l is rescaled to it, and so is O, if it has begun. Returns
+    /// whether m is moderate.
     template <class Hide>
     __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
         float top[2], offset[2], sum[2];
@@ -674,7 +676,7 @@ class Consumer {
                 for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
             const float rescale = ptx::ex2(before - base);
             l_[h] *= rescale;
-            if (begun)
+            if (begun || !Tile::kSetsO)
 #pragma unroll
                 for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
         }
@@ -698,6 +700,9 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
+        if (!Tile::kSetsO)
+#pragma unroll
+            for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
         bool settled = false;  // whether m is set, and moderate
         for (int key = first;; key -= kBc) {
@@ -713,7 +718,7 @@ class Consumer {
                 float sum[2];
                 weigh(sum, factor, offset);
                 constexpr float kLargest = Element<T>::kLargestSum;
-                done = __all_sync(kWarpMask, sum[1] <= kLargest && sum[0] <= kLargest);
+                done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
