@@ -65,6 +65,13 @@ def test_shapes(br: int, softcap: float, shape: tuple[int, int, int, int, int, i
     check(q, k, v, mask, softcap)
 
 
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask("top_left", (70, 0))], ids=str)
+@pytest.mark.parametrize("sm_count", [2, 3, 4, 7])
+def test_every_tile_once(sm_count: int, mask: Mask) -> None:
+    """Heads whose tiles are dealt in turn, for several periods, and heads that are left over and mixed."""
+    check(*tensors((1, 10, 5, 500, 70, 64), torch.float16), mask, sm_count=sm_count)
+
+
 def test_strides() -> None:
     """Heads and batches that are one and the same (stride 0), heads inside rows, a row pitch that is not d."""
     q, k, v = tensors((2, 4, 1, 100, 150, 64), torch.float16)

@@ -4,21 +4,22 @@
 // keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 //
-// Roles: warpgroup 0 is the producer, of which one warp works: it asks for the tiles, and the copy engine brings them.
-// Each consumer warpgroup owns 64 query rows, each of its warps 16 of them with their m and l; S, P and O are
-// registers, which the producer gives up (setmaxnreg).
+// Roles: warpgroup 0 plans and produces, one warp each. The planner says what the block works on, ahead of all others;
+// the producer asks for the tiles, and the copy engine brings them. Each consumer warpgroup owns 64 query rows, each of
+// its warps 16 of them with their m and l; S, P and O are registers, which warpgroup 0 gives up (setmaxnreg).
 //
 // Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next
 // is made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of
-// the next, which is under way while O is stored. Consumers keep their own time, as far apart as the ring is long; the
-// producer is ahead of all. With two consumers at d = 64 they take turns at asking (named barriers).
+// the next, which is under way while O is stored. Nobody divides or searches between the two: the plan is there.
+// Consumers keep their own time, as far apart as the ring is long; two consumers at d = 64 take turns at asking (named
+// barriers).
 //
 // Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
-// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles,
-// each with a barrier that says it is full and one that says it is empty.
+// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
+// and one of plans, each place with a barrier that says it is full and one that says it is empty.
 //
 // Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
 // and the power they take.
@@ -30,6 +31,7 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
+#include <numeric>
 
 #include "../attention.h"
 #include "../device/element.cuh"
@@ -46,18 +48,51 @@ template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int
 struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
+    static constexpr int kPlans = 4;       // items that are known ahead
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
+    // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
+    static constexpr bool kSetsO = Consumers > 2;
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
-    static constexpr int kProducerRegisters = Consumers == 3 ? 32 : 24;
-    static constexpr int kConsumerRegisters = Consumers == 4 ? 112 : Consumers == 3 ? 160 : 240;
+    // Of a thread, in eights: what warpgroup 0 does not need of its registers, the consumers take
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (Consumers + 1) - kProducerRegisters) / Consumers / 8 * 8;
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
-/// A barrier pair of something that the producer fills and consumers empty.
+/// A barrier pair of something that one warp fills and others empty.
 struct Slot {
     ptx::Barrier full, empty;
+};
+
+/// K tiles [first, end).
+struct Range {
+    int first, end;
+};
+
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see. Words alone (uniform).
+template <class Tile>
+struct Work {
+    Sequence sequence;
+    QTile tile;
+    BandMask mask;
+    int odd;      // whether it is of every other round
+    Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
+
+    /// First row of a consumer. Later rows may see more keys: in every other round the consumers change places.
+    __device__ __forceinline__ int first_row(int consumer) const {
+        return tile.first_row + Tile::kGroupRows * (odd ? Tile::kConsumers - 1 - consumer : consumer);
+    }
+};
+
+/// The same with each consumer's part of it.
+template <class Tile>
+struct Plan {
+    Work<Tile> work;
+    Range seen[Tile::kConsumers];  // of work.tiles, those with a key that some row of a consumer sees
 };
 
 /// Map of a block's shared memory.
@@ -72,7 +107,9 @@ struct SharedMemory {
     };
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
+    Plan<Tile> plan[Tile::kPlans];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+    Slot plan_slot[Tile::kPlans];
     ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
@@ -95,41 +132,47 @@ struct RingPlace {
     }
 };
 
-/// The order of the work. Blocks take the items of a round in turn, forth and back, so that what the longest of a round
-/// cost more, they save in the next.
+/// The order of the work: items, dealt to the blocks in rounds of one each.
 struct Schedule {
     int items;
-    int heads_at_once;  // heads (of all batch entries) whose tiles are numbered together: the longest of all first
+    int dealt;   // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
+    int period;  // heads after which a head's tiles would come to the same blocks again
 
     /// This block's items one after the other; -1: no more.
     class Walk {
       public:
-        __device__ __forceinline__ explicit Walk(const Schedule& schedule) : items_(schedule.items) {}
+        __device__ __forceinline__ explicit Walk(const Schedule& schedule)
+            : items_(schedule.items), dealt_(schedule.dealt) {}
+        /// The longest mixed items come first, and their rounds go forth and back: what the longest of a round cost
+        /// more, they save in the next.
         __device__ __forceinline__ int next() {
             const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
             while (first_ < items_) {
-                const int item = first_ + (back_ ? blocks - 1 - block : block);
+                const int item = first_ + (odd_ && first_ >= dealt_ ? blocks - 1 - block : block);
                 first_ += blocks;
-                back_ = !back_;
+                odd_ = !odd_;
                 if (item < items_) return item;
             }
             return -1;
         }
-        /// Whether the item last given came on a way back.
-        __device__ __forceinline__ bool back() const { return !back_; }
+        /// Whether the item last given is of every other round.
+        __device__ __forceinline__ bool odd() const { return !odd_; }
 
       private:
-        int items_, first_ = 0;
-        bool back_ = false;
+        int items_, dealt_, first_ = 0;
+        bool odd_ = false;
     };
 
+    /// Heads are those of all batch entries. The tiles of a head are numbered one further on after each period, so that
+    /// of as many heads as there are blocks each block gets every tile once, whatever a tile costs.
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
-        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br;
-        const int heads = static_cast<int>(p.heads_q), slices = static_cast<int>(p.batch) * heads;
-        const int section = item / (tiles * heads_at_once), first = section * heads_at_once;
-        const int within = item % (tiles * heads_at_once), count = min(heads_at_once, slices - first);
-        const int slice = first + within % count, tile = tiles - 1 - within / count;
+        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
+        int slice = item / tiles, tile = (item + slice / period) % tiles;
+        if (item >= dealt) {
+            const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
+            slice = first + mixed % count, tile = tiles - 1 - mixed / count;
+        }
         const int batch = slice / heads, head = slice % heads;
         return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
                 {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
@@ -145,58 +188,96 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// What a block works on at a time: its sequence and Q tile, and the keys it may see.
-template <class Tile, bool General>
-struct Work {
-    /// K tiles [first, end). Never empty: rows that see no key get a tile, which is masked.
-    struct Range {
-        int first, end;
+/// x, whose words are the same in the whole warp: now the compiler knows.
+template <class X>
+__device__ __forceinline__ X uniform(X x) {
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
+        int& word = reinterpret_cast<int*>(&x)[i];
+        word = __shfl_sync(kWarpMask, word, 0);
+    }
+    return x;
+}
+
+/// A warp's way through the plans.
+template <class Tile>
+class PlanReader {
+  public:
+    struct View {
+        Work<Tile> work;
+        Range seen;  // by a consumer
     };
 
-    Sequence sequence;
-    QTile tile;
-    BandMask mask;
-    bool back;
-    Range tiles;  // with a key that some row of the Q tile sees
+    __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
 
-    __device__ __forceinline__ Work(const ForwardParams& p, const Schedule& schedule, int item, bool on_way_back)
-        : Work(p, assignment<Tile, General>(p, schedule, item), on_way_back) {}
-
-    /// Whether there is a Q tile: not all numbers of packed sequences are used.
-    __device__ __forceinline__ bool exists() const {
-        return !General || (tile.first_row >= 0 && tile.first_row < sequence.seqlen_q);
-    }
-
-    /// First row of a consumer. Later rows may see more keys: on the way back, the consumers change places.
-    __device__ __forceinline__ int first_row(int consumer) const {
-        return tile.first_row + Tile::kGroupRows * (back ? Tile::kConsumers - 1 - consumer : consumer);
-    }
-    /// Of `tiles`, those with a key that some row of a consumer sees.
-    __device__ __forceinline__ Range tiles_of(int consumer) const {
-        const Range range = seen(first_row(consumer), Tile::kGroupRows);
-        const int first = min(max(range.first, tiles.first), tiles.end - 1);
-        return {first, min(max(range.end, first + 1), tiles.end)};
+    __device__ __forceinline__ View next(int consumer) {
+        Slot& slot = smem_.plan_slot[place_.stage];
+        const Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.full, place_.parity);
+        const View view{uniform(plan.work), uniform(plan.seen[consumer])};
+        __syncwarp();
+        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.empty);
+        place_.advance();
+        return view;
     }
 
   private:
-    __device__ __forceinline__ Work(const ForwardParams& p, const Assignment& a, bool on_way_back)
-        : sequence(a.sequence),
-          tile(a.tile),
-          mask(p.band, sequence.seqlen_q, sequence.seqlen_k),
-          back(on_way_back),
-          tiles(seen(tile.first_row, Tile::kBr)) {}
-
-    /// K tiles with a key that some of the rows sees, of which some may be beyond the end.
-    __device__ __forceinline__ Range seen(int row, int count) const {
-        const int last_row = min(row + count, sequence.seqlen_q) - 1, last_tile = (sequence.seqlen_k - 1) / Tile::kBc;
-        const int first = min(mask.begin(row) / Tile::kBc, last_tile);
-        const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
-        return {first, max(end, first + 1)};
-    }
+    SharedMemory<Tile>& smem_;
+    RingPlace<Tile::kPlans> place_;
 };
 
-/// x, which is the same in the whole warp: now the compiler knows.
-__device__ __forceinline__ int uniform(int x) { return __shfl_sync(kWarpMask, x, 0); }
+// ---- Planner --------------------------------------------------------------------------------------------------------
+
+/// One warp: says what the block works on, one item after the other, ahead of all others.
+template <class Tile, bool General>
+class Planner {
+  public:
+    __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
+        : p_(params), smem_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ void run(const Schedule& schedule) {
+        Schedule::Walk walk(schedule);
+        int item;
+        do {
+            item = walk.next();
+            const Assignment a = assignment<Tile, General>(p_, schedule, max(item, 0));
+            const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            if (exists || item < 0) publish(a, walk.odd(), item < 0);
+        } while (item >= 0);
+    }
+
+  private:
+    __device__ __forceinline__ void publish(const Assignment& a, bool odd, bool none) {
+        const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
+        // K tiles with a key that some of the rows sees, which may be beyond the end. None: one tile, which is masked
+        const auto seen = [&](int row, int count) -> Range {
+            const int last_row = min(row + count, a.sequence.seqlen_q) - 1;
+            const int last_tile = (a.sequence.seqlen_k - 1) / Tile::kBc;
+            const int first = min(mask.begin(row) / Tile::kBc, last_tile);
+            const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
+            return {first, max(end, first + 1)};
+        };
+        const Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
+        const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
+        Slot& slot = smem_.plan_slot[place_.stage];
+        Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
+        if (lane_ == 0) plan.work = work;
+        if (lane_ < Tile::kConsumers) {
+            const Range own = seen(work.first_row(lane_), Tile::kGroupRows);
+            const int first = min(max(own.first, tiles.first), tiles.end - 1);
+            plan.seen[lane_] = none ? tiles : Range{first, min(max(own.end, first + 1), tiles.end)};
+        }
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        place_.advance();
+    }
+
+    const ForwardParams& p_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kPlans> place_;
+};
 
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
@@ -206,13 +287,10 @@ class Producer {
   public:
     __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
                                         SharedMemory<Tile>& shared)
-        : p_(params), maps_(tensor_maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+        : p_(params), maps_(tensor_maps), smem_(shared), plans_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ __forceinline__ void run(const Schedule& schedule) {
-        Schedule::Walk walk(schedule);
-        for (int item = walk.next(); item >= 0; item = walk.next()) {
-            const Item work(p_, schedule, item, walk.back());
-            if (!work.exists()) continue;
+    __device__ __forceinline__ void run() {
+        for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -225,7 +303,7 @@ class Producer {
     }
 
   private:
-    using Item = Work<Tile, General>;
+    using Item = Work<Tile>;
 
     /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
@@ -296,6 +374,7 @@ class Producer {
     const ForwardParams& p_;
     const Maps& maps_;
     SharedMemory<Tile>& smem_;
+    PlanReader<Tile> plans_;
     const int lane_;
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
@@ -308,19 +387,17 @@ class Producer {
 template <class Tile, bool General>
 class Consumer {
   public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
-                                        SharedMemory<Tile>& shared)
+    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
         : p_(params),
-          schedule_(schedule),
           smem_(shared),
-          walk_(schedule),
+          plans_(shared),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ __forceinline__ void run() {
         Rows rows = next();
-        if (!rows.exist) return;
+        if (rows.tiles == 0) return;
         if (group_ == Tile::kConsumers - 1) pass_turn();
         take_turn();
 #pragma unroll 1
@@ -329,16 +406,17 @@ class Consumer {
         await_k();
         multiply_qk();
         pass_turn();
-        while (rows.exist) {
+        while (rows.tiles > 0) {
             attend(rows);
             // The last product of these rows, the first of the next ones, and beside it O
             take_turn();
-            multiply_pv();
+            multiply_pv(rows.tiles > 1);
             release_q();
             const Rows following = next();
+            const bool more = following.tiles > 0;
             const int between = rows.after + following.before;  // tiles of the block that these rows do not see
             // To go on, the producer may want V's slot
-            const bool apart = !following.exist || between >= (Tile::kTurns ? 1 : Tile::kStages);
+            const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
             if (apart) {
                 ptx::wgmma_wait<0>();
                 release_v();
@@ -348,7 +426,7 @@ class Consumer {
 #pragma unroll 1
                 for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
             }
-            if (following.exist) {
+            if (more) {
                 await_q();
                 await_k();
             } else {
@@ -370,19 +448,17 @@ class Consumer {
 
   private:
     using T = typename Tile::T;
-    using Item = Work<Tile, General>;
     using Place = RingPlace<Tile::kStages>;
     static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
     struct Rows {
         Sequence sequence;
-        QTile tile;
+        int head;
         BandMask mask;
         int first_query;
-        int first_tile, tiles;
-        int before, after;  // tiles of the block that come before and after these
-        bool exist;         // false: there are no more
+        int first_tile, tiles;  // no tiles: there are no more rows
+        int before, after;      // tiles of the block that come before and after these
     };
 
     __device__ __forceinline__ int row() const { return lane_ / 4; }
@@ -390,21 +466,15 @@ class Consumer {
 
     /// The rows in the block's next item.
     __device__ __forceinline__ Rows next() {
-        for (int item = walk_.next(); item >= 0; item = walk_.next()) {
-            const Item work(p_, schedule_, item, walk_.back());
-            if (!work.exists()) continue;
-            const auto tiles = work.tiles_of(group_);
-            return {work.sequence,
-                    work.tile,
-                    work.mask,
-                    work.first_row(group_) + Tile::kWarpRows * warp_,
-                    tiles.first,
-                    tiles.end - tiles.first,
-                    work.tiles.end - tiles.end,
-                    tiles.first - work.tiles.first,
-                    true};
-        }
-        return {{}, {}, BandMask(p_.band, 0, 0), 0, 0, 0, 0, 0, false};
+        const auto [work, seen] = plans_.next(group_);
+        return {work.sequence,
+                work.tile.head,
+                work.mask,
+                work.first_row(group_) + Tile::kWarpRows * warp_,
+                seen.first,
+                seen.end - seen.first,
+                work.tiles.end - seen.end,
+                seen.first - work.tiles.first};
     }
 
     /// This warp needs it no longer.
@@ -463,14 +533,14 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Asks for O += P V.
-    __device__ __forceinline__ void multiply_pv() {
+    /// Asks for O += P V; `begun`: whether O is, or this is the first of its products.
+    __device__ __forceinline__ void multiply_pv(bool begun) {
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, true);
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
 
@@ -578,9 +648,10 @@ class Consumer {
                (x[1] == -INFINITY || fabsf(x[1] * factor) < kLimit);
     }
 
-    /// P with the exact maximum of what this tile shows; O and l are rescaled to it. Returns whether m is moderate.
+    /// P with the exact maximum of what this tile shows; l is rescaled to it, and so is O, if it has begun. Returns
+    /// whether m is moderate.
     template <class Hide>
-    __device__ __forceinline__ bool weigh_exactly(float factor, Hide hide_band) {
+    __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
         float top[2], offset[2], sum[2];
         bool moderate, rounded = false;
 #pragma unroll 1
@@ -605,8 +676,9 @@ class Consumer {
                 for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
             const float rescale = ptx::ex2(before - base);
             l_[h] *= rescale;
+            if (begun || !Tile::kSetsO)
 #pragma unroll
-            for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
+                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
         }
         weigh(sum, factor, offset);
         l_[0] += sum[0], l_[1] += sum[1];
@@ -628,8 +700,9 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
+        if (!Tile::kSetsO)
 #pragma unroll
-        for (float& x : o_) x = 0.f;
+            for (float& x : o_) x = 0.f;
         m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
         bool settled = false;  // whether m is set, and moderate
         for (int key = first;; key -= kBc) {
@@ -655,7 +728,7 @@ class Consumer {
                     multiply_qk_again();
                     soft_cap();
                 }
-                settled = weigh_exactly(factor, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
             release_k();
             pack_weights();
@@ -663,7 +736,7 @@ class Consumer {
             await_k();
             take_turn();
             multiply_qk();
-            multiply_pv();
+            multiply_pv(key < first);
             pass_turn();
         }
     }
@@ -678,9 +751,8 @@ class Consumer {
             const int query = rows.first_query + row() + 8 * h;
             const bool inside = query < rows.sequence.seqlen_q;
             if (lane_ % 4 == 0 && inside)
-                p_.lse[lse_index(p_, rows.sequence, rows.tile.head, query)] =
-                    none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
-            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.tile.head, rows.sequence.first_q + query);
+                p_.lse[lse_index(p_, rows.sequence, rows.head, query)] = none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
+            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
                 std::uint32_t words[4];
@@ -697,9 +769,8 @@ class Consumer {
     }
 
     const ForwardParams& p_;
-    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
-    Schedule::Walk walk_;
+    PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages> q_;
@@ -712,8 +783,8 @@ class Consumer {
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
 /// thread.
-// spills: sm_90a: consumers at their register limit keep up to 12 values of an item (its place, the walk's state), in
-// general instances up to 36, in local memory while they loop over its tiles.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
+// limit, up to 12 values, which plain instances do not read in the loop over tiles.
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -728,6 +799,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                 ptx::barrier_init(&ring[i].full, 1);
                 ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
             }
+        for (Slot& slot : smem.plan_slot)
+            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
     }
@@ -736,10 +809,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run(schedule);
+        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run();
+        else if (threadIdx.x < 64) Planner<Tile, General>(p, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, General>(p, schedule, smem).run();
+        Consumer<Tile, General>(p, smem).run();
     }
 }
 
@@ -750,11 +824,14 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-/// Where a Q tile's work depends on its place (causal), the tiles of all heads are mixed, so that no block ends late;
-/// else each head's are taken together, for the sake of the L2 cache.
-inline int heads_at_once(const ForwardParams& p) {
+/// The order for so many blocks. Where a tile's work depends on its place (causal) and there are not enough heads left
+/// for every block to get each tile once, they are mixed.
+inline Schedule make_schedule(const ForwardParams& p, int items, int blocks) {
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1};
     const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    return uneven ? static_cast<int>(p.batch * p.heads_q) : 1;
+    const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
+    const int period = blocks / std::gcd(blocks, tiles);
+    return {items, tiles * (uneven ? heads / blocks * blocks : heads), period};
 }
 
 template <class Tile, bool General>
@@ -765,9 +842,10 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const Schedule schedule{static_cast<int>(assignment_grid(p, Tile::kBr).x), heads_at_once(p)};
-    const LaunchConfig config{dim3(static_cast<unsigned>(std::min(schedule.items, device.sm_count))),
-                              dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), /*cluster=*/1, /*programmatic=*/true};
+    const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
+    const Schedule schedule = make_schedule(p, items, blocks);
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
+                              /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
 }
 
@@ -786,7 +864,7 @@ template <class T>
 std::vector<Shape> shapes() {
     return {
         shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
-        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 3, 2>, false>(1.f),
+        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
         shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f),      shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
     };
 }
@@ -794,7 +872,7 @@ template <class T>
 std::vector<Shape> general_shapes() {
     return {
         shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.85f),
-        shape<Tile<T, 128, 3, 64, 3, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
+        shape<Tile<T, 128, 3, 64, 4, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
         shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };
 }
