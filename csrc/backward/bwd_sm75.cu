@@ -7,17 +7,17 @@
 namespace flash_wmma::backward {
 namespace {
 
-/// Arguments as in bwd_sm80.cuh; General as in mma.cuh.
-template <Pass kPass, bool General, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step,
-          int Resident, int BlocksPerSm>
+/// Arguments as in bwd_sm80.cuh.
+template <Pass kPass, Problems kProblems, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
+          int Step, int Resident, int BlocksPerSm>
 Shape shape() {
     using T =
         Tile<mma::Sm75, half, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, 1, Resident, BlocksPerSm>;
     static_assert(sizeof(SharedMemory<T, kPass>) <= 64 * 1024);
-    return backward::shape<T, General, kPass>(75);
+    return backward::shape<T, kProblems, kPass>(75);
 }
 
-constexpr bool kPlain = false, kGeneral = true;
+constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
     shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(),
@@ -34,6 +34,18 @@ const std::vector<Shape> kShapes = {
     shape<Pass::kQueries, kGeneral, 64, 4, 1, 2, 32, 16, 2, 2>(),
     shape<Pass::kQueries, kGeneral, 128, 4, 1, 1, 32, 32, 0, 2>(),
     shape<Pass::kQueries, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kFused, kConverted, 64, 4, 1, 2, 32, 16, 0, 2>(),
+    shape<Pass::kFused, kConverted, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kFused, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kKeys, kConverted, 64, 4, 1, 2, 32, 16, 0, 2>(),
+    shape<Pass::kKeys, kConverted, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kKeys, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kQueries, kConverted, 64, 4, 1, 2, 32, 16, 2, 2>(),
+    shape<Pass::kQueries, kConverted, 128, 4, 1, 1, 32, 32, 0, 2>(),
+    shape<Pass::kQueries, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 

@@ -188,7 +188,7 @@ Shape pairs_shape(int min_arch) {
     return {
         {Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, Tile::kStages,
          static_cast<int>(sizeof(PairsMemory<Tile>)), reinterpret_cast<const void*>(backward_pairs<Tile, kPass>)},
-        false,
+        Problems::kPlain,
         kPass,
         launch_pairs<Tile, kPass>};
 }

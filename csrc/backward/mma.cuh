@@ -257,7 +257,7 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
 
 /// No exponents: inputs that are stored as they are.
 struct AsStored {
-    static constexpr bool kScaled = false;
+    static constexpr bool kConverted = false;
 };
 
 /// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's
@@ -278,8 +278,8 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
         [[maybe_unused]] Unit unit;
 #pragma unroll
         for (int k = 0; k < Tile::kOwn / 16; ++k) {
-            if constexpr (Exponent::kScaled)
-                if (16 * k % kScaleRows == 0 && exponent_of.active()) unit.follow(dq, exponent_of(16 * k));
+            if constexpr (Exponent::kConverted)
+                if (16 * k % kScaleRows == 0) unit.follow(dq, exponent_of(16 * k));
             std::uint32_t a[kRowTiles][4];
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r) read_ds(a[r], ds, 16 * k, 16 * r);
@@ -291,7 +291,7 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
                 for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
             }
         }
-        if constexpr (Exponent::kScaled) multiply_by_power(dq, unit.exponent);
+        if constexpr (Exponent::kConverted) multiply_by_power(dq, unit.exponent);
         const bool all = column + kColumns <= head_dim;
 #pragma unroll
         for (int r = 0; r < kRowTiles; ++r) {
@@ -458,14 +458,13 @@ class StreamedTiles {
 
 /// Exponents of dQ's products, for add_to_dq: -inf for keys that no row of the streamed tile of `stream` rows sees.
 struct DqExponent {
-    static constexpr bool kScaled = true;
+    static constexpr bool kConverted = true;
     const Problem& problem;
     const OwnedTile& own;
     const BandMask& mask;
     const Cursor& at;
     int stream;
 
-    __device__ bool active() const { return problem.scales; }
     __device__ float operator()(int row) const {
         const Sequence& s = own.sequence;
         const int first = own.first_row + row, last = min(first + kScaleRows, s.seqlen_k) - 1;
@@ -476,26 +475,26 @@ struct DqExponent {
     }
 };
 
-/// General: also packed sequences, ScoreMods and, of half, converted inputs (scales.cuh); without, all of a block's
-/// bounds are known to be the same in every thread, which saves registers.
+/// Of plain problems all of a block's bounds are known to be the same in every thread, which saves registers. Converted
+/// inputs (scales.cuh) have instances of their own, so that no other has registers for exponents.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
 // memory, as a rule 10 to 40 loads a streamed tile, dQ at d = 256 100, against some thousand instructions.
-template <class Tile, bool General, Pass kPass>
+template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
     using Map = SharedMemory<Tile, kPass>;
     using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
-    constexpr bool kMayScale = General && std::is_same_v<T, half>;
-    static_assert(!kMayScale || (kScaleRows % Tile::kWarpRows == 0 &&
-                                 (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
+    constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
+    static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
+                                  (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
     static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
-    const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, General>(p) : owned_queries<Tile::kOwn, General>(p);
+    const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, kGeneral>(p) : owned_queries<Tile::kOwn, kGeneral>(p);
     if (own.rows <= 0) return;
     const Sequence& sequence = own.sequence;
     const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
@@ -507,7 +506,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
     clear(d_first);
     clear(d_second);
-    [[maybe_unused]] const bool scaled = kMayScale && problem.scales;
     [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
     if (left > 0) {
         const Rows &first_rows = kOwnsKeys ? p.k : p.q, &second_rows = kOwnsKeys ? p.v : problem.dout;
@@ -562,24 +560,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             }
             auto& tile = smem.ring[slot];
             PairScales scales(scale);
-            if constexpr (kMayScale)
-                if (scaled) {
-                    const int own_base = own.first_row + thread.warp_row();
-                    const int own_last =
-                        min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
-                    const int own_row = min(own_base, own_last);
-                    const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
-                    const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
-                    scales = PairScales(scale, of_q, of_k);
-                    // Accumulators take no notice of a tile that none of their rows sees
-                    const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
-                    const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
-                    if (begin < at.row + Tile::kStream && at.row < end) {
-                        const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
-                        first_unit.follow(d_first, exponent);
-                        if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
-                    }
+            if constexpr (kConverted) {
+                const int own_base = own.first_row + thread.warp_row();
+                const int own_last =
+                    min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+                const int own_row = min(own_base, own_last);
+                const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
+                const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
+                scales = PairScales(scale, of_q, of_k);
+                // Accumulators take no notice of a tile that none of their rows sees
+                const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+                const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+                if (begin < at.row + Tile::kStream && at.row < end) {
+                    const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+                    first_unit.follow(d_first, exponent);
+                    if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
                 }
+            }
 #pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
                 const int first = thread.warp_stream() + step;  // of the tile's rows
@@ -607,7 +604,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 multiply_rows<Tile>(s, own_first, smem.first, tile.first, first, thread);
                 float factor = scales.score;  // from s to log2 units
                 [[maybe_unused]] Scores<Tile> slope;
-                if constexpr (General)
+                if constexpr (kGeneral)
                     if (ScoreMod<true>::active(p)) {
                         const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
                         mod.apply_each(
@@ -647,15 +644,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     const auto minus_d = [&](int r, int j, int i) {
                         return kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
                     };
-                    each_of_part([&](float& x, int r, int j, int i) { x = scaled ? 0.f : minus_d(r, j, i); });
+                    each_of_part([&](float& x, int r, int j, int i) { x = kConverted ? 0.f : minus_d(r, j, i); });
                     multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
-                    if constexpr (kMayScale)
-                        if (scaled)
-                            each_of_part([&](float& x, int r, int j, int i) {
-                                x = fmaf(x, scales.dp, minus_d(r, j, i) * scales.delta);
-                            });
+                    if constexpr (kConverted)
+                        each_of_part([&](float& x, int r, int j, int i) {
+                            x = fmaf(x, scales.dp, minus_d(r, j, i) * scales.delta);
+                        });
                     each_of_part([&](float& x, int r, int j, int i) { x *= s[r][j][i]; });
-                    if constexpr (General)
+                    if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
                             if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
                                 float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
@@ -719,7 +715,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             if constexpr (kPass == Pass::kFused) {
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 float* dq_rows = dq_of(problem, sequence, at.head, at.row);
-                if constexpr (kMayScale)
+                if constexpr (kConverted)
                     add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again,
                                        DqExponent{problem, own, mask, at, Tile::kStream});
                 else add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
@@ -731,49 +727,48 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
     const int head = kOwnsKeys ? own.head_k : own.head;
     const int row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
-    if constexpr (kMayScale)
-        if (scaled) {
-            multiply_by_power(d_first, first_unit.exponent);
-            multiply_by_power(d_second, second_unit.exponent);
-            const auto store_both = [&](auto type) {
-                using Out = decltype(type);
-                store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
-                               d_first, p.scale, thread);
-                if constexpr (kOwnsKeys)
-                    store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
-                                   p.head_dim_v, d_second, 1.f, thread);
-            };
-            if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
-            else if (p.out_dtype == DType::kFloat32) store_both(float{});
-            else store_both(bf16{});
-            return;
-        }
-    store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first, p.scale,
-                smem.first, thread);
-    if constexpr (kOwnsKeys)
-        store<Tile>(row_of<T>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows, p.head_dim_v, d_second,
-                    1.f, smem.first, thread);
+    if constexpr (kConverted) {
+        multiply_by_power(d_first, first_unit.exponent);
+        multiply_by_power(d_second, second_unit.exponent);
+        const auto store_both = [&](auto type) {
+            using Out = decltype(type);
+            store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
+                           d_first, p.scale, thread);
+            if constexpr (kOwnsKeys)
+                store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
+                               p.head_dim_v, d_second, 1.f, thread);
+        };
+        if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
+        else if (p.out_dtype == DType::kFloat32) store_both(float{});
+        else store_both(bf16{});
+    } else {
+        store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first,
+                    p.scale, smem.first, thread);
+        if constexpr (kOwnsKeys)
+            store<Tile>(row_of<T>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows, p.head_dim_v,
+                        d_second, 1.f, smem.first, thread);
+    }
 }
 
-template <class Tile, bool General, Pass kPass>
+template <class Tile, Problems kProblems, Pass kPass>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
     const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
     if (grid.x == 0) return;
-    launch(backward<Tile, General, kPass>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile, kPass>)}, stream,
+    launch(backward<Tile, kProblems, kPass>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile, kPass>)}, stream,
            problem);
 }
 
-template <class Tile, bool General, Pass kPass>
+template <class Tile, Problems kProblems, Pass kPass>
 Shape shape(int min_arch) {
     constexpr bool kQueries = kPass == Pass::kQueries;
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
              kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, Tile::kStages,
              static_cast<int>(sizeof(SharedMemory<Tile, kPass>)),
-             reinterpret_cast<const void*>(backward<Tile, General, kPass>)},
-            General,
+             reinterpret_cast<const void*>(backward<Tile, kProblems, kPass>)},
+            kProblems,
             kPass,
-            launch_tile<Tile, General, kPass>};
+            launch_tile<Tile, kProblems, kPass>};
 }
 
 }  // namespace flash_wmma::backward

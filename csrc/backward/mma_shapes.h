@@ -14,23 +14,30 @@ struct Problem;
 /// What a launch computes (mma.cuh).
 enum class Pass { kFused, kKeys, kQueries };
 
+/// What an instance takes: plain problems; packed sequences and ScoreMods too; both kinds, of converted inputs.
+enum class Problems { kPlain, kGeneral, kConverted };
+
 /// A tile shape of a pass and its launch.
 struct Shape {
     Instance facts;
-    bool general;  ///< also for packed sequences and ScoreMods
+    Problems problems;
     Pass pass;
     void (*launch)(const Problem&, Stream);
 };
 
 /// Of the shapes for this pass, kind of problem and dtype of the products that fit the device, the first in the table
-/// that holds d and d_v. Converted inputs run on general ones.
+/// that holds d and d_v.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    const bool general = is_general(p) || p.dtype != dtype;
+    const bool converted = p.dtype != dtype, plain = !is_general(p);
+    const auto takes = [&](Problems problems) {
+        if (converted) return problems == Problems::kConverted;
+        return problems == Problems::kGeneral || (plain && problems == Problems::kPlain);
+    };
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && (shape.general || !general) &&
+        if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && takes(shape.problems) &&
             tile.min_arch <= device.arch && tile.smem_bytes <= device.smem_optin)
             return shape;
     }
