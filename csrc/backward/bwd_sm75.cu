@@ -2,7 +2,7 @@
 // most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the choice among them, and its row
 // in the registry.
 #include "../forward/mma_sm75.cuh"
-#include "mma.cuh"
+#include "pairs.cuh"
 
 namespace flash_wmma::backward {
 namespace {
@@ -17,11 +17,20 @@ Shape shape() {
     return backward::shape<T, kProblems, kPass>(75);
 }
 
+/// The kernel of pairs.cuh; both operands in registers.
+template <Pass kPass, int HeadDim, int RowTiles, int Stages>
+Shape pairs() {
+    using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, Stages, 2, 1, 2>;
+    static_assert(sizeof(PairsMemory<T>) <= 64 * 1024);
+    return pairs_shape<T, kPass>(75);
+}
+
 constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
     shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(),
-    shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    pairs<Pass::kFused, 128, 2, 2>(),
+    pairs<Pass::kFused, 256, 1, 1>(),
 
     shape<Pass::kFused, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
     shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),

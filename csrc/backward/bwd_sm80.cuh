@@ -1,7 +1,7 @@
 // The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
 #pragma once
 
-#include "bwd_sm80_pairs.cuh"
+#include "pairs.cuh"
 #include "bwd_sm80_shapes.h"
 
 namespace flash_wmma::backward {
@@ -13,7 +13,7 @@ template <class T, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int
 using Sm80Tile =
     Tile<mma::Sm80, T, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, Stages, Resident, BlocksPerSm>;
 
-/// The kernel of bwd_sm80_pairs.cuh. Arguments: d, own warps, row tiles; 64 streamed rows, 2 stages.
+/// The kernel of pairs.cuh. Arguments: d, own warps, row tiles; 64 streamed rows, 2 stages.
 template <class T, int HeadDim, int OwnWarps, int RowTiles, Pass kPass>
 Shape sm80_pairs() {
     return pairs_shape<Tile<mma::Sm80, T, HeadDim, OwnWarps, 2, RowTiles, 64, 32, 2, 0, 1, 2>, kPass>(80);

@@ -42,7 +42,7 @@
 namespace flash_wmma::backward {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
-/// how often there are OwnWarps * StreamWarps warps (bwd_sm80_pairs.cuh).
+/// how often there are OwnWarps * StreamWarps warps (pairs.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {
@@ -70,16 +70,15 @@ struct Tile {
     static constexpr int kQueryColumns = kD * kQueryWarps / kWarps;
 };
 
-/// Map of a block's shared memory.
-template <class Tile, Pass kPass>
-struct SharedMemory {
+struct Nothing {};
+
+/// The own tiles and the ring of streamed ones in shared memory.
+template <class Tile>
+struct TileMemory {
     using T = typename Tile::T;
     using OwnRows = SwizzledTile<T, Tile::kOwn, Tile::kD>;
     using StreamRows = SwizzledTile<T, Tile::kStream, Tile::kD>;
     using Weights = SwizzledTile<T, Tile::kOwn, Tile::kStream>;
-    static constexpr bool kExchangesP = Tile::kStreamWarps > 1 && kPass != Pass::kQueries;
-    static constexpr bool kExchangesDs = Tile::kStreamWarps > 1 || kPass == Pass::kFused;
-    struct Nothing {};
 
     struct Stage {
         StreamRows first, second;
@@ -90,14 +89,23 @@ struct SharedMemory {
         std::conditional_t<Tile::kSecondInRegisters, OwnRows, Nothing> passing;  // on its way to registers
     };
     std::conditional_t<Tile::kSecondInRegisters, Nothing, OwnRows> staying;
+
+    __device__ OwnRows& second() {
+        if constexpr (Tile::kSecondInRegisters) return this->passing;
+        else return this->staying;
+    }
+};
+
+/// Map of a block's shared memory.
+template <class Tile, Pass kPass>
+struct SharedMemory : TileMemory<Tile> {
+    using typename TileMemory<Tile>::Weights;
+    static constexpr bool kExchangesP = Tile::kStreamWarps > 1 && kPass != Pass::kQueries;
+    static constexpr bool kExchangesDs = Tile::kStreamWarps > 1 || kPass == Pass::kFused;
+
     std::conditional_t<kExchangesDs, Weights, Nothing> ds;
     std::conditional_t<kExchangesP, Weights, Nothing> p;
     RowPair facts[Tile::kStages][kPass == Pass::kQueries ? 1 : Tile::kStream / 2];  // of streamed queries
-
-    __device__ OwnRows& second() {
-        if constexpr (Tile::kSecondInRegisters) return passing;
-        else return staying;
-    }
 };
 
 /// Which of a block's rows and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
@@ -388,6 +396,24 @@ __device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile&
     return {{own.head, last, first, last, Tile::kStream}, any ? heads * ((last - first) / Tile::kStream + 1) : 0};
 }
 
+/// The own tiles on their way to shared memory.
+template <class Tile, Pass kPass>
+__device__ __forceinline__ void copy_own(TileMemory<Tile>& smem, const Problem& problem, const OwnedTile& own) {
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
+    constexpr bool kOwnsKeys = kPass != Pass::kQueries;
+    const ForwardParams& p = problem.forward;
+    const Sequence& s = own.sequence;
+    const int head = kOwnsKeys ? own.head_k : own.head, left = (kOwnsKeys ? s.seqlen_k : s.seqlen_q) - own.first_row;
+    const auto copy = [&](auto& to, const Rows& rows, int d) {
+        const int first = (kOwnsKeys ? s.first_k : s.first_q) + own.first_row;
+        Copy vectors(row_of<const typename Tile::T>(rows, s.index, head, first), rows.row, d);
+        vectors.start(to, rows.row, left);
+        vectors.finish(to);
+    };
+    copy(smem.first, kOwnsKeys ? p.k : p.q, p.head_dim);
+    copy(smem.second(), kOwnsKeys ? p.v : problem.dout, p.head_dim_v);
+}
+
 /// The copies of streamed tiles to the ring, in the order of a Cursor.
 template <class Tile, Pass kPass>
 class StreamedTiles {
@@ -484,7 +510,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
     using Map = SharedMemory<Tile, kPass>;
-    using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
     constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
     static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
@@ -508,21 +533,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     clear(d_second);
     [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
     if (left > 0) {
-        const Rows &first_rows = kOwnsKeys ? p.k : p.q, &second_rows = kOwnsKeys ? p.v : problem.dout;
-        const int own_head = kOwnsKeys ? own.head_k : own.head;
-        const int own_row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
-        const int own_rows = (kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - own.first_row;
         OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
         OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
-        {
-            OwnCopy copy(row_of<const T>(first_rows, sequence.index, own_head, own_row), first_rows.row, p.head_dim);
-            copy.start(smem.first, first_rows.row, own_rows);
-            copy.finish(smem.first);
-            OwnCopy second(row_of<const T>(second_rows, sequence.index, own_head, own_row), second_rows.row,
-                           p.head_dim_v);
-            second.start(smem.second(), second_rows.row, own_rows);
-            second.finish(smem.second());
-        }
+        copy_own<Tile, kPass>(smem, problem, own);
         ptx::cp_async_commit();
         if constexpr (Tile::kSecondInRegisters) {
             ptx::cp_async_wait<0>();

@@ -23,19 +23,10 @@ namespace flash_wmma::backward {
 enum class Role { kValues, kKeys };
 
 template <class Tile>
-struct PairsMemory {
-    using OwnRows = SwizzledTile<typename Tile::T, Tile::kOwn, Tile::kD>;
-    using StreamRows = SwizzledTile<typename Tile::T, Tile::kStream, Tile::kD>;
-    using Weights = SwizzledTile<typename Tile::T, Tile::kOwn, Tile::kStream>;
-    static_assert(Tile::kStages == 2 && Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
-
-    struct Stage {
-        StreamRows first, second;  // Q and dO
-    };
-    OwnRows first, second;  // K and V; at the end dV and dK on their way out
-    Stage ring[2];
+struct PairsMemory : TileMemory<Tile> {
+    using typename TileMemory<Tile>::Weights;
     Weights p, ds[2];  // dS of this tile and the one before
-    RowPair facts[2][Tile::kStream / 2];
+    RowPair facts[Tile::kStages][Tile::kStream / 2];
 };
 
 /// dP to dS = P (dP - D); P as the partner wrote it.
@@ -63,8 +54,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_pairs(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
     using Map = PairsMemory<Tile>;
-    using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
-    constexpr int kRowTiles = Tile::kRowTiles;
+    constexpr int kRowTiles = Tile::kRowTiles, kStages = Tile::kStages;
+    static_assert(Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
+    static_assert(kStages == 2 || Tile::Machine::kThroughRegisters);
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
@@ -80,22 +72,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (range.left > 0) {
         Cursor& at = range.at;
         int& left = range.left;
-        const int own_rows = sequence.seqlen_k - own.first_row;
-        OwnCopy(row_of<const T>(p.k, sequence.index, own.head_k, own.first_row), p.k.row, p.head_dim)
-            .start(smem.first, p.k.row, own_rows);
-        OwnCopy(row_of<const T>(p.v, sequence.index, own.head_k, own.first_row), p.v.row, p.head_dim_v)
-            .start(smem.second, p.v.row, own_rows);
+        const auto& own_tile = values ? smem.first : smem.second();
+        OwnOperand<Tile, Tile::kFirstInRegisters> operand;
+        copy_own<Tile, kPass>(smem, problem, own);
+        if constexpr (Tile::kSecondInRegisters) {
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            operand.load(own_tile, thread);
+            __syncthreads();  // the ring takes its place
+        }
         StreamedTiles<Tile, kPass> stream(problem, own, at);
         stream.start(smem, 0);
+        stream.finish(smem, 0);
         ptx::cp_async_commit();
 
-        const auto& own_tile = values ? smem.first : smem.second;
         const float scale = p.scale * kLog2e;
         float* dq_rows = nullptr;  // of the tile before
-        for (int slot = 0;; slot ^= 1) {
+        for (int parity = 0;; parity ^= 1) {
+            const int slot = kStages == 2 ? parity : 0, next = kStages - 1 - slot;
             ptx::cp_async_wait<0>();
             __syncthreads();  // this tile has landed, the one before has been used and its dS is there
-            if (left > 1) stream.start(smem, slot ^ 1);
+            if (left > 1) stream.start(smem, next);
             ptx::cp_async_commit();
             const auto& scored = values ? smem.ring[slot].first : smem.ring[slot].second;
             const auto& weighed = values ? smem.ring[slot].second : smem.ring[slot].first;
@@ -106,7 +104,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         if (dq_rows) {
                             // Computed anew, so that the addresses of these products take no registers in the others
                             const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
-                            add_to_dq<Tile, Tile::kQueryColumns <= 48 ? 1 : 2>(dq_rows, p.head_dim, smem.ds[slot ^ 1],
+                            add_to_dq<Tile, Tile::kQueryColumns <= 48 ? 1 : 2>(dq_rows, p.head_dim, smem.ds[parity ^ 1],
                                                                                smem.first, again);
                         }
                     continue;
@@ -126,7 +124,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const RowPair* pairs = &smem.facts[slot][(first + thread.column()) / 2];
                 const int barrier = 1 + thread.warp % Tile::kRoleWarps;  // of the two warps with the same scores
                 clear(s);
-                multiply_rows<Tile>(s, OwnOperand<Tile, false>(), own_tile, scored, first, thread);
+                multiply_rows<Tile>(s, operand, own_tile, scored, first, thread);
                 if (values) {
                     each([&](float& x, int, int j, int i) {
                         x = ptx::ex2(fmaf(x, scale, pairs[4 * j].minus_lse[i % 2]));
@@ -143,11 +141,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 } else {
                     ptx::named_barrier_sync(barrier, 64);
                     weigh<Tile>(s, smem.p, pairs, first, thread);
-                    exchange<Tile>(smem.ds[slot], s, first, thread);
+                    exchange<Tile>(smem.ds[parity], s, first, thread);
                 }
                 ptx::named_barrier_sync(1 + Tile::kRoleWarps + thread.role * Tile::kOwnWarps + thread.own_warp,
                                         32 * Tile::kStreamWarps);
-                const auto& shared = values ? smem.p : smem.ds[slot];
+                const auto& shared = values ? smem.p : smem.ds[parity];
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
 #pragma unroll
@@ -166,14 +164,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             at.advance();
             if constexpr (kPass != Pass::kFused)
                 if (left == 0) break;
+            if constexpr (kStages == 1) __syncthreads();  // this tile has been used
+            if (left > 0) stream.finish(smem, next);
         }
     }
 
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
     const Rows& out = values ? problem.dv : problem.dk;
     store<Tile>(row_of<T>(out, sequence.index, own.head_k, own.first_row), out.row, own.rows,
-                values ? p.head_dim_v : p.head_dim, gradient, values ? 1.f : p.scale, values ? smem.first : smem.second,
-                thread);
+                values ? p.head_dim_v : p.head_dim, gradient, values ? 1.f : p.scale,
+                values ? smem.first : smem.second(), thread);
 }
 
 template <class Tile, Pass kPass>
