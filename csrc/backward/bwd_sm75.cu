@@ -10,14 +10,14 @@ namespace {
 /// Arguments as in bwd_sm80.cuh.
 template <Pass kPass, Problems kProblems, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Resident, int BlocksPerSm>
-Shape shape() {
+Shape shape(int resident = 1) {
     using T =
         Tile<mma::Sm75, half, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, 1, Resident, BlocksPerSm>;
     static_assert(sizeof(SharedMemory<T, kPass>) <= 64 * 1024);
-    return backward::shape<T, kProblems, kPass>(75);
+    return backward::shape<T, kProblems, kPass>(75, resident);
 }
 
-/// The kernel of pairs.cuh; both operands in registers.
+/// The kernel of pairs.cuh: 32 streamed rows, both operands in registers.
 template <Pass kPass, int HeadDim, int RowTiles, int Stages>
 Shape pairs() {
     using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, Stages, 2, 1, 2>;
@@ -25,10 +25,14 @@ Shape pairs() {
     return pairs_shape<T, kPass>(75);
 }
 
+/// In each pass the plain shapes first. Up to d = 128 two blocks of four warps an SM are fastest; where shared memory
+/// holds one, as on Turing, a block of eight is.
 constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
-    shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(),
+    shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(/*resident=*/2),
+    pairs<Pass::kFused, 64, 4, 2>(),
+    shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(/*resident=*/2),
     pairs<Pass::kFused, 128, 2, 2>(),
     pairs<Pass::kFused, 256, 1, 1>(),
 

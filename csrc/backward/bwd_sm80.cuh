@@ -1,8 +1,8 @@
 // The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
 #pragma once
 
-#include "pairs.cuh"
 #include "bwd_sm80_shapes.h"
+#include "pairs.cuh"
 
 namespace flash_wmma::backward {
 
@@ -79,6 +79,7 @@ std::vector<Shape> sm80_converted_shapes() {
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, kConverted, kKeys>(80),
         shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 2, 2>, kConverted, kQueries>(80),
         shape<Sm80Tile<T, 128, 4, 1, 2, 32, 32, 2, 0, 2>, kConverted, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 2, 2, 64, 32, 1, 0, 1>, kConverted, kQueries>(80),
         shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, kConverted, kQueries>(80),
     };
 }

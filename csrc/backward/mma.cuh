@@ -205,8 +205,13 @@ __device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles]
                                               const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
                                               const StreamRows& stream, int first, const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
+    // One or two tiles of S do not hide the latency of their own products, so that every other one goes to a second sum
+    constexpr bool kTwoSums = Tile::kRowTiles * Tiles <= 2;
+    [[maybe_unused]] float second[Tile::kRowTiles][Tiles][4];
+    clear(second);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
+        auto& sum = kTwoSums && c % 2 ? second : s;
         std::uint32_t a[Tile::kRowTiles][4];
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r) own.get(a[r], rows, thread, r, c);
@@ -215,9 +220,16 @@ __device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles]
             std::uint32_t b[4];
             read(b, stream, first + 16 * j, 16 * c);
 #pragma unroll
-            for (int r = 0; r < Tile::kRowTiles; ++r) multiply<Tile>(s[r][2 * j], s[r][2 * j + 1], a[r], b);
+            for (int r = 0; r < Tile::kRowTiles; ++r) multiply<Tile>(sum[r][2 * j], sum[r][2 * j + 1], a[r], b);
         }
     }
+    if constexpr (kTwoSums)
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+            for (int j = 0; j < Tiles; ++j)
+#pragma unroll
+                for (int i = 0; i < 4; ++i) s[r][j][i] += second[r][j][i];
 }
 
 /// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those rows.
@@ -248,19 +260,28 @@ __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTil
             weights[r][i] = packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
 }
 
+/// Where a lane's accumulators of columns [first, first + 8) of the warp's rows go in shared memory: those of the row
+/// tile r and its half h (16 * r + 8 * h) * kStream further, as rows 8 apart are swizzled alike. Computed anew at each
+/// use, which takes fewer registers.
+template <class Tile, class Weights>
+__device__ __forceinline__ typename Tile::T* weights_at(Weights& weights, int first, const Thread<Tile>& thread) {
+    return weights.at(ptx::opaque(thread.warp_row() + thread.row()), first) + thread.column();
+}
+
 /// A step of weights to shared memory, for the other warps.
 template <class Tile, int Tiles, class Weights>
 __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRowTiles][Tiles][4], int first,
                                          const Thread<Tile>& thread) {
 #pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
+    for (int j = 0; j < Tiles; ++j) {
+        auto* const at = weights_at<Tile>(to, first + 8 * j, thread);
 #pragma unroll
-        for (int j = 0; j < Tiles; ++j)
+        for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
-                *reinterpret_cast<std::uint32_t*>(
-                    to.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), first + 8 * j) + thread.column()) =
+                *reinterpret_cast<std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream) =
                     packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
+    }
 }
 
 /// No exponents: inputs that are stored as they are.
@@ -268,12 +289,13 @@ struct AsStored {
     static constexpr bool kConverted = false;
 };
 
-/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; a warp's
-/// columns in `Parts` parts. Exponent: AsStored, or exponent_of(row) of the products with own keys' group of that row.
-template <class Tile, int Parts, class Weights, class OwnRows, class Exponent = AsStored>
+/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; many columns
+/// of a warp in two parts. Exponent: AsStored, or exponent_of(row) of the products with own keys' group of that row.
+template <class Tile, class Weights, class OwnRows, class Exponent = AsStored>
 __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const Weights& ds, const OwnRows& keys,
                                           const Thread<Tile>& thread, [[maybe_unused]] Exponent exponent_of = {}) {
-    constexpr int kRowTiles = Tile::kQueryRows / 16, kColumns = Tile::kQueryColumns / Parts;
+    constexpr int kRowTiles = Tile::kQueryRows / 16;
+    constexpr int kColumns = Tile::kQueryColumns <= 48 ? Tile::kQueryColumns : Tile::kQueryColumns / 2;
     static_assert(kColumns % 16 == 0);
     const int row = thread.warp % Tile::kQueryWarps * Tile::kQueryRows;
     const Reader<Fragment::kAAcross, Weights> read_ds(thread.lane, 0, row);
@@ -719,20 +741,23 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if constexpr (stream.kWaitsInRegisters)
                     if (left > 1) stream.start(smem, 0);
                 __syncthreads();  // this tile has been used, dS is complete; dQ's products hide the next copy
-                if (left > 1) {
-                    if constexpr (!stream.kWaitsInRegisters) stream.start(smem, 0);
-                    stream.finish(smem, 0);
-                }
+                if constexpr (!stream.kWaitsInRegisters)
+                    if (left > 1) {
+                        stream.start(smem, 0);
+                        stream.finish(smem, 0);
+                    }
                 ptx::cp_async_commit();
             }
             if constexpr (kPass == Pass::kFused) {
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 float* dq_rows = dq_of(problem, sequence, at.head, at.row);
                 if constexpr (kConverted)
-                    add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again,
-                                       DqExponent{problem, own, mask, at, Tile::kStream});
-                else add_to_dq<Tile, 1>(dq_rows, p.head_dim, smem.ds, smem.first, again);
+                    add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again,
+                                    DqExponent{problem, own, mask, at, Tile::kStream});
+                else add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again);
             }
+            if constexpr (kStages == 1 && stream.kWaitsInRegisters)
+                if (left > 1) stream.finish(smem, 0);
         }
     }
 
@@ -773,7 +798,7 @@ void launch_tile(const Problem& problem, Stream stream) {
 }
 
 template <class Tile, Problems kProblems, Pass kPass>
-Shape shape(int min_arch) {
+Shape shape(int min_arch, int resident = 1) {
     constexpr bool kQueries = kPass == Pass::kQueries;
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
              kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, Tile::kStages,
@@ -781,6 +806,7 @@ Shape shape(int min_arch) {
              reinterpret_cast<const void*>(backward<Tile, kProblems, kPass>)},
             kProblems,
             kPass,
+            resident,
             launch_tile<Tile, kProblems, kPass>};
 }
 

@@ -22,6 +22,7 @@ struct Shape {
     Instance facts;
     Problems problems;
     Pass pass;
+    int resident;  ///< blocks that an SM's shared memory must hold for the shape to pay
     void (*launch)(const Problem&, Stream);
 };
 
@@ -30,6 +31,7 @@ struct Shape {
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
+    constexpr int kReserved = 1024;  // of a block, beside what it asks for
     const bool converted = p.dtype != dtype, plain = !is_general(p);
     const auto takes = [&](Problems problems) {
         if (converted) return problems == Problems::kConverted;
@@ -38,7 +40,8 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && takes(shape.problems) &&
-            tile.min_arch <= device.arch && tile.smem_bytes <= device.smem_optin)
+            tile.min_arch <= device.arch &&
+            shape.resident * (tile.smem_bytes + kReserved) <= device.smem_optin + kReserved)
             return shape;
     }
     throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");

@@ -1,5 +1,5 @@
-// The kernel of bwd_sm80 for plain problems with d above 64: warps in two roles share the work of mma.cuh's kernel, one
-// for P and dV, one for dS and dK.
+// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 where an SM holds one
+// block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
 //
 // Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or
@@ -10,7 +10,8 @@
 // Who owns what: of each role, `kOwnWarps` x 2 warps. Two stream warps share own rows: each computes the scores of half
 // of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
 // everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
-// ends with it: one role's exponentials meet the other's products, and P is there when dS needs it.
+// ends with it: one role's exponentials meet the other's products, and P is there when dS needs it. In 64 KiB own
+// operands stay in registers, K and V alike, and a ring of one stage costs a second barrier.
 //
 // Bound: tensor cores and shared memory alike. 64 queries x 128 keys at d = 128 are 3,840 cycles of HMMA and about
 // 4,200 of shared memory; 64 x 64 at d = 256 3,840 and 5,000.
@@ -36,12 +37,13 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, typename PairsMemory<Tile
 #pragma unroll
     for (int j = 0; j < Tile::kStep / 8; ++j) {
         const float delta[2] = {pairs[4 * j].minus_delta[0], pairs[4 * j].minus_delta[1]};
+        const auto* const at = weights_at<Tile>(p, first + 8 * j, thread);
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float2 weight = Element<typename Tile::T>::floats(*reinterpret_cast<const std::uint32_t*>(
-                    p.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), first + 8 * j) + thread.column()));
+                const float2 weight = Element<typename Tile::T>::floats(
+                    *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
                 s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
                 s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
             }
@@ -57,6 +59,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     constexpr int kRowTiles = Tile::kRowTiles, kStages = Tile::kStages;
     static_assert(Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
     static_assert(kStages == 2 || Tile::Machine::kThroughRegisters);
+    static_assert(Tile::kFirstInRegisters == Tile::kSecondInRegisters);
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
@@ -104,8 +107,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         if (dq_rows) {
                             // Computed anew, so that the addresses of these products take no registers in the others
                             const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
-                            add_to_dq<Tile, Tile::kQueryColumns <= 48 ? 1 : 2>(dq_rows, p.head_dim, smem.ds[parity ^ 1],
-                                                                               smem.first, again);
+                            add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds[parity ^ 1], smem.first, again);
                         }
                     continue;
                 }
@@ -190,6 +192,7 @@ Shape pairs_shape(int min_arch) {
          static_cast<int>(sizeof(PairsMemory<Tile>)), reinterpret_cast<const void*>(backward_pairs<Tile, kPass>)},
         Problems::kPlain,
         kPass,
+        /*resident=*/1,
         launch_pairs<Tile, kPass>};
 }
 
