@@ -2,6 +2,7 @@
 // most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the choice among them, and its row
 // in the registry.
 #include "../forward/mma_sm75.cuh"
+#include "mma.cuh"
 #include "pairs.cuh"
 
 namespace flash_wmma::backward {

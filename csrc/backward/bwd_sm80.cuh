@@ -1,7 +1,9 @@
 // The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
 #pragma once
 
+#include "../forward/mma_sm80.cuh"
 #include "bwd_sm80_shapes.h"
+#include "mma.cuh"
 #include "pairs.cuh"
 
 namespace flash_wmma::backward {

@@ -17,7 +17,9 @@
 // 4,200 of shared memory; 64 x 64 at d = 256 3,840 and 5,000.
 #pragma once
 
-#include "mma.cuh"
+#include "mma_products.cuh"
+#include "mma_shapes.h"
+#include "streamed_tiles.cuh"
 
 namespace flash_wmma::backward {
 
@@ -50,7 +52,7 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, typename PairsMemory<Tile
     }
 }
 
-// spills: sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
+// spills: sm_75 sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_pairs(const __grid_constant__ Problem problem) {
