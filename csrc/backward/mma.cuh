@@ -349,8 +349,8 @@ Shape shape(int min_arch, int resident = 1) {
              reinterpret_cast<const void*>(backward<Tile, kProblems, kPass>)},
             kProblems,
             kPass,
-            resident,
-            launch_tile<Tile, kProblems, kPass>};
+            launch_tile<Tile, kProblems, kPass>,
+            resident};
 }
 
 }  // namespace flash_wmma::backward

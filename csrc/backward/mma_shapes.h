@@ -22,8 +22,8 @@ struct Shape {
     Instance facts;
     Problems problems;
     Pass pass;
-    int resident;  ///< blocks that an SM's shared memory must hold for the shape to pay
     void (*launch)(const Problem&, Stream);
+    int resident = 1;  ///< blocks that an SM's shared memory must hold for the shape to pay
 };
 
 /// Of the shapes for this pass, kind of problem and dtype of the products that fit the device, the first in the table

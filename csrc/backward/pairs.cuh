@@ -194,7 +194,6 @@ Shape pairs_shape(int min_arch) {
          static_cast<int>(sizeof(PairsMemory<Tile>)), reinterpret_cast<const void*>(backward_pairs<Tile, kPass>)},
         Problems::kPlain,
         kPass,
-        /*resident=*/1,
         launch_pairs<Tile, kPass>};
 }
 
