@@ -108,6 +108,14 @@ def test_many_tiles(d: int, deterministic: bool) -> None:
         check("bwd_sm80", case, d, d, torch.float16, 227, deterministic)
 
 
+@pytest.mark.parametrize("smem_kib", [64, 227])
+@pytest.mark.parametrize("d", [32, 64, 128, 256])
+def test_many_tiles_of_sm75(d: int, smem_kib: int) -> None:
+    """The same, where an SM holds one block and where it holds two."""
+    for case in (Case(330, 140), Case(290, 270, causal=True, left=70)):
+        check("bwd_sm75", case, d, d, torch.float16, smem_kib, False)
+
+
 @pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
 def test_bf16(d: int, dv: int) -> None:
     for case in (CAUSAL, GENERAL):

@@ -3,25 +3,39 @@
 // in the registry.
 #include "../forward/mma_sm75.cuh"
 #include "mma.cuh"
+#include "pairs.cuh"
 
 namespace flash_wmma::backward {
 namespace {
 
-/// Arguments as in bwd_sm80.cuh; General as in mma.cuh.
-template <Pass kPass, bool General, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile, int Step,
-          int Resident, int BlocksPerSm>
-Shape shape() {
+/// Arguments as in bwd_sm80.cuh.
+template <Pass kPass, Problems kProblems, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
+          int Step, int Resident, int BlocksPerSm>
+Shape shape(int resident = 1) {
     using T =
         Tile<mma::Sm75, half, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, 1, Resident, BlocksPerSm>;
     static_assert(sizeof(SharedMemory<T, kPass>) <= 64 * 1024);
-    return backward::shape<T, General, kPass>(75);
+    return backward::shape<T, kProblems, kPass>(75, resident);
 }
 
-constexpr bool kPlain = false, kGeneral = true;
+/// The kernel of pairs.cuh: 32 streamed rows, both operands in registers.
+template <Pass kPass, int HeadDim, int RowTiles, int Stages>
+Shape pairs() {
+    using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, Stages, 2, 1, 2>;
+    static_assert(sizeof(PairsMemory<T>) <= 64 * 1024);
+    return pairs_shape<T, kPass>(75);
+}
+
+/// In each pass the plain shapes first. Up to d = 128 two blocks of four warps an SM are fastest; where shared memory
+/// holds one, as on Turing, a block of eight is.
+constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
-    shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(),
-    shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(/*resident=*/2),
+    pairs<Pass::kFused, 64, 4, 2>(),
+    shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(/*resident=*/2),
+    pairs<Pass::kFused, 128, 2, 2>(),
+    pairs<Pass::kFused, 256, 1, 1>(),
 
     shape<Pass::kFused, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
     shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),
@@ -34,6 +48,18 @@ const std::vector<Shape> kShapes = {
     shape<Pass::kQueries, kGeneral, 64, 4, 1, 2, 32, 16, 2, 2>(),
     shape<Pass::kQueries, kGeneral, 128, 4, 1, 1, 32, 32, 0, 2>(),
     shape<Pass::kQueries, kGeneral, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kFused, kConverted, 64, 4, 1, 2, 32, 16, 0, 2>(),
+    shape<Pass::kFused, kConverted, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kFused, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kKeys, kConverted, 64, 4, 1, 2, 32, 16, 0, 2>(),
+    shape<Pass::kKeys, kConverted, 128, 2, 2, 2, 32, 16, 0, 1>(),
+    shape<Pass::kKeys, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
+
+    shape<Pass::kQueries, kConverted, 64, 4, 1, 2, 32, 16, 2, 2>(),
+    shape<Pass::kQueries, kConverted, 128, 4, 1, 1, 32, 32, 0, 2>(),
+    shape<Pass::kQueries, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 

@@ -6,8 +6,9 @@
 namespace flash_wmma::backward {
 namespace {
 
-const std::vector<Shape> kShapes = join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(),
-                                         sm80_bf16_shapes(), sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
+const std::vector<Shape> kShapes =
+    join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(), sm80_half_converted_shapes(),
+          sm80_bf16_shapes(), sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {

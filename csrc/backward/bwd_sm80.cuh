@@ -1,8 +1,10 @@
 // The shapes of bwd_sm80: the kernel of mma.cuh on sm_80 and later.
 #pragma once
 
-#include "bwd_sm80_pairs.cuh"
+#include "../forward/mma_sm80.cuh"
 #include "bwd_sm80_shapes.h"
+#include "mma.cuh"
+#include "pairs.cuh"
 
 namespace flash_wmma::backward {
 
@@ -13,7 +15,7 @@ template <class T, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int
 using Sm80Tile =
     Tile<mma::Sm80, T, HeadDim, OwnWarps, StreamWarps, RowTiles, StreamTile, Step, Stages, Resident, BlocksPerSm>;
 
-/// The kernel of bwd_sm80_pairs.cuh. Arguments: d, own warps, row tiles; 64 streamed rows, 2 stages.
+/// The kernel of pairs.cuh. Arguments: d, own warps, row tiles; 64 streamed rows, 2 stages.
 template <class T, int HeadDim, int OwnWarps, int RowTiles, Pass kPass>
 Shape sm80_pairs() {
     return pairs_shape<Tile<mma::Sm80, T, HeadDim, OwnWarps, 2, RowTiles, 64, 32, 2, 0, 1, 2>, kPass>(80);
@@ -25,8 +27,8 @@ template <class T>
 std::vector<Shape> sm80_plain_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
-        shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 1, 1, 2>, false, kFused>(80),
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, false, kFused>(80),
+        shape<Sm80Tile<T, 32, 4, 1, 2, 64, 32, 1, 1, 2>, Problems::kPlain, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, Problems::kPlain, kFused>(80),
         sm80_pairs<T, 96, 2, 4, kFused>(),
         sm80_pairs<T, 128, 2, 4, kFused>(),
         sm80_pairs<T, 192, 2, 2, kFused>(),
@@ -39,11 +41,11 @@ template <class T>
 std::vector<Shape> sm80_general_shapes() {
     constexpr Pass kFused = Pass::kFused;
     return {
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, true, kFused>(80),
-        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 1, 0, 1>, true, kFused>(80),
-        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kFused>(80),
-        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, true, kFused>(80),
-        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 1, 2>, Problems::kGeneral, kFused>(80),
+        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 1, 0, 1>, Problems::kGeneral, kFused>(80),
+        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, Problems::kGeneral, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, Problems::kGeneral, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kFused>(80),
     };
 }
 /// The deterministic passes. At d = 256 plain problems and large shared memory have a shape of their own; the last fits
@@ -52,14 +54,35 @@ template <class T>
 std::vector<Shape> sm80_split_shapes() {
     constexpr Pass kKeys = Pass::kKeys, kQueries = Pass::kQueries;
     return {
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, true, kKeys>(80),
-        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, true, kKeys>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 1, 2>, Problems::kGeneral, kKeys>(80),
+        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, Problems::kGeneral, kKeys>(80),
         sm80_pairs<T, 256, 2, 2, kKeys>(),
-        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, true, kKeys>(80),
-        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 2, 2>, true, kQueries>(80),
-        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 32, 2, 0, 2>, true, kQueries>(80),
-        shape<Sm80Tile<T, 256, 4, 2, 2, 64, 32, 1, 0, 1>, true, kQueries>(80),
-        shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, true, kQueries>(80),
+        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kKeys>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 2, 2>, Problems::kGeneral, kQueries>(80),
+        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 32, 2, 0, 2>, Problems::kGeneral, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 2, 2, 64, 32, 1, 0, 1>, Problems::kGeneral, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kQueries>(80),
+    };
+}
+
+/// All passes of converted inputs.
+template <class T>
+std::vector<Shape> sm80_converted_shapes() {
+    constexpr Problems kConverted = Problems::kConverted;
+    constexpr Pass kFused = Pass::kFused, kKeys = Pass::kKeys, kQueries = Pass::kQueries;
+    return {
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 1, 0, 2>, kConverted, kFused>(80),
+        shape<Sm80Tile<T, 128, 4, 2, 2, 64, 32, 1, 0, 1>, kConverted, kFused>(80),
+        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, kConverted, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 4, 2, 64, 16, 1, 0, 1>, kConverted, kFused>(80),
+        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, kConverted, kFused>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 0, 2>, kConverted, kKeys>(80),
+        shape<Sm80Tile<T, 128, 2, 2, 2, 64, 32, 1, 0, 2>, kConverted, kKeys>(80),
+        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, kConverted, kKeys>(80),
+        shape<Sm80Tile<T, 64, 4, 1, 2, 64, 16, 2, 2, 2>, kConverted, kQueries>(80),
+        shape<Sm80Tile<T, 128, 4, 1, 2, 32, 32, 2, 0, 2>, kConverted, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 2, 2, 64, 32, 1, 0, 1>, kConverted, kQueries>(80),
+        shape<Sm80Tile<T, 256, 4, 1, 1, 32, 16, 1, 0, 1>, kConverted, kQueries>(80),
     };
 }
 

@@ -8,6 +8,7 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm80_half_shapes();
 std::vector<Shape> sm80_half_general_shapes();
 std::vector<Shape> sm80_half_split_shapes();
+std::vector<Shape> sm80_half_converted_shapes();
 std::vector<Shape> sm80_bf16_shapes();
 std::vector<Shape> sm80_bf16_general_shapes();
 std::vector<Shape> sm80_bf16_split_shapes();

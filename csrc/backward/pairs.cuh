@@ -1,5 +1,5 @@
-// The kernel of bwd_sm80 for plain problems with d above 64: warps in two roles share the work of mma.cuh's kernel, one
-// for P and dV, one for dS and dK.
+// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 where an SM holds one
+// block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
 //
 // Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or
@@ -10,32 +10,26 @@
 // Who owns what: of each role, `kOwnWarps` x 2 warps. Two stream warps share own rows: each computes the scores of half
 // of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
 // everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
-// ends with it: one role's exponentials meet the other's products, and P is there when dS needs it.
+// ends with it: one role's exponentials meet the other's products, and P is there when dS needs it. In 64 KiB own
+// operands stay in registers, K and V alike, and a ring of one stage costs a second barrier.
 //
 // Bound: tensor cores and shared memory alike. 64 queries x 128 keys at d = 128 are 3,840 cycles of HMMA and about
 // 4,200 of shared memory; 64 x 64 at d = 256 3,840 and 5,000.
 #pragma once
 
-#include "mma.cuh"
+#include "mma_products.cuh"
+#include "mma_shapes.h"
+#include "streamed_tiles.cuh"
 
 namespace flash_wmma::backward {
 
 enum class Role { kValues, kKeys };
 
 template <class Tile>
-struct PairsMemory {
-    using OwnRows = SwizzledTile<typename Tile::T, Tile::kOwn, Tile::kD>;
-    using StreamRows = SwizzledTile<typename Tile::T, Tile::kStream, Tile::kD>;
-    using Weights = SwizzledTile<typename Tile::T, Tile::kOwn, Tile::kStream>;
-    static_assert(Tile::kStages == 2 && Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
-
-    struct Stage {
-        StreamRows first, second;  // Q and dO
-    };
-    OwnRows first, second;  // K and V; at the end dV and dK on their way out
-    Stage ring[2];
+struct PairsMemory : TileMemory<Tile> {
+    using typename TileMemory<Tile>::Weights;
     Weights p, ds[2];  // dS of this tile and the one before
-    RowPair facts[2][Tile::kStream / 2];
+    RowPair facts[Tile::kStages][Tile::kStream / 2];
 };
 
 /// dP to dS = P (dP - D); P as the partner wrote it.
@@ -45,26 +39,29 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, typename PairsMemory<Tile
 #pragma unroll
     for (int j = 0; j < Tile::kStep / 8; ++j) {
         const float delta[2] = {pairs[4 * j].minus_delta[0], pairs[4 * j].minus_delta[1]};
+        const auto* const at = weights_at<Tile>(p, first + 8 * j, thread);
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h) {
-                const float2 weight = Element<typename Tile::T>::floats(*reinterpret_cast<const std::uint32_t*>(
-                    p.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), first + 8 * j) + thread.column()));
+                const float2 weight = Element<typename Tile::T>::floats(
+                    *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
                 s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
                 s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
             }
     }
 }
 
-// spills: sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
+// spills: sm_75 sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_pairs(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
     using Map = PairsMemory<Tile>;
-    using OwnCopy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
-    constexpr int kRowTiles = Tile::kRowTiles;
+    constexpr int kRowTiles = Tile::kRowTiles, kStages = Tile::kStages;
+    static_assert(Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
+    static_assert(kStages == 2 || Tile::Machine::kThroughRegisters);
+    static_assert(Tile::kFirstInRegisters == Tile::kSecondInRegisters);
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
@@ -80,22 +77,28 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (range.left > 0) {
         Cursor& at = range.at;
         int& left = range.left;
-        const int own_rows = sequence.seqlen_k - own.first_row;
-        OwnCopy(row_of<const T>(p.k, sequence.index, own.head_k, own.first_row), p.k.row, p.head_dim)
-            .start(smem.first, p.k.row, own_rows);
-        OwnCopy(row_of<const T>(p.v, sequence.index, own.head_k, own.first_row), p.v.row, p.head_dim_v)
-            .start(smem.second, p.v.row, own_rows);
+        const auto& own_tile = values ? smem.first : smem.second();
+        OwnOperand<Tile, Tile::kFirstInRegisters> operand;
+        copy_own<Tile, kPass>(smem, problem, own);
+        if constexpr (Tile::kSecondInRegisters) {
+            ptx::cp_async_commit();
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            operand.load(own_tile, thread);
+            __syncthreads();  // the ring takes its place
+        }
         StreamedTiles<Tile, kPass> stream(problem, own, at);
         stream.start(smem, 0);
+        stream.finish(smem, 0);
         ptx::cp_async_commit();
 
-        const auto& own_tile = values ? smem.first : smem.second;
         const float scale = p.scale * kLog2e;
         float* dq_rows = nullptr;  // of the tile before
-        for (int slot = 0;; slot ^= 1) {
+        for (int parity = 0;; parity ^= 1) {
+            const int slot = kStages == 2 ? parity : 0, next = kStages - 1 - slot;
             ptx::cp_async_wait<0>();
             __syncthreads();  // this tile has landed, the one before has been used and its dS is there
-            if (left > 1) stream.start(smem, slot ^ 1);
+            if (left > 1) stream.start(smem, next);
             ptx::cp_async_commit();
             const auto& scored = values ? smem.ring[slot].first : smem.ring[slot].second;
             const auto& weighed = values ? smem.ring[slot].second : smem.ring[slot].first;
@@ -106,8 +109,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         if (dq_rows) {
                             // Computed anew, so that the addresses of these products take no registers in the others
                             const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
-                            add_to_dq<Tile, Tile::kQueryColumns <= 48 ? 1 : 2>(dq_rows, p.head_dim, smem.ds[slot ^ 1],
-                                                                               smem.first, again);
+                            add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds[parity ^ 1], smem.first, again);
                         }
                     continue;
                 }
@@ -126,7 +128,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const RowPair* pairs = &smem.facts[slot][(first + thread.column()) / 2];
                 const int barrier = 1 + thread.warp % Tile::kRoleWarps;  // of the two warps with the same scores
                 clear(s);
-                multiply_rows<Tile>(s, OwnOperand<Tile, false>(), own_tile, scored, first, thread);
+                multiply_rows<Tile>(s, operand, own_tile, scored, first, thread);
                 if (values) {
                     each([&](float& x, int, int j, int i) {
                         x = ptx::ex2(fmaf(x, scale, pairs[4 * j].minus_lse[i % 2]));
@@ -143,11 +145,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 } else {
                     ptx::named_barrier_sync(barrier, 64);
                     weigh<Tile>(s, smem.p, pairs, first, thread);
-                    exchange<Tile>(smem.ds[slot], s, first, thread);
+                    exchange<Tile>(smem.ds[parity], s, first, thread);
                 }
                 ptx::named_barrier_sync(1 + Tile::kRoleWarps + thread.role * Tile::kOwnWarps + thread.own_warp,
                                         32 * Tile::kStreamWarps);
-                const auto& shared = values ? smem.p : smem.ds[slot];
+                const auto& shared = values ? smem.p : smem.ds[parity];
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
 #pragma unroll
@@ -166,14 +168,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             at.advance();
             if constexpr (kPass != Pass::kFused)
                 if (left == 0) break;
+            if constexpr (kStages == 1) __syncthreads();  // this tile has been used
+            if (left > 0) stream.finish(smem, next);
         }
     }
 
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
     const Rows& out = values ? problem.dv : problem.dk;
     store<Tile>(row_of<T>(out, sequence.index, own.head_k, own.first_row), out.row, own.rows,
-                values ? p.head_dim_v : p.head_dim, gradient, values ? 1.f : p.scale, values ? smem.first : smem.second,
-                thread);
+                values ? p.head_dim_v : p.head_dim, gradient, values ? 1.f : p.scale,
+                values ? smem.first : smem.second(), thread);
 }
 
 template <class Tile, Pass kPass>
@@ -188,7 +192,7 @@ Shape pairs_shape(int min_arch) {
     return {
         {Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, Tile::kStages,
          static_cast<int>(sizeof(PairsMemory<Tile>)), reinterpret_cast<const void*>(backward_pairs<Tile, kPass>)},
-        false,
+        Problems::kPlain,
         kPass,
         launch_pairs<Tile, kPass>};
 }
