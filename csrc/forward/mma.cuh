@@ -172,8 +172,9 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     const auto* const from = work.q_rows(work.tile.first_row);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
-        const int vector = thread.dim_warp * 32 + thread.lane + i * kThreads;
-        const int row = thread.warp_row() + vector / kVectors, column = vector % kVectors * 8;
+        const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
+        const int row = thread.warp_row() + static_cast<int>(vector / kVectors);
+        const int column = static_cast<int>(vector % kVectors * 8);
         const bool inside = row < work.sequence.seqlen_q - work.tile.first_row && column < work.p.head_dim;
         Tile::Machine::copy_16(smem.q.at(row, column), from + row * work.p.q.row + column, inside);
     }
@@ -358,13 +359,11 @@ __device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Sme
     }
 }
 
-/// O * factor to global memory, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
-template <class Tile>
+/// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
+template <class Out, class Tile>
 __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
                                         const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
-    using T = typename Tile::T;
     const ForwardParams& p = work.p;
-    const bool bf16_out = std::is_same_v<T, bf16> || p.out_dtype == DType::kBFloat16;
     const int lane_row = ptx::opaque(thread.row());
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
@@ -372,10 +371,9 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
         for (int h = 0; h < 2; ++h) {
             const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
             const bool inside = query < work.sequence.seqlen_q;
-            const int row = work.sequence.first_q + query;
+            Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
             const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
-            if (p.out_dtype == DType::kFloat32) {
-                float* const out = row_of<float>(p.o, work.sequence.index, head, row);
+            if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
                 for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
                     const int column = thread.warp_column() + 8 * c;
@@ -384,15 +382,13 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
                             make_float2(value(c, 0), value(c, 1));
                 }
             } else {
-                T* const out = row_of<T>(p.o, work.sequence.index, head, row);
 #pragma unroll
                 for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
                     std::uint32_t words[4];
 #pragma unroll
                     for (int i = 0; i < 4; ++i) {
                         const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
-                        words[i] = bf16_out ? packed<bf16>(value(tile, 0), value(tile, 1))
-                                            : packed<T>(value(tile, 0), value(tile, 1));
+                        words[i] = packed<Out>(value(tile, 0), value(tile, 1));
                     }
                     transpose_in_quad(words, thread.lane % 4);
                     const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
@@ -693,14 +689,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = l[r][h];
-            inverse_l[r][h] = sum == 0.f ? 0.f : exp2f(unit.exponent) / sum;
+            const float sum = l[r][h], lse = (m[r][h] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
+            inverse_l[r][h] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
             const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row());
             if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
-                p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
-                    sum == 0.f ? -INFINITY : (m[r][h] + log2f(sum)) * kLn2;
+                p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
         }
-    store_o<Tile>(work, o, inverse_l, thread);
+    using T = typename Tile::T;
+    if (!General || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
+    else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
+        store_o<float>(work, o, inverse_l, thread);
+    else store_o<bf16>(work, o, inverse_l, thread);
 }
 
 template <class Tile, bool General>
