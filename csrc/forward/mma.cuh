@@ -505,6 +505,7 @@ __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
 template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
+    constexpr bool kMayScale = General && std::is_same_v<typename Tile::T, half>;  // converted inputs
     using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
@@ -554,8 +555,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const int some_end = first_query <= last_query ? work.mask.end(last_query) : some_begin;
     const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query) - kBc + 1;
 
-    const float q_scale = General ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
-    ValueUnit unit(General && p.exponents.v);
+    const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
+    ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
     float m[kRowTiles][2], l[kRowTiles][2];  // of rows thread.row() and + 8 of each 16; l is this lane's part
 #pragma unroll
@@ -582,7 +583,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
             ValueUnit::Step value{0.f, 0.f};
-            if constexpr (General)
+            if constexpr (kMayScale)
                 if (p.exponents.k) {
                     factor *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
@@ -668,7 +669,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    l[r][h] = General ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
+                    l[r][h] = kMayScale ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
             multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         }
 
@@ -696,7 +697,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                 p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
         }
     using T = typename Tile::T;
-    if (!General || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
+    if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
     else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
         store_o<float>(work, o, inverse_l, thread);
     else store_o<bf16>(work, o, inverse_l, thread);
