@@ -38,6 +38,7 @@
 #include "../device/swizzle.cuh"
 #include "../device/tile.cuh"
 #include "../device/value_unit.cuh"
+#include "mma_problems.h"
 #include "shapes.h"
 
 namespace flash_wmma::mma {
@@ -57,6 +58,8 @@ struct Tile {
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
     static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
+    // One stage and asynchronous copies: V comes while S is computed, the next K while O is
+    static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
@@ -67,7 +70,7 @@ struct Tile {
 template <class Tile>
 struct SharedTiles {
     using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
-    using QRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kD>;
+    using QRows = SwizzledTile<typename Tile::T, Tile::kWarpRows, Tile::kD>;  // of a row warp
     using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
 
     struct Stage {
@@ -75,12 +78,12 @@ struct SharedTiles {
     };
     struct Apart {
         Stage ring[Tile::kStages];
-        QRows q;
+        QRows q[Tile::kRowWarps];
     };
     struct Together {
         union {
             Stage ring[Tile::kStages];
-            QRows q;  // on its way to registers, before the first K/V tile comes
+            QRows q[Tile::kRowWarps];  // on its way to registers, before the first K/V tile comes
         };
     };
 };
@@ -169,14 +172,14 @@ __device__ __forceinline__ void meet(const Thread<Tile>& thread) {
 template <class Tile>
 __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
     constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
-    const auto* const from = work.q_rows(work.tile.first_row);
+    const int first = work.tile.first_row + thread.warp_row();
+    const auto* const from = work.q_rows(first);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
         const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
-        const int row = thread.warp_row() + static_cast<int>(vector / kVectors);
-        const int column = static_cast<int>(vector % kVectors * 8);
-        const bool inside = row < work.sequence.seqlen_q - work.tile.first_row && column < work.p.head_dim;
-        Tile::Machine::copy_16(smem.q.at(row, column), from + row * work.p.q.row + column, inside);
+        const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
+        const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
+        Tile::Machine::copy_16(smem.q[thread.row_warp].at(row, column), from + row * work.p.q.row + column, inside);
     }
 }
 
@@ -202,8 +205,8 @@ struct QOperand {
   private:
     __device__ __forceinline__ static void fetch(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread,
                                                  int r, int c) {
-        const typename SharedMemory<Tile>::QRows::Lane lane(thread.warp_row() + thread.lane % 16, thread.lane / 16 * 8);
-        ptx::ldmatrix_x4(a, lane.of(smem.q, 16 * r, 16 * c));
+        const typename SharedMemory<Tile>::QRows::Lane lane(thread.lane % 16, thread.lane / 16 * 8);
+        ptx::ldmatrix_x4(a, lane.of(smem.q[thread.row_warp], 16 * r, 16 * c));
     }
 };
 
@@ -225,8 +228,12 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
     for (auto& row_tile : s)
 #pragma unroll
         for (auto& tile : row_tile) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
-    const int row = thread.lane / 16 * 8 + thread.lane % 8;
-    const typename SharedMemory<Tile>::KeyRows::Lane k_lane(thread.warp_key() + row, thread.lane / 8 % 2 * 8);
+    // Of ldmatrix's four: the second along d of the first 8 keys. Otherwise the lanes are as for Q and V, with the same
+    // offsets in the same registers.
+    constexpr int kSecond = Tile::Machine::kPairsB ? 1 : 2;
+    const int row = kSecond == 1 ? thread.lane / 16 * 8 + thread.lane % 8 : thread.lane % 16;
+    const int column = kSecond == 1 ? thread.lane / 8 % 2 * 8 : thread.lane / 16 * 8;
+    const typename SharedMemory<Tile>::KeyRows::Lane k_lane(thread.warp_key() + row, column);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
         std::uint32_t a[Tile::kRowTiles][4];
@@ -238,8 +245,8 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
             ptx::ldmatrix_x4(b, k_lane.of(k, 16 * j, 16 * c));
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) {
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[1]);
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[2], b[3]);
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[kSecond]);
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[3 - kSecond], b[3]);
             }
         }
     }
@@ -424,17 +431,18 @@ struct CopyMap {
         from -= Rows * pitch;
     }
 
-    __device__ static int row() { return static_cast<int>(threadIdx.x) / kVectors; }
-    __device__ static int column() { return static_cast<int>(threadIdx.x) % kVectors * 8; }
+    __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
+    __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
 };
 
 /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
 /// `right`. The tile begins at `key`.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, int key, bool left, bool right) {
     // Asked anew where plain tiles have no registers left for what is needed here, or are faster without it
     const int tid = static_cast<int>(threadIdx.x);
-    constexpr bool kAnew = Tile::Machine::kThroughRegisters || (Tile::kD <= 64 && !General);
+    constexpr bool kAnew = kProblems == kAny || (kProblems == kDense && Tile::kD <= 64) ||
+                           (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
     const Thread<Tile> thread(kAnew ? ptx::opaque(tid) : tid);
     const int first_key = key + thread.warp_key() + thread.column();
     const auto each = [&](auto hidden) {
@@ -498,19 +506,18 @@ __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
             for (float& score : tile) score = __fmul_rn(score, factor);
 }
 
-/// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
-/// same in every thread, which saves registers.
 // spills: sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
 // memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
-    constexpr bool kMayScale = General && std::is_same_v<typename Tile::T, half>;  // converted inputs
+    constexpr bool kPackedToo = kProblems != kDense, kModifies = kProblems == kAny;
+    constexpr bool kMayScale = kModifies && std::is_same_v<typename Tile::T, half>;  // converted inputs
     using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
-    const Assignment assigned = General ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
-    if (General && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
+    const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
+    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     const Work<Tile> work(p, assigned);
     const Sequence& sequence = work.sequence;
     const int tiles = work.tiles;
@@ -573,98 +580,120 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         __syncthreads();  // this tile has landed, the one before has been used
         const bool copy = left > kAhead;
         auto& target = smem.ring[previous];
-        if (copy) {
+        if constexpr (Tile::kAlternates) {
+            if (left < tiles) v_copy.start(target.v, p.v.row);
+        } else if (copy) {
             k_copy.start(target.k, p.k.row);
             v_copy.start(target.v, p.v.row);
         }
         ptx::cp_async_commit();
 
-        if (key >= some_begin && key < some_end) {
+        const bool sees = key >= some_begin && key < some_end;
+        ValueUnit::Step value{0.f, 0.f};
+        Weights<Tile> weights;
+        float sum[kRowTiles][2];
+        if (sees) {
             const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
-            ValueUnit::Step value{0.f, 0.f};
             if constexpr (kMayScale)
                 if (p.exponents.k) {
                     factor *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
             const auto modify = [&, scale = factor](Scores<Tile>& s) {
-                if constexpr (General) {
-                    if (!ScoreMod<General>::active(p)) return;
+                if constexpr (kModifies) {
+                    if (!ScoreMod<kModifies>::active(p)) return;
                     // Asked anew which thread this is, so that nothing of this waits in registers through other tiles
                     const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-                    const ScoreMod<General> mod(p, sequence, work.tile);
+                    const ScoreMod<kModifies> mod(p, sequence, work.tile);
                     const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
                     const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
                     mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
                                                                            key + here.warp_key() + here.column());
                 }
             };
-            if (ScoreMod<General>::active(p)) factor = 1.f;
+            if (ScoreMod<kModifies>::active(p)) factor = 1.f;
 
             Scores<Tile> s;
-            Weights<Tile> weights;
-            float top[kRowTiles][2], offset[kRowTiles][2], sum[kRowTiles][2];
-            bool done = false;
-            // A tile that every row sees, not the first: the old m serves if no weight overflows
-            if (settled && key >= all_begin && key < all_end && value.rescale == 0.f) {
+            float top[kRowTiles][2], offset[kRowTiles][2];
+            // P and its sums. Lagged: with the old m, false if a weight may have overflowed. Otherwise, true: S masked, m
+            // exact, O and l rescaled to it.
+            const auto weigh_tile = [&](auto lagged) {
+                if (lagged)
 #pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
+                    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
+                        for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
+                if (!lagged) {
+                    const bool positive = factor > 0.f;
+                    if (!positive) {
+                        multiply_by<Tile>(s, factor);
+                        factor = 1.f;
+                    }
+                    hide<Tile, kProblems>(s, work, key, key < all_begin, key >= all_end);
+                    row_maximum<Tile>(top, s, smem, thread);
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const float before = m[r][h];
+                            m[r][h] = fmaxf(before, top[r][h] * factor);
+                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
+                            const float rescale = ptx::ex2(before - base);
+                            const float rescale_o = rescale * ptx::ex2(value.rescale);
+                            l[r][h] *= rescale;
+                            offset[r][h] = value.weight - base;
+#pragma unroll
+                            for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
+                        }
+                    settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
+                    if (!settled) {  // products are rounded, as m is, before m is subtracted
+                        multiply_by<Tile>(s, factor);
+                        factor = 1.f;
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
+                                offset[r][h] = value.weight;
+#pragma unroll
+                                for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
+                            }
+                    }
+                }
                 weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
+                if (!lagged) {
+                    meet(thread);
+                    return true;
+                }
                 bool fits = true;  // false for a NaN too
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
-                done = all_agree<Tile>(fits, smem, thread);
+                return all_agree<Tile>(fits, smem, thread);
+            };
+            // A tile that every row sees, not the first
+            const bool may_lag = settled && key >= all_begin && key < all_end && value.rescale == 0.f;
+            if constexpr (kModifies) {  // one copy of this code, which ScoreMods make long
+                for (bool lagged = may_lag; !weigh_tile(lagged);) lagged = false;
+            } else {
+                bool done = false;
+                if (may_lag) done = weigh_tile(std::true_type());
+                if (!done) weigh_tile(std::false_type());
             }
-            // Any other tile: S masked, m exact, O and l rescaled to it
-            if (!done) {
-                multiply_qk<Tile>(s, q, smem, k, thread);
-                modify(s);
-                const bool positive = factor > 0.f;
-                if (!positive) {
-                    multiply_by<Tile>(s, factor);
-                    factor = 1.f;
-                }
-                hide<Tile, General>(s, work, key, key < all_begin, key >= all_end);
-                row_maximum<Tile>(top, s, smem, thread);
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const float before = m[r][h];
-                        m[r][h] = fmaxf(before, top[r][h] * factor);
-                        const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
-                        const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
-                        l[r][h] *= rescale;
-                        offset[r][h] = value.weight - base;
-#pragma unroll
-                        for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
-                    }
-                settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
-                if (!settled) {  // products are rounded, as m is, before m is subtracted
-                    multiply_by<Tile>(s, factor);
-                    factor = 1.f;
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
-                            offset[r][h] = value.weight;
-#pragma unroll
-                            for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
-                        }
-                }
-                weigh<Tile>(s, sum, factor, offset);
-                hand_over<Tile>(weights, s, smem, thread);
-                meet(thread);
-            }
+        }
+
+        if constexpr (Tile::kAlternates) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // V has landed, K has been used
+            if (copy) k_copy.start(target.k, p.k.row);
+            ptx::cp_async_commit();
+        }
+        if (sees) {
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
@@ -694,7 +723,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             inverse_l[r][h] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
             const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row());
             if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
-                p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
+                p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
+                    lse;
         }
     using T = typename Tile::T;
     if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
@@ -703,20 +733,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     else store_o<bf16>(work, o, inverse_l, thread);
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, Stream stream) {
     const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(Smem<Tile>)};
-    launch(forward<Tile, General>, config, stream, p);
+    launch(forward<Tile, kProblems>, config, stream, p);
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 Shape shape(int min_arch, float blocks_per_sm, int resident) {
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
-             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
-            General,
+             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
+            kProblems,
             blocks_per_sm,
             resident,
-            launch_tile<Tile, General>};
+            launch_tile<Tile, kProblems>};
 }
 
 }  // namespace flash_wmma::mma
