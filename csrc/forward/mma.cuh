@@ -14,7 +14,8 @@
 // Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O
 // (ValueUnit).
 //
-// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. Row warp w owns
+// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. One pair is a
+// ring as well where copies are asynchronous: V comes while S is computed, the next K while O is. Row warp w owns
 // rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l; S, P and O are registers, and so is Q where they
 // suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each
 // computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
@@ -58,7 +59,6 @@ struct Tile {
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
     static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
-    // One stage and asynchronous copies: V comes while S is computed, the next K while O is
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
     static_assert(kQSteps <= kSteps);
