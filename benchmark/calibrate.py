@@ -22,10 +22,12 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from report import ABSENT
 
 import flash_wmma
 from flash_wmma import emulator
@@ -80,6 +82,17 @@ class Case(NamedTuple):
 
 
 CASES = (
+    Case("simt_naive", "float32", 200, 64, True),
+    Case("simt_coalesced", "float32", 200, 64, True),
+    Case("simt_block", "float32", 200, 64, True),
+    Case("simt_shared", "float32", 200, 64, True),
+    Case("simt_padded", "float32", 200, 64, True),
+    Case("simt_padded", "float32", 256, 128, False),
+    Case("simt_occupancy", "float32", 200, 64, True),
+    Case("simt_registers", "float32", 200, 64, True),
+    Case("simt", "float32", 256, 64, False),
+    Case("simt", "float32", 200, 64, True),
+    Case("simt_fa1", "float32", 200, 64, True),
     Case("wmma_v1", "float16", 256, 64, False),
     Case("wmma_v1", "float32", 200, 64, True),
     Case("wmma_v2", "float16", 256, 64, False),
@@ -121,8 +134,12 @@ def run_micro(library: Path, entry: str) -> None:
         raise RuntimeError(error)
 
 
-def ncu(arguments: list[str]) -> list[Counts]:
-    """Counters of the project's launches of a call of this program."""
+PREPARES = "convert"
+"""What the name of a kernel has that is launched before another one of the same call."""
+
+
+def ncu(arguments: list[str]) -> list[list[Counts]]:
+    """Counters of the project's launches in a run of this program, those of a call together."""
     metrics = ",".join(metric.ncu for metric in METRICS.values())
     command = ["ncu", "--clock-control", "none", "--csv", "--metrics", metrics, "--kernel-name-base", "function"]
     command += ["-k", "regex:^(?!.*(at::|elementwise|reduce|distribution|vectorized|arange))"]
@@ -131,20 +148,25 @@ def ncu(arguments: list[str]) -> list[Counts]:
     ).stdout
     names = {metric.ncu: name for name, metric in METRICS.items()}
     launches: dict[str, Counts] = defaultdict(dict)
+    ends: dict[str, bool] = {}  # whether that launch is a call's last
     for row in csv.DictReader(text[text.find('"ID"') :].splitlines()):
         value = row["Metric Value"].replace(",", "")
         launches[row["ID"]][names[row["Metric Name"]]] = float(value) if value != "n/a" else float("nan")
+        ends[row["ID"]] = PREPARES not in row["Kernel Name"]
     if not launches:
         raise SystemExit(f"ncu gave no counters:\n{text}")
-    return list(launches.values())
+    calls: list[list[Counts]] = [[]]
+    for number, counts in launches.items():
+        calls[-1].append(counts)
+        if ends[number]:
+            calls.append([])
+    return calls[:-1]
 
 
 def measure(output: Path, programs: Path | None) -> None:
-    result = {str(case): ncu(["run", json.dumps(case)]) for case in CASES}
+    result = dict(zip(map(str, CASES), ncu(["run"]), strict=True))
     if programs:
-        entries = micro_entries()
-        launches = ncu(["run-micro", "--programs", str(programs)])  # one each
-        result |= {entry: [launch] for entry, launch in zip(entries, launches, strict=True)}
+        result |= dict(zip(micro_entries(), ncu(["run-micro", "--programs", str(programs)]), strict=True))
     output.write_text(json.dumps({"device": torch.cuda.get_device_name(), "launches": result}, indent=1))
 
 
@@ -167,6 +189,7 @@ def compare(path: Path) -> None:
     program = emulator.Program(MICRO) if len(measured["launches"]) > len(CASES) else None
     equal = near = 0
     rows = []
+    pairs = []
     for name, launches in measured["launches"].items():
         case = next((c for c in CASES if str(c) == name), None)
         if case:
@@ -179,6 +202,8 @@ def compare(path: Path) -> None:
             ours = emulated(program.counts(name, *micro_arguments(name, "cpu")))
         if len(ours) != len(launches):
             raise SystemExit(f"{name}: {len(launches)} launches on the GPU, {len(ours)} in the emulator")
+        if case:
+            pairs.append((name, launches[-1], ours[-1]))
         for i, (theirs, mine) in enumerate(zip(launches, ours, strict=True)):
             for metric in METRICS:
                 a, b = theirs[metric], mine[metric]
@@ -191,6 +216,23 @@ def compare(path: Path) -> None:
                     rows.append(f"| {name}{launch} | {metric} | {a:,.0f} | {b:,.0f} |")
     print(f"{measured['device']}: {equal} figures equal (zeros apart), {near} within 2 %, {len(rows)} further apart:\n")
     print("| launch | figure | GPU | emulator |\n|---|---|---|---|", *rows, sep="\n")
+    print("\nGPU / emulator:\n")
+    print(side_by_side(pairs))
+
+
+def side_by_side(pairs: Sequence[tuple[str, Counts, Counts]]) -> str:
+    """What a request takes, by the GPU and by the emulator: a table with a row a kernel's launch."""
+
+    def quotient(counts: Counts, kind: str, what: str) -> str:
+        requests = counts[f"{kind} requests"]
+        return f"{counts[f'{kind} {what}'] / requests:.2f}" if requests else ABSENT
+
+    columns = [(kind, "wavefronts") for kind in ("shared load", "shared store", "ldmatrix")]
+    columns += [(kind, "sectors") for kind in ("global load", "global store")]
+    lines = [["launch", *(f"{what} a {kind}" for kind, what in columns)], ["---"] * (len(columns) + 1)]
+    for name, *sides in pairs:
+        lines.append([name, *(" / ".join(quotient(side, *column) for side in sides) for column in columns)])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def main() -> None:
@@ -198,7 +240,7 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     for name in ("measure", "compare"):
         commands.add_parser(name).add_argument("json", type=Path)
-    commands.add_parser("run").add_argument("case")
+    commands.add_parser("run")
     commands.add_parser("run-micro")
     for name in ("measure", "run-micro"):
         commands.choices[name].add_argument("--programs", type=Path, help="folder with micro.so")
@@ -208,7 +250,8 @@ def main() -> None:
     elif arguments.command == "compare":
         compare(arguments.json)
     elif arguments.command == "run":
-        run_case(Case(*json.loads(arguments.case)), "cuda")
+        for case in CASES:
+            run_case(case, "cuda")
         torch.cuda.synchronize()
     else:
         for entry in micro_entries():

@@ -238,7 +238,8 @@ const Kernel<Params>& select(const std::string& name, const Params& params, cons
         if (kernel->auto_rank != 0)
             reasons +=
                 (reasons.empty() ? "" : "; ") + std::string(kernel->name) + ": " + refusal(*kernel, params, device);
-    throw std::invalid_argument("kernel 'auto' cannot run this: " + (reasons.empty() ? "no kernel is built" : reasons));
+    if (reasons.empty()) reasons = "of this build's kernels none is taken unless it is named";
+    throw std::invalid_argument("kernel 'auto' cannot run this: " + reasons);
 }
 
 #define FLASH_WMMA_INSTANTIATE(Params)                                                      \

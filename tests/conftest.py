@@ -7,11 +7,13 @@ emulator.
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import importlib.util
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,8 @@ from flash_wmma._table import not_built
 ROOT = Path(__file__).resolve().parent.parent
 KERNEL_FIXTURES = ("target", "backward_target", "kernel", "case")
 """By which tests are given a kernel."""
+SPARE_MEMORY = 8 * 2**30
+"""Bytes of the GPU that a large test leaves to others."""
 EMULATED_CASES = 24
 """Of a test, for an emulated kernel and dtype."""
 EMULATED_SIMT_CASES = 6
@@ -181,6 +185,24 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     }
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+@pytest.fixture
+def gpu_memory() -> Iterator[Callable[[int], None]]:
+    """Takes how many bytes a test is about to allocate, and skips the test if the GPU has not so many left.
+
+    One test of all processes has this at a time, and its memory is given back."""
+
+    def ask(size: int) -> None:
+        torch.cuda.empty_cache()
+        if torch.cuda.mem_get_info()[0] < size + SPARE_MEMORY:
+            pytest.skip("not enough memory")
+
+    with (Path(tempfile.gettempdir()) / "flash_wmma_gpu_memory.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield ask
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
 
 @pytest.fixture

@@ -22,6 +22,7 @@ sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("accuracy")
 benchmark = importlib.import_module("benchmark")
 contenders = importlib.import_module("contenders")
+forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
 report = importlib.import_module("report")
 timing = importlib.import_module("timing")
@@ -466,3 +467,35 @@ def test_ladder_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     document = json.loads(files["json"].read_text())
     assert [(rung["name"], rung["cell"]["right"]) for rung in document["rungs"]] == [("cpu", True), ("sdpa", True)]
     assert files["png"].stat().st_size > 0
+
+
+# ----------------------------------------------------------------------------------------------------------- forward
+
+
+def test_forward_ratios_are_taken_round_by_round():
+    cells = {"fast": benchmark.Cell(samples_ms=[2.0, 2.0, 4.0]), "slow": benchmark.Cell(samples_ms=[4.0, 4.0, 8.0])}
+    assert forward.ratio(cells["fast"], cells["slow"]) == 2
+    assert forward.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
+
+
+def test_forward_tables_have_both_masks_in_a_cell():
+    def row(causal: bool) -> benchmark.Row:
+        samples = {"sdpa_flash": [3.0], "sdpa_cudnn": [2.0], "mma_sm80": [2.0 if causal else 1.0]}
+        cells = {name: benchmark.Cell(tflops=100 / ms[0], samples_ms=ms) for name, ms in samples.items()}
+        return benchmark.Row(benchmark.Problem(1, 32, 16384, 64, "fp16", causal), "events", cells)
+
+    speeds, ratios = forward.tables([(row(False), row(True))], ["mma_sm80"], "card")
+    assert speeds.rows == [["64", "16384", "33 / 33", "50 / 50", "100 / 50"]]
+    assert ratios.rows == [["64", "16384", "3.00 / 1.50", "2.00 / 1.00"]]
+
+
+def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setattr(forward, "choose_device", lambda name: torch.device("cuda"))
+    assert forward.main(["--lengths", "1000"]) == 2
+    assert "--lengths: got 1000, allowed are divisors of 16384" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_forward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
+    assert forward.main([]) == 2
+    assert "no CUDA device" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -231,15 +232,14 @@ def test_equal_from_run_to_run(target: tuple[flash_wmma.Kernel, torch.dtype]) ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("large", ["q", "k", "v"])
-def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str) -> None:
+def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, gpu_memory: Callable[[int], None]) -> None:
     """The last head of a tensor of more than 2^32 bytes and 2^31 elements."""
     if kernel.device != "cuda":
         pytest.skip("on the GPU alone")
     b, h, n, d = 2, 2, 100, 64
     stride = 2**31 // h + 64  # elements from head to head: the last head starts beyond 2^31
-    dtype = torch.float16
-    if dtype not in kernel.dtypes or torch.cuda.mem_get_info()[0] < 3 * 2 * b * h * stride:
-        pytest.skip("not enough memory")
+    dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
+    gpu_memory(3 * dtype.itemsize * b * h * stride)
     tensors = {
         "q": normal((b, h, n, d), dtype=dtype, device="cuda", seed=1),
         "k": normal((b, h, n, d), dtype=dtype, device="cuda", seed=2),
@@ -267,18 +267,18 @@ def test_strides_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, dim: int)
 
 
 @pytest.mark.gpu
-def test_more_than_2_to_the_31_elements(kernel: flash_wmma.Kernel) -> None:
+def test_more_than_2_to_the_31_elements(kernel: flash_wmma.Kernel, gpu_memory: Callable[[int], None]) -> None:
     """Contiguous tensors whose last batch entries lie beyond 2^31 elements, in and out."""
     if kernel.device != "cuda":
         pytest.skip("on the GPU alone")
     h, n, d = 8, 128, 64
     b = 2**31 // (h * n * d) + 3
-    if torch.float16 not in kernel.dtypes or torch.cuda.mem_get_info()[0] < 10 * b * h * n * d:
-        pytest.skip("not enough memory")
-    q, k, v = (torch.zeros(b, h, n, d, dtype=torch.float16, device="cuda") for _ in range(3))
+    dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
+    gpu_memory(5 * dtype.itemsize * b * h * n * d)
+    q, k, v = (torch.zeros(b, h, n, d, dtype=dtype, device="cuda") for _ in range(3))
     some = torch.tensor([0, 1, b // 2, b - 3, b - 2, b - 1], device="cuda")
     for seed, t in enumerate((q, k, v)):
-        t[some] = normal((len(some), h, n, d), dtype=torch.float16, device="cuda", seed=seed)
+        t[some] = normal((len(some), h, n, d), dtype=dtype, device="cuda", seed=seed)
     out, lse = flash_wmma.forward(q, k, v, kernel=kernel.name, return_lse=True)
     assert out.numel() > 2**31
     check(out[some], lse[some], reference(kernel, q[some], k[some], v[some]))

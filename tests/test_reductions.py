@@ -263,8 +263,9 @@ def test_bad_arguments_are_named() -> None:
 
 
 @pytest.mark.gpu
-def test_more_elements_than_an_int_counts(cuda: torch.device) -> None:
+def test_more_elements_than_an_int_counts(cuda: torch.device, gpu_memory: Callable[[int], None]) -> None:
     n = 2**31 + 7
+    gpu_memory(5 * 2 * n)
     x = torch.zeros(n, dtype=torch.float16, device=cuda)
     x[-1], x[2**31 - 1], x[0] = 3, 2, 1
     assert reductions.sum(x) == 6

@@ -141,7 +141,8 @@ def test_modified_scores(target: Target, kind: str) -> None:
 
 
 def test_seqused_k(target: Target) -> None:
-    """As if the keys past the used ones were not there: they are NaN. Negative and too large numbers are clamped."""
+    """As if the keys past the used ones were not there: they are NaN and the largest numbers, which would spoil a
+    conversion's scales. Negative and too large numbers of keys are clamped."""
     kernel, dtype = supporting(target)
     lengths = ((5, 7, 40, 3), (9, 4, 100, 8))
     used = (3, 4, 65, 0)
@@ -151,6 +152,7 @@ def test_seqused_k(target: Target) -> None:
     begin = 0
     for n, m in zip(lengths[1], used, strict=True):
         k[begin + m : begin + n] = v[begin + m : begin + n] = math.nan
+        k[begin + m : begin + n : 2] = v[begin + m : begin + n : 2] = torch.finfo(dtype).max
         begin += n
     cu = [cumulative(n, kernel.device) for n in lengths]
     given = torch.tensor([3, 1000, 65, -7], dtype=torch.int32, device=kernel.device)

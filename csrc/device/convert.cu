@@ -23,6 +23,7 @@ struct Operand {
     float* exponents;  // (B, H, ceil(N / kScaleRows)), or (H, packed_tiles(total, B, kScaleRows))
     float* norms;      // the same, bounds of rows' norms (attention.h, BackwardExponents); null: not asked
     const std::int32_t* cu_seqlens;  // null: not packed
+    const std::int32_t* used;        // of packed keys: how many of each sequence; null: all
     std::int64_t heads, rows, tiles;
     int head_dim;
     float zero_exponent;  // of a tile without a finite value but 0
@@ -51,8 +52,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     if (t.cu_seqlens) {  // tiles begin anew with each sequence
         const PackedTile found = packed_tile(t.cu_seqlens, c.batch, t.rows, kScaleRows, static_cast<int>(tile));
         if (found.sequence == c.batch || found.tile < 0) return;
-        first_row = detail::first_row(t.cu_seqlens, found.sequence, t.rows) + found.tile * kScaleRows;
+        const std::int64_t begin = detail::first_row(t.cu_seqlens, found.sequence, t.rows);
+        first_row = begin + found.tile * kScaleRows;
         end = detail::first_row(t.cu_seqlens, found.sequence + 1, t.rows);
+        if (t.used) end = min(end, begin + t.used[found.sequence]);
         if (first_row >= end) return;
     }
     const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), end - first_row));
@@ -155,6 +158,7 @@ class Layout {
                                  take<float>(batch * heads * tiles),
                                  nullptr,
                                  cu_seqlens,
+                                 of_queries ? nullptr : s.seqused_k,
                                  heads,
                                  rows,
                                  tiles,

@@ -1,0 +1,132 @@
+#!/usr/bin/env python3
+"""The forward kernels over head dims and lengths at a fixed amount of data, in one process. Needs a GPU.
+
+    python benchmark/forward.py                              16,384 tokens, hidden size 2048, fp16
+    python benchmark/forward.py --dtype bf16 --kernels mma_sm80 wgmma_sm90 --json forward.json
+
+For every d and N the batch is 16,384 / N and the heads are 2048 / d. All contenders of a problem are timed together by
+timing.py's method, and every output is checked (accuracy.py). Two tables: TFLOP/s, and each kernel's speed relative to
+SDPA's flash backend and to its cuDNN backend, the median of the ratios round by round; in a cell not causal / causal.
+Exit status: 0; 1 if a kernel is wrong or fails; 2 if the benchmark cannot run as asked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from contenders import SDPA, UnknownName, flash_wmma_kernels, peers
+from environment import describe
+from report import ABSENT, Table, progress
+from timing import Method
+
+from benchmark import CannotRun, Cell, Problem, Row, _positive, choose_device, load_library, measure_row
+
+TOKENS, HIDDEN = 16384, 2048
+PEERS = ("sdpa_flash", "sdpa_cudnn")
+KERNELS = ("wgmma_sm90", "mma_sm80", "mma_sm75", "wmma_v3")
+
+
+def ratio(cell: Cell, other: Cell) -> float | None:
+    """How many times as fast as the other: the median of the ratios of the same rounds."""
+    pairs = zip(cell.samples_ms, other.samples_ms, strict=False)
+    return statistics.median(b / a for a, b in pairs) if cell.samples_ms and other.samples_ms else None
+
+
+def tables(found: Sequence[tuple[Row, Row]], names: Sequence[str], title: str) -> list[Table]:
+    """Of the rows of each problem, not causal and causal."""
+
+    def both(values: Sequence[float | None], form: str) -> str:
+        return " / ".join(ABSENT if value is None else form.format(value) for value in values)
+
+    speeds, ratios = [], []
+    for pair in found:
+        shape = [str(pair[0].problem.head_dim), str(pair[0].problem.length)]
+        speeds.append(shape + [both([row.cells[name].tflops for row in pair], "{:.0f}") for name in (*PEERS, *names)])
+        ratios.append(
+            shape
+            + [
+                both([ratio(row.cells[name], row.cells[peer]) for row in pair], "{:.2f}")
+                for peer in PEERS
+                for name in names
+            ]
+        )
+    over = [f"{name} x {peer.removeprefix('sdpa_')}" for peer in PEERS for name in names]
+    return [
+        Table(f"{title}: TFLOP/s", ["d", "N", *PEERS, *names], speeds),
+        Table(f"{title}: speed relative to SDPA's backends", ["d", "N", *over], ratios),
+    ]
+
+
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("--dtype", choices=("fp16", "bf16"), default="fp16")
+    parser.add_argument("--head-dims", nargs="+", type=_positive, default=[64, 128, 256], metavar="D")
+    parser.add_argument("--lengths", nargs="+", type=_positive, default=[512, 2048, 16384], metavar="N")
+    parser.add_argument("--kernels", nargs="+", default=list(KERNELS), metavar="NAME")
+    parser.add_argument("--repeats", type=_positive, default=7, metavar="ROUNDS")
+    parser.add_argument("--seed", type=int, default=0, help="of the normally distributed inputs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    return parser.parse_args(arguments)
+
+
+def run(library: ModuleType, options: argparse.Namespace) -> int:
+    device = choose_device(None)
+    if device.type != "cuda":
+        raise CannotRun("forward.py: no CUDA device")
+    for name, sizes, whole in (("head-dims", options.head_dims, HIDDEN), ("lengths", options.lengths, TOKENS)):
+        if wrong := [size for size in sizes if whole % size]:
+            raise CannotRun(f"--{name}: got {wrong[0]}, allowed are divisors of {whole}")
+    try:
+        implementations = peers(device, PEERS) + flash_wmma_kernels(library, device, options.kernels)
+    except UnknownName as error:
+        raise CannotRun(str(error)) from error
+    implementations = [i for i in implementations if i.name != SDPA]
+    environment = describe(library, device)
+    method = Method(warmup=3, repeats=options.repeats)
+    print("\n".join(environment.lines()), f"method    {method.describe(device)}", sep="\n", end="\n\n", flush=True)
+
+    found: list[tuple[Row, Row]] = []
+    shapes = [(d, n) for d in options.head_dims for n in options.lengths]
+    with progress() as bar, torch.inference_mode():
+        for d, n in shapes:
+            problems = [Problem(TOKENS // n, HIDDEN // d, n, d, options.dtype, causal) for causal in (False, True)]
+            bar.start(f"d = {d}, N = {n}", len(problems) * options.repeats)
+            rows = [measure_row(p, implementations, device, method, options.seed, bar.advance) for p in problems]
+            found.append((rows[0], rows[1]))
+    title = f"{torch.cuda.get_device_name(device)}, {options.dtype}"
+    for table in tables(found, options.kernels, title):
+        table.print()
+    if options.json:
+        document = {
+            "environment": environment.to_json(),
+            "method": asdict(method),
+            "rows": [asdict(row) for pair in found for row in pair],
+        }
+        options.json.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    cells = [(row, name, row.cells[name]) for pair in found for row in pair for name in options.kernels]
+    for row, name, cell in cells:
+        if not cell.right:
+            where = f"{name} d={row.problem.head_dim} N={row.problem.length}"
+            print(f"{where}: {cell.reason or 'wrong'}", file=sys.stderr)
+    return int(any(cell.right is False for _, _, cell in cells))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse_arguments(arguments)
+    try:
+        return run(load_library(), options)
+    except CannotRun as error:
+        print(error, file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
