@@ -618,7 +618,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             float top[kRowTiles][2], offset[kRowTiles][2];
             // P and its sums. Lagged: with the old m, false if a weight may have overflowed. Otherwise, true: S masked, m
             // exact, O and l rescaled to it.
-            const auto weigh_tile = [&](auto lagged) {
+            const auto weigh_tile = [&](bool lagged) {
                 if (lagged)
 #pragma unroll
                     for (int r = 0; r < kRowTiles; ++r)
@@ -678,12 +678,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             };
             // A tile that every row sees, not the first
             const bool may_lag = settled && key >= all_begin && key < all_end && value.rescale == 0.f;
-            if constexpr (kModifies) {  // one copy of this code, which ScoreMods make long
+            // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
+            if constexpr (kModifies && !Tile::Machine::kThroughRegisters) {
                 for (bool lagged = may_lag; !weigh_tile(lagged);) lagged = false;
             } else {
                 bool done = false;
-                if (may_lag) done = weigh_tile(std::true_type());
-                if (!done) weigh_tile(std::false_type());
+                if (may_lag) done = weigh_tile(true);
+                if (!done) weigh_tile(false);
             }
         }
 

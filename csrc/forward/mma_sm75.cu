@@ -25,7 +25,7 @@ const std::vector<Shape> kShapes = {
 
     shape<32, 4, 1, 1, 64, 1, 2, kAny>(0.f),      shape<64, 4, 1, 1, 64, 1, 4, kAny>(0.f),
     shape<96, 4, 1, 1, 32, 1, 6, kAny>(0.f),      shape<128, 4, 1, 1, 32, 1, 8, kAny>(0.f),
-    shape<192, 4, 2, 1, 32, 1, 12, kAny>(0.f),    shape<256, 3, 2, 1, 32, 1, 0, kAny>(0.f),
+    shape<192, 4, 2, 1, 32, 1, 12, kAny>(0.f),    shape<256, 3, 2, 1, 32, 1, 1, kAny>(0.f),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
