@@ -21,7 +21,8 @@
 // computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
 // columns of O.
 //
-// What differs between architectures is a Machine: the product's instruction and the way a tile gets to shared memory.
+// mma_block.cuh says what a block is, mma_copies.cuh how its data come and go. What differs between architectures is a
+// Machine: the product's instruction and the way a tile gets to shared memory.
 //
 // Bound: tensor cores; at d = 64 also the issue slots of the softmax between the two products; from d = 128 on also
 // shared memory, whose every byte read feeds row_tiles * 16 rows.
@@ -31,157 +32,14 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
-#include "../attention.h"
-#include "../device/element.cuh"
-#include "../device/mask.cuh"
-#include "../device/quad.cuh"
 #include "../device/score_mod.cuh"
-#include "../device/swizzle.cuh"
-#include "../device/tile.cuh"
 #include "../device/value_unit.cuh"
+#include "mma_block.cuh"
+#include "mma_copies.cuh"
 #include "mma_problems.h"
 #include "shapes.h"
 
 namespace flash_wmma::mma {
-
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
-          int Stages, int QSteps, int BlocksPerSm>
-struct Tile {
-    using Machine = Architecture;
-    using T = Scalar;
-    static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
-    static constexpr int kStages = Stages;
-    static constexpr int kSteps = HeadDim / 16, kQSteps = QSteps;  // of 16 along d; Q's first kQSteps stay in registers
-    static constexpr int kBlocksPerSm = BlocksPerSm;               // resident blocks to keep registers for
-
-    static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
-    static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
-    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
-    static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
-    static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
-    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
-    static_assert(kQSteps <= kSteps);
-    static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
-    static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
-};
-
-/// Map of a block's shared memory.
-template <class Tile>
-struct SharedTiles {
-    using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
-    using QRows = SwizzledTile<typename Tile::T, Tile::kWarpRows, Tile::kD>;  // of a row warp
-    using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
-
-    struct Stage {
-        KeyRows k, v;
-    };
-    struct Apart {
-        Stage ring[Tile::kStages];
-        QRows q[Tile::kRowWarps];
-    };
-    struct Together {
-        union {
-            Stage ring[Tile::kStages];
-            QRows q[Tile::kRowWarps];  // on its way to registers, before the first K/V tile comes
-        };
-    };
-};
-template <class Tile>
-struct SharedMemory
-    : SharedTiles<Tile>,
-      std::conditional_t<Tile::kQSharesRing, typename SharedTiles<Tile>::Together, typename SharedTiles<Tile>::Apart> {
-};
-
-/// The same where warps share rows, with what goes between them.
-template <class Tile>
-struct SharedMemoryWithExchange : SharedMemory<Tile> {
-    typename SharedMemory<Tile>::WeightRows p;
-    float row[Tile::kDimWarps][Tile::kBr];
-    int fits[Tile::kRowWarps][Tile::kDimWarps];
-};
-template <class Tile>
-using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
-
-/// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
-/// row() + 8, columns column() and column() + 1 of each (ptx.cuh).
-template <class Tile>
-struct Thread {
-    int lane, row_warp, dim_warp;
-    __device__ Thread() : Thread(static_cast<int>(threadIdx.x)) {}
-    __device__ explicit Thread(int tid) {
-        lane = tid % 32;
-        row_warp = tid / 32 / Tile::kDimWarps;
-        dim_warp = tid / 32 % Tile::kDimWarps;
-    }
-    __device__ int warp_row() const { return row_warp * Tile::kWarpRows; }
-    __device__ int warp_key() const { return dim_warp * Tile::kWarpKeys; }
-    __device__ int warp_column() const { return dim_warp * Tile::kWarpColumns; }
-    __device__ int row() const { return lane / 4; }
-    __device__ int column() const { return lane % 4 * 2; }
-};
-
-/// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
-template <class Tile>
-struct Work {
-    const ForwardParams& p;
-    Sequence sequence;
-    QTile tile;
-    BandMask mask;
-    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
-
-    __device__ Work(const ForwardParams& params, const Assignment& a)
-        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
-        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        first_tile = mask.begin(tile.first_row) / Tile::kBc;
-        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
-    }
-
-    /// Rows [first, ...) of this sequence in q, k or v.
-    __device__ const typename Tile::T* q_rows(int first) const {
-        return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);
-    }
-    __device__ const typename Tile::T* key_rows(const Rows& rows, int first) const {
-        return row_of<const typename Tile::T>(rows, sequence.index, tile.head_k, sequence.first_k + first);
-    }
-
-    /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
-    __device__ float query_scale(int row) const {
-        const float scale = p.scale * kLog2e;
-        if (!p.exponents.q) return scale;
-        return scale *
-               exp2f(p.exponents.q[q_scale_index(p, sequence, tile.head) + (tile.first_row + row) / kScaleRows]);
-    }
-    /// Exponent of the K or V tile at `key`.
-    __device__ float exponent(const float* exponents, int key) const {
-        return exponents[k_scale_index(p, sequence, tile.head_k) + key / kScaleRows];
-    }
-};
-
-/// Waits for the warps that share these rows; they see each other's writes to shared memory.
-template <class Tile>
-__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
-    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
-    else __syncwarp();
-}
-
-/// Q's rows of this warp from global to shared memory, zeros beyond the sequence's end.
-template <class Tile>
-__device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
-    constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
-    const int first = work.tile.first_row + thread.warp_row();
-    const auto* const from = work.q_rows(first);
-#pragma unroll
-    for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
-        const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
-        const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
-        const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
-        Tile::Machine::copy_16(smem.q[thread.row_warp].at(row, column), from + row * work.p.q.row + column, inside);
-    }
-}
 
 /// Q as the first product's operand: fragments in registers, or loaded from shared memory at each use.
 template <class Tile>
@@ -209,16 +67,6 @@ struct QOperand {
         ptx::ldmatrix_x4(a, lane.of(smem.q[thread.row_warp], 16 * r, 16 * c));
     }
 };
-
-/// Accumulators of the warp: S of its rows and keys, O of its rows and columns.
-template <class Tile>
-using Scores = float[Tile::kRowTiles][Tile::kWarpKeys / 8][4];
-template <class Tile>
-using Output = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
-
-/// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
-template <class Tile>
-using Weights = std::uint32_t[Tile::kRowTiles][Tile::kDimWarps == 1 ? Tile::kBc / 16 : 1][4];
 
 /// S = Q K^T.
 template <class Tile>
@@ -365,75 +213,6 @@ __device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Sme
             }
     }
 }
-
-/// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
-template <class Out, class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
-                                        const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
-    const ForwardParams& p = work.p;
-    const int lane_row = ptx::opaque(thread.row());
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
-            const bool inside = query < work.sequence.seqlen_q;
-            Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
-            const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
-            if constexpr (std::is_same_v<Out, float>) {
-#pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
-                    const int column = thread.warp_column() + 8 * c;
-                    if (inside && column < p.head_dim_v)
-                        *reinterpret_cast<float2*>(out + column + thread.column()) =
-                            make_float2(value(c, 0), value(c, 1));
-                }
-            } else {
-#pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
-                    std::uint32_t words[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
-                        words[i] = packed<Out>(value(tile, 0), value(tile, 1));
-                    }
-                    transpose_in_quad(words, thread.lane % 4);
-                    const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
-                    if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
-                        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
-                }
-            }
-        }
-}
-
-/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
-/// neighbouring threads. Walks from a last tile of rows back to the first.
-template <class Tile, int Rows>
-struct CopyMap {
-    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
-    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
-
-    const typename Tile::T* from;  // this thread's first vector of the next tile
-    bool inside;                   // whether its column is below d
-
-    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
-        : from(source + row() * pitch + column()), inside(column() < d) {}
-
-    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
-    template <class F>
-    __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
-        const typename Tile::T* vector = from;
-        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
-#pragma unroll
-            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
-                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
-                    f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Rows * pitch;
-    }
-
-    __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
-    __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
-};
 
 /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
 /// `right`. The tile begins at `key`.
