@@ -285,8 +285,8 @@ __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
             for (float& score : tile) score = __fmul_rn(score, factor);
 }
 
-// spills: sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
-// memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
+// spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
+// addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
@@ -395,8 +395,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 
             Scores<Tile> s;
             float top[kRowTiles][2], offset[kRowTiles][2];
-            // P and its sums. Lagged: with the old m, false if a weight may have overflowed. Otherwise, true: S masked, m
-            // exact, O and l rescaled to it.
+            // P and its sums. Lagged: with the old m, and false if a weight may have overflowed. Otherwise, and true: S
+            // masked, m exact, O and l rescaled to it.
             const auto weigh_tile = [&](bool lagged) {
                 if (lagged)
 #pragma unroll
@@ -506,7 +506,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                 p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
                     lse;
         }
-    using T = typename Tile::T;
+    using T = typename Tile::T;  // converted inputs: O is what they were
     if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
     else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
         store_o<float>(work, o, inverse_l, thread);

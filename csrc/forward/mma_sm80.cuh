@@ -47,10 +47,10 @@ struct Sm80 {
     };
 };
 
-/// The shapes for dense and packed problems, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim, the fastest first,
-/// then what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps, dim warps, row
-/// tiles, Bc, stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM from which the
-/// shape pays, and how many must be resident on an SM for it to.
+/// The shapes for dense and packed problems, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim,
+/// the fastest first, then what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps,
+/// dim warps, row tiles, Bc, stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM
+/// from which the shape pays, and how many must be resident on an SM for it to.
 template <class T, Problems kProblems>
 std::vector<Shape> sm80_shapes() {
     return {
@@ -71,7 +71,8 @@ std::vector<Shape> sm80_shapes() {
     };
 }
 
-/// The shapes for any problem: fewer, because ScoreMods make their code long.
+/// The shapes for any problem: fewer, because ScoreMods make their code long. At d = 192 and 256 one block an SM and two
+/// stages: two blocks were not timed with ScoreMods.
 template <class T>
 std::vector<Shape> sm80_general_shapes() {
     return {
