@@ -213,14 +213,14 @@ class Shape:
 
 def shape_of(function: str) -> Shape | None:
     """The shape of an instance of mma_sm75, from its mangled name; None: another function."""
-    found = re.search(r"3mma7forwardI\w*?4Sm75E6__half((?:L[ib]\d+E)+)E+Lb([01])E", function)
+    found = re.search(r"3mma7forwardI\w*?4Sm75E6__half((?:L[ib]\d+E)+)E+LN\w+?8ProblemsE(\d)E", function)
     if not found:
         return None
     numbers = [int(n) for n in re.findall(r"L[ib](\d+)E", found[1])]
     if len(numbers) < 7:
         return None
     d, row_warps, dim_warps, row_tiles, keys, stages, q = numbers[:7]
-    return Shape(d, row_warps, dim_warps, row_tiles, keys, stages, bool(q), found[2] == "1")
+    return Shape(d, row_warps, dim_warps, row_tiles, keys, stages, bool(q), found[2] != "0")
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,7 @@ class MmaShape(Shape):
     header: ClassVar[str] = "mma_sm80.cuh"
     namespace: ClassVar[str] = "mma"
     shared_memory: ClassVar[str] = "Smem"
+    more: ClassVar[str] = ", mma::kDense"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 16 * self.row_warps * self.row_tiles)
@@ -160,10 +161,10 @@ def wmma_shapes(head_dim: int) -> Iterator[WmmaShape]:
 def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
     """What may be fast: with registers for S, O, Q's steps and, on Turing, the K/V tile on its way; 8 warps an SM."""
     turing = machine == "Sm75"
-    layouts = itertools.product((4, 8), (1, 2), (1, 2), (16, 32, 64), (1, 2) if turing else (2, 3))
+    layouts = itertools.product((2, 4, 8), (1, 2), (1, 2), (16, 32, 64), (1, 2) if turing else (1, 2, 3))
     for row_warps, dim_warps, row_tiles, bc, stages in layouts:
         warps = row_warps * dim_warps
-        if warps > 8 or bc // dim_warps % 16 or (dim_warps > 1 and head_dim < 128):
+        if not 4 <= warps <= 8 or bc // dim_warps % 16 or (dim_warps > 1 and head_dim < 128):
             continue
         blocks = 8 // warps
         q_bytes, stage_bytes = 32 * row_warps * row_tiles * head_dim, 4 * bc * head_dim

@@ -16,7 +16,7 @@ SCRIPT = ROOT / "benchmark" / "issue_model.py"
 
 # 16 rows, 16 keys, d = 16: 8 HMMA a tile.
 TILE = "4TileINS0_4Sm75E6__halfLi16ELi1ELi1ELi1ELi16ELi1ELb1ELi1EEE"
-NAME = f"_ZN10flash_wmma3mma7forwardINS0_{TILE}Lb0EEEvNS_13ForwardParamsE"
+NAME = f"_ZN10flash_wmma3mma7forwardINS0_{TILE}LNS0_8ProblemsE0EEEvNS_13ForwardParamsE"
 
 # As cuobjdump -sass writes it: the prologue's loop, then the loop over K/V tiles with the copy of the next tile (0x50),
 # a plain tile (0x90), the exact path (0x160), P V (0x260) and the end (0x300).
@@ -188,7 +188,7 @@ def test_shape_is_in_the_name(issue_model: ModuleType) -> None:
     assert (shape.head_dim, shape.keys, shape.hmma, shape.general) == (16, 16, 8, False)
     shared_rows = issue_model.shape_of(NAME.replace("Li16ELi1ELi1ELi1ELi16", "Li256ELi4ELi2ELi1ELi32"))
     assert shared_rows.hmma == 128  # two warps share the work of 256
-    assert issue_model.shape_of(NAME.replace("ELb0EEEv", "ELb1EEEv")).general
+    assert issue_model.shape_of(NAME.replace("ProblemsE0", "ProblemsE2")).general
     assert issue_model.shape_of("_Z5otherv") is None
 
 

@@ -14,13 +14,15 @@
 // Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O
 // (ValueUnit).
 //
-// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. Row warp w owns
+// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. One pair is a
+// ring as well where copies are asynchronous: V comes while S is computed, the next K while O is. Row warp w owns
 // rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l; S, P and O are registers, and so is Q where they
 // suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each
 // computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
 // columns of O.
 //
-// What differs between architectures is a Machine: the product's instruction and the way a tile gets to shared memory.
+// mma_block.cuh says what a block is, mma_copies.cuh how its data come and go. What differs between architectures is a
+// Machine: the product's instruction and the way a tile gets to shared memory.
 //
 // Bound: tensor cores; at d = 64 also the issue slots of the softmax between the two products; from d = 128 on also
 // shared memory, whose every byte read feeds row_tiles * 16 rows.
@@ -30,154 +32,14 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
-#include "../attention.h"
-#include "../device/element.cuh"
-#include "../device/mask.cuh"
-#include "../device/quad.cuh"
 #include "../device/score_mod.cuh"
-#include "../device/swizzle.cuh"
-#include "../device/tile.cuh"
 #include "../device/value_unit.cuh"
+#include "mma_block.cuh"
+#include "mma_copies.cuh"
+#include "mma_problems.h"
 #include "shapes.h"
 
 namespace flash_wmma::mma {
-
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
-          int Stages, int QSteps, int BlocksPerSm>
-struct Tile {
-    using Machine = Architecture;
-    using T = Scalar;
-    static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
-    static constexpr int kStages = Stages;
-    static constexpr int kSteps = HeadDim / 16, kQSteps = QSteps;  // of 16 along d; Q's first kQSteps stay in registers
-    static constexpr int kBlocksPerSm = BlocksPerSm;               // resident blocks to keep registers for
-
-    static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
-    static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
-    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
-    static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
-    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
-    static_assert(kQSteps <= kSteps);
-    static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
-    static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
-};
-
-/// Map of a block's shared memory.
-template <class Tile>
-struct SharedTiles {
-    using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
-    using QRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kD>;
-    using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
-
-    struct Stage {
-        KeyRows k, v;
-    };
-    struct Apart {
-        Stage ring[Tile::kStages];
-        QRows q;
-    };
-    struct Together {
-        union {
-            Stage ring[Tile::kStages];
-            QRows q;  // on its way to registers, before the first K/V tile comes
-        };
-    };
-};
-template <class Tile>
-struct SharedMemory
-    : SharedTiles<Tile>,
-      std::conditional_t<Tile::kQSharesRing, typename SharedTiles<Tile>::Together, typename SharedTiles<Tile>::Apart> {
-};
-
-/// The same where warps share rows, with what goes between them.
-template <class Tile>
-struct SharedMemoryWithExchange : SharedMemory<Tile> {
-    typename SharedMemory<Tile>::WeightRows p;
-    float row[Tile::kDimWarps][Tile::kBr];
-    int fits[Tile::kRowWarps][Tile::kDimWarps];
-};
-template <class Tile>
-using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
-
-/// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
-/// row() + 8, columns column() and column() + 1 of each (ptx.cuh).
-template <class Tile>
-struct Thread {
-    int lane, row_warp, dim_warp;
-    __device__ Thread() : Thread(static_cast<int>(threadIdx.x)) {}
-    __device__ explicit Thread(int tid) {
-        lane = tid % 32;
-        row_warp = tid / 32 / Tile::kDimWarps;
-        dim_warp = tid / 32 % Tile::kDimWarps;
-    }
-    __device__ int warp_row() const { return row_warp * Tile::kWarpRows; }
-    __device__ int warp_key() const { return dim_warp * Tile::kWarpKeys; }
-    __device__ int warp_column() const { return dim_warp * Tile::kWarpColumns; }
-    __device__ int row() const { return lane / 4; }
-    __device__ int column() const { return lane % 4 * 2; }
-};
-
-/// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
-template <class Tile>
-struct Work {
-    const ForwardParams& p;
-    Sequence sequence;
-    QTile tile;
-    BandMask mask;
-    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
-
-    __device__ Work(const ForwardParams& params, const Assignment& a)
-        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
-        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        first_tile = mask.begin(tile.first_row) / Tile::kBc;
-        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
-    }
-
-    /// Rows [first, ...) of this sequence in q, k or v.
-    __device__ const typename Tile::T* q_rows(int first) const {
-        return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);
-    }
-    __device__ const typename Tile::T* key_rows(const Rows& rows, int first) const {
-        return row_of<const typename Tile::T>(rows, sequence.index, tile.head_k, sequence.first_k + first);
-    }
-
-    /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
-    __device__ float query_scale(int row) const {
-        const float scale = p.scale * kLog2e;
-        if (!p.exponents.q) return scale;
-        return scale *
-               exp2f(p.exponents.q[q_scale_index(p, sequence, tile.head) + (tile.first_row + row) / kScaleRows]);
-    }
-    /// Exponent of the K or V tile at `key`.
-    __device__ float exponent(const float* exponents, int key) const {
-        return exponents[k_scale_index(p, sequence, tile.head_k) + key / kScaleRows];
-    }
-};
-
-/// Waits for the warps that share these rows; they see each other's writes to shared memory.
-template <class Tile>
-__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
-    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
-    else __syncwarp();
-}
-
-/// Q's rows of this warp from global to shared memory, zeros beyond the sequence's end.
-template <class Tile>
-__device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
-    constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
-    const auto* const from = work.q_rows(work.tile.first_row);
-#pragma unroll
-    for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
-        const int vector = thread.dim_warp * 32 + thread.lane + i * kThreads;
-        const int row = thread.warp_row() + vector / kVectors, column = vector % kVectors * 8;
-        const bool inside = row < work.sequence.seqlen_q - work.tile.first_row && column < work.p.head_dim;
-        Tile::Machine::copy_16(smem.q.at(row, column), from + row * work.p.q.row + column, inside);
-    }
-}
 
 /// Q as the first product's operand: fragments in registers, or loaded from shared memory at each use.
 template <class Tile>
@@ -201,20 +63,10 @@ struct QOperand {
   private:
     __device__ __forceinline__ static void fetch(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread,
                                                  int r, int c) {
-        const typename SharedMemory<Tile>::QRows::Lane lane(thread.warp_row() + thread.lane % 16, thread.lane / 16 * 8);
-        ptx::ldmatrix_x4(a, lane.of(smem.q, 16 * r, 16 * c));
+        const typename SharedMemory<Tile>::QRows::Lane lane(thread.lane % 16, thread.lane / 16 * 8);
+        ptx::ldmatrix_x4(a, lane.of(smem.q[thread.row_warp], 16 * r, 16 * c));
     }
 };
-
-/// Accumulators of the warp: S of its rows and keys, O of its rows and columns.
-template <class Tile>
-using Scores = float[Tile::kRowTiles][Tile::kWarpKeys / 8][4];
-template <class Tile>
-using Output = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
-
-/// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
-template <class Tile>
-using Weights = std::uint32_t[Tile::kRowTiles][Tile::kDimWarps == 1 ? Tile::kBc / 16 : 1][4];
 
 /// S = Q K^T.
 template <class Tile>
@@ -224,8 +76,12 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
     for (auto& row_tile : s)
 #pragma unroll
         for (auto& tile : row_tile) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
-    const int row = thread.lane / 16 * 8 + thread.lane % 8;
-    const typename SharedMemory<Tile>::KeyRows::Lane k_lane(thread.warp_key() + row, thread.lane / 8 % 2 * 8);
+    // Of ldmatrix's four: the second along d of the first 8 keys. Otherwise the lanes are as for Q and V, with the same
+    // offsets in the same registers.
+    constexpr int kSecond = Tile::Machine::kPairsB ? 1 : 2;
+    const int row = kSecond == 1 ? thread.lane / 16 * 8 + thread.lane % 8 : thread.lane % 16;
+    const int column = kSecond == 1 ? thread.lane / 8 % 2 * 8 : thread.lane / 16 * 8;
+    const typename SharedMemory<Tile>::KeyRows::Lane k_lane(thread.warp_key() + row, column);
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
         std::uint32_t a[Tile::kRowTiles][4];
@@ -237,8 +93,8 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
             ptx::ldmatrix_x4(b, k_lane.of(k, 16 * j, 16 * c));
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) {
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[1]);
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[2], b[3]);
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[kSecond]);
+                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[3 - kSecond], b[3]);
             }
         }
     }
@@ -358,87 +214,14 @@ __device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Sme
     }
 }
 
-/// O * factor to global memory, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
-template <class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
-                                        const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
-    using T = typename Tile::T;
-    const ForwardParams& p = work.p;
-    const bool bf16_out = std::is_same_v<T, bf16> || p.out_dtype == DType::kBFloat16;
-    const int lane_row = ptx::opaque(thread.row());
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
-            const bool inside = query < work.sequence.seqlen_q;
-            const int row = work.sequence.first_q + query;
-            const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
-            if (p.out_dtype == DType::kFloat32) {
-                float* const out = row_of<float>(p.o, work.sequence.index, head, row);
-#pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
-                    const int column = thread.warp_column() + 8 * c;
-                    if (inside && column < p.head_dim_v)
-                        *reinterpret_cast<float2*>(out + column + thread.column()) =
-                            make_float2(value(c, 0), value(c, 1));
-                }
-            } else {
-                T* const out = row_of<T>(p.o, work.sequence.index, head, row);
-#pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
-                    std::uint32_t words[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
-                        words[i] = bf16_out ? packed<bf16>(value(tile, 0), value(tile, 1))
-                                            : packed<T>(value(tile, 0), value(tile, 1));
-                    }
-                    transpose_in_quad(words, thread.lane % 4);
-                    const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
-                    if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
-                        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
-                }
-            }
-        }
-}
-
-/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
-/// neighbouring threads. Walks from a last tile of rows back to the first.
-template <class Tile, int Rows>
-struct CopyMap {
-    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
-    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
-
-    const typename Tile::T* from;  // this thread's first vector of the next tile
-    bool inside;                   // whether its column is below d
-
-    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
-        : from(source + row() * pitch + column()), inside(column() < d) {}
-
-    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
-    template <class F>
-    __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
-        const typename Tile::T* vector = from;
-        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
-#pragma unroll
-            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
-                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
-                    f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Rows * pitch;
-    }
-
-    __device__ static int row() { return static_cast<int>(threadIdx.x) / kVectors; }
-    __device__ static int column() { return static_cast<int>(threadIdx.x) % kVectors * 8; }
-};
-
 /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
 /// `right`. The tile begins at `key`.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, int key, bool left, bool right) {
     // Asked anew where plain tiles have no registers left for what is needed here, or are faster without it
     const int tid = static_cast<int>(threadIdx.x);
-    constexpr bool kAnew = Tile::Machine::kThroughRegisters || (Tile::kD <= 64 && !General);
+    constexpr bool kAnew = kProblems == kAny || (kProblems == kDense && Tile::kD <= 64) ||
+                           (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
     const Thread<Tile> thread(kAnew ? ptx::opaque(tid) : tid);
     const int first_key = key + thread.warp_key() + thread.column();
     const auto each = [&](auto hidden) {
@@ -502,18 +285,18 @@ __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
             for (float& score : tile) score = __fmul_rn(score, factor);
 }
 
-/// General: also packed sequences, ScoreMods and converted inputs; without, all of a block's bounds are known to be the
-/// same in every thread, which saves registers.
-// spills: sm_80 sm_90: tiles at the register limit keep up to 30 loop-invariant values (bounds, addresses) in local
-// memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
-template <class Tile, bool General>
+// spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
+// addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
+template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
+    constexpr bool kPackedToo = kProblems != kDense, kModifies = kProblems == kAny;
+    constexpr bool kMayScale = kModifies && std::is_same_v<typename Tile::T, half>;  // converted inputs
     using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
-    const Assignment assigned = General ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
-    if (General && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
+    const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
+    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     const Work<Tile> work(p, assigned);
     const Sequence& sequence = work.sequence;
     const int tiles = work.tiles;
@@ -558,8 +341,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const int some_end = first_query <= last_query ? work.mask.end(last_query) : some_begin;
     const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query) - kBc + 1;
 
-    const float q_scale = General ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
-    ValueUnit unit(General && p.exponents.v);
+    const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
+    ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
     float m[kRowTiles][2], l[kRowTiles][2];  // of rows thread.row() and + 8 of each 16; l is this lane's part
 #pragma unroll
@@ -576,103 +359,126 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         __syncthreads();  // this tile has landed, the one before has been used
         const bool copy = left > kAhead;
         auto& target = smem.ring[previous];
-        if (copy) {
+        if constexpr (Tile::kAlternates) {
+            if (left < tiles) v_copy.start(target.v, p.v.row);
+        } else if (copy) {
             k_copy.start(target.k, p.k.row);
             v_copy.start(target.v, p.v.row);
         }
         ptx::cp_async_commit();
 
-        if (key >= some_begin && key < some_end) {
+        const bool sees = key >= some_begin && key < some_end;
+        ValueUnit::Step value{0.f, 0.f};
+        Weights<Tile> weights;
+        float sum[kRowTiles][2];
+        if (sees) {
             const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
-            ValueUnit::Step value{0.f, 0.f};
-            if constexpr (General)
+            if constexpr (kMayScale)
                 if (p.exponents.k) {
                     factor *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
             const auto modify = [&, scale = factor](Scores<Tile>& s) {
-                if constexpr (General) {
-                    if (!ScoreMod<General>::active(p)) return;
+                if constexpr (kModifies) {
+                    if (!ScoreMod<kModifies>::active(p)) return;
                     // Asked anew which thread this is, so that nothing of this waits in registers through other tiles
                     const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-                    const ScoreMod<General> mod(p, sequence, work.tile);
+                    const ScoreMod<kModifies> mod(p, sequence, work.tile);
                     const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
                     const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
                     mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
                                                                            key + here.warp_key() + here.column());
                 }
             };
-            if (ScoreMod<General>::active(p)) factor = 1.f;
+            if (ScoreMod<kModifies>::active(p)) factor = 1.f;
 
             Scores<Tile> s;
-            Weights<Tile> weights;
-            float top[kRowTiles][2], offset[kRowTiles][2], sum[kRowTiles][2];
-            bool done = false;
-            // A tile that every row sees, not the first: the old m serves if no weight overflows
-            if (settled && key >= all_begin && key < all_end && value.rescale == 0.f) {
+            float top[kRowTiles][2], offset[kRowTiles][2];
+            // P and its sums. Lagged: with the old m, and false if a weight may have overflowed. Otherwise, and true: S
+            // masked, m exact, O and l rescaled to it.
+            const auto weigh_tile = [&](bool lagged) {
+                if (lagged)
 #pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
+                    for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
-                    for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
+                        for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
+                if (!lagged) {
+                    const bool positive = factor > 0.f;
+                    if (!positive) {
+                        multiply_by<Tile>(s, factor);
+                        factor = 1.f;
+                    }
+                    hide<Tile, kProblems>(s, work, key, key < all_begin, key >= all_end);
+                    row_maximum<Tile>(top, s, smem, thread);
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int h = 0; h < 2; ++h) {
+                            const float before = m[r][h];
+                            m[r][h] = fmaxf(before, top[r][h] * factor);
+                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
+                            const float rescale = ptx::ex2(before - base);
+                            const float rescale_o = rescale * ptx::ex2(value.rescale);
+                            l[r][h] *= rescale;
+                            offset[r][h] = value.weight - base;
+#pragma unroll
+                            for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
+                        }
+                    settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
+                    if (!settled) {  // products are rounded, as m is, before m is subtracted
+                        multiply_by<Tile>(s, factor);
+                        factor = 1.f;
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                            for (int h = 0; h < 2; ++h) {
+                                const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
+                                offset[r][h] = value.weight;
+#pragma unroll
+                                for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
+                            }
+                    }
+                }
                 weigh<Tile>(s, sum, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
+                if (!lagged) {
+                    meet(thread);
+                    return true;
+                }
                 bool fits = true;  // false for a NaN too
 #pragma unroll
                 for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                     for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
-                done = all_agree<Tile>(fits, smem, thread);
+                return all_agree<Tile>(fits, smem, thread);
+            };
+            // A tile that every row sees, not the first
+            const bool may_lag = settled && key >= all_begin && key < all_end && value.rescale == 0.f;
+            // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
+            if constexpr (kModifies && !Tile::Machine::kThroughRegisters) {
+                for (bool lagged = may_lag; !weigh_tile(lagged);) lagged = false;
+            } else {
+                bool done = false;
+                if (may_lag) done = weigh_tile(true);
+                if (!done) weigh_tile(false);
             }
-            // Any other tile: S masked, m exact, O and l rescaled to it
-            if (!done) {
-                multiply_qk<Tile>(s, q, smem, k, thread);
-                modify(s);
-                const bool positive = factor > 0.f;
-                if (!positive) {
-                    multiply_by<Tile>(s, factor);
-                    factor = 1.f;
-                }
-                hide<Tile, General>(s, work, key, key < all_begin, key >= all_end);
-                row_maximum<Tile>(top, s, smem, thread);
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) {
-                        const float before = m[r][h];
-                        m[r][h] = fmaxf(before, top[r][h] * factor);
-                        const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
-                        const float rescale = ptx::ex2(before - base), rescale_o = rescale * ptx::ex2(value.rescale);
-                        l[r][h] *= rescale;
-                        offset[r][h] = value.weight - base;
-#pragma unroll
-                        for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
-                    }
-                settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
-                if (!settled) {  // products are rounded, as m is, before m is subtracted
-                    multiply_by<Tile>(s, factor);
-                    factor = 1.f;
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
-                            offset[r][h] = value.weight;
-#pragma unroll
-                            for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
-                        }
-                }
-                weigh<Tile>(s, sum, factor, offset);
-                hand_over<Tile>(weights, s, smem, thread);
-                meet(thread);
-            }
+        }
+
+        if constexpr (Tile::kAlternates) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // V has landed, K has been used
+            if (copy) k_copy.start(target.k, p.k.row);
+            ptx::cp_async_commit();
+        }
+        if (sees) {
 #pragma unroll
             for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    l[r][h] = General ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
+                    l[r][h] = kMayScale ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
             multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         }
 
@@ -693,30 +499,34 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     for (int r = 0; r < kRowTiles; ++r)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float sum = l[r][h];
-            inverse_l[r][h] = sum == 0.f ? 0.f : exp2f(unit.exponent) / sum;
+            const float sum = l[r][h], lse = (m[r][h] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
+            inverse_l[r][h] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
             const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row());
             if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
-                p.lse[General ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
-                    sum == 0.f ? -INFINITY : (m[r][h] + log2f(sum)) * kLn2;
+                p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
+                    lse;
         }
-    store_o<Tile>(work, o, inverse_l, thread);
+    using T = typename Tile::T;  // converted inputs: O is what they were
+    if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
+    else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
+        store_o<float>(work, o, inverse_l, thread);
+    else store_o<bf16>(work, o, inverse_l, thread);
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, Stream stream) {
     const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(Smem<Tile>)};
-    launch(forward<Tile, General>, config, stream, p);
+    launch(forward<Tile, kProblems>, config, stream, p);
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 Shape shape(int min_arch, float blocks_per_sm, int resident) {
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
-             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
-            General,
+             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
+            kProblems,
             blocks_per_sm,
             resident,
-            launch_tile<Tile, General>};
+            launch_tile<Tile, kProblems>};
 }
 
 }  // namespace flash_wmma::mma

@@ -6,31 +6,32 @@
 namespace flash_wmma::mma {
 namespace {
 
-template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, int QSteps, bool General>
+template <int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile, int Stages, int QSteps,
+          Problems kProblems>
 Shape shape(float blocks_per_sm) {
     constexpr int kBlocksPerSm = DimWarps == 1 && RowWarps <= 4 ? 2 : 1;
     using T = Tile<Sm75, half, HeadDim, RowWarps, DimWarps, RowTiles, KeyTile, Stages, QSteps, kBlocksPerSm>;
     static_assert(sizeof(Smem<T>) <= 64 * 1024);
-    return mma::shape<T, General>(75, blocks_per_sm, 1);
+    return mma::shape<T, kProblems>(75, blocks_per_sm, 1);
 }
 
 /// The shapes that ship, none of which spills; arguments and order as in sm80_shapes.
 const std::vector<Shape> kShapes = {
-    shape<32, 4, 1, 2, 64, 1, 2, false>(0.75f),  shape<32, 4, 1, 1, 64, 1, 2, false>(0.f),
-    shape<64, 4, 1, 2, 32, 1, 4, false>(0.75f),  shape<64, 4, 1, 1, 64, 1, 4, false>(0.f),
-    shape<96, 4, 1, 2, 32, 1, 0, false>(0.75f),  shape<96, 4, 1, 1, 32, 1, 6, false>(0.f),
-    shape<128, 4, 1, 2, 16, 1, 2, false>(0.75f), shape<128, 4, 1, 1, 32, 1, 8, false>(0.f),
-    shape<192, 4, 2, 1, 32, 1, 12, false>(0.f),  shape<256, 4, 2, 1, 32, 1, 16, false>(0.f),
+    shape<32, 4, 1, 2, 64, 1, 2, kDense>(0.75f),  shape<32, 4, 1, 1, 64, 1, 2, kDense>(0.f),
+    shape<64, 4, 1, 2, 32, 1, 4, kDense>(0.75f),  shape<64, 4, 1, 1, 64, 1, 4, kDense>(0.f),
+    shape<96, 4, 1, 2, 32, 1, 0, kDense>(0.75f),  shape<96, 4, 1, 1, 32, 1, 6, kDense>(0.f),
+    shape<128, 4, 1, 2, 16, 1, 3, kDense>(0.75f), shape<128, 4, 1, 1, 32, 1, 8, kDense>(0.f),
+    shape<192, 4, 2, 1, 32, 1, 12, kDense>(0.f),  shape<256, 4, 2, 1, 32, 1, 16, kDense>(0.f),
 
-    shape<32, 4, 1, 1, 64, 1, 2, true>(0.f),     shape<64, 4, 1, 1, 64, 1, 4, true>(0.f),
-    shape<96, 4, 1, 1, 32, 1, 6, true>(0.f),     shape<128, 4, 1, 1, 32, 1, 8, true>(0.f),
-    shape<192, 4, 2, 1, 32, 1, 12, true>(0.f),   shape<256, 3, 2, 1, 32, 1, 2, true>(0.f),
+    shape<32, 4, 1, 1, 64, 1, 2, kAny>(0.f),      shape<64, 4, 1, 1, 64, 1, 4, kAny>(0.f),
+    shape<96, 4, 1, 1, 32, 1, 6, kAny>(0.f),      shape<128, 4, 1, 1, 32, 1, 8, kAny>(0.f),
+    shape<192, 4, 2, 1, 32, 1, 12, kAny>(0.f),    shape<256, 3, 2, 1, 32, 1, 1, kAny>(0.f),
 };
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// Converted inputs run on the general instances.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    return flash_wmma::choose_shape(kShapes, DType::kFloat16, is_general(p) || p.dtype != DType::kFloat16, p, device);
+    const bool dense = problems_of(p, p.dtype != DType::kFloat16) == kDense;
+    return flash_wmma::choose_shape(kShapes, DType::kFloat16, dense ? kDense : kAny, p, device);
 }
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {

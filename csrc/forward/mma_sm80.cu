@@ -5,14 +5,13 @@
 namespace flash_wmma::mma {
 namespace {
 
-const std::vector<Shape> kShapes =
-    join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_bf16_shapes(), sm80_bf16_general_shapes()});
+const std::vector<Shape> kShapes = join({sm80_half_shapes(), sm80_half_packed_shapes(), sm80_half_general_shapes(),
+                                         sm80_bf16_shapes(), sm80_bf16_packed_shapes(), sm80_bf16_general_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// Converted inputs run on the general instances.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const bool converted = p.dtype == DType::kFloat32;
-    return flash_wmma::choose_shape(kShapes, converted ? DType::kFloat16 : p.dtype, is_general(p) || converted, p,
+    return flash_wmma::choose_shape(kShapes, converted ? DType::kFloat16 : p.dtype, problems_of(p, converted), p,
                                     device);
 }
 

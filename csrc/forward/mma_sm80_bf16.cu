@@ -3,6 +3,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_bf16_shapes() { return sm80_shapes<bf16, false>(); }
+std::vector<Shape> sm80_bf16_shapes() { return sm80_shapes<bf16, kDense>(); }
 
 }  // namespace flash_wmma::mma

@@ -3,6 +3,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, false>(); }
+std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, kDense>(); }
 
 }  // namespace flash_wmma::mma

@@ -13,7 +13,7 @@ namespace flash_wmma {
 /// least `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
 struct Shape {
     Instance facts;
-    bool general;  ///< for what is_general says, and nothing else
+    int problems;  ///< that it is for, as its kernel numbers them (or false, and true for what is_general says)
     float blocks_per_sm;
     int resident;
     void (*launch)(const ForwardParams&, Stream);
@@ -31,13 +31,13 @@ inline bool fits(const Shape& shape, const DeviceFacts& device) {
 /// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device
 /// and that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the
 /// choice.
-inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, bool general, const ForwardParams& p,
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, int problems, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
     const Shape* chosen = nullptr;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != dtype || tile.head_dim < d || shape.general != general) continue;
+        if (tile.dtype != dtype || tile.head_dim < d || shape.problems != problems) continue;
         if (tile.min_arch > device.arch || !fits(shape, device)) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
