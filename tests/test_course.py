@@ -56,7 +56,9 @@ def test_example_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     """docs/api.md: the line that is drawn is one that touches shared memory."""
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    (block,) = re.findall(r"^```python\n(result = flash_wmma\.profile.*?)^```$", (DOCS / "api.md").read_text(), re.M | re.S)
+    (block,) = re.findall(
+        r"^```python\n(result = flash_wmma\.profile.*?)^```$", (DOCS / "api.md").read_text(), re.M | re.S
+    )
     q, k, v = torch.randn(3, 1, 1, 32, 64).half()
     exec(compile(block, "api.md", "exec"), {"flash_wmma": flash_wmma, "q": q, "k": k, "v": v})
     assert Path("banks.png").is_file() and Path("timeline.png").is_file()
