@@ -153,9 +153,9 @@ def check(kernel: str) -> None:
         import flash_wmma
     except ImportError as missing:
         raise CannotProfile(f"flash_wmma cannot be imported ({missing}): run ./dev ncu {kernel}") from None
-    names = [known.name for known in flash_wmma.kernels() if known.name != "cpu"]
     if not torch.cuda.is_available():
         raise CannotProfile("ncu profiles GPU code, and torch sees no GPU here")
+    names = [known.name for known in flash_wmma.kernels() if known.name != "cpu"]
     if kernel not in names:
         raise CannotProfile(
             f"kernel: got {kernel!r}, allowed: {', '.join(names) or 'none, this build has no CUDA kernel'}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import platform
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -137,24 +138,30 @@ def explain(arguments: argparse.Namespace) -> None:
 def profile(arguments: argparse.Namespace) -> None:
     """Prints, writes and draws a kernel's profile."""
     generator = torch.Generator().manual_seed(0)
-    dtype = getattr(torch, arguments.dtype)
 
     def tensor(length: int) -> torch.Tensor:
-        shape = (arguments.batch, arguments.heads, length, arguments.head_dim)
-        return torch.randn(shape, generator=generator).to(dtype)
+        return torch.randn(arguments.batch, arguments.heads, length, arguments.head_dim, generator=generator)
 
-    q, k, v = (tensor(n) for n in (arguments.seq_len, *[arguments.kv_length or arguments.seq_len] * 2))
-    causal = arguments.causal or False
-    result = flash_wmma.profile(
-        q, k, v, kernel=arguments.kernel, arch=arguments.arch, seed=arguments.seed, causal=causal
-    )
-    print(result)
+    inputs = [tensor(n) for n in (arguments.seq_len, *[arguments.kv_length or arguments.seq_len] * 2)]
+    options = {"arch": arguments.arch, "seed": arguments.seed, "causal": arguments.causal or False}
+
+    def run(dtype: str) -> flash_wmma.Profile:
+        q, k, v = (x.to(getattr(torch, dtype)) for x in inputs)
+        return flash_wmma.profile(q, k, v, kernel=arguments.kernel, **options)
+
+    try:
+        result = run(arguments.dtype or "float16")
+    except ValueError as error:
+        if arguments.dtype or "dtype" not in str(error):
+            raise
+        result = run("float32")
     if arguments.json:
         arguments.json.write_text(result.to_json() + "\n", encoding="utf-8")
     if arguments.plot and arguments.timeline:
         result.plot_timeline(arguments.plot)
     elif arguments.plot:
         result.plot_banks(arguments.banks, arguments.plot)
+    print(result)
 
 
 def _positive(text: str) -> int:
@@ -198,7 +205,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--batch", type=_positive, default=1, metavar="B")
     p.add_argument("--heads", type=_positive, default=1, metavar="H")
     p.add_argument("--head-dim", type=_positive, default=64, metavar="d")
-    p.add_argument("--dtype", choices=("float32", "float16", "bfloat16"), default="float16")
+    dtypes = ("float32", "float16", "bfloat16")
+    p.add_argument("--dtype", choices=dtypes, help="default: float16, or float32 if the kernel takes no halves")
     p.add_argument("--causal", nargs="?", const="top_left", choices=("top_left", "bottom_right"))
     p.add_argument("--arch", type=int, choices=CARDS, help="10 * major + minor (default: 90)")
     p.add_argument("--seed", type=int, help="of the order in which warps run (default: by their number)")
@@ -221,4 +229,5 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the program quietly
     sys.exit(main())

@@ -23,7 +23,8 @@ MATH_DTYPES = (*DTYPES, torch.float64)
 MAX_SEQLEN = 2**30
 
 INTERRUPTED = "emulator: interrupted"
-"""What the library says when ``KeyboardInterrupt`` was raised while it asked Python for a kernel."""
+"""What the library says when ``KeyboardInterrupt`` was raised while it asked Python for a kernel, and the emulator when
+Ctrl-C was pressed while a kernel ran."""
 
 FORWARD_MODE = (
     'forward-mode differentiation is not built: pass kernel="math", plain torch ops, which have every derivative, or '

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 import flash_wmma
 from flash_wmma.emulator import _compile, _runtime
@@ -48,6 +49,19 @@ def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": sources)
     monkeypatch.setattr(_compile, "_KERNEL", [*_compile._KERNEL, f"-I{ROOT / 'csrc' / 'forward'}"])
     execute("adding.md")
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_example_of_a_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/api.md: the line that is drawn is one that touches shared memory."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    (block,) = re.findall(
+        r"^```python\n(result = flash_wmma\.profile.*?)^```$", (DOCS / "api.md").read_text(), re.M | re.S
+    )
+    q, k, v = torch.randn(3, 1, 1, 32, 64).half()
+    exec(compile(block, "api.md", "exec"), {"flash_wmma": flash_wmma, "q": q, "k": k, "v": v})
+    assert Path("banks.png").is_file() and Path("timeline.png").is_file()
 
 
 def program(name: str) -> ModuleType:

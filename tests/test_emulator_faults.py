@@ -6,7 +6,10 @@ from __future__ import annotations
 
 import ctypes
 import re
+import subprocess
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -284,6 +287,122 @@ def test_input_may_not_be_written(faults: Program, lines: dict[str, int]) -> Non
         "emulator: faults::written_input<false>: write to an input: lane 0 of warp 0, block (0, 0, 0) writes 4 bytes "
         f"of q at byte 0\n  at {place(lines, 'written_input', '')}"
     )
+
+
+REFUSED = """
+#include <cuda_fp16.h>
+#include <entry.h>
+#include <launch.h>
+
+__global__ void nothing(float*) {}
+void launched(float* x, int threads, int bytes) {
+    flash_wmma::launch(nothing, {dim3(1), dim3(static_cast<unsigned>(threads)), bytes}, nullptr, x);
+}
+const flash_wmma::Entry kLaunched("launched", launched);
+
+void typed(const float*, __half*, unsigned*, const void*, int, float) {}
+const flash_wmma::Entry kTyped("typed", typed);
+void none() {}
+const flash_wmma::Entry kNone("none", none);
+"""
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> Program:
+    source = tmp_path_factory.mktemp("refused") / "refused.cu"
+    source.write_text(REFUSED)
+    return Program(source)
+
+
+@pytest.mark.parametrize(
+    ("threads", "smem_bytes", "end"),
+    [
+        (1025, 0, r"blocks of \(1025, 1, 1\) threads; a grid has 1 block or more, a block 1 to 1024 threads"),
+        (0, 0, "a block 1 to 1024 threads"),
+        (32, 232449, "232449 bytes of shared memory; at most 232448 bytes a block"),
+    ],
+)
+def test_refused_launches_name_the_limit(refused: Program, threads: int, smem_bytes: int, end: str) -> None:
+    with pytest.raises(EmulatorError, match=rf"emulator: nothing: launch: .*{end}$"):
+        refused.call("launched", torch.empty(1), threads, smem_bytes)
+    refused.call("launched", torch.empty(1), 1024, 232448)
+
+
+SQUARE = torch.zeros(4, 4)
+TYPED = (SQUARE, SQUARE.half(), SQUARE.int(), SQUARE.t(), 1, 2.0)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "message"),
+    [
+        (0, SQUARE.double(), "argument 0: got float64, typed takes const float*"),
+        (0, SQUARE.t(), "argument 0: got strides (1, 4), not contiguous, typed takes const float*"),
+        (0, SQUARE.data_ptr(), "argument 0: got int, typed takes const float*"),
+        (1, SQUARE, "argument 1: got float32, typed takes __half*"),
+        (2, SQUARE.long(), "argument 2: got int64, typed takes unsigned int*"),
+        (4, 1.0, "argument 4: got float, typed takes int"),
+        (4, SQUARE, "argument 4: got Tensor, typed takes int"),
+        (5, 2, "argument 5: got int, typed takes float"),
+    ],
+)
+def test_arguments_of_other_types(refused: Program, place: int, value: torch.Tensor | float, message: str) -> None:
+    """What an entry would read as something else."""
+    refused.call("typed", *TYPED)
+    arguments = [*TYPED[:place], value, *TYPED[place + 1 :]]
+    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}$"):
+        refused.call("typed", *arguments)
+
+
+def test_arguments_of_another_number(refused: Program) -> None:
+    refused.call("none")
+    with pytest.raises(EmulatorError, match="typed takes 6 arguments, not 1"):
+        refused.call("typed", SQUARE)
+    with pytest.raises(EmulatorError, match="no entry is called absent"):
+        refused.call("absent", SQUARE)
+
+
+def test_shared_variables_are_refused_with_the_remedy(tmp_path: Path) -> None:
+    source = tmp_path / "shared.cu"
+    source.write_text("__global__ void f() { __shared__ float x[32]; x[threadIdx.x] = 0.f; }\n")
+    with pytest.raises(EmulatorError, match=r"shared\.cu:1:.*take shared_memory<Struct>\(\) instead"):
+        Program(source)
+
+
+ENDLESS = """
+#include <entry.h>
+#include <launch.h>
+
+__global__ void barriers(float*) { for (;;) __syncthreads(); }
+__global__ void additions(float* x) { for (;;) x[blockIdx.x * 64 + threadIdx.x] += 1.f; }
+template <void (*Kernel)(float*)>
+void run(float* x) { flash_wmma::launch(Kernel, {dim3(4), dim3(64)}, nullptr, x); }
+const flash_wmma::Entry kBarriers("barriers", run<barriers>), kAdditions("additions", run<additions>);
+"""
+INTERRUPTED = """
+import signal, sys, threading, torch
+from flash_wmma import emulator
+source, mode, name, threads = sys.argv[1:]
+program = emulator.Program(source, mode=mode)
+before = signal.getsignal(signal.SIGINT)
+threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
+try:
+    with emulator.settings(threads=int(threads)):
+        program.call(name, torch.zeros(256))
+except KeyboardInterrupt:
+    assert signal.getsignal(signal.SIGINT) is before
+    print("interrupted")
+"""
+
+
+@pytest.mark.parametrize(("mode", "name"), [("checked", "barriers"), ("checked", "additions"), ("fast", "barriers")])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_interrupt(tmp_path: Path, mode: str, name: str, threads: int) -> None:
+    """Ctrl-C ends a kernel that does not end."""
+    source = tmp_path / "endless.cu"
+    source.write_text(ENDLESS)
+    command = [sys.executable, "-c", INTERRUPTED, str(source), mode, name, str(threads)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert done.stdout == "interrupted\n", done.stderr
 
 
 def test_a_finding_leaves_nothing_behind(faults: Program) -> None:

@@ -8,6 +8,7 @@ import math
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -574,6 +575,23 @@ def test_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main([*arguments, "--banks", source, "--plot", str(tmp_path / "line.png")]) == 0
     timeline = str(tmp_path / "timeline.png")
     assert main(["profile", "--kernel", "wmma_v3", "--timeline", "--plot", timeline]) == 0
+
+
+def test_command_takes_a_dtype_that_the_kernel_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["profile", "--kernel", "simt_naive", "--seq-len", "8"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].endswith("float32")
+    assert main(["profile", "--kernel", "simt_naive", "--seq-len", "8", "--dtype", "float16"]) == 1
+    assert "dtype: got float16, allowed: float32" in capsys.readouterr().err
+
+
+def test_command_whose_reader_stops() -> None:
+    """`... | head`."""
+    command = [sys.executable, "-m", "flash_wmma", "profile", "--kernel", "simt_naive", "--seq-len", "8"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        assert run.stdout is not None and run.stderr is not None
+        run.stdout.close()
+        assert run.stderr.read() == ""
+    assert run.returncode == -signal.SIGPIPE
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,19 @@
 //     const Entry kTranspose("transpose", transpose);
 #pragma once
 
+#include <cxxabi.h>
+
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <functional>
 #include <map>
+#include <memory>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <typeinfo>
 #include <utility>
 
 namespace flash_wmma {
@@ -35,9 +40,15 @@ class Entry {
   public:
     template <class... Params>
     Entry(const char* name, void (*function)(Params...)) {
-        table()[name] = {sizeof...(Params), [function](const Argument* arguments) {
-                             call(function, arguments, std::index_sequence_for<Params...>());
-                         }};
+        table()[name] = {
+            sizeof...(Params), (std::string() + ... + (type_name<Params>() + '\n')),
+            [function](const Argument* arguments) { call(function, arguments, std::index_sequence_for<Params...>()); }};
+    }
+
+    /// The types of an entry's parameters, a line each ("float const*"). Null for an unknown name.
+    static const char* parameters(const std::string& name) {
+        const auto found = table().find(name);
+        return found == table().end() ? nullptr : found->second.types.c_str();
     }
 
     /// Throws std::invalid_argument for an unknown name or a wrong number of arguments.
@@ -53,11 +64,18 @@ class Entry {
   private:
     struct Row {
         std::size_t parameters;
+        std::string types;
         std::function<void(const Argument*)> function;
     };
     static std::map<std::string, Row>& table() {
         static std::map<std::string, Row> rows;
         return rows;
+    }
+    template <class T>
+    static std::string type_name() {
+        const std::unique_ptr<char, void (*)(void*)> text(
+            abi::__cxa_demangle(typeid(T).name(), nullptr, nullptr, nullptr), std::free);
+        return text.get();
     }
     template <class... Params, std::size_t... I>
     static void call(void (*function)(Params...), const Argument* arguments, std::index_sequence<I...>) {
@@ -66,6 +84,10 @@ class Entry {
 };
 
 }  // namespace flash_wmma
+
+extern "C" __attribute__((visibility("default"), used)) inline const char* flash_wmma_parameters(const char* name) {
+    return flash_wmma::Entry::parameters(name);
+}
 
 /// Calls an entry. Returns null, or what went wrong: valid until this thread's next call.
 extern "C" __attribute__((visibility("default"), used)) inline const char* flash_wmma_call(

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 
+#include "interrupt.h"
 #include "machine.h"
 
 namespace flash_wmma::emulator {
@@ -310,7 +311,9 @@ void __tsan_func_exit() {
     if (t_lane && t_worker->config.counters && t_lane->log.node->caller) t_lane->log.node = t_lane->log.node->caller;
 }
 void __sanitizer_cov_trace_pc() {
-    if (t_lane && t_worker->config.counters) t_worker->log(__builtin_return_address(0), 0, 0, Instruction::kBasicBlock);
+    if (!t_lane) return;
+    if (g_interrupted.load(std::memory_order_relaxed)) t_worker->stop("interrupted");
+    if (t_worker->config.counters) t_worker->log(__builtin_return_address(0), 0, 0, Instruction::kBasicBlock);
 }
 }
 #pragma GCC visibility pop

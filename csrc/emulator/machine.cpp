@@ -12,6 +12,8 @@
 #include <thread>
 #include <utility>
 
+#include "interrupt.h"
+
 namespace flash_wmma::emulator {
 
 thread_local Worker* t_worker;
@@ -174,6 +176,7 @@ bool Worker::run_warp(Warp& warp) {
             switch_fiber(scheduler_, lane.fiber);
             t_lane = nullptr;
             if (failed_) throw Finding{error_};
+            if (g_interrupted.load(std::memory_order_relaxed)) throw Finding{"interrupted"};
             if (lane.state != Lane::State::kGivingWay) idle_ = 0;
             again = ran = true;
         }
@@ -537,8 +540,11 @@ void refuse(const std::string& what, const Launch& l) {
 
 void launch(const Launch& l) {
     const std::uint64_t blocks = volume(l.grid), threads = volume(l.block);
-    if (blocks == 0 || threads == 0 || threads > 1024)
-        refuse("launch: a grid of " + text(l.grid) + " blocks of " + text(l.block) + " threads", l);
+    constexpr std::uint64_t kMostThreads = 1024;
+    if (blocks == 0 || threads == 0 || threads > kMostThreads)
+        refuse("launch: a grid of " + text(l.grid) + " blocks of " + text(l.block) +
+                   " threads; a grid has 1 block or more, a block 1 to " + std::to_string(kMostThreads) + " threads",
+               l);
     if (l.cluster < 1 || l.grid.x % static_cast<unsigned>(l.cluster))
         refuse("launch: a cluster of " + std::to_string(l.cluster) + " blocks does not divide the grid", l);
     constexpr int kMostBlocks = 16, kMostWarps = 255;  // of a cluster; the records of memory have 8 bits for a warp
@@ -551,8 +557,11 @@ void launch(const Launch& l) {
                l);
     constexpr std::size_t kMostSharedMemory = 227 << 10;
     if (l.smem_bytes > kMostSharedMemory)
-        refuse("launch: " + std::to_string(l.smem_bytes) + " bytes of shared memory", l);
+        refuse("launch: " + std::to_string(l.smem_bytes) + " bytes of shared memory; at most " +
+                   std::to_string(kMostSharedMemory) + " bytes a block",
+               l);
 
+    const InterruptWatch watch;
     const Config config = g_config;
     g_memory.begin_launch(config.checks);
     const auto cluster = static_cast<std::uint64_t>(l.cluster), clusters = blocks / cluster;
@@ -602,6 +611,7 @@ void launch(const Launch& l) {
     }
     work();
     for (std::thread& other : others) other.join();
+    if (g_interrupted) throw std::runtime_error("emulator: interrupted");
     if (error) std::rethrow_exception(error);
     if (found_at < clusters) refuse(finding, l);
     if (config.counters) {

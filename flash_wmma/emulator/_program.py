@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
+import torch
 from torch import Tensor
 
 from .. import _checks
@@ -40,6 +42,43 @@ def call_entry(library: ctypes.CDLL, name: str, arguments: Sequence[Argument]) -
     rows = (Argument * len(arguments))(*arguments)
     error: bytes | None = library.flash_wmma_call(name.encode(), rows, ctypes.c_size_t(len(arguments)))
     return None if error is None else error.decode()
+
+
+_DTYPES = {
+    "float": torch.float32,
+    "double": torch.float64,
+    "__half": torch.float16,
+    "__nv_bfloat16": torch.bfloat16,
+    "bool": torch.bool,
+    "signed char": torch.int8,
+    "short": torch.int16,
+    "int": torch.int32,
+    "long": torch.int64,
+    "long long": torch.int64,
+}
+_UNSIGNED = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long": 8, "unsigned long long": 8}
+"""Bytes of the types that may also stand for the bits of another: every dtype of that size will do."""
+
+
+def _check(name: str, i: int, value: Tensor | int | float, parameter: str) -> None:
+    """Refuses an argument that an entry's parameter, as C++ names its type, would read as something else. ``void*`` and
+    pointers to types that torch does not have take every tensor."""
+    element = parameter.removesuffix("*").removesuffix(" const")
+    shown = f"const {element}*" if parameter.endswith(" const*") else parameter
+
+    def refuse(got: object, error: type[Exception] = TypeError) -> NoReturn:
+        raise error(f"argument {i}: got {got}, {name} takes {shown}")
+
+    if not isinstance(value, Tensor):
+        kind = float if parameter in ("float", "double") else int
+        if parameter.endswith("*") or not isinstance(value, kind):
+            refuse(type(value).__name__)
+    elif not parameter.endswith("*"):
+        refuse("Tensor")
+    elif value.dtype != _DTYPES.get(element, value.dtype) or value.itemsize != _UNSIGNED.get(element, value.itemsize):
+        refuse(str(value.dtype).removeprefix("torch."))
+    elif element != "void" and not value.is_contiguous():
+        refuse(f"strides {value.stride()}, not contiguous", ValueError)
 
 
 class Program:
@@ -77,15 +116,24 @@ class Program:
         self.mode: Mode = mode
         self.library = build(path.stem, [path], mode)
         self._entries = ctypes.CDLL(str(self.library))
+        self._entries.flash_wmma_parameters.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Tensor | int | float) -> None:
         """Calls an entry. Tensors, on the CPU, are passed as the address of their first element; kernels may touch them
         from there to the end of their storage and no other memory.
 
         Raises:
+            TypeError: an argument's type is not that of the entry's parameter, such as float64 for ``const float*`` or
+                an integer for ``float``.
+            ValueError: a tensor is not contiguous, and the parameter is no ``void*``.
             EmulatorError: what the emulator found, or what the entry threw.
         """
         rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
+        parameters: bytes = self._entries.flash_wmma_parameters(name.encode()) or b""
+        types = parameters.decode().splitlines()
+        if len(types) == len(arguments):  # else the entry is not there, or says that their number is wrong
+            for i, value in enumerate(arguments):
+                _check(name, i, value, types[i])
         tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]
         with alone(), settings(mode=self.mode):
             configure(tensors)
@@ -93,6 +141,8 @@ class Program:
                 error = call_entry(self._entries, name, rows)
             finally:
                 configure([])
+        if error == _checks.INTERRUPTED:
+            raise KeyboardInterrupt
         if error is not None:
             raise EmulatorError(error)
 

@@ -23,6 +23,7 @@
 #define __launch_bounds__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
+#define __shared__ _Pragma("GCC error \"no __shared__ in the emulator: take shared_memory<Struct>() instead\"")
 
 #define EMULATOR_UNSEEN __attribute__((no_sanitize("thread"), no_sanitize_coverage))
 #define EMULATOR_BRICK __attribute__((noinline, no_sanitize("thread"), no_sanitize_coverage))
