@@ -323,6 +323,7 @@ class Producer {
     template <class Rows>
     __device__ __forceinline__ void load_cut(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity, int row,
                                              int head, const Item& work, int count) {
+        ptx::barrier_wait(&slot.empty, parity ^ 1);  // every lane for itself, since every lane writes there
         load(rows, map, slot, parity, &smem_.patch, row, head, work);
         ptx::barrier_wait(&smem_.patch, patch_parity_);
         patch_parity_ ^= 1;
