@@ -94,8 +94,8 @@ def test_mma(machine: Machine, shape: str, k: int, dtype: torch.dtype) -> None:
         lane, i = grid(32, 4)
         place_of_d = lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2
         d = torch.zeros(32, 4, device=machine.device)
-        registers = (x.contiguous().to(machine.device) for x in (a_registers, b_registers, c[place_of_d]))
-        machine.program.call(f"m16n8k{k}_{shape}", d, *registers)
+        a_pairs, b_pairs = (x.contiguous().view(torch.int32).to(machine.device) for x in (a_registers, b_registers))
+        machine.program.call(f"m16n8k{k}_{shape}", d, a_pairs, b_pairs, c[place_of_d].to(machine.device))
         assert torch.equal(d.cpu(), (a.float() @ b.float() + c)[place_of_d])
 
 
