@@ -71,8 +71,8 @@ std::vector<Shape> sm80_shapes() {
     };
 }
 
-/// The shapes for any problem: fewer, because ScoreMods make their code long. At d = 192 and 256 one block an SM and two
-/// stages: two blocks were not timed with ScoreMods.
+/// The shapes for any problem: fewer, because ScoreMods make their code long. At d = 192 and 256 one block an SM, with
+/// two stages: two blocks were not timed with ScoreMods.
 template <class T>
 std::vector<Shape> sm80_general_shapes() {
     return {
