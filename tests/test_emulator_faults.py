@@ -337,7 +337,7 @@ TYPED = (SQUARE, SQUARE.half(), SQUARE.int(), SQUARE.t(), 1, 2.0)
     [
         (0, SQUARE.double(), "argument 0: got float64, typed takes const float*"),
         (0, SQUARE.t(), "argument 0: got strides (1, 4), not contiguous, typed takes const float*"),
-        (0, SQUARE.data_ptr(), "argument 0: got int, typed takes const float*"),
+        (0, 4096, "argument 0: got int, typed takes const float*"),
         (1, SQUARE, "argument 1: got float32, typed takes __half*"),
         (2, SQUARE.long(), "argument 2: got int64, typed takes unsigned int*"),
         (4, 1.0, "argument 4: got float, typed takes int"),
