@@ -383,7 +383,7 @@ import signal, sys, threading, torch
 from flash_wmma import emulator
 source, mode, name, threads = sys.argv[1:]
 program = emulator.Program(source, mode=mode)
-before = signal.getsignal(signal.SIGINT)
+signal.signal(signal.SIGINT, before := signal.default_int_handler)  # a process in the background ignores it
 threading.Timer(0.5, signal.raise_signal, [signal.SIGINT]).start()
 try:
     with emulator.settings(threads=int(threads)):
