@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import fcntl
 import importlib.util
+import os
 import subprocess
 import sys
 import sysconfig
@@ -193,13 +194,14 @@ def gpu_memory() -> Iterator[Callable[[int], None]]:
 
     One test of all processes has this at a time, and its memory is given back."""
 
-    def ask(size: int) -> None:
-        torch.cuda.empty_cache()
-        if torch.cuda.mem_get_info()[0] < size + SPARE_MEMORY:
-            pytest.skip("not enough memory")
+    with (Path(tempfile.gettempdir()) / f"flash_wmma_gpu_memory_{os.getuid()}.lock").open("w") as lock:
 
-    with (Path(tempfile.gettempdir()) / "flash_wmma_gpu_memory.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        def ask(size: int) -> None:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            torch.cuda.empty_cache()
+            if torch.cuda.mem_get_info()[0] < size + SPARE_MEMORY:
+                pytest.skip("not enough memory")
+
         yield ask
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import math
 import os
 import shutil
 import statistics
@@ -54,9 +56,8 @@ def test_timing_statistics():
 
 
 def test_ratio_is_taken_round_by_round():
-    # The clock halves in the last two rounds; every round agrees on 2x, the ratio of medians would not need to.
-    slow, fast = timing.Timing((4.0, 4.0, 8.0, 8.0)), timing.Timing((2.0, 2.0, 4.0, 4.0))
-    assert fast.speedup_over(slow) == 2
+    slow, fast = timing.Timing((4.0, 2.0, 9.0)), timing.Timing((1.0, 2.0, 3.0))
+    assert fast.speedup_over(slow) == 3  # the median of 4, 1 and 3; the ratio of the medians is 2
 
 
 def test_rounds_rotate_and_time_every_contender():
@@ -476,8 +477,9 @@ def test_ladder_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_forward_ratios_are_taken_round_by_round():
-    cells = {"fast": benchmark.Cell(samples_ms=[2.0, 2.0, 4.0]), "slow": benchmark.Cell(samples_ms=[4.0, 4.0, 8.0])}
-    assert forward.ratio(cells["fast"], cells["slow"]) == 2
+    # 4, 1 and 3 times as fast; the ratio of the medians is 2
+    cells = {"fast": benchmark.Cell(samples_ms=[1.0, 2.0, 3.0]), "slow": benchmark.Cell(samples_ms=[4.0, 2.0, 9.0])}
+    assert forward.ratio(cells["fast"], cells["slow"]) == 3
     assert forward.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
 
 
@@ -512,7 +514,23 @@ def test_backward_compares_gradients_of_what_it_times():
     assert all(row.cells[name].right and len(row.cells[name].samples_ms) == 2 for name in names[:3])
     assert row.cells["bwd_cpu"].error > 0
     assert "no_such_kernel" in (row.cells["no_such_kernel"].reason or "")
+    assert row.cells["no_such_kernel"].right is False
     assert row.cells["bwd_cpu"].tflops == pytest.approx(2.5 * problem.flops / (1e9 * row.cells["bwd_cpu"].median_ms))
+
+
+def test_backward_sees_a_nan_in_any_gradient(monkeypatch: pytest.MonkeyPatch):
+    def with_nan(library: object, name: str, causal: bool) -> tuple[object, object]:
+        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return scaled_dot_product_attention(q, k, v * math.nan if name == "nan" else v)
+
+        return attend, contextlib.nullcontext()
+
+    monkeypatch.setattr(backward, "forward", with_nan)
+    problem = benchmark.Problem(1, 1, 8, 8, "fp16", False)
+    method = timing.Method(warmup=1, repeats=1)
+    row = backward.measure_row(flash_wmma, problem, ("right", "nan"), CPU, method, 0, lambda: None)
+    assert row.cells["right"].right
+    assert not row.cells["nan"].right
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

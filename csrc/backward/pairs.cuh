@@ -1,5 +1,5 @@
-// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 where an SM holds one
-// block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
+// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 at d = 256 and where an
+// SM holds one block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
 //
 // Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or

@@ -44,7 +44,7 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
 
 const KernelInfo kInfo = {
     /*name=*/"wgmma_sm90",
-    /*summary=*/"wgmma, TMA, a producer warp and two to four consumer warpgroups, lagged maximum, P in registers",
+    /*summary=*/"wgmma, TMA, planner, producer and two to four consumer warpgroups, lagged maximum, P in registers",
     /*min_arch=*/90,
     /*bf16_min_arch=*/90,
     /*float32=*/false,

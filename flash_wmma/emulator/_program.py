@@ -116,6 +116,8 @@ class Program:
         self.mode: Mode = mode
         self.library = build(path.stem, [path], mode)
         self._entries = ctypes.CDLL(str(self.library))
+        if not hasattr(self._entries, "flash_wmma_parameters"):
+            raise EmulatorError(f"{path.name}: no Entry; #include <entry.h> and name the functions to call")
         self._entries.flash_wmma_parameters.restype = ctypes.c_char_p
 
     def call(self, name: str, *arguments: Tensor | int | float) -> None:
