@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import ModuleType
 
 import torch
-from contenders import SDPA_BACKENDS
+from contenders import Implementation, peers
 from forward import PEERS, parse_arguments, run
 from timing import Contender, Method, measure
 from torch import Tensor
-from torch.nn.attention import sdpa_kernel
-from torch.nn.functional import scaled_dot_product_attention
 
 from benchmark import DTYPES, CannotRun, Cell, Problem, Row, load_library, make_inputs, timed_cell
 
@@ -34,29 +31,20 @@ TOLERANCE = {"fp16": 1e-2, "bf16": 6e-2}
 """Of the largest element of a gradient."""
 
 
-def forward(library: ModuleType, name: str, causal: bool) -> tuple[Callable[..., Tensor], AbstractContextManager[None]]:
-    """The contender's forward pass, and the context that it needs."""
-    if name in SDPA_BACKENDS:
-        return lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=causal), sdpa_kernel(SDPA_BACKENDS[name])
+def backward_kernel(library: ModuleType, name: str) -> Implementation:
+    """Attention whose gradients that kernel computes, deterministic ones if the name ends in " split"."""
     kernel, _, split = name.partition(" ")
 
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
         out: Tensor = library.forward(q, k, v, causal=causal, backward_kernel=kernel, deterministic=bool(split))
         return out
 
-    return attend, nullcontext()
-
-
-def refuse(cell: Cell, name: str, error: Exception) -> None:
-    """Why a contender did not run; of the project's own kernels that counts as wrong."""
-    cell.reason = str(error).splitlines()[0]
-    cell.right = None if name in SDPA_BACKENDS else False
+    return Implementation(name, "flash_wmma", attend)
 
 
 def measure_row(
-    library: ModuleType,
     problem: Problem,
-    names: Sequence[str],
+    implementations: Sequence[Implementation],
     device: torch.device,
     method: Method,
     seed: int,
@@ -64,16 +52,16 @@ def measure_row(
 ) -> Row:
     """Times the gradients of all contenders together on one set of inputs, and compares them."""
     leaves = [t.requires_grad_() for t in make_inputs(problem, DTYPES[problem.dtype], device, seed)]
-    gradient = torch.randn_like(leaves[0])
-    cells = {name: Cell() for name in names}
-    outputs = {}
-    for name in names:
-        attend, context = forward(library, name, problem.causal)
+    q, k, v = leaves
+    gradient = torch.randn_like(q)
+    outputs: dict[str, Tensor] = {}
+    failures: dict[str, Exception] = {}
+    for implementation in implementations:
         try:
-            with context:
-                outputs[name] = attend(*leaves)
+            with implementation.context():
+                outputs[implementation.name] = implementation.attend(q, k, v, problem.causal)
         except (RuntimeError, ValueError) as error:
-            refuse(cells[name], name, error)
+            failures[implementation.name] = error
 
     def gradients(name: str) -> tuple[Tensor, ...]:
         return torch.autograd.grad(outputs[name], leaves, gradient, retain_graph=True)
@@ -82,8 +70,12 @@ def measure_row(
         return Contender(lambda: gradients(name)[0])
 
     measured = measure({name: contender(name) for name in outputs}, device, method, on_round)
-    for name, error in measured.failures.items():
-        refuse(cells[name], name, error)
+    failures |= measured.failures
+    ours = {implementation.name: implementation.ours for implementation in implementations}
+    cells = {
+        name: Cell(reason=str(error).splitlines()[0], right=False if ours[name] else None)
+        for name, error in failures.items()
+    }
     if not measured.timings:
         return Row(problem, measured.clock, cells)
     expected = gradients(next(iter(measured.timings)))
@@ -101,10 +93,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(__doc__ or "", KERNELS, arguments)
     try:
         library = load_library()
+        implementations = [peer for peer in peers(torch.device("cuda"), PEERS) if peer.name in PEERS]
+        implementations += [backward_kernel(library, name) for name in options.kernels]
 
         def measured(problem: Problem, device: torch.device, method: Method, on_round: Callable[[], None]) -> Row:
-            names = (*PEERS, *options.kernels)
-            return measure_row(library, problem, names, device, method, options.seed, on_round)
+            return measure_row(problem, implementations, device, method, options.seed, on_round)
 
         return run(library, options, measured)
     except CannotRun as error:

@@ -15,7 +15,6 @@ with micro.so, which nvcc makes of it anywhere:
 from __future__ import annotations
 
 import argparse
-import csv
 import ctypes
 import json
 import re
@@ -27,7 +26,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from report import ABSENT
+from ncu import parse
+from report import ABSENT, Table
 
 import flash_wmma
 from flash_wmma import emulator
@@ -115,15 +115,28 @@ def micro_entries() -> list[str]:
     return re.findall(r'const Entry \w+\("(\w+)"', MICRO.read_text())
 
 
+OTHER_DTYPES = {
+    "half_column": (torch.int16, torch.int16),
+    "operands": (torch.float32, torch.int16),
+    "products": (torch.float32, torch.int32),
+    "atomics": (torch.int32, torch.int32),
+}
+"""Of the out and in of entries that do not take float, by the beginning of their names."""
+
+
 def micro_arguments(entry: str, device: str) -> list[torch.Tensor | int]:
-    """Most take (out, in), 4-byte elements."""
+    """Most take (out, in) of float."""
     out = torch.zeros(65536).to(device)
     if entry == "divergent_loop" or entry.startswith("accumulator"):
         return [out]
     if entry == "shared_broadcast":
         return [out, 3]
     count = {"global_broadcast": 2, "partial_warp": 40, "divergent_branch": 5, "uniform_branch": 5, "products": 4}
-    return [out, (torch.arange(65536.0) % 1024).to(device), *([count[entry]] if entry in count else [])]
+    values = (torch.arange(65536.0) % 1024).to(device)
+    for beginning, dtypes in OTHER_DTYPES.items():
+        if entry.startswith(beginning):
+            out, values = out.view(dtypes[0]), values.view(dtypes[1])
+    return [out, values, *([count[entry]] if entry in count else [])]
 
 
 def run_micro(library: Path, entry: str) -> None:
@@ -146,19 +159,13 @@ def ncu(arguments: list[str]) -> list[list[Counts]]:
     text = subprocess.run(
         [*command, sys.executable, __file__, *arguments], capture_output=True, text=True, check=False
     ).stdout
-    names = {metric.ncu: name for name, metric in METRICS.items()}
-    launches: dict[str, Counts] = defaultdict(dict)
-    ends: dict[str, bool] = {}  # whether that launch is a call's last
-    for row in csv.DictReader(text[text.find('"ID"') :].splitlines()):
-        value = row["Metric Value"].replace(",", "")
-        launches[row["ID"]][names[row["Metric Name"]]] = float(value) if value != "n/a" else float("nan")
-        ends[row["ID"]] = PREPARES not in row["Kernel Name"]
+    launches = parse(text, {name: metric.ncu for name, metric in METRICS.items()})
     if not launches:
         raise SystemExit(f"ncu gave no counters:\n{text}")
     calls: list[list[Counts]] = [[]]
-    for number, counts in launches.items():
-        calls[-1].append(counts)
-        if ends[number]:
+    for kernel, counts in launches:
+        calls[-1].append({name: counts.get(name, float("nan")) for name in METRICS})
+        if PREPARES not in kernel:
             calls.append([])
     return calls[:-1]
 
@@ -216,12 +223,12 @@ def compare(path: Path) -> None:
                     rows.append(f"| {name}{launch} | {metric} | {a:,.0f} | {b:,.0f} |")
     print(f"{measured['device']}: {equal} figures equal (zeros apart), {near} within 2 %, {len(rows)} further apart:\n")
     print("| launch | figure | GPU | emulator |\n|---|---|---|---|", *rows, sep="\n")
-    print("\nGPU / emulator:\n")
-    print(side_by_side(pairs))
+    print()
+    side_by_side(pairs).print()
 
 
-def side_by_side(pairs: Sequence[tuple[str, Counts, Counts]]) -> str:
-    """What a request takes, by the GPU and by the emulator: a table with a row a kernel's launch."""
+def side_by_side(pairs: Sequence[tuple[str, Counts, Counts]]) -> Table:
+    """What a request takes, by the GPU and by the emulator: a row a kernel's launch."""
 
     def quotient(counts: Counts, kind: str, what: str) -> str:
         requests = counts[f"{kind} requests"]
@@ -229,10 +236,8 @@ def side_by_side(pairs: Sequence[tuple[str, Counts, Counts]]) -> str:
 
     columns = [(kind, "wavefronts") for kind in ("shared load", "shared store", "ldmatrix")]
     columns += [(kind, "sectors") for kind in ("global load", "global store")]
-    lines = [["launch", *(f"{what} a {kind}" for kind, what in columns)], ["---"] * (len(columns) + 1)]
-    for name, *sides in pairs:
-        lines.append([name, *(" / ".join(quotient(side, *column) for side in sides) for column in columns)])
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    rows = [[name, *(" / ".join(quotient(side, *c) for side in sides) for c in columns)] for name, *sides in pairs]
+    return Table("GPU / emulator", ["launch", *(f"{what} a {kind}" for kind, what in columns)], rows)
 
 
 def main() -> None:

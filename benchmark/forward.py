@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,7 +25,7 @@ import torch
 from contenders import SDPA, UnknownName, flash_wmma_kernels, peers
 from environment import describe
 from report import ABSENT, Table, progress
-from timing import Method
+from timing import Method, Timing
 
 from benchmark import CannotRun, Cell, Problem, Row, _positive, choose_device, load_library, measure_row
 
@@ -39,9 +38,9 @@ MeasureRow = Callable[[Problem, torch.device, Method, Callable[[], None]], Row]
 
 
 def ratio(cell: Cell, other: Cell) -> float | None:
-    """How many times as fast as the other: the median of the ratios of the same rounds."""
-    pairs = zip(cell.samples_ms, other.samples_ms, strict=False)
-    return statistics.median(b / a for a, b in pairs) if cell.samples_ms and other.samples_ms else None
+    """How many times as fast as the other; None if one of them did not run."""
+    mine, theirs = (Timing(tuple(x.samples_ms)) for x in (cell, other))
+    return mine.speedup_over(theirs) if mine.samples and theirs.samples else None
 
 
 def tables(found: Sequence[tuple[Row, Row]], names: Sequence[str], title: str) -> list[Table]:

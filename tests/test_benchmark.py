@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import math
@@ -12,6 +11,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,6 +26,7 @@ sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("accuracy")
 backward = importlib.import_module("backward")
 benchmark = importlib.import_module("benchmark")
+calibrate = importlib.import_module("calibrate")
 contenders = importlib.import_module("contenders")
 forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
@@ -510,7 +511,9 @@ def test_backward_compares_gradients_of_what_it_times():
     problem = benchmark.Problem(1, 2, 40, 16, "fp16", True)
     names = ("sdpa_math", "bwd_cpu", "bwd_cpu split", "no_such_kernel")
     method = timing.Method(warmup=1, repeats=2)
-    row = backward.measure_row(flash_wmma, problem, names, CPU, method, 0, lambda: None)
+    compared = [peer for peer in contenders.peers(CPU, names[:1]) if peer.name in names]
+    compared += [backward.backward_kernel(flash_wmma, name) for name in names[1:]]
+    row = backward.measure_row(problem, compared, CPU, method, 0, lambda: None)
     assert all(row.cells[name].right and len(row.cells[name].samples_ms) == 2 for name in names[:3])
     assert row.cells["bwd_cpu"].error > 0
     assert "no_such_kernel" in (row.cells["no_such_kernel"].reason or "")
@@ -518,17 +521,15 @@ def test_backward_compares_gradients_of_what_it_times():
     assert row.cells["bwd_cpu"].tflops == pytest.approx(2.5 * problem.flops / (1e9 * row.cells["bwd_cpu"].median_ms))
 
 
-def test_backward_sees_a_nan_in_any_gradient(monkeypatch: pytest.MonkeyPatch):
-    def with_nan(library: object, name: str, causal: bool) -> tuple[object, object]:
-        def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return scaled_dot_product_attention(q, k, v * math.nan if name == "nan" else v)
+def test_backward_sees_a_nan_in_any_gradient():
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, factor: float = 1.0) -> torch.Tensor:
+        return scaled_dot_product_attention(q, k, v * factor)
 
-        return attend, contextlib.nullcontext()
-
-    monkeypatch.setattr(backward, "forward", with_nan)
+    right = contenders.Implementation("right", "other", attend)
+    wrong = contenders.Implementation("nan", "flash_wmma", partial(attend, factor=math.nan))
     problem = benchmark.Problem(1, 1, 8, 8, "fp16", False)
     method = timing.Method(warmup=1, repeats=1)
-    row = backward.measure_row(flash_wmma, problem, ("right", "nan"), CPU, method, 0, lambda: None)
+    row = backward.measure_row(problem, [right, wrong], CPU, method, 0, lambda: None)
     assert row.cells["right"].right
     assert not row.cells["nan"].right
 
@@ -537,3 +538,28 @@ def test_backward_sees_a_nan_in_any_gradient(monkeypatch: pytest.MonkeyPatch):
 def test_backward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
     assert backward.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+# --------------------------------------------------------------------------------------------------------- calibrate
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_calibration_calls_every_micro_kernel():
+    program = flash_wmma.emulator.Program(calibrate.MICRO)
+    entries = calibrate.micro_entries()
+    assert entries
+    for entry in entries:
+        (counts,) = calibrate.emulated(program.counts(entry, *calibrate.micro_arguments(entry, "cpu")))
+        assert any(counts.values())
+
+
+def test_calibration_takes_a_conversion_and_its_kernel_as_one_call(monkeypatch: pytest.MonkeyPatch):
+    metric, absent = list(calibrate.METRICS.values())[:2]
+    rows = ['"ID","Kernel Name","Metric Name","Metric Value"']
+    for i, kernel in enumerate(("convert", "forward", "forward")):
+        rows += [f'"{i}","{kernel}","{metric.ncu}","1,10{i}"', f'"{i}","{kernel}","{absent.ncu}","n/a"']
+    done = SimpleNamespace(stdout="\n".join(["==PROF==", *rows]))
+    monkeypatch.setattr(calibrate.subprocess, "run", lambda *_, **__: done)
+    calls = calibrate.ncu(["run"])
+    assert [[counts["shared load requests"] for counts in call] for call in calls] == [[1100, 1101], [1102]]
+    assert math.isnan(calls[0][0]["shared load wavefronts"])

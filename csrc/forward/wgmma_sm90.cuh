@@ -21,6 +21,8 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and one of plans, each place with a barrier that says it is full and one that says it is empty.
 //
+// wgmma_sm90_block.cuh says what a block is, wgmma_sm90_plan.cuh what it works on and in which order.
+//
 // Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
 // and the power they take.
 #pragma once
@@ -31,253 +33,15 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
-#include <numeric>
 
-#include "../attention.h"
 #include "../device/element.cuh"
-#include "../device/mask.cuh"
 #include "../device/quad.cuh"
 #include "../device/score_mod.cuh"
-#include "../device/tile.cuh"
+#include "wgmma_sm90_block.cuh"
+#include "wgmma_sm90_plan.cuh"
 #include "wgmma_sm90_shapes.h"
 
 namespace flash_wmma::wgmma_sm90 {
-
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages, bool Turns = false>
-struct Tile {
-    using T = Scalar;
-    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
-    static constexpr int kPlans = 4;       // items that are known ahead
-    static constexpr bool kTurns = Turns;  // consumers ask for products in turn
-    // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
-    static constexpr bool kSetsO = Consumers > 2;
-    static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
-    static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
-    static constexpr int kPanels = HeadDim / 64;
-    // Of a thread, in eights: what warpgroup 0 does not need of its registers, the consumers take
-    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-    static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
-    static constexpr int kConsumerRegisters =
-        (kLaunchRegisters * (Consumers + 1) - kProducerRegisters) / Consumers / 8 * 8;
-    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
-};
-
-/// A barrier pair of something that one warp fills and others empty.
-struct Slot {
-    ptx::Barrier full, empty;
-};
-
-/// K tiles [first, end).
-struct Range {
-    int first, end;
-};
-
-/// What a block works on at a time: its sequence and Q tile, and the keys it may see. Words alone (uniform).
-template <class Tile>
-struct Work {
-    Sequence sequence;
-    QTile tile;
-    BandMask mask;
-    int odd;      // whether it is of every other round
-    Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
-
-    /// First row of a consumer. Later rows may see more keys: in every other round the consumers change places.
-    __device__ __forceinline__ int first_row(int consumer) const {
-        return tile.first_row + Tile::kGroupRows * (odd ? Tile::kConsumers - 1 - consumer : consumer);
-    }
-};
-
-/// The same with each consumer's part of it.
-template <class Tile>
-struct Plan {
-    Work<Tile> work;
-    Range seen[Tile::kConsumers];  // of work.tiles, those with a key that some row of a consumer sees
-};
-
-/// Map of a block's shared memory.
-template <class Tile>
-struct SharedMemory {
-    using T = typename Tile::T;
-    struct alignas(1024) KeyRows {
-        T panel[Tile::kPanels][Tile::kBc * 64];
-    };
-    struct alignas(1024) QRows {
-        T panel[Tile::kPanels][Tile::kGroupRows * 64];
-    };
-    QRows q[Tile::kQStages][Tile::kConsumers];
-    KeyRows k[Tile::kStages], v[Tile::kStages];
-    Plan<Tile> plan[Tile::kPlans];
-    Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
-    Slot plan_slot[Tile::kPlans];
-    ptx::Barrier patch;  // of a tile that the producer completes itself
-};
-
-/// Where q, k and v lie, for the copy engine.
-struct Maps {
-    TensorMap q, k, v;
-};
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
-
-/// A place in the ring, and how often the ring has come round.
-template <int Stages>
-struct RingPlace {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == Stages) stage = 0, parity ^= 1;
-    }
-};
-
-/// The order of the work: items, dealt to the blocks in rounds of one each.
-struct Schedule {
-    int items;
-    int dealt;   // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
-    int period;  // heads after which a head's tiles would come to the same blocks again
-
-    /// This block's items one after the other; -1: no more.
-    class Walk {
-      public:
-        __device__ __forceinline__ explicit Walk(const Schedule& schedule)
-            : items_(schedule.items), dealt_(schedule.dealt) {}
-        /// The longest mixed items come first, and their rounds go forth and back: what the longest of a round cost
-        /// more, they save in the next.
-        __device__ __forceinline__ int next() {
-            const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
-            while (first_ < items_) {
-                const int item = first_ + (odd_ && first_ >= dealt_ ? blocks - 1 - block : block);
-                first_ += blocks;
-                odd_ = !odd_;
-                if (item < items_) return item;
-            }
-            return -1;
-        }
-        /// Whether the item last given is of every other round.
-        __device__ __forceinline__ bool odd() const { return !odd_; }
-
-      private:
-        int items_, dealt_, first_ = 0;
-        bool odd_ = false;
-    };
-
-    /// Heads are those of all batch entries. The tiles of a head are numbered one further on after each period, so that
-    /// of as many heads as there are blocks each block gets every tile once, whatever a tile costs.
-    template <int Br>
-    __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
-        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, tile = (item + slice / period) % tiles;
-        if (item >= dealt) {
-            const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
-            slice = first + mixed % count, tile = tiles - 1 - mixed / count;
-        }
-        const int batch = slice / heads, head = slice % heads;
-        return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
-                {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
-    }
-};
-
-/// Work item `item` of the grid.
-template <class Tile, bool General>
-__device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
-    if (General && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
-    Assignment found = schedule.dense<Tile::kBr>(p, item);
-    if (General) found.sequence = sequence(p, found.tile.batch);
-    return found;
-}
-
-/// x, whose words are the same in the whole warp: now the compiler knows.
-template <class X>
-__device__ __forceinline__ X uniform(X x) {
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
-        int& word = reinterpret_cast<int*>(&x)[i];
-        word = __shfl_sync(kWarpMask, word, 0);
-    }
-    return x;
-}
-
-/// A warp's way through the plans.
-template <class Tile>
-class PlanReader {
-  public:
-    struct View {
-        Work<Tile> work;
-        Range seen;  // by a consumer
-    };
-
-    __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
-
-    __device__ __forceinline__ View next(int consumer) {
-        Slot& slot = smem_.plan_slot[place_.stage];
-        const Plan<Tile>& plan = smem_.plan[place_.stage];
-        ptx::barrier_wait(&slot.full, place_.parity);
-        const View view{uniform(plan.work), uniform(plan.seen[consumer])};
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.empty);
-        place_.advance();
-        return view;
-    }
-
-  private:
-    SharedMemory<Tile>& smem_;
-    RingPlace<Tile::kPlans> place_;
-};
-
-// ---- Planner --------------------------------------------------------------------------------------------------------
-
-/// One warp: says what the block works on, one item after the other, ahead of all others.
-template <class Tile, bool General>
-class Planner {
-  public:
-    __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
-        : p_(params), smem_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
-
-    __device__ __forceinline__ void run(const Schedule& schedule) {
-        Schedule::Walk walk(schedule);
-        int item;
-        do {
-            item = walk.next();
-            const Assignment a = assignment<Tile, General>(p_, schedule, max(item, 0));
-            const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
-            if (exists || item < 0) publish(a, walk.odd(), item < 0);
-        } while (item >= 0);
-    }
-
-  private:
-    __device__ __forceinline__ void publish(const Assignment& a, bool odd, bool none) {
-        const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
-        // K tiles with a key that some of the rows sees, which may be beyond the end. None: one tile, which is masked
-        const auto seen = [&](int row, int count) -> Range {
-            const int last_row = min(row + count, a.sequence.seqlen_q) - 1;
-            const int last_tile = (a.sequence.seqlen_k - 1) / Tile::kBc;
-            const int first = min(mask.begin(row) / Tile::kBc, last_tile);
-            const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
-            return {first, max(end, first + 1)};
-        };
-        const Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
-        const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
-        Slot& slot = smem_.plan_slot[place_.stage];
-        Plan<Tile>& plan = smem_.plan[place_.stage];
-        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
-        if (lane_ == 0) plan.work = work;
-        if (lane_ < Tile::kConsumers) {
-            const Range own = seen(work.first_row(lane_), Tile::kGroupRows);
-            const int first = min(max(own.first, tiles.first), tiles.end - 1);
-            plan.seen[lane_] = none ? tiles : Range{first, min(max(own.end, first + 1), tiles.end)};
-        }
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
-        place_.advance();
-    }
-
-    const ForwardParams& p_;
-    SharedMemory<Tile>& smem_;
-    const int lane_;
-    RingPlace<Tile::kPlans> place_;
-};
 
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
@@ -823,16 +587,6 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                           std::int64_t heads, int box_rows) {
     return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
-}
-
-/// The order for so many blocks. Where a tile's work depends on its place (causal) and there are not enough heads left
-/// for every block to get each tile once, they are mixed.
-inline Schedule make_schedule(const ForwardParams& p, int items, int blocks) {
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1};
-    const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
-    const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
-    const int period = blocks / std::gcd(blocks, tiles);
-    return {items, tiles * (uneven ? heads / blocks * blocks : heads), period};
 }
 
 template <class Tile, bool General>
