@@ -10,6 +10,7 @@ struct BandMask {
     int begin_shift, end_shift;  ///< row i sees [i + begin_shift, i + end_shift) within [0, seqlen_k)
     int seqlen_k;
 
+    BandMask() = default;
     __device__ BandMask(const Band& band, std::int64_t seqlen_q, std::int64_t seqlen_k_)
         : seqlen_k(static_cast<int>(seqlen_k_)) {
         const std::int64_t offset = band.bottom_right ? seqlen_k_ - seqlen_q : 0;

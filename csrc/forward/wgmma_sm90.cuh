@@ -68,6 +68,7 @@ class Producer {
 
   private:
     using Item = Work<Tile>;
+    using KeyRows = typename SharedMemory<Tile>::KeyRows;
 
     /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
     template <class Rows>
@@ -82,13 +83,11 @@ class Producer {
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
-    /// The same of `count` rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros itself, but
-    /// beyond a packed sequence's end it finds rows of the next one.
-    template <class Rows>
-    __device__ __forceinline__ void load_cut(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity, int row,
-                                             int head, const Item& work, int count) {
-        ptx::barrier_wait(&slot.empty, parity ^ 1);  // every lane for itself, since every lane writes there
-        load(rows, map, slot, parity, &smem_.patch, row, head, work);
+    /// The same of V's `count` first rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros
+    /// itself, but beyond a packed sequence's end it finds rows of the next one.
+    __device__ __forceinline__ void load_cut(KeyRows& rows, Slot& slot, int row, const Item& work, int count) {
+        ptx::barrier_wait(&slot.empty, v_.parity ^ 1);  // every lane for itself, since every lane writes there
+        load(rows, maps_.v, slot, v_.parity, &smem_.patch, row, work.tile.head_k, work);
         ptx::barrier_wait(&smem_.patch, patch_parity_);
         patch_parity_ ^= 1;
         constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
@@ -102,17 +101,12 @@ class Producer {
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
     }
 
-    /// Rows of other sequences must not take part in a warp's votes, or results would depend on them to the bit.
     __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
             Slot& slot = smem_.q_slot[q_.stage][c];
-            auto& rows = smem_.q[q_.stage][c];
-            const int row = work.sequence.first_q + work.first_row(c);
-            const int count = work.sequence.seqlen_q - work.first_row(c);  // of the sequence's rows
-            if (General && p_.sequences.cu_seqlens_q && count < Tile::kGroupRows)
-                load_cut(rows, maps_.q, slot, q_.parity, row, work.tile.head, work, count);
-            else load(rows, maps_.q, slot, q_.parity, &slot.full, row, work.tile.head, work);
+            load(smem_.q[q_.stage][c], maps_.q, slot, q_.parity, &slot.full, work.sequence.first_q + work.first_row(c),
+                 work.tile.head, work);
         }
         q_.advance();
     }
@@ -131,7 +125,7 @@ class Producer {
         const int row = work.sequence.first_k + tile * Tile::kBc;
         const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
         if (General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
-            load_cut(rows, maps_.v, slot, v_.parity, row, work.tile.head_k, work, count);
+            load_cut(rows, slot, row, work, count);
         else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
         v_.advance();
     }
@@ -387,7 +381,7 @@ class Consumer {
                 top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
             top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
         }
-        const bool moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+        const bool moderate = factor > 0.f && all_moderate(top, factor);
         if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;
         return moderate;
     }
@@ -405,12 +399,19 @@ class Consumer {
             }
     }
 
+    /// Whether all of the warp's rows say so: `holds` is asked for each of a lane's two. Behind a packed sequence lie
+    /// rows of the next one, which are not asked, or results would depend on them to the bit.
+    template <class Holds>
+    __device__ __forceinline__ bool all_rows(Holds holds) const {
+        return __all_sync(kWarpMask,
+                          (holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));
+    }
+
     /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ
     /// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
-    __device__ __forceinline__ static bool all_moderate(const float (&x)[2], float factor) {
+    __device__ __forceinline__ bool all_moderate(const float (&x)[2], float factor) const {
         constexpr float kLimit = 1 << 24;
-        return (x[0] == -INFINITY || fabsf(x[0] * factor) < kLimit) &&
-               (x[1] == -INFINITY || fabsf(x[1] * factor) < kLimit);
+        return all_rows([&](int h) { return x[h] == -INFINITY || fabsf(x[h] * factor) < kLimit; });
     }
 
     /// P with the exact maximum of what this tile shows; l is rescaled to it, and so is O, if it has begun. Returns
@@ -423,7 +424,7 @@ class Consumer {
         for (;;) {
             hide_band();
             row_maximum(top);
-            moderate = __all_sync(kWarpMask, factor > 0.f && all_moderate(top, factor));
+            moderate = factor > 0.f && all_moderate(top, factor);
             if (moderate || rounded) break;
 #pragma unroll
             for (float& score : s_) score *= factor;  // products are rounded first, so that the largest is m to the bit
@@ -447,7 +448,7 @@ class Consumer {
         }
         weigh(sum, factor, offset);
         l_[0] += sum[0], l_[1] += sum[1];
-        return !rounded && __all_sync(kWarpMask, all_moderate(m_, 1.f));
+        return !rounded && all_moderate(m_, 1.f);
     }
 
     /// P as the second product's operand: its layout is that of S, in pairs.
@@ -462,6 +463,7 @@ class Consumer {
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
         const float factor = this->factor();
+        rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
@@ -483,7 +485,7 @@ class Consumer {
                 float sum[2];
                 weigh(sum, factor, offset);
                 constexpr float kLargest = Element<T>::kLargestSum;
-                done = __all_sync(kWarpMask, sum[0] <= kLargest && sum[1] <= kLargest);
+                done = all_rows([&](int h) { return sum[h] <= kLargest; });
                 if (done) l_[0] += sum[0], l_[1] += sum[1];
             }
             ptx::wgmma_wait<0>();
@@ -544,6 +546,7 @@ class Consumer {
     std::uint32_t weights_[kBc / 16][4];
     float o_[kOutputs];
     float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
+    int rows_left_;      // from row() on in the sequence
 };
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every

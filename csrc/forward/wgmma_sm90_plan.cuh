@@ -89,11 +89,13 @@ class PlanReader {
         Slot& slot = smem_.plan_slot[place_.stage];
         const Plan<Tile>& plan = smem_.plan[place_.stage];
         ptx::barrier_wait(&slot.full, place_.parity);
-        const View view{uniform(plan.work), uniform(plan.seen[consumer])};
-        __syncwarp();
-        if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.empty);
+        View view{};
+        if (threadIdx.x % 32 == 0) {
+            view = {plan.work, plan.seen[consumer]};
+            ptx::barrier_arrive(&slot.empty);
+        }
         place_.advance();
-        return view;
+        return uniform(view);
     }
 
   private:
@@ -135,14 +137,19 @@ class Planner {
         Slot& slot = smem_.plan_slot[place_.stage];
         Plan<Tile>& plan = smem_.plan[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
-        if (lane_ == 0) plan.work = work;
-        if (lane_ < Tile::kConsumers) {
-            const Range own = seen(work.first_row(lane_), Tile::kGroupRows);
-            const int first = min(max(own.first, tiles.first), tiles.end - 1);
-            plan.seen[lane_] = none ? tiles : Range{first, min(max(own.end, first + 1), tiles.end)};
+        Range own[Tile::kConsumers];
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            const Range rows = seen(work.first_row(c), Tile::kGroupRows);
+            const int first = min(max(rows.first, tiles.first), tiles.end - 1);
+            own[c] = none ? tiles : Range{first, min(max(rows.end, first + 1), tiles.end)};
         }
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        if (lane_ == 0) {
+            plan.work = work;
+#pragma unroll
+            for (int c = 0; c < Tile::kConsumers; ++c) plan.seen[c] = own[c];
+            ptx::barrier_arrive(&slot.full);
+        }
         place_.advance();
     }
 
