@@ -114,7 +114,10 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
     for (const Kernel<Params>* kernel : emulation::kernels().of(params)) {
         if (kernel == taken || (name != "auto" && name != kernel->name)) continue;
         std::string why_not = registry::refusal(*kernel, params, device);
-        if (why_not.empty()) why_not = kernel->auto_rank == 0 ? "runs by name only" : "ranks below the kernel taken";
+        if (why_not.empty())
+            why_not = kernel->auto_rank == 0                             ? "runs by name only"
+                      : kernel->yields && kernel->yields(params, device) ? "is slower on so small a problem"
+                                                                         : "ranks below the kernel taken";
         reasons[kernel->name] = why_not;
     }
     py::object instance = py::none();

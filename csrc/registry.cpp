@@ -200,10 +200,14 @@ namespace {
 template <class Params>
 const Kernel<Params>* best(const Kernels<Params>& kernels, const Params& params, const DeviceFacts& device) {
     const Kernel<Params>* taken = nullptr;
+    int taken_rank = 0;
     for (const Kernel<Params>* kernel : kernels) {
-        if (kernel->auto_rank == 0 || (taken && kernel->auto_rank <= taken->auto_rank)) continue;
+        if (kernel->auto_rank <= taken_rank) continue;
         if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
-        if (refusal(*kernel, params, device).empty()) taken = kernel;
+        const int rank = kernel->yields && kernel->yields(params, device) ? 1 : kernel->auto_rank;  // 1: before nothing
+        if (rank <= taken_rank || !refusal(*kernel, params, device).empty()) continue;
+        taken = kernel;
+        taken_rank = rank;
     }
     return taken;
 }

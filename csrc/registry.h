@@ -56,7 +56,7 @@ struct KernelFacts {
     bool float32, float16;  ///< input types it takes
     int min_head_dim, max_head_dim;
     unsigned features;  ///< Feature bits
-    int auto_rank;      ///< `auto` takes the highest rank that fits; 0: only by name
+    int auto_rank;      ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
     const Instance* instances;
     std::size_t instance_count;
 };
@@ -73,6 +73,8 @@ struct Kernel : KernelFacts {
     int max_arch = 1 << 30;
     /// Whether fp32 inputs are rounded to half on their way into the products, by instances that read fp32.
     bool rounds_float32 = false;
+    /// Whether `auto` leaves these params to a kernel of lower rank, which is faster there; null: never.
+    bool (*yields)(const Params&, const DeviceFacts&) = nullptr;
 };
 using KernelInfo = Kernel<ForwardParams>;
 using BackwardKernelInfo = Kernel<BackwardParams>;

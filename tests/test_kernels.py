@@ -105,7 +105,7 @@ def test_auto_has_a_kernel_for_the_usual(arch: int) -> None:
     if not kernels:
         pytest.skip("built without CUDA kernels that auto takes")
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
-        q = meta(2, 8, 1000, 64, dtype=dtype)
+        q = meta(2, 8, 2000, 64, dtype=dtype)
         answer = flash_wmma.explain(q, q, q, causal=True, device_facts=facts(arch))
         able = [
             k
@@ -119,6 +119,31 @@ def test_auto_has_a_kernel_for_the_usual(arch: int) -> None:
         best = max(able, key=lambda k: k.auto_rank, default=None)
         assert answer.kernel == (best.name if best else None)
         assert answer.kernel is not None or dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("shape_q", "keys", "small"),
+    [
+        ((1, 1, 16, 64), 16, True),
+        ((1, 8, 256, 128), 256, True),
+        ((1, 8, 256, 128), 257, False),
+        ((1, 8, 512, 64), 512, True),
+        ((4, 32, 256, 64), 256, False),  # no SM to spare
+        ((16, 32, 64, 64), 64, True),  # few rows a head
+        ((16, 32, 2048, 64), 64, False),
+    ],
+)
+def test_auto_leaves_small_problems_to_mma_sm80(shape_q: tuple[int, ...], keys: int, small: bool) -> None:
+    """On sm_90, unless the choice must not depend on the batch; dense or packed."""
+    if not {"wgmma_sm90", "mma_sm80"} <= {kernel.name for kernel in flash_wmma.kernels()}:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(*shape_q, dtype=torch.float16)
+    k = meta(*shape_q[:2], keys, shape_q[3], dtype=torch.float16)
+    answer = flash_wmma.explain(q, k, k, device_facts=facts(90))
+    assert answer.kernel == ("mma_sm80" if small else "wgmma_sm90")
+    assert (answer.reasons.get("wgmma_sm90") == "is slower on so small a problem") == small
+    named = flash_wmma.explain(q, k, k, kernel="wgmma_sm90", device_facts=facts(90))
+    assert named.kernel == "wgmma_sm90"
 
 
 def test_auto_on_the_cpu() -> None:

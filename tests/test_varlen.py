@@ -232,16 +232,19 @@ def test_longer_than_max_seqlen(target: Target) -> None:
         assert not out.isnan().any()
 
 
-def test_neighbours_leave_no_trace(target: Target) -> None:
-    """A sequence's result is the same to the bit, whatever the next one holds."""
+@pytest.mark.parametrize("foreign", [1000.0, math.inf, math.nan])
+def test_neighbours_leave_no_trace(target: Target, foreign: float) -> None:
+    """A sequence's result is the same to the bit, whatever the next one holds; its first tile of keys is full."""
     kernel, dtype = supporting(target)
-    q, k, v = (packed(90, 2, 64, dtype, kernel.device, s) for s in (1, 2, 3))
-    cu = cumulative((41, 49), kernel.device)
-    beside_small = run_packed(kernel, q, k, v, cu, cu)[0][:41].clone()
-    for t in (q, k, v):
-        t[41:] *= 1000
-    out, _ = run_packed(kernel, q, k, v, cu, cu)
-    assert torch.equal(out[:41], beside_small)
+    lengths, keys = (41, 49), (256, 30)
+    q = packed(sum(lengths), 2, 64, dtype, kernel.device, 1)
+    k, v = (packed(sum(keys), 2, 64, dtype, kernel.device, s) for s in (2, 3))
+    cu = [cumulative(n, kernel.device) for n in (lengths, keys)]
+    beside_small = run_packed(kernel, q, k, v, *cu)[0][: lengths[0]].clone()
+    for t, first in ((q, lengths[0]), (k, keys[0]), (v, keys[0])):
+        t[first:] *= foreign
+    out, _ = run_packed(kernel, q, k, v, *cu)
+    assert torch.equal(out[: lengths[0]], beside_small)
 
 
 def test_bitwise_as_dense_on_the_cpu() -> None:

@@ -42,6 +42,18 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
     choose_shape(p, device).launch(p, device, stream);
 }
 
+/// Where mma_sm80 is through first (docs/tuning/hopper.md): so few keys that what a block takes to begin and to end
+/// counts, while there are SMs to spare; or few rows too, which would leave most of this kernel's Q tiles empty.
+bool yields(const ForwardParams& p, const DeviceFacts& device) {
+    if (p.batch_invariant) return false;  // or the choice would depend on the batch
+    const Sequences& s = p.sequences;
+    const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q, batch = s.cu_seqlens_q ? 1 : p.batch;
+    const std::int64_t q_tiles = (rows + 127) / 128 * p.heads_q * batch;
+    const std::int64_t head_dim = std::max({p.head_dim, p.head_dim_v, 64});
+    return (p.seqlen_k * head_dim <= 256 * 128 && 2 * q_tiles <= device.sm_count) ||
+           (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
+}
+
 const KernelInfo kInfo = {
     /*name=*/"wgmma_sm90",
     /*summary=*/"wgmma, TMA, planner, producer and two to four consumer warpgroups, lagged maximum, P in registers",
@@ -59,6 +71,8 @@ const KernelInfo kInfo = {
     /*workspace_bytes=*/[](const ForwardParams&, const DeviceFacts&) { return std::int64_t{0}; },
     launch_wgmma_sm90,
     /*max_arch=*/90,
+    /*rounds_float32=*/false,
+    yields,
 };
 const Registration kRegistration(kInfo);
 
