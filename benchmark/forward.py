@@ -3,6 +3,7 @@
 
     python benchmark/forward.py                              16,384 tokens, hidden size 2048, fp16
     python benchmark/forward.py --dtype bf16 --kernels mma_sm80 wgmma_sm90 --json forward.json
+    python benchmark/forward.py --sample-ms 10               a card at its power limit
 
 For every d and N the batch is 16,384 / N and the heads are 2048 / d. All contenders of a problem are timed together by
 timing.py's method, and every output is checked (accuracy.py). Two tables: TFLOP/s, and each kernel's speed relative to
@@ -32,6 +33,7 @@ from benchmark import CannotRun, Cell, Problem, Row, _positive, choose_device, l
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 KERNELS = ("wgmma_sm90", "mma_sm80", "mma_sm75", "wmma_v3")
+SAMPLE_HELP = "time calls in a row that take so long together, near the card's power limit (default: one call)"
 
 MeasureRow = Callable[[Problem, torch.device, Method, Callable[[], None]], Row]
 """Of a problem; the last argument is called once a round."""
@@ -77,6 +79,7 @@ def parse_arguments(
     parser.add_argument("--lengths", nargs="+", type=_positive, default=[512, 2048, 16384], metavar="N")
     parser.add_argument("--kernels", nargs="+", default=list(kernels), metavar="NAME")
     parser.add_argument("--repeats", type=_positive, default=7, metavar="ROUNDS")
+    parser.add_argument("--sample-ms", type=float, default=0.0, metavar="MS", help=SAMPLE_HELP)
     parser.add_argument("--seed", type=int, default=0, help="of the normally distributed inputs")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     return parser.parse_args(arguments)
@@ -91,7 +94,7 @@ def run(library: ModuleType, options: argparse.Namespace, measured: MeasureRow) 
         if wrong := [size for size in sizes if whole % size]:
             raise CannotRun(f"--{name}: got {wrong[0]}, allowed are divisors of {whole}")
     environment = describe(library, device)
-    method = Method(warmup=3, repeats=options.repeats)
+    method = Method(warmup=3, repeats=options.repeats, sample_ms=options.sample_ms)
     print("\n".join(environment.lines()), f"method    {method.describe(device)}", sep="\n", end="\n\n", flush=True)
 
     found: list[tuple[Row, Row]] = []

@@ -5,7 +5,8 @@ place from round to round, so that clock, power and temperature drift hits all o
 contenders is the median of their ratios round by round.
 
 A contender's turn is one untimed call, then one timed call. The untimed call fixes the state of the caches (warm: the
-same inputs were just read) and keeps the device busy while the host prepares the timed one.
+same inputs were just read) and keeps the device busy while the host prepares the timed one. ``Method.sample_ms`` makes
+it as many calls in a row as take that long, untimed and timed: then a card with a power limit comes near it.
 
 Clock
     ``wall``    CPU: ``time.perf_counter`` around the call.
@@ -53,6 +54,7 @@ class Method:
     graph_target_ms: float = 2.0
     graph_max_calls: int = 100
     untimed_call_below_ms: float = 5.0
+    sample_ms: float = 0.0  #: clock "events": the calls in a row of a sample take about that long; at least one call
 
     def describe(self, device: torch.device) -> str:
         """The method in a sentence, for the head of a table."""
@@ -65,7 +67,8 @@ class Method:
             "on": ", CUDA graphs in every row",
             "off": "",
         }[self.graph]
-        return f"{text}, CUDA events{graphs}; L2 warm: {untimed} on the same inputs"
+        in_a_row = f" around calls in a row for {self.sample_ms:g} ms" if self.sample_ms else ""
+        return f"{text}, CUDA events{in_a_row}{graphs}; L2 warm: {untimed} on the same inputs"
 
 
 @dataclass(frozen=True)
@@ -184,7 +187,7 @@ def _rotated(names: list[str], turn: int) -> list[str]:
 def _runner(call: Call, clock: Clock, estimate_ms: float, method: Method) -> _Runner:
     if clock == "graph":
         return _GraphRunner(call, min(math.ceil(method.graph_target_ms / estimate_ms), method.graph_max_calls))
-    return _EventRunner(call) if clock == "events" else _WallRunner(call)
+    return _EventRunner(call, max(1, round(method.sample_ms / estimate_ms))) if clock == "events" else _WallRunner(call)
 
 
 class _Runner:
@@ -221,12 +224,14 @@ class _WallRunner(_Runner):
 
 
 class _EventRunner(_Runner):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: Call, calls: int) -> None:
         self._call = call
+        self.calls = calls
         self._start, self._end = (torch.Event("cuda", enable_timing=True) for _ in "12")
 
     def run(self) -> None:
-        self.output = self._call()
+        for _ in range(self.calls):
+            self.output = self._call()
 
     def timed_run(self) -> None:
         self._start.record()
@@ -240,8 +245,7 @@ class _EventRunner(_Runner):
 
 class _GraphRunner(_EventRunner):
     def __init__(self, call: Call, calls: int) -> None:
-        super().__init__(call)
-        self.calls = calls
+        super().__init__(call, calls)
         self._graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self._graph):
             for _ in range(calls):

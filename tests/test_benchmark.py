@@ -118,6 +118,9 @@ def test_short_rows_are_timed_in_graphs():
     off = timing.measure(measure, torch.device("cuda"), timing.Method(repeats=4, graph="off"))
     assert off.clock == "events"
     assert off.timings["short"].median > result.timings["short"].median
+    long = timing.measure(measure, torch.device("cuda"), timing.Method(repeats=4, graph="off", sample_ms=1.0))
+    assert long.timings["short"].calls_per_sample > 1
+    assert torch.equal(long.outputs["short"], x * 2)
 
 
 # ---------------------------------------------------------------------------------------------------------- accuracy
