@@ -219,8 +219,9 @@ void Problem::set_options() {
     p.band = {bound(options.window_left), bound(options.window_right), options.bottom_right};
     if (options.attn_bias) p.bias = bias_of(*options.attn_bias, p, q);
     if (options.alibi_slopes) set_alibi(p, *options.alibi_slopes, q, slopes_);
+    if (!(options.softcap == 0 || (options.softcap >= 1e-30 && options.softcap <= 1e30)))
+        invalid("softcap: allowed: 0 (none) or 1e-30 to 1e30");
     p.softcap = static_cast<float>(options.softcap);
-    if (!(p.softcap >= 0.f && p.softcap < INFINITY)) invalid("softcap: allowed: 0 (none) or a positive number");
     p.partials.num_splits = 1;
 }
 

@@ -152,7 +152,7 @@ struct BackwardParams {
     ForwardParams forward;
     BackwardExponents exponents;  ///< null, unless a kernel has converted its inputs
     Rows dout;                    ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
-    Rows dq, dk, dv;              ///< in the shapes of q, k, v and in forward.out_dtype; rows are 16-byte aligned
+    Rows dq, dk, dv;              ///< in the shapes of q, k, v and in forward.out_dtype; dense, 16-byte aligned
     const float* dlse;            ///< with lse's shape and strides, or null: zeros
     BiasGradient dbias;           ///< zeroed by the ops; null data: not asked for
     bool deterministic;           ///< the same to the bit from run to run: nothing is summed by atomics

@@ -65,7 +65,7 @@ struct Problem {
     ForwardParams params{};
 
     Problem(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed, bool attn_bias,
-            bool alibi_slopes, double softcap) {
+            bool alibi_slopes, double softcap, bool batch_invariant) {
         static const float present = 0.f;
         static const std::int32_t lengths = 0;
         ForwardParams& p = params;
@@ -89,6 +89,7 @@ struct Problem {
         if (alibi_slopes) p.alibi_slopes = &present;
         p.softcap = static_cast<float>(softcap);
         p.partials.num_splits = 1;
+        p.batch_invariant = batch_invariant;
     }
 };
 
@@ -125,15 +126,21 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
         const auto padded = [](std::int32_t d) { return (d + 7) / 8 * 8; };
         problem.head_dim = padded(problem.head_dim);
         problem.head_dim_v = padded(problem.head_dim_v);
-        if (taken->choose) instance = instance_facts(taken->choose(params, device));
+        try {
+            if (taken->choose) instance = instance_facts(taken->choose(params, device));
+        } catch (const std::runtime_error& error) {  // no tile fits
+            reasons[taken->name] = error.what();
+            taken = nullptr;
+        }
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
                     py::arg("instance") = instance, py::arg("reasons") = reasons);
 }
 
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
-                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, const py::tuple& device_facts) {
-    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap);
+                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, bool batch_invariant,
+                 const py::tuple& device_facts) {
+    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant);
     return answer(name, problem.params, problem.params, device_of(device_facts));
 }
 
@@ -141,12 +148,12 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
 /// the name forward is called with.
 py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
                           const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, double softcap,
-                          const py::tuple& device_facts,
+                          bool batch_invariant, const py::tuple& device_facts,
                           const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
                           const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
-    params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap).params;
+    params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant).params;
     if (dbias_strides) {
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
@@ -195,10 +202,10 @@ PYBIND11_MODULE(_C, m) {
     m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
-          "alibi_slopes"_a, "softcap"_a, "device_facts"_a);
+          "alibi_slopes"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
-          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "device_facts"_a, "dbias_strides"_a, "deterministic"_a,
-          "forward_kernel"_a = "auto");
+          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a, "dbias_strides"_a,
+          "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

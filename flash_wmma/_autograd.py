@@ -147,4 +147,7 @@ def attend(
         raise NotImplementedError(_TRANSFORMS)
     if torch._C._is_any_autocast_enabled():
         q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+    # torch.compile takes no tensor twice
+    k = k.view_as(k) if k is q else k
+    v = v.view_as(v) if v is q or v is k else v
     return Attention.apply(q, k, v, attn_bias, alibi_slopes, lengths, options)  # type: ignore[no-any-return]

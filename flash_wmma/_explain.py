@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from . import _checks
+from . import _autocast, _checks
 from ._checks import Causal, Window
 from ._forward import band
 from ._native import native
@@ -96,7 +96,12 @@ def explain(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     dropout_p: float = 0.0,
+    enable_gqa: bool = True,
+    batch: int = 1,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     kernel: str = "auto",
+    batch_invariant: bool = False,
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
     device_facts: DeviceFacts | None = None,
@@ -106,37 +111,47 @@ def explain(
     Nothing is computed, so q (B, Hq, Nq, d), k (B, Hk, Nk, d) and v (B, Hk, Nk, d_v) may be on the ``"meta"`` device
     if ``device_facts`` is given: it stands for a device that need not be there. For a CUDA kernel by name on the CPU it
     is the device that the emulator stands for (:func:`flash_wmma.emulator.settings`). For packed sequences, as
-    :func:`flash_wmma.forward_varlen` takes them, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v);
-    they are taken for one sequence.
+    :func:`flash_wmma.forward_varlen` takes them, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v), of
+    ``batch`` sequences, the longest of ``max_seqlen_q`` and ``max_seqlen_k`` rows (default: one of all rows).
 
     ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel`` and ``deterministic``
     are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
     :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device);
-    ``dropout_p`` is an argument of that function alone.
+    ``dropout_p`` and ``enable_gqa`` are arguments of that function alone. Of inputs that it alone takes (float64, other
+    ranks, nested) nothing else is said.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
         ImportError: ``flash_wmma._C`` was not built for this Python.
     """
+    why = ""
+    given = (q, k, v) if attn_bias is None else (q, k, v, attn_bias)
+    if all(isinstance(t, Tensor) for t in given) and q.device.type != "meta":
+        why = left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa)
+        if why and _beyond_forward(q):
+            device = device_facts or _facts(q.device)
+            return Explanation(kernel=None, instance=None, reasons={}, device=device, left_to_torch=why)
     _checks.tensors(q=q, k=k, v=v)
     _checks.device(q)
+    q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
     is_packed = q.dim() == 3
     if is_packed:
         _checks.inputs(q, k, v, "(total, H, d)")
-        batch, seqlen_q, seqlen_k = 1, q.shape[0], k.shape[0]
+        seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
+        seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
         _checks.bias(attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
         _checks.slopes(alibi_slopes, q, batch)
     else:
         _checks.dense(q, k, v, attn_bias, alibi_slopes)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
-    _checks.options(causal, scale, window, softcap, kernel)
+    _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
     _checks.backward_kernel(backward_kernel)
     if device_facts is None:
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
         device_facts = _facts(q.device)
     on_cpu = device_facts.arch == 0
-    emulated = kernel != "auto" and kernel_named(kernel).device == "cuda" and on_cpu
+    emulated = kernel != "auto" and kernel_named(kernel, "forward").device == "cuda" and on_cpu
     if emulated:
         device_facts = _emulated_facts()
     sizes = {
@@ -147,8 +162,8 @@ def explain(
         "seqlen_k": seqlen_k,
         "head_dim": q.shape[-1],
         "head_dim_v": v.shape[-1],
-        "total_q": seqlen_q,
-        "total_k": seqlen_k,
+        "total_q": q.shape[0],
+        "total_k": k.shape[0],
     }
     problem = (
         str(q.dtype).removeprefix("torch."),
@@ -158,10 +173,11 @@ def explain(
         attn_bias is not None,
         alibi_slopes is not None,
         softcap,
+        batch_invariant,
     )
     facts = (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size)
     answer = native().explain(kernel, *problem, facts)
-    if backward_kernel != "auto" and kernel_named(backward_kernel).device == "cuda" and on_cpu:
+    if backward_kernel != "auto" and kernel_named(backward_kernel, "backward").device == "cuda" and on_cpu:
         now = _emulated_facts()
         facts = (now.arch, now.sm_count, now.smem_optin, now.warp_size)
     elif emulated:
@@ -171,7 +187,6 @@ def explain(
     asked = (_bias_strides(attn_bias), deterministic, kernel)
     gradients = native().explain_backward(backward_kernel, *problem, facts, *asked)
     tile = answer["instance"]
-    why = "" if q.device.type == "meta" else left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa=True)
     return Explanation(
         kernel=answer["kernel"],
         instance=None if tile is None else instance_of(tile),
@@ -182,6 +197,12 @@ def explain(
         backward_reasons=gradients["reasons"],
         left_to_torch=why,
     )
+
+
+def _beyond_forward(q: Tensor) -> bool:
+    """Whether :func:`flash_wmma.scaled_dot_product_attention` takes it, by torch, and :func:`flash_wmma.forward` does
+    not."""
+    return q.is_nested or q.dtype == torch.float64 or q.dim() not in (3, 4)
 
 
 def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:

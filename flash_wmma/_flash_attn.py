@@ -23,6 +23,8 @@ def _not_yet(option: str, why: str) -> NoReturn:
 def _refuse_dropout(dropout_p: object) -> NoReturn:
     if not isinstance(dropout_p, int | float):
         _checks.refuse("dropout_p", repr(dropout_p), "a float", TypeError)
+    if not 0 <= dropout_p <= 1:
+        _checks.refuse("dropout_p", dropout_p, "0 to 1")
     _not_yet("dropout_p", "dropout")
 
 

@@ -21,7 +21,12 @@ _BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": Fals
 
 def band(causal: Causal, window: Window | None) -> tuple[int, int, bool]:
     """The op's (window_left, window_right, bottom_right); a negative bound excludes nothing."""
-    left, right = (None, None) if window is None else window
+    if window is None:
+        left = right = None
+    else:
+        if not isinstance(window, tuple | list) or any(isinstance(bound, bool) for bound in window):
+            raise TypeError("window")
+        left, right = window
     bottom_right = _BOTTOM_RIGHT[causal]
     return -1 if left is None else left, 0 if causal else -1 if right is None else right, bottom_right
 
@@ -77,6 +82,7 @@ def dense(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
+        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
         dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
         layout = "(B, N, H, d)" if flash_attn else "(B, H, N, d)"
         _checks.dense(q, k, v, attn_bias, alibi_slopes, dtypes, layout)
@@ -276,6 +282,7 @@ def packed(
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         _checks.tensors(q=q, k=k, v=v)
         _checks.device(q)
+        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
         dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
         lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
         _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from . import _checks
 from ._forward import dense
@@ -39,6 +40,7 @@ def _cached_largest_head_dim(
             "attn_bias" in features,
             False,  # alibi_slopes
             0.0,  # softcap
+            False,  # batch_invariant
             (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
         )
         runs = table.explain(kernel, *problem)["kernel"]
@@ -73,6 +75,11 @@ def backward_kernel_for(kernel: str) -> str:
     return "bwd_simt" if kernel == "simt" else "auto"
 
 
+def _wraps(t: object) -> bool:
+    """Whether a tensor is of a subclass that is made of other tensors. (Of an object: mypy takes no tensor for one.)"""
+    return is_traceable_wrapper_subclass(t)
+
+
 def left_to_torch(
     query: Tensor,
     key: Tensor,
@@ -93,10 +100,14 @@ def left_to_torch(
     for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
         if type(t) is not Tensor and type(t).__torch_function__ is not torch._C._disabled_torch_function_impl:
             return "an input is a tensor subclass with an attention of its own"  # torch.nn.attention.bias.CausalBias
+        if type(t) is not Tensor and _wraps(t):
+            return "an input is a tensor subclass that wraps others"  # DTensor
         if t.is_nested or t.layout is not torch.strided:
             return "an input is no dense tensor"
         recorded = recorded or t.requires_grad
     recorded = recorded and differentiable and torch.is_grad_enabled()
+    if recorded and torch._C._are_functorch_transforms_active():
+        return "a torch.func transform is on"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is on"
     device, dtype = query.device, query.dtype
@@ -159,7 +170,8 @@ def scaled_dot_product_attention(
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
     What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
-    dropout, forward-mode differentiation, other ranks than 4, float64, … :func:`flash_wmma.explain` names the reason.
+    dropout, forward-mode differentiation, ``torch.func``, other ranks than 4, float64, … :func:`flash_wmma.explain`
+    names the reason.
     float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
     ``"highest"`` (torch's default), and otherwise by what ``auto`` takes, which multiplies float16. Where
     ``torch.use_deterministic_algorithms(True)`` is set, the gradient of a broadcast ``attn_mask`` is the sum of that of
@@ -183,6 +195,8 @@ def scaled_dot_product_attention(
         RuntimeError, TypeError, ValueError: as torch's.
     """
     given = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
+    given = given and (attn_mask is None or isinstance(attn_mask, Tensor))
+    given = given and isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
     if not given or left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa

@@ -133,11 +133,15 @@ def kernels(direction: Direction = "forward") -> list[Kernel]:
     return list(_kernels(direction))
 
 
-def kernel_named(name: str) -> Kernel:
-    """The kernel of that name. Raises ``ValueError`` with the list of names if there is none."""
-    table = {kernel.name: kernel for direction in get_args(Direction) for kernel in _kernels(direction)}
+def kernel_named(name: str, *directions: Direction) -> Kernel:
+    """The kernel of that name, of these directions (default: any).
+
+    Raises:
+        ValueError: there is none; the message lists the names.
+    """
+    table = {kernel.name: kernel for direction in directions or get_args(Direction) for kernel in _kernels(direction)}
     if name not in table:
-        _checks.refuse("kernel", repr(name), ", ".join(map(repr, table)))
+        _checks.refuse("kernel", repr(name), ", ".join(map(repr, ("auto", *table))))
     return table[name]
 
 

@@ -172,7 +172,7 @@ def _emulated(x: Tensor, reduction: int | None) -> Tensor:
     settings = current()
     program = _program(settings.mode)
     assert isinstance(program, Program)
-    x = x.detach()
+    x = x.detach().resolve_neg()
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()
     rows, columns = x.shape

@@ -173,6 +173,49 @@ def test_explain_says_what_is_left_to_torch() -> None:
     assert answer.left_to_torch == "dropout_p is not 0"
     assert "left to torch: dropout_p is not 0" in str(answer)
     assert flash_wmma.explain(q.requires_grad_(), k, v).left_to_torch == ""
+    k, v = k[:, :1], v[:, :1]
+    assert flash_wmma.explain(q, k, v).left_to_torch == ""
+    assert flash_wmma.explain(q, k, v, enable_gqa=False).left_to_torch == "key has other heads than query"
+
+
+@pytest.mark.parametrize("case", ["float64", "rank 2"])
+def test_explain_of_inputs_that_torch_alone_takes(case: str) -> None:
+    make, why = LEFT[case]
+    answer = flash_wmma.explain(*make())
+    assert answer.kernel is None
+    assert why in answer.left_to_torch
+
+
+def test_sdpa_leaves_transforms_to_torch() -> None:
+    q, k, v = tensors(2, 2, 8, 64)
+
+    def gradients(attend: Any) -> list[Tensor]:
+        def loss(x: Tensor) -> Tensor:
+            return attend(x, k, v).square().sum()
+
+        def of_one(x: Tensor) -> Tensor:
+            return attend(x[None], k[:1], v[:1]).square().sum()
+
+        return [torch.func.grad(loss)(q), torch.func.jacrev(loss)(q), torch.func.vmap(torch.func.grad(of_one))(q)]
+
+    ours = gradients(flash_wmma.scaled_dot_product_attention)
+    torch.testing.assert_close(ours, gradients(functional.scaled_dot_product_attention))
+
+
+def test_sdpa_leaves_distributed_tensors_to_torch() -> None:
+    from torch.distributed.tensor import DeviceMesh, Shard, distribute_tensor
+
+    if torch.distributed.is_initialized():
+        pytest.skip("a process group is there")
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+    try:
+        q = tensors(1, 2, 8, 64)[0]
+        shards = distribute_tensor(q, DeviceMesh("cpu", [0]), [Shard(1)])
+        assert "wraps others" in _sdpa.left_to_torch(shards, shards, shards)
+        ours = flash_wmma.scaled_dot_product_attention(shards, shards, shards)
+        close(ours.full_tensor(), functional.scaled_dot_product_attention(q, q, q))
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 @pytest.mark.gpu
@@ -201,8 +244,11 @@ def test_sdpa_follows_the_float32_precision(cuda: torch.device) -> None:
         (*tensors(1, 2, 8, 64), torch.zeros(7, 7)),
         (*tensors(1, 2, 8, 64), torch.zeros(8, 8), 0.0, True),
         (*tensors(1, 2, 8, 64), torch.zeros(8, 8, dtype=torch.float64)),
+        (*tensors(1, 2, 8, 64), [1]),
+        (*tensors(1, 2, 8, 64), None, 0.0, "no"),
+        (*tensors(1, 2, 8, 64), None, 0.0, None),
     ],
-    ids=["list", "mask shape", "mask and causal", "mask dtype"],
+    ids=["list", "mask shape", "mask and causal", "mask dtype", "mask a list", "causal a word", "causal None"],
 )
 def test_sdpa_raises_what_torch_raises(arguments: tuple[Any, ...]) -> None:
     try:
@@ -221,6 +267,9 @@ def test_sdpa_compiles(device: str) -> None:
         q, k, v = (normal((1, 2, n, 64), device=device, dtype=torch.float16, seed=s) for s in (1, 2, 3))
         assert torch.equal(attend(q, k, v, is_causal=True), flash_wmma.forward(q, k, v, causal=True))
     assert "flash_wmma::forward" in calls(lambda: attend(q, k, v, is_causal=True))
+    q.requires_grad_()
+    attend(q, q, q).sum().backward()  # the same tensor three times
+    assert q.grad is not None
 
 
 # ----------------------------------------------------------------------------------------------------------- flash-attn

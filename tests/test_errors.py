@@ -105,6 +105,10 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "causal None": ({"causal": None}, TypeError, r"causal: got None, allowed: False, True, 'top_left', 'bottom_right'"),
     "causal a list": ({"causal": []}, TypeError, r"causal: got \[\], allowed: False, True"),
     "window a number": ({"window": 3}, TypeError, r"window: got 3, allowed: None or a pair \(left, right\)"),
+    "window a set": ({"window": {1, 2}}, TypeError, r"window: got \{1, 2\}, allowed: None or a pair"),
+    "window of flags": ({"window": (True, 2)}, TypeError, r"window: got \(True, 2\), allowed: None or a pair"),
+    "softcap tiny": ({"softcap": 1e-50}, ValueError, r"softcap: got 1e-50, allowed: 0 \(none\) or a positive float"),
+    "softcap huge": ({"softcap": 1e31}, ValueError, r"softcap: got 1e\+31, allowed: 0 \(none\) or a positive float"),
     "window of one": ({"window": (3,)}, ValueError, r"window: got \(3,\), allowed: None or a pair \(left, right\)"),
     "window of three": ({"window": (1, 2, 3)}, ValueError, r"window: got \(1, 2, 3\), allowed: None or a pair"),
     "window of floats": ({"window": (1.5, 2)}, TypeError, r"window: got \(1\.5, 2\), allowed: None or a pair"),
@@ -290,6 +294,17 @@ def test_forward_mode_is_refused() -> None:
                 flash_wmma.forward(**call)
     with pytest.raises(NotImplementedError, match="q: got a dual tensor"):
         torch.func.jvp(lambda q: flash_wmma.forward(q, call["k"], call["v"]), (call["q"],), (call["q"],))
+
+
+def test_errors_under_autocast_name_what_is_wrong() -> None:
+    """Several dtypes are right there."""
+    call = good()
+    call["k"] = call["k"].half()
+    with torch.autocast("cpu", torch.bfloat16):
+        flash_wmma.forward(**call)
+        for argument, value in (("softcap", -1.0), ("kernel", "none"), ("window", (1,))):
+            with pytest.raises(ValueError, match=rf"{argument}: got "):
+                flash_wmma.forward(**call, **{argument: value})
 
 
 def test_functional_gradient_is_refused() -> None:

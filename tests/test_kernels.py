@@ -142,8 +142,38 @@ def test_auto_leaves_small_problems_to_mma_sm80(shape_q: tuple[int, ...], keys: 
     answer = flash_wmma.explain(q, k, k, device_facts=facts(90))
     assert answer.kernel == ("mma_sm80" if small else "wgmma_sm90")
     assert (answer.reasons.get("wgmma_sm90") == "is slower on so small a problem") == small
-    named = flash_wmma.explain(q, k, k, kernel="wgmma_sm90", device_facts=facts(90))
-    assert named.kernel == "wgmma_sm90"
+    for option in ({"kernel": "wgmma_sm90"}, {"batch_invariant": True}):
+        other = flash_wmma.explain(q, k, k, device_facts=facts(90), **option)  # type: ignore[arg-type]
+        assert other.kernel == "wgmma_sm90"
+
+
+def test_explain_of_packed_sequences() -> None:
+    """How many there are, and how long they are, matters as in forward_varlen."""
+    if not {"wgmma_sm90", "mma_sm80"} <= {kernel.name for kernel in flash_wmma.kernels()}:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(8192, 1, 64, dtype=torch.float16)
+    one = flash_wmma.explain(q, q, q, device_facts=facts(90))
+    many = flash_wmma.explain(q, q, q, batch=64, max_seqlen_q=128, max_seqlen_k=128, device_facts=facts(90))
+    assert (one.kernel, many.kernel) == ("wgmma_sm90", "mma_sm80")
+    bias = meta(64, 1, 128, 128, dtype=torch.float16)
+    flash_wmma.explain(q, q, q, batch=64, max_seqlen_q=128, max_seqlen_k=128, attn_bias=bias, device_facts=facts(90))
+
+
+def test_explain_sees_the_dtype_of_autocast() -> None:
+    q = torch.randn(1, 2, 8, 64)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert flash_wmma.explain(q, q.half(), q).kernel == "cpu"
+        assert "bfloat16" in flash_wmma.explain(q, q, q, kernel="simt").reasons["simt"]
+
+
+def test_explain_where_no_tile_fits() -> None:
+    if "mma_sm80" not in {kernel.name for kernel in flash_wmma.kernels()}:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(1, 1, 8, 64, dtype=torch.float16)
+    device = flash_wmma.DeviceFacts(80, 108, 1000)
+    answer = flash_wmma.explain(q, q, q, kernel="mma_sm80", device_facts=device)
+    assert answer.kernel is None
+    assert "no tile of this kernel fits" in answer.reasons["mma_sm80"]
 
 
 def test_auto_on_the_cpu() -> None:

@@ -206,20 +206,32 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     }
 }
 
-/// Bytes of the workspace, and what it holds: behind converted inputs, if there are any, facts, dQ's buffer and scales.
+/// Whether the facts lie in dq's memory until finish overwrites them, when nobody reads them any longer: where finish
+/// writes all of dq, and they fit.
+inline bool facts_in_dq(const BackwardParams& params) {
+    const ForwardParams& p = params.forward;
+    const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
+    return !params.deterministic && !p.sequences.cu_seqlens_q &&
+           row_groups(p) * kRowGroup * std::int64_t{sizeof(RowPair)} / 2 <=
+               p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
+}
+
+/// Bytes of the workspace, and what it holds: behind converted inputs, if there are any, dQ's buffer, scales and facts.
 inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t bytes = groups * kRowGroup * (std::int64_t{sizeof(RowPair)} / 2 + dq);
+    const std::int64_t facts = facts_in_dq(params) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
+    const std::int64_t bytes = groups * kRowGroup * (dq + facts);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
 inline Problem problem_of(const BackwardParams& params) {
     const std::int64_t groups = row_groups(params.forward);
-    auto* facts = static_cast<RowPair*>(params.workspace);
-    auto* dq_rows = reinterpret_cast<float*>(facts + groups * (kRowGroup / 2));
-    auto* behind = dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim);
-    return {params, facts, params.deterministic ? nullptr : dq_rows,
-            params.exponents.dout ? reinterpret_cast<QueryScales*>(behind) : nullptr};
+    auto* dq_rows = static_cast<float*>(params.workspace);
+    auto* scales = reinterpret_cast<QueryScales*>(
+        dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim));
+    void* behind = scales + (params.exponents.dout ? groups : 0);
+    return {params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
+            params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
 }
 
 /// Launches prepare or finish.
