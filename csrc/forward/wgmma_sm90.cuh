@@ -58,10 +58,9 @@ class Producer {
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
-            for (; tile > work.tiles.first; --tile) {
-                load_k(work, tile - 1);
-                load_v(work, tile);
-            }
+            load_down_to(min(tile, work.tiles.first + Tile::kStages / 2), tile, work);
+            if (lane_ == 0) ptx::barrier_arrive(&smem_.near_end);
+            load_down_to(work.tiles.first, tile, work);
             load_v(work, tile);
         }
     }
@@ -99,6 +98,14 @@ class Producer {
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    /// K of the tiles before `tile`, from `last` on, and V of those behind.
+    __device__ __forceinline__ void load_down_to(int last, int& tile, const Item& work) {
+        for (; tile > last; --tile) {
+            load_k(work, tile - 1);
+            load_v(work, tile);
+        }
     }
 
     __device__ __forceinline__ void load_q(const Item& work) {
@@ -570,6 +577,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         for (Slot& slot : smem.plan_slot)
             ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
         ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init(&smem.near_end, 1);
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -601,7 +609,8 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
     const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
-    const Schedule schedule = make_schedule(p, items, blocks);
+    Queue* const queue = has_queue(p, device, Tile::kBr) ? static_cast<Queue*>(p.workspace) : nullptr;
+    const Schedule schedule = make_schedule(p, items, blocks, queue);
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);

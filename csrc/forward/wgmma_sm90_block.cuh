@@ -76,7 +76,8 @@ struct SharedMemory {
     Plan<Tile> plan[Tile::kPlans];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
     Slot plan_slot[Tile::kPlans];
-    ptx::Barrier patch;  // of a tile that the producer completes itself
+    ptx::Barrier patch;     // of a tile that the producer completes itself
+    ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
 };
 
 /// Where q, k and v lie, for the copy engine.
