@@ -515,7 +515,8 @@ class Consumer {
         }
     }
 
-    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
+    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes, or
+    /// once, for 8.
     __device__ __forceinline__ void finish(const Rows& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -527,17 +528,25 @@ class Consumer {
             if (lane_ % 4 == 0 && inside)
                 p_.lse[lse_index(p_, rows.sequence, rows.head, query)] = none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
             T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
+            constexpr int kWords = Tile::kSwapsOnce ? 2 : 4;  // that a lane swaps
 #pragma unroll
-            for (int j = 0; j < Tile::kD / 8; j += 4) {
-                std::uint32_t words[4];
+            for (int j = 0; j < Tile::kD / 8; j += kWords) {
+                std::uint32_t words[kWords];
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
+                for (int i = 0; i < kWords; ++i)
                     words[i] =
                         none ? 0 : packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
-                transpose_in_quad(words, lane_ % 4);
-                const int col = 8 * (j + lane_ % 4);
-                if (inside && col < p_.head_dim_v)
-                    *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                if constexpr (Tile::kSwapsOnce) {
+                    pair_in_quad(words, lane_ % 4);
+                    const int col = 8 * (j + lane_ % 2) + lane_ % 4 / 2 * 4;
+                    if (inside && col < p_.head_dim_v)
+                        *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
+                } else {
+                    transpose_in_quad(words, lane_ % 4);
+                    const int col = 8 * (j + lane_ % 4);
+                    if (inside && col < p_.head_dim_v)
+                        *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
             }
         }
     }
