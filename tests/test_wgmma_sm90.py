@@ -72,6 +72,12 @@ def test_every_tile_once(sm_count: int, mask: Mask) -> None:
     check(*tensors((1, 10, 5, 500, 70, 64), torch.float16), mask, sm_count=sm_count)
 
 
+@pytest.mark.parametrize("softcap", [0.0, 5.0])
+def test_queue(softcap: float) -> None:
+    """Causal, and more items than two for each block: heads in order, then the mixed ones."""
+    check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
+
+
 def test_strides() -> None:
     """Heads and batches that are one and the same (stride 0), heads inside rows, a row pitch that is not d."""
     q, k, v = tensors((2, 4, 1, 100, 150, 64), torch.float16)

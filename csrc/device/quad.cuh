@@ -19,6 +19,14 @@ __device__ __forceinline__ float over_quad(float x, Combine combine) {
     return combine(x, __shfl_xor_sync(0xffffffffu, x, 2));
 }
 
+/// A quad's lanes hold words (pairs of columns) q of two tiles' rows: afterwards lane q has words q / 2 * 2 and the next
+/// of tile q % 2.
+__device__ __forceinline__ void pair_in_quad(std::uint32_t (&words)[2], int quad_lane) {
+    const bool upper = quad_lane & 1;
+    const std::uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[1], 1);
+    (upper ? words[0] : words[1]) = got;
+}
+
 /// A quad's lanes hold words (pairs of columns) q of four tiles' rows: afterwards lane q has the four words of tile q.
 __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int quad_lane) {
 #pragma unroll

@@ -1,4 +1,7 @@
 // wgmma_sm90: the choice among its instances, and its row in the registry.
+#include <launch.h>
+#include <ptx_sm90.cuh>
+
 #include <algorithm>
 #include <stdexcept>
 
@@ -38,8 +41,25 @@ const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
 }
 
+/// One thread, a grid of its own: unlike a memset it overlaps with the grids before and behind it.
+__global__ void clear(Queue* queue) {
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
+    *queue = 0;
+}
+
+std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
+    return has_queue(p, device, choose_shape(p, device).facts.br) ? sizeof(Queue) : 0;
+}
+
 void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-    choose_shape(p, device).launch(p, device, stream);
+    const Shape& shape = choose_shape(p, device);
+    if (has_queue(p, device, shape.facts.br)) {
+        LaunchConfig config{dim3(1), dim3(1)};
+        config.programmatic = true;
+        launch(clear, config, stream, static_cast<Queue*>(p.workspace));
+    }
+    shape.launch(p, device, stream);
 }
 
 /// Where mma_sm80 is through first (docs/tuning/hopper.md): so few keys that what a block takes to begin and to end
@@ -68,7 +88,7 @@ const KernelInfo kInfo = {
     kInstances.data(),
     kInstances.size(),
     choose,
-    /*workspace_bytes=*/[](const ForwardParams&, const DeviceFacts&) { return std::int64_t{0}; },
+    workspace_bytes,
     launch_wgmma_sm90,
     /*max_arch=*/90,
     /*rounds_float32=*/false,

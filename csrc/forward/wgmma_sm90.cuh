@@ -58,10 +58,9 @@ class Producer {
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
-            for (; tile > work.tiles.first; --tile) {
-                load_k(work, tile - 1);
-                load_v(work, tile);
-            }
+            load_down_to(min(tile, work.tiles.first + Tile::kStages / 2), tile, work);
+            if (lane_ == 0) ptx::barrier_arrive(&smem_.near_end);
+            load_down_to(work.tiles.first, tile, work);
             load_v(work, tile);
         }
     }
@@ -99,6 +98,14 @@ class Producer {
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    /// K of the tiles before `tile`, from `last` on, and V of those behind.
+    __device__ __forceinline__ void load_down_to(int last, int& tile, const Item& work) {
+        for (; tile > last; --tile) {
+            load_k(work, tile - 1);
+            load_v(work, tile);
+        }
     }
 
     __device__ __forceinline__ void load_q(const Item& work) {
@@ -508,7 +515,8 @@ class Consumer {
         }
     }
 
-    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes.
+    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes, or
+    /// once, for 8.
     __device__ __forceinline__ void finish(const Rows& rows) const {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
@@ -520,17 +528,25 @@ class Consumer {
             if (lane_ % 4 == 0 && inside)
                 p_.lse[lse_index(p_, rows.sequence, rows.head, query)] = none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
             T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
+            constexpr int kWords = Tile::kSwapsOnce ? 2 : 4;  // that a lane swaps
 #pragma unroll
-            for (int j = 0; j < Tile::kD / 8; j += 4) {
-                std::uint32_t words[4];
+            for (int j = 0; j < Tile::kD / 8; j += kWords) {
+                std::uint32_t words[kWords];
 #pragma unroll
-                for (int i = 0; i < 4; ++i)
+                for (int i = 0; i < kWords; ++i)
                     words[i] =
                         none ? 0 : packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
-                transpose_in_quad(words, lane_ % 4);
-                const int col = 8 * (j + lane_ % 4);
-                if (inside && col < p_.head_dim_v)
-                    *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                if constexpr (Tile::kSwapsOnce) {
+                    pair_in_quad(words, lane_ % 4);
+                    const int col = 8 * (j + lane_ % 2) + lane_ % 4 / 2 * 4;
+                    if (inside && col < p_.head_dim_v)
+                        *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
+                } else {
+                    transpose_in_quad(words, lane_ % 4);
+                    const int col = 8 * (j + lane_ % 4);
+                    if (inside && col < p_.head_dim_v)
+                        *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
             }
         }
     }
@@ -570,6 +586,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         for (Slot& slot : smem.plan_slot)
             ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
         ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init(&smem.near_end, 1);
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -601,7 +618,8 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
     const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
-    const Schedule schedule = make_schedule(p, items, blocks);
+    Queue* const queue = has_queue(p, device, Tile::kBr) ? static_cast<Queue*>(p.workspace) : nullptr;
+    const Schedule schedule = make_schedule(p, items, blocks, queue);
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);

@@ -18,6 +18,7 @@ struct Tile {
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
     static constexpr bool kSetsO = Consumers > 2;
+    static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // on the way of O to memory, where it is faster
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
@@ -76,7 +77,8 @@ struct SharedMemory {
     Plan<Tile> plan[Tile::kPlans];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
     Slot plan_slot[Tile::kPlans];
-    ptx::Barrier patch;  // of a tile that the producer completes itself
+    ptx::Barrier patch;     // of a tile that the producer completes itself
+    ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
 };
 
 /// Where q, k and v lie, for the copy engine.

@@ -2,27 +2,39 @@
 // which the other warps read what it says.
 #pragma once
 
+#include <algorithm>
 #include <numeric>
 
 #include "wgmma_sm90_block.cuh"
+#include "wgmma_sm90_shapes.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// The order of the work: items, dealt to the blocks in rounds of one each.
+/// The order of the work: items, which blocks get in rounds of one each, or take from a queue when they want one.
 struct Schedule {
     int items;
-    int dealt;   // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
-    int period;  // heads after which a head's tiles would come to the same blocks again
+    int dealt;     // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
+    int period;    // heads after which a head's tiles would come to the same blocks again
+    Queue* queue;  // behind the first item of each block; null: rounds
 
     /// This block's items one after the other; -1: no more.
     class Walk {
       public:
         __device__ __forceinline__ explicit Walk(const Schedule& schedule)
-            : items_(schedule.items), dealt_(schedule.dealt) {}
-        /// The longest mixed items come first, and their rounds go forth and back: what the longest of a round cost
-        /// more, they save in the next.
-        __device__ __forceinline__ int next() {
+            : items_(schedule.items), dealt_(schedule.dealt), queue_(schedule.queue) {}
+        /// For one warp. `await` is called before an item is taken from the queue: what a block takes early, it keeps
+        /// from the others. In rounds, the longest mixed items come first, and their rounds go forth and back: what the
+        /// longest of a round cost more, they save in the next.
+        template <class Await>
+        __device__ __forceinline__ int next(Await await) {
             const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+            if (queue_ && first_ > 0) {
+                await();
+                if (threadIdx.x % 32 == 0) first_ = blocks + static_cast<int>(atomicAdd(queue_, 1u));
+                first_ = __shfl_sync(kWarpMask, first_, 0);
+                odd_ = !odd_;
+                return first_ < items_ ? first_ : -1;
+            }
             while (first_ < items_) {
                 const int item = first_ + (odd_ && first_ >= dealt_ ? blocks - 1 - block : block);
                 first_ += blocks;
@@ -31,11 +43,13 @@ struct Schedule {
             }
             return -1;
         }
-        /// Whether the item last given is of every other round.
+        /// Whether the item last given is every other one.
         __device__ __forceinline__ bool odd() const { return !odd_; }
 
       private:
-        int items_, dealt_, first_ = 0;
+        int items_, dealt_;
+        Queue* queue_;
+        int first_ = 0;
         bool odd_ = false;
     };
 
@@ -44,7 +58,7 @@ struct Schedule {
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, tile = (item + slice / period) % tiles;
+        int slice = item / tiles, tile = tiles - 1 - (item + slice / period) % tiles;
         if (item >= dealt) {
             const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
             slice = first + mixed % count, tile = tiles - 1 - mixed / count;
@@ -64,14 +78,15 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// The order for so many blocks. Where a tile's work depends on its place (causal) and there are not enough heads left
-/// for every block to get each tile once, they are mixed.
-inline Schedule make_schedule(const ForwardParams& p, int items, int blocks) {
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1};
-    const bool uneven = p.band.right < kUnbounded && p.band.left >= kUnbounded;
+/// The order for so many blocks. Mixed are, where a tile's work depends on its place: of a queue the last heads, two
+/// items a block, so that blocks end at nearly the same time; else the heads that are not enough for every block to get
+/// each tile once.
+inline Schedule make_schedule(const ForwardParams& p, int items, int blocks, Queue* queue) {
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr};
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
-    const int period = blocks / std::gcd(blocks, tiles);
-    return {items, tiles * (uneven ? heads / blocks * blocks : heads), period};
+    const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
+    const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
+    return {items, tiles * (heads - mixed), period, queue};
 }
 
 /// A warp's way through the plans.
@@ -114,7 +129,10 @@ class Planner {
         Schedule::Walk walk(schedule);
         int item;
         do {
-            item = walk.next();
+            item = walk.next([&] {
+                ptx::barrier_wait(&smem_.near_end, item_parity_);
+                item_parity_ ^= 1;
+            });
             const Assignment a = assignment<Tile, General>(p_, schedule, max(item, 0));
             const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
             if (exists || item < 0) publish(a, walk.odd(), item < 0);
@@ -157,6 +175,7 @@ class Planner {
     SharedMemory<Tile>& smem_;
     const int lane_;
     RingPlace<Tile::kPlans> place_;
+    unsigned item_parity_ = 0;
 };
 
 }  // namespace flash_wmma::wgmma_sm90
