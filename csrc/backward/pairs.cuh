@@ -32,26 +32,6 @@ struct PairsMemory : TileMemory<Tile> {
     RowPair facts[Tile::kStages][Tile::kStream / 2];
 };
 
-/// dP to dS = P (dP - D); P as the partner wrote it.
-template <class Tile>
-__device__ __forceinline__ void weigh(Scores<Tile>& s, typename PairsMemory<Tile>::Weights& p, const RowPair* pairs,
-                                      int first, const Thread<Tile>& thread) {
-#pragma unroll
-    for (int j = 0; j < Tile::kStep / 8; ++j) {
-        const float delta[2] = {pairs[4 * j].minus_delta[0], pairs[4 * j].minus_delta[1]};
-        const auto* const at = weights_at<Tile>(p, first + 8 * j, thread);
-#pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float2 weight = Element<typename Tile::T>::floats(
-                    *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
-                s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
-                s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
-            }
-    }
-}
-
 // spills: sm_75 sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
@@ -79,7 +59,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         int& left = range.left;
         const auto& own_tile = values ? smem.first : smem.second();
         OwnOperand<Tile, Tile::kFirstInRegisters> operand;
-        copy_own<Tile, kPass>(smem, problem, own);
+        copy_own<Tile, kPass>(smem.first, smem.second(), problem, own);
         if constexpr (Tile::kSecondInRegisters) {
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
