@@ -1,9 +1,10 @@
-// bwd_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later: m16n8k8 of half, tiles through registers, at
-// most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the choice among them, and its row
-// in the registry.
+// bwd_sm75: the kernels of mma.cuh, pairs.cuh and trios.cuh on Turing, and by JIT on anything later: m16n8k8 of half,
+// tiles through registers, at most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the
+// choice among them, and its row in the registry.
 #include "../forward/mma_sm75.cuh"
 #include "mma.cuh"
 #include "pairs.cuh"
+#include "trios.cuh"
 
 namespace flash_wmma::backward {
 namespace {
@@ -19,23 +20,31 @@ Shape shape(int resident = 1) {
 }
 
 /// The kernel of pairs.cuh: 32 streamed rows, both operands in registers.
-template <Pass kPass, int HeadDim, int RowTiles, int Stages>
+template <Pass kPass, int HeadDim, int RowTiles>
 Shape pairs() {
-    using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, Stages, 2, 1, 2>;
+    using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, 2, 2, 1, 2>;
     static_assert(sizeof(PairsMemory<T>) <= 64 * 1024);
     return pairs_shape<T, kPass>(75);
 }
 
+/// The fused pass by the kernel of trios.cuh: 32 queries and 32 keys, K and V in registers.
+template <int HeadDim>
+Shape trios() {
+    using T = Tile<mma::Sm75, half, HeadDim, 2, 2, 1, 32, 16, 1, 2, 1, 3>;
+    static_assert(sizeof(TriosMemory<T>) <= 64 * 1024);
+    return trios_shape<T>(75);
+}
+
 /// In each pass the plain shapes first. Up to d = 128 two blocks of four warps an SM are fastest; where shared memory
-/// holds one, as on Turing, a block of eight is.
+/// holds one, as on Turing, a block of eight is. At d = 256 it is a block of twelve.
 constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
     shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(/*resident=*/2),
-    pairs<Pass::kFused, 64, 4, 2>(),
+    pairs<Pass::kFused, 64, 4>(),
     shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(/*resident=*/2),
-    pairs<Pass::kFused, 128, 2, 2>(),
-    pairs<Pass::kFused, 256, 1, 1>(),
+    pairs<Pass::kFused, 128, 2>(),
+    trios<256>(),
 
     shape<Pass::kFused, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
     shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),

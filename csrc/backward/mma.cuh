@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if (left > 0) {
         OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
         OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
-        copy_own<Tile, kPass>(smem, problem, own);
+        copy_own<Tile, kPass>(smem.first, smem.second(), problem, own);
         ptx::cp_async_commit();
         if constexpr (Tile::kSecondInRegisters) {
             ptx::cp_async_wait<0>();

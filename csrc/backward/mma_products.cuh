@@ -1,5 +1,5 @@
-// The products of the kernels of mma.cuh and pairs.cuh, as a warp computes them: operands from shared memory or
-// registers, scores, gradients, dQ, and the gradients' way out.
+// The products of the kernels of mma.cuh, pairs.cuh and trios.cuh, as a warp computes them: operands from shared memory
+// or registers, scores, gradients, dQ, and the gradients' way out.
 #pragma once
 
 #include <ptx.cuh>
@@ -20,6 +20,8 @@ class Reader {
     __device__ __forceinline__ Reader(int lane, int row, int column)
         : lane_(row + (kByRows ? lane % 16 : lane / 16 * 8 + lane % 8),
                 column + (kByRows ? lane / 16 : lane / 8 % 2) * 8) {}
+    /// The same, where the warp begins at a multiple of 64 columns: takes one register until then.
+    __device__ __forceinline__ Reader anew() const { return Reader(typename Rows::Lane(ptx::opaque(lane_.first()))); }
     /// The fragment at (row, column) from there, multiples of 16; the column is known at compile time.
     __device__ __forceinline__ void operator()(std::uint32_t (&fragment)[4], const Rows& rows, int row,
                                                int column) const {
@@ -30,6 +32,8 @@ class Reader {
 
   private:
     static constexpr bool kByRows = kFragment == Fragment::kA || kFragment == Fragment::kBAcross;
+    __device__ __forceinline__ explicit Reader(const typename Rows::Lane& lane) : lane_(lane) {}
+
     typename Rows::Lane lane_;
 };
 
@@ -115,12 +119,13 @@ __device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles]
                 for (int i = 0; i < 4; ++i) s[r][j][i] += second[r][j][i];
 }
 
-/// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those rows.
+/// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those rows, which `read`
+/// begins at.
 template <class Tile, class StreamRows>
 __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
                                                  const std::uint32_t (&weights)[Tile::kRowTiles][4],
-                                                 const StreamRows& stream, int first, const Thread<Tile>& thread) {
-    const Reader<Fragment::kBAcross, StreamRows> read(thread.lane, 0, thread.warp_column());
+                                                 const Reader<Fragment::kBAcross, StreamRows>& read,
+                                                 const StreamRows& stream, int first) {
 #pragma unroll
     for (int c = 0; c < Tile::kWarpColumns / 16; ++c) {
         std::uint32_t b[4];
@@ -129,6 +134,14 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
         for (int r = 0; r < Tile::kRowTiles; ++r)
             multiply<Tile>(gradient[r][2 * c], gradient[r][2 * c + 1], weights[r], b);
     }
+}
+
+template <class Tile, class StreamRows>
+__device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
+                                                 const std::uint32_t (&weights)[Tile::kRowTiles][4],
+                                                 const StreamRows& stream, int first, const Thread<Tile>& thread) {
+    const Reader<Fragment::kBAcross, StreamRows> read(thread.lane, 0, thread.warp_column());
+    multiply_weights<Tile>(gradient, weights, read, stream, first);
 }
 
 /// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for
@@ -164,6 +177,26 @@ __device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRo
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream) =
                     packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
+    }
+}
+
+/// dP to dS = P (dP - D), of a step from `first` on whose facts are `pairs`; P as another warp wrote it.
+template <class Tile, class Weights>
+__device__ __forceinline__ void weigh(Scores<Tile>& s, Weights& p, const RowPair* pairs, int first,
+                                      const Thread<Tile>& thread) {
+#pragma unroll
+    for (int j = 0; j < Tile::kStep / 8; ++j) {
+        const float delta[2] = {pairs[4 * j].minus_delta[0], pairs[4 * j].minus_delta[1]};
+        const auto* const at = weights_at<Tile>(p, first + 8 * j, thread);
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const float2 weight = Element<typename Tile::T>::floats(
+                    *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
+                s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
+                s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
+            }
     }
 }
 

@@ -1,5 +1,5 @@
-// What the kernels of mma.cuh and pairs.cuh are made of: the shape of a block's work, its tiles in shared memory, and a
-// thread's place in them.
+// What the kernels of mma.cuh, pairs.cuh and trios.cuh are made of: the shape of a block's work, its tiles in shared
+// memory, and a thread's place in them.
 #pragma once
 
 #include <type_traits>
@@ -10,7 +10,7 @@
 namespace flash_wmma::backward {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
-/// how often there are OwnWarps * StreamWarps warps (pairs.cuh).
+/// how often there are OwnWarps * StreamWarps warps (pairs.cuh, trios.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {

@@ -1,4 +1,4 @@
-// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 at d = 256 and where an
+// The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 up to d = 128 where an
 // SM holds one block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
 //
 // Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
@@ -11,7 +11,7 @@
 // of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
 // everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
 // ends with it: one role's exponentials meet the other's products, and P is there when dS needs it. In 64 KiB own
-// operands stay in registers, K and V alike, and a ring of one stage costs a second barrier.
+// operands stay in registers, K and V alike.
 //
 // Bound: tensor cores and shared memory alike. 64 queries x 128 keys at d = 128 are 3,840 cycles of HMMA and about
 // 4,200 of shared memory; 64 x 64 at d = 256 3,840 and 5,000.
@@ -32,35 +32,15 @@ struct PairsMemory : TileMemory<Tile> {
     RowPair facts[Tile::kStages][Tile::kStream / 2];
 };
 
-/// dP to dS = P (dP - D); P as the partner wrote it.
-template <class Tile>
-__device__ __forceinline__ void weigh(Scores<Tile>& s, typename PairsMemory<Tile>::Weights& p, const RowPair* pairs,
-                                      int first, const Thread<Tile>& thread) {
-#pragma unroll
-    for (int j = 0; j < Tile::kStep / 8; ++j) {
-        const float delta[2] = {pairs[4 * j].minus_delta[0], pairs[4 * j].minus_delta[1]};
-        const auto* const at = weights_at<Tile>(p, first + 8 * j, thread);
-#pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const float2 weight = Element<typename Tile::T>::floats(
-                    *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
-                s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
-                s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
-            }
-    }
-}
-
 // spills: sm_75 sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward_pairs(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
     using Map = PairsMemory<Tile>;
-    constexpr int kRowTiles = Tile::kRowTiles, kStages = Tile::kStages;
+    constexpr int kRowTiles = Tile::kRowTiles;
     static_assert(Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
-    static_assert(kStages == 2 || Tile::Machine::kThroughRegisters);
+    static_assert(Tile::kStages == 2);
     static_assert(Tile::kFirstInRegisters == Tile::kSecondInRegisters);
     const ForwardParams& p = problem.forward;
     auto& smem = shared_memory<Map>();
@@ -79,7 +59,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         int& left = range.left;
         const auto& own_tile = values ? smem.first : smem.second();
         OwnOperand<Tile, Tile::kFirstInRegisters> operand;
-        copy_own<Tile, kPass>(smem, problem, own);
+        copy_own<Tile, kPass>(smem.first, smem.second(), problem, own);
         if constexpr (Tile::kSecondInRegisters) {
             ptx::cp_async_commit();
             ptx::cp_async_wait<0>();
@@ -95,13 +75,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const float scale = p.scale * kLog2e;
         float* dq_rows = nullptr;  // of the tile before
         for (int parity = 0;; parity ^= 1) {
-            const int slot = kStages == 2 ? parity : 0, next = kStages - 1 - slot;
+            const int next = 1 - parity;
             ptx::cp_async_wait<0>();
             __syncthreads();  // this tile has landed, the one before has been used and its dS is there
             if (left > 1) stream.start(smem, next);
             ptx::cp_async_commit();
-            const auto& scored = values ? smem.ring[slot].first : smem.ring[slot].second;
-            const auto& weighed = values ? smem.ring[slot].second : smem.ring[slot].first;
+            const auto& scored = values ? smem.ring[parity].first : smem.ring[parity].second;
+            const auto& weighed = values ? smem.ring[parity].second : smem.ring[parity].first;
 #pragma unroll 1
             for (int turn = 0; turn < 2; ++turn) {
                 if (turn != thread.role) {
@@ -125,7 +105,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                             for (int i = 0; i < 4; ++i) f(s[r][j][i], r, j, i);
                 };
                 const int first = thread.warp_stream();  // of the tile's rows
-                const RowPair* pairs = &smem.facts[slot][(first + thread.column()) / 2];
+                const RowPair* pairs = &smem.facts[parity][(first + thread.column()) / 2];
                 const int barrier = 1 + thread.warp % Tile::kRoleWarps;  // of the two warps with the same scores
                 clear(s);
                 multiply_rows<Tile>(s, operand, own_tile, scored, first, thread);
@@ -168,7 +148,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             at.advance();
             if constexpr (kPass != Pass::kFused)
                 if (left == 0) break;
-            if constexpr (kStages == 1) __syncthreads();  // this tile has been used
             if (left > 0) stream.finish(smem, next);
         }
     }

@@ -1,4 +1,5 @@
-// Which tiles a block of mma.cuh or pairs.cuh streams over, and how its tiles, own and streamed, get to shared memory.
+// Which tiles a block of mma.cuh, pairs.cuh or trios.cuh streams over, and how its tiles, own and streamed, get to
+// shared memory.
 #pragma once
 
 #include <ptx.cuh>
@@ -45,21 +46,22 @@ __device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile&
 }
 
 /// The own tiles on their way to shared memory.
-template <class Tile, Pass kPass>
-__device__ __forceinline__ void copy_own(TileMemory<Tile>& smem, const Problem& problem, const OwnedTile& own) {
+template <class Tile, Pass kPass, class OwnRows>
+__device__ __forceinline__ void copy_own(OwnRows& first, OwnRows& second, const Problem& problem,
+                                         const OwnedTile& own) {
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kOwn>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries;
     const ForwardParams& p = problem.forward;
     const Sequence& s = own.sequence;
     const int head = kOwnsKeys ? own.head_k : own.head, left = (kOwnsKeys ? s.seqlen_k : s.seqlen_q) - own.first_row;
     const auto copy = [&](auto& to, const Rows& rows, int d) {
-        const int first = (kOwnsKeys ? s.first_k : s.first_q) + own.first_row;
-        Copy vectors(row_of<const typename Tile::T>(rows, s.index, head, first), rows.row, d);
+        const int row = (kOwnsKeys ? s.first_k : s.first_q) + own.first_row;
+        Copy vectors(row_of<const typename Tile::T>(rows, s.index, head, row), rows.row, d);
         vectors.start(to, rows.row, left);
         vectors.finish(to);
     };
-    copy(smem.first, kOwnsKeys ? p.k : p.q, p.head_dim);
-    copy(smem.second(), kOwnsKeys ? p.v : problem.dout, p.head_dim_v);
+    copy(first, kOwnsKeys ? p.k : p.q, p.head_dim);
+    copy(second, kOwnsKeys ? p.v : problem.dout, p.head_dim_v);
 }
 
 /// The copies of streamed tiles to the ring, in the order of a Cursor.

@@ -29,6 +29,12 @@ struct SwizzledTile {
             for (int i = 0; i < kOffsets; ++i)
                 offset_[i] = row * Columns + kVector * ((column / kVector + 2 * i) ^ (row >> kShift & kMask));
         }
+        /// From the first offset of one whose column is 0 or kVector behind a multiple of 64.
+        __device__ __forceinline__ explicit Lane(int first) {
+#pragma unroll
+            for (int i = 0; i < kOffsets; ++i) offset_[i] = first ^ 2 * kVector * i;
+        }
+        __device__ __forceinline__ int first() const { return offset_[0]; }
         __device__ __forceinline__ const T* of(const SwizzledTile& tile, int rows, int columns) const {
             const int pair = columns / 16;
             return &tile.data[rows][pair / kOffsets * kOffsets * 16] + offset_[pair % kOffsets];
