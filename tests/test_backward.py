@@ -486,6 +486,10 @@ def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which:
     needs(kernel, "deterministic", "causal")
     moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     given = Inputs(*(scaled(t, e) for t, e in zip(moderate[:4], TILES[which], strict=True)), None)
+    # Scores as large as the largest of these
+    moderate = moderate._replace(
+        **{name: getattr(moderate, name) * 2.0 ** max(e) for name, e in zip("qk", TILES[which], strict=False)}
+    )
     gradients = check(kernel, given, Mask(True), PLAIN, deterministic, moderate)
     check_each_tile(kernel, given, gradients, Mask(True))
 

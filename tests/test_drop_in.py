@@ -212,6 +212,10 @@ def test_sdpa_leaves_distributed_tensors_to_torch() -> None:
         q = tensors(1, 2, 8, 64)[0]
         shards = distribute_tensor(q, DeviceMesh("cpu", [0]), [Shard(1)])
         assert "wraps others" in _sdpa.left_to_torch(shards, shards, shards)
+        try:
+            functional.scaled_dot_product_attention(shards, shards, shards)
+        except NotImplementedError:
+            pytest.skip("this torch does not take it")
         ours = flash_wmma.scaled_dot_product_attention(shards, shards, shards)
         close(ours.full_tensor(), functional.scaled_dot_product_attention(q, q, q))
     finally:

@@ -3,8 +3,6 @@
 // weak.
 #pragma once
 
-#include <cuda_runtime.h>
-
 #include <climits>
 #include <stdexcept>
 #include <string>
@@ -22,22 +20,6 @@ __attribute__((weak)) int cublasGemmStridedBatchedEx(void* handle, int op_a, int
 }
 
 namespace flash_wmma {
-namespace detail {
-
-/// That of torch's current device and stream. The first one allocates memory, which a stream under capture in another
-/// mode than relaxed would not survive.
-inline void* blas_handle() {
-    void* handle = nullptr;
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    const bool found = torch_get_current_cuda_blas_handle && cublasGemmStridedBatchedEx &&
-                       torch_get_current_cuda_blas_handle(&handle) == 0;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    if (!found) throw std::runtime_error("flash_wmma: torch gives no cuBLAS handle");
-    return handle;
-}
-
-}  // namespace detail
 
 /// Computes the product, asynchronously on torch's current stream of the current device, with the precision of fp32
 /// that torch's matmul has there. Throws std::runtime_error if cuBLAS reports an error, or cannot count that far.
@@ -49,7 +31,10 @@ inline void multiply(const Product& p, Stream) {
         if (n < 0 || n > INT_MAX) throw std::runtime_error(std::string("flash_wmma: cuBLAS: ") + what + " beyond int");
         return static_cast<int>(n);
     };
-    void* const handle = detail::blas_handle();
+    void* handle = nullptr;
+    if (!torch_get_current_cuda_blas_handle || !cublasGemmStridedBatchedEx ||
+        torch_get_current_cuda_blas_handle(&handle) != 0)
+        throw std::runtime_error("flash_wmma: torch gives no cuBLAS handle");
     // A row-major matrix is a column-major one transposed: c^T = b^T a^T.
     const float one = 1.f, zero = 0.f;
     const int status = cublasGemmStridedBatchedEx(

@@ -17,6 +17,7 @@
 //
 // Bound: HBM, S written, read, P written, read: 12 bytes a score for half (16 for fp32), four times 2 d or less FLOPs.
 #include <blas.h>
+#include <capture.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <launch.h>
@@ -229,6 +230,7 @@ void multiply_heads(const ForwardParams& p, const Rows& a, DType type, const Row
     const auto dense = [&](const Rows& rows, std::int64_t step) { return rows.batch == p.heads_k * step; };
     const bool one_batch = p.batch == 1 || (dense(a, group * a.head) && dense(b, b.head) && dense(c, group * c.head));
     const std::int64_t calls = one_batch ? 1 : p.batch, count = one_batch ? p.batch * p.heads_k : p.heads_k;
+    const RelaxedCapture relaxed;  // torch's first cuBLAS handle allocates memory
     for (std::int64_t batch = 0; batch < calls; ++batch)
         for (std::int64_t r = 0; r < group; ++r)
             multiply({{moved(a, type, batch * a.batch + r * a.head), type, a.row, group * a.head},
