@@ -25,6 +25,7 @@ CASES: tuple[tuple[int, int, dict[str, Any]], ...] = (  # Nq, Nk, options
     (100, 255, {"causal": "bottom_right"}),
     (130, 130, {"window": (40, 20)}),
     (200, 300, {}),
+    (20, 1100, {"causal": "bottom_right"}),  # keys that blocks share
 )
 BIAS_SHAPES = ((1, 4, 70, 130), (1, 1, 70, 130), (4, 70, 1), (130,))
 """Whose gradient is a sum over the dimensions that are missing."""

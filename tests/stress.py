@@ -27,9 +27,10 @@ def problem(rng: random.Random) -> tuple[tuple[int, ...], torch.dtype, Mask, flo
     """(B, Hq, Hk, Nq, Nk, d), dtype, mask and scale."""
     d = rng.choice((64, 64, 128, 128, 256, rng.randint(1, 256)))
     heads_k, group = rng.choice((1, 1, 1, 2, 2, 2, 80)), rng.choice((1, 1, 2, 4))  # 80: several items for each block
-    lengths = [rng.choice((rng.randint(1, 64), rng.randint(1, 700))) for _ in range(2)]
+    nq = rng.choice((rng.randint(1, 64), rng.randint(1, 700)))
+    nk = rng.choice((rng.randint(1, 64), rng.randint(1, 700), rng.randint(1024, 3000)))  # so many: in several parts
     masks = (Mask(), Mask("top_left"), Mask("bottom_right"), Mask("bottom_right", (rng.randint(0, 200), 0)))
-    shape = (rng.choice((1, 2, 3)), heads_k * group, heads_k, *lengths, d)
+    shape = (rng.choice((1, 2, 3)), heads_k * group, heads_k, nq, nk, d)
     return shape, rng.choice(list(TOLERANCE)), rng.choice(masks), rng.choice((1 / math.sqrt(d), 1.0, 4.0))
 
 

@@ -78,6 +78,61 @@ def test_queue(softcap: float) -> None:
     check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
 
 
+def functions(q: Tensor, k: Tensor, v: Tensor, sm_count: int) -> list[str]:
+    """That a call launches, in order."""
+    with flash_wmma.emulator.settings(sm_count=sm_count):
+        return [launch.name for launch in flash_wmma.profile(q, k, v, kernel="wgmma_sm90").launches]
+
+
+SPLIT = {  # multiprocessors, a problem, and its mask
+    "one item": (4, (1, 1, 1, 100, 1100, 64), DENSE),
+    "some rows": (4, (1, 1, 1, 5, 1100, 256), DENSE),
+    "behind whole ones": (2, (1, 3, 1, 60, 1100, 128), DENSE),
+    "two rounds of parts": (5, (1, 3, 3, 20, 1600, 72), DENSE),
+    "last item smaller": (9, (1, 1, 1, 300, 1600, 64), Mask("bottom_right")),
+    "more parts than tiles": (9, (1, 1, 1, 300, 1600, 64), Mask("top_left")),
+    "window": (4, (1, 1, 1, 70, 1100, 64), Mask("bottom_right", (600, 0))),
+    "rows without keys": (4, (1, 1, 1, 1200, 1030, 64), Mask("bottom_right")),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_split(case: str) -> None:
+    """Items whose keys several blocks share."""
+    sm_count, shape, mask = SPLIT[case]
+    q, k, v = tensors(shape, torch.float16 if mask == DENSE else torch.bfloat16)
+    check(q, k, v, mask, sm_count=sm_count)
+
+
+@pytest.mark.parametrize("case", [name for name, (_, _, mask) in SPLIT.items() if mask == DENSE])
+def test_split_is_taken(case: str) -> None:
+    sm_count, shape, _ = SPLIT[case]
+    q, k, v = tensors(shape, torch.float16)
+    assert functions(q, k, v, sm_count) == ["forward", "merge"]
+    assert functions(q, k[..., :500, :], v[..., :500, :], sm_count) == ["forward"]  # too few keys
+
+
+def test_parts_of_different_scale() -> None:
+    """Scores of one part that are e^200 times the other's weights, either way round; and one part's rows all -inf."""
+    q, k, v = tensors((1, 2, 2, 40, 1100, 64), torch.float16)
+    q[..., 0], k[..., 0] = 16.0, 0.0
+    k[:, 0, :550, 0], k[:, 1, 550:, 0] = 100.0, 100.0
+    check(q, k, v, sm_count=4)
+    q[..., 0], k[:, 0, 600:, 0] = 1.0, -math.inf
+    check(q, k, v, sm_count=4)
+
+
+def test_batch_invariant_is_not_split() -> None:
+    """The number of parts depends on the batch."""
+    q, k, v = tensors((2, 2, 1, 40, 1100, 64), torch.float16)
+    with flash_wmma.emulator.settings(mode="checked", sm_count=4):
+        both, first = (
+            flash_wmma.forward(*t, kernel="wgmma_sm90", batch_invariant=True)
+            for t in ((q, k, v), (q[:1], k[:1], v[:1]))
+        )
+    assert torch.equal(both[:1], first)
+
+
 def test_strides() -> None:
     """Heads and batches that are one and the same (stride 0), heads inside rows, a row pitch that is not d."""
     q, k, v = tensors((2, 4, 1, 100, 150, 64), torch.float16)

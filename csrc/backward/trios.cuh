@@ -16,6 +16,9 @@
 //     kValues    S, P                           kMeet   dV               kUsed
 //     kKeys      a half of dP                   kMeet   the rest, dS     kUsed   dK                kDone
 //     kQueries   Q of t + 1, dQ of t - 1                                 kUsed   dO of t + 1       kDone
+// Two warps that add up halves have a barrier of their own. kValues and kQueries also meet alone, where none has to wait,
+// so that all pass four barriers a tile, two of them before kUsed: racecheck goes by the number that a warp has passed
+// (docs/tuning/backward.md).
 // A tile of Q is there one tile ahead; one of dO is replaced between its last use and dP of the next. Blocks begin a
 // head's ring of tiles three tiles apart, so that their additions to dQ do not meet at the same rows.
 //
@@ -229,10 +232,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     int left = range.left;
     Ring at(range.at, 3 * (own.first_row / Tile::kOwn), static_cast<int>(p.heads_q / p.heads_k));
 
-    enum Barrier { kAll, kMeet, kUsed, kDone, kSums };  // kSums: four of them
+    enum Barrier { kAll, kMeet, kUsed, kDone, kAlone, kSums = kAlone + 3 };  // kAlone: three of them, kSums: four
     const auto meet = [] { ptx::named_barrier_sync(kMeet, 2 * kRoleThreads); };
     const auto used = [] { ptx::named_barrier_sync(kUsed, Tile::kThreads); };
     const auto done = [] { ptx::named_barrier_sync(kDone, 2 * kRoleThreads); };
+    const auto meet_alone = [&] { ptx::named_barrier_sync(kAlone + thread.role, kRoleThreads); };
 
     if (left > 0) {
         copy_own<Tile, Pass::kFused>(smem.q[0], smem.q[1], problem, own);
@@ -271,6 +275,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             bool any = false;  // whether there is a dS
             float* dq_rows = dq_of(problem, sequence, at.head, at.row);
             for (int parity = 0;; parity ^= 1, --left) {
+                meet_alone();
+                meet_alone();
                 if (left > 1) finish_q(parity ^ 1);
                 if (left > 2) start_q();
                 if (any) {
@@ -372,8 +378,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 for (int r = 0; r < Wide::kRowTiles; ++r) read_a(weights[r], shared, 16 * r, k);
                 multiply_weights<Wide>(gradient, weights, read_b, weighed, k);
             }
-            if (values) used();
-            else done();
+            if (values) {
+                meet_alone();
+                used();
+            } else {
+                done();
+            }
         }
     }
 

@@ -13,22 +13,18 @@ namespace {
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// The least head dim that holds d and d_v; of its shapes the one that is through first: blocks go in rounds of one an
-/// SM, and a round takes the longer the more rows a block has. `batch_invariant` takes the first shape.
+/// The least head dim that holds d and d_v; of its shapes the one that is through first. `batch_invariant` takes the
+/// first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const Sequences& s = p.sequences;
     const bool general = is_general(p);
     const Shape* chosen = nullptr;
-    float least_time = 0.f;
+    double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype != p.dtype || shape.general != general || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
             continue;
         if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
-        const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q, batch = s.cu_seqlens_q ? 1 : p.batch;
-        const std::int64_t blocks = (rows + tile.br - 1) / tile.br * p.heads_q * batch;
-        const std::int64_t rounds = (blocks + device.sm_count - 1) / std::max(device.sm_count, 1);
-        const float time = static_cast<float>(rounds * tile.br) / shape.speed;
+        const double time = split_of(p, device, shape).time(shape, p, std::max(device.sm_count, 1));
         if (chosen && time >= least_time) continue;
         chosen = &shape;
         least_time = time;
@@ -48,8 +44,10 @@ __global__ void clear(Queue* queue) {
     *queue = 0;
 }
 
+/// Of a queue or of the parts of split items: there are never both.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
-    return has_queue(p, device, choose_shape(p, device).facts.br) ? sizeof(Queue) : 0;
+    const Shape& shape = choose_shape(p, device);
+    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape.facts);
 }
 
 void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
@@ -59,7 +57,7 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
         config.programmatic = true;
         launch(clear, config, stream, static_cast<Queue*>(p.workspace));
     }
-    shape.launch(p, device, stream);
+    shape.launch(p, device, shape, stream);
 }
 
 /// Where mma_sm80 is through first (docs/tuning/hopper.md): so few keys that what a block takes to begin and to end

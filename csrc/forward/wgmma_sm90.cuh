@@ -21,7 +21,8 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and one of plans, each place with a barrier that says it is full and one that says it is empty.
 //
-// wgmma_sm90_block.cuh says what a block is, wgmma_sm90_plan.cuh what it works on and in which order.
+// wgmma_sm90_block.cuh says what a block is, wgmma_sm90_plan.cuh what it works on and in which order; items that would
+// leave SMs idle are split over the keys, and a grid behind this one adds the parts up (wgmma_sm90_split.cuh).
 //
 // Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
 // and the power they take.
@@ -38,8 +39,10 @@
 #include "../device/quad.cuh"
 #include "../device/score_mod.cuh"
 #include "wgmma_sm90_block.cuh"
+#include "wgmma_sm90_output.cuh"
 #include "wgmma_sm90_plan.cuh"
 #include "wgmma_sm90_shapes.h"
+#include "wgmma_sm90_split.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
@@ -215,6 +218,7 @@ class Consumer {
   private:
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
+    static constexpr bool kSplits = Tile::kSplits && !General;
     static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
@@ -222,6 +226,7 @@ class Consumer {
         Sequence sequence;
         int head;
         BandMask mask;
+        int part;
         int first_query;
         int first_tile, tiles;  // no tiles: there are no more rows
         int before, after;      // tiles of the block that come before and after these
@@ -232,10 +237,11 @@ class Consumer {
 
     /// The rows in the block's next item.
     __device__ __forceinline__ Rows next() {
-        const auto [work, seen] = plans_.next(group_);
+        const auto [work, seen, part] = plans_.next(group_);
         return {work.sequence,
                 work.tile.head,
                 work.mask,
+                kSplits ? uniform(part) : kWhole,
                 work.first_row(group_) + Tile::kWarpRows * warp_,
                 seen.first,
                 seen.end - seen.first,
@@ -515,40 +521,12 @@ class Consumer {
         }
     }
 
-    /// O / l and the LSE to global memory; the lanes that share a row swap words until each has 16 neighbouring bytes, or
-    /// once, for 8.
+    /// O / l and the LSE to global memory, or what there is of them to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float sum = over_quad(l_[h], [](float x, float y) { return x + y; });
-            const bool none = sum == 0.f;  // the row saw no key
-            const float inverse = 1.f / sum;
-            const int query = rows.first_query + row() + 8 * h;
-            const bool inside = query < rows.sequence.seqlen_q;
-            if (lane_ % 4 == 0 && inside)
-                p_.lse[lse_index(p_, rows.sequence, rows.head, query)] = none ? -INFINITY : (m_[h] + log2f(sum)) * kLn2;
-            T* const out = row_of<T>(p_.o, rows.sequence.index, rows.head, rows.sequence.first_q + query);
-            constexpr int kWords = Tile::kSwapsOnce ? 2 : 4;  // that a lane swaps
-#pragma unroll
-            for (int j = 0; j < Tile::kD / 8; j += kWords) {
-                std::uint32_t words[kWords];
-#pragma unroll
-                for (int i = 0; i < kWords; ++i)
-                    words[i] =
-                        none ? 0 : packed<T>(o_[4 * (j + i) + 2 * h] * inverse, o_[4 * (j + i) + 2 * h + 1] * inverse);
-                if constexpr (Tile::kSwapsOnce) {
-                    pair_in_quad(words, lane_ % 4);
-                    const int col = 8 * (j + lane_ % 2) + lane_ % 4 / 2 * 4;
-                    if (inside && col < p_.head_dim_v)
-                        *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
-                } else {
-                    transpose_in_quad(words, lane_ % 4);
-                    const int col = 8 * (j + lane_ % 4);
-                    if (inside && col < p_.head_dim_v)
-                        *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
-                }
-            }
-        }
+        if (rows.part == kWhole)
+            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, m_, l_, lane_);
+        else if (rows.first_query < rows.sequence.seqlen_q)
+            give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, m_, l_);
     }
 
     const ForwardParams& p_;
@@ -610,19 +588,20 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
 }
 
 template <class Tile, bool General>
-void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape& shape, Stream stream) {
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
-    const int items = static_cast<int>(assignment_grid(p, Tile::kBr).x), blocks = std::min(items, device.sm_count);
-    Queue* const queue = has_queue(p, device, Tile::kBr) ? static_cast<Queue*>(p.workspace) : nullptr;
-    const Schedule schedule = make_schedule(p, items, blocks, queue);
+    const Schedule schedule = make_schedule(p, device, shape);
+    const int blocks = std::min(schedule.items, device.sm_count);
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
+    if constexpr (Tile::kSplits && !General)
+        if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
 }
 
 /// `speed`: of a block beside that of other shapes of the same head dim.
@@ -631,6 +610,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
+            Tile::kSplits && !General,
             speed,
             launch_tile<Tile, General>};
 }
@@ -640,14 +620,14 @@ template <class T>
 std::vector<Shape> shapes() {
     return {
         shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
-        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.85f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
-        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.86f),      shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
+        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.87f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
+        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.9f),       shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
     };
 }
 template <class T>
 std::vector<Shape> general_shapes() {
     return {
-        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.85f),
+        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.87f),
         shape<Tile<T, 128, 3, 64, 4, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
         shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
     };

@@ -18,6 +18,8 @@ struct Tile {
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
     // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
     static constexpr bool kSetsO = Consumers > 2;
+    // Whether a block may have a part of an item, which four consumers' registers have no room for
+    static constexpr bool kSplits = Consumers < 4;
     static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // on the way of O to memory, where it is faster
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
@@ -60,7 +62,9 @@ template <class Tile>
 struct Plan {
     Work<Tile> work;
     Range seen[Tile::kConsumers];  // of work.tiles, those with a key that some row of a consumer sees
+    int part;                      // among all parts of split items; kWhole: none of them
 };
+inline constexpr int kWhole = -1;
 
 /// Map of a block's shared memory.
 template <class Tile>
