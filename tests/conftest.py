@@ -141,6 +141,11 @@ NO_CUDA_KERNEL = pytest.param(
 )
 
 
+def pytest_runtest_setup() -> None:
+    """The same random numbers whichever tests ran before in this process."""
+    torch.manual_seed(0)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """`kernel`: every kernel. `target`: every (kernel, dtype). `backward_target`: those of backward."""
     without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
