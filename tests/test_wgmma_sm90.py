@@ -78,10 +78,11 @@ def test_queue(softcap: float) -> None:
     check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
 
 
-def functions(q: Tensor, k: Tensor, v: Tensor, sm_count: int) -> list[str]:
+def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int) -> list[str]:
     """That a call launches, in order."""
     with flash_wmma.emulator.settings(sm_count=sm_count):
-        return [launch.name for launch in flash_wmma.profile(q, k, v, kernel="wgmma_sm90").launches]
+        profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", **mask._asdict())
+    return [launch.name for launch in profile.launches]
 
 
 SPLIT = {  # multiprocessors, a problem, and its mask
@@ -90,9 +91,9 @@ SPLIT = {  # multiprocessors, a problem, and its mask
     "behind whole ones": (2, (1, 3, 1, 60, 1100, 128), DENSE),
     "two rounds of parts": (5, (1, 3, 3, 20, 1600, 72), DENSE),
     "last item smaller": (9, (1, 1, 1, 300, 1600, 64), Mask("bottom_right")),
-    "more parts than tiles": (9, (1, 1, 1, 300, 1600, 64), Mask("top_left")),
-    "window": (4, (1, 1, 1, 70, 1100, 64), Mask("bottom_right", (600, 0))),
-    "rows without keys": (4, (1, 1, 1, 1200, 1030, 64), Mask("bottom_right")),
+    "more parts than tiles": (40, (1, 1, 1, 1540, 1600, 64), Mask("top_left")),
+    "window": (4, (1, 1, 1, 70, 1600, 64), Mask("bottom_right", (1050, 0))),
+    "rows without keys": (24, (1, 1, 1, 1200, 1030, 64), Mask("bottom_right")),
 }
 
 
@@ -104,12 +105,30 @@ def test_split(case: str) -> None:
     check(q, k, v, mask, sm_count=sm_count)
 
 
-@pytest.mark.parametrize("case", [name for name, (_, _, mask) in SPLIT.items() if mask == DENSE])
+@pytest.mark.parametrize("case", SPLIT)
 def test_split_is_taken(case: str) -> None:
-    sm_count, shape, _ = SPLIT[case]
-    q, k, v = tensors(shape, torch.float16)
-    assert functions(q, k, v, sm_count) == ["forward", "merge"]
-    assert functions(q, k[..., :500, :], v[..., :500, :], sm_count) == ["forward"]  # too few keys
+    sm_count, shape, mask = SPLIT[case]
+    assert functions(*tensors(shape, torch.float16), mask, sm_count) == ["forward", "merge"]
+
+
+@pytest.mark.parametrize(
+    ("nq", "nk", "mask"),
+    [(100, 900, DENSE), (1, 4096, Mask("top_left")), (300, 4096, Mask("bottom_right", (64, 64)))],
+    ids=str,
+)
+def test_few_visible_keys_are_not_split(nq: int, nk: int, mask: Mask) -> None:
+    assert functions(*tensors((1, 1, 1, nq, nk, 64), torch.float16), mask, 13) == ["forward"]
+
+
+def test_part_that_some_rows_do_not_see() -> None:
+    """NaN in v stays with those warpgroups that see its key. The first item's parts are tiles of 64 keys, and its first
+    two warpgroups see nothing of the third."""
+    q, k, v = tensors((1, 1, 1, 1600, 1600, 128), torch.float16)
+    v[..., 150, :] = math.nan
+    with flash_wmma.emulator.settings(mode="checked", sm_count=27):
+        out = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", causal="top_left")
+    assert out[:, :, 150:].isnan().all()
+    assert not out[:, :, :128].isnan().any()
 
 
 def test_parts_of_different_scale() -> None:

@@ -17,8 +17,8 @@
 //     kKeys      a half of dP                   kMeet   the rest, dS     kUsed   dK                kDone
 //     kQueries   Q of t + 1, dQ of t - 1                                 kUsed   dO of t + 1       kDone
 // Two warps that add up halves have a barrier of their own. kValues and kQueries also meet alone, where none has to wait,
-// so that all pass four barriers a tile, two of them before kUsed: racecheck goes by the number that a warp has passed
-// (docs/tuning/backward.md).
+// so that all pass four barriers a tile, and who writes over what others have read has passed more than they had then:
+// racecheck goes by these numbers (docs/tuning/backward.md).
 // A tile of Q is there one tile ahead; one of dO is replaced between its last use and dP of the next. Blocks begin a
 // head's ring of tiles three tiles apart, so that their additions to dQ do not meet at the same rows.
 //

@@ -24,7 +24,7 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
         if (tile.dtype != p.dtype || shape.general != general || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
             continue;
         if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
-        const double time = split_of(p, device, shape).time(shape, p, std::max(device.sm_count, 1));
+        const double time = split_of(p, device, shape).time(shape, p, device);
         if (chosen && time >= least_time) continue;
         chosen = &shape;
         least_time = time;
@@ -64,10 +64,7 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
 /// counts, while there are SMs to spare; or few rows too, which would leave most of this kernel's Q tiles empty.
 bool yields(const ForwardParams& p, const DeviceFacts& device) {
     if (p.batch_invariant) return false;  // or the choice would depend on the batch
-    const Sequences& s = p.sequences;
-    const std::int64_t rows = s.cu_seqlens_q ? s.total_q : p.seqlen_q, batch = s.cu_seqlens_q ? 1 : p.batch;
-    const std::int64_t q_tiles = (rows + 127) / 128 * p.heads_q * batch;
-    const std::int64_t head_dim = std::max({p.head_dim, p.head_dim_v, 64});
+    const std::int64_t q_tiles = items_of(p, 128), head_dim = std::max({p.head_dim, p.head_dim_v, 64});
     return (p.seqlen_k * head_dim <= 256 * 128 && 2 * q_tiles <= device.sm_count) ||
            (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
 }

@@ -596,7 +596,7 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
     const Schedule schedule = make_schedule(p, device, shape);
-    const int blocks = std::min(schedule.items, device.sm_count);
+    const int blocks = std::min(schedule.items, multiprocessors(device));
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);

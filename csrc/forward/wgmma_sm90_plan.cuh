@@ -110,7 +110,7 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
-    const int blocks = std::min(items, device.sm_count);
+    const int blocks = std::min(items, multiprocessors(device));
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
     const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
@@ -124,7 +124,7 @@ class PlanReader {
     struct View {
         Work<Tile> work;
         Range seen;  // by a consumer
-        int part;    // in lane 0
+        int part;    // in lane 0: only who may have one asks for it in all
     };
 
     __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}

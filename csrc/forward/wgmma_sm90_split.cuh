@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     const Range tiles = visible_tiles<Tile>(a.sequence, mask, a.tile.first_row, Tile::kBr);
     const int lane = static_cast<int>(threadIdx.x) % 32, first_part = item * split.parts,
               parts = schedule.parts_of(tiles);
-    if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // has been stored; is no row
+    if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // stored by the block itself; no rows
 
     constexpr int kVectors = kMergeColumns / 8;
     float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, o[4 * kVectors] = {};
@@ -77,7 +77,11 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
         const float part_m[2] = {facts.x, facts.y}, part_l[2] = {facts.z, facts.w};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            const float weight = m[h] == -INFINITY ? 0.f : ptx::ex2(part_m[h] - m[h]);  // no visible key at all
+            if (part_m[h] == -INFINITY) {  // no visible key: O may be 0 * NaN of v. Scores that are all NaN made l NaN
+                l[h] += part_l[h];
+                continue;
+            }
+            const float weight = ptx::ex2(part_m[h] - m[h]);
             l[h] = fmaf(part_l[h], weight, l[h]);
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) {
