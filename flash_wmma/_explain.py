@@ -12,7 +12,7 @@ from ._checks import Causal, Window
 from ._forward import band
 from ._native import native
 from ._sdpa import left_to_torch
-from ._table import Instance, instance_of, kernel_named
+from ._table import Instance, instance_of, kernel_named, not_built
 from .emulator import current
 
 
@@ -118,7 +118,8 @@ def explain(
     are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
     :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device);
     ``dropout_p`` and ``enable_gqa`` are arguments of that function alone. Of inputs that it alone takes (float64, other
-    ranks, nested) nothing else is said.
+    ranks, nested) nothing else is said. In a build without CUDA the first call compiles the kernels for the emulator,
+    as :func:`flash_wmma.kernels` does.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
@@ -146,6 +147,7 @@ def explain(
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
     _checks.backward_kernel(backward_kernel)
+    not_built()  # in a build without CUDA: has the kernels' facts
     if device_facts is None:
         if q.device.type == "meta":
             _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")

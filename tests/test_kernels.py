@@ -372,6 +372,17 @@ def test_import_is_light() -> None:
     assert not any(module.startswith(("torch._dynamo", "torch._inductor")) for module in new)
 
 
+def test_explain_knows_all_kernels_at_once() -> None:
+    """In a build without CUDA too, whose kernels nobody has asked for in this process."""
+    code = (
+        "import torch, flash_wmma; q = torch.empty(1, 8, 1000, 64, dtype=torch.half, device='meta'); "
+        "answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(90, 132, 227 * 1024)); "
+        "print(answer.kernel, {*answer.reasons, answer.kernel} == {k.name for k in flash_wmma.kernels()})"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["wgmma_sm90", "True"]
+
+
 def test_missing_library_says_what_to_do(tmp_path: object) -> None:
     package = f"{tmp_path}/flash_wmma"
     code = (
