@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <stdexcept>
 
-#include "wgmma_sm90_shapes.h"
+#include "wgmma_sm90_items.h"
 
 namespace flash_wmma::wgmma_sm90 {
 namespace {

@@ -218,7 +218,6 @@ class Consumer {
   private:
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
-    static constexpr bool kSplits = Tile::kSplits && !General;
     static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
@@ -241,7 +240,7 @@ class Consumer {
         return {work.sequence,
                 work.tile.head,
                 work.mask,
-                kSplits ? uniform(part) : kWhole,
+                kTakesParts<Tile, General> ? uniform(part) : kWhole,
                 work.first_row(group_) + Tile::kWarpRows * warp_,
                 seen.first,
                 seen.end - seen.first,
@@ -600,7 +599,7 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, General>, config, stream, p, maps, schedule);
-    if constexpr (Tile::kSplits && !General)
+    if constexpr (kTakesParts<Tile, General>)
         if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
 }
 
@@ -610,7 +609,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
             General,
-            Tile::kSplits && !General,
+            kTakesParts<Tile, General>,
             speed,
             launch_tile<Tile, General>};
 }

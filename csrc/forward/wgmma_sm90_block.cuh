@@ -32,6 +32,10 @@ struct Tile {
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
+/// Whether its blocks may have parts. General instances (wgmma_sm90.cuh) have whole items.
+template <class Tile, bool General>
+inline constexpr bool kTakesParts = Tile::kSplits && !General;
+
 /// A barrier pair of something that one warp fills and others empty.
 struct Slot {
     ptx::Barrier full, empty;

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "wgmma_sm90_block.cuh"
-#include "wgmma_sm90_shapes.h"
+#include "wgmma_sm90_items.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
@@ -163,7 +163,7 @@ class Planner {
                 item_parity_ ^= 1;
             });
             int whole = max(item, 0);
-            const int part = Tile::kSplits && !General ? schedule.part(whole) : kWhole;
+            const int part = kTakesParts<Tile, General> ? schedule.part(whole) : kWhole;
             const Assignment a = assignment<Tile, General>(p_, schedule, whole);
             const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
             if (exists || item < 0) publish(schedule, a, part, walk.odd(), item < 0);

@@ -16,7 +16,6 @@
 #include "wgmma_sm90_block.cuh"
 #include "wgmma_sm90_output.cuh"
 #include "wgmma_sm90_plan.cuh"
-#include "wgmma_sm90_shapes.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
