@@ -1,0 +1,1 @@
+"""Faults for `tests/mutate.py`, by what they are put into."""
