@@ -55,47 +55,77 @@ def loss(result: tuple[Tensor, Tensor]) -> Tensor:
     return out.float().square().sum() + lse.masked_fill(lse.isneginf(), 0).sin().sum()
 
 
+def sums(result: tuple[Tensor, Tensor]) -> Tensor:
+    """Of which the gradient is one number, expanded."""
+    out, lse = result
+    return out.float().sum() + lse.sum()
+
+
+def sums_over_heads(result: tuple[Tensor, Tensor]) -> Tensor:
+    """Of which the gradient is expanded over the heads."""
+    out, lse = result
+    weights = torch.linspace(1, 2, lse.shape[-1], device=lse.device)
+    return out.float().sum(1).sin().sum() + (lse.sum(-2) * weights).sum()
+
+
+def spread(t: Tensor) -> Tensor:
+    """The same numbers, between others in memory."""
+    return torch.stack((t, -1 - t), dim=-1)[..., 0]
+
+
+SLOPES = torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.3, 0.2, 0.6], [0.1, 0.7, 0.0, 0.2]])
 CALLS: dict[str, dict[str, object]] = {
     "plain": {},
     "causal": {"causal": "bottom_right"},
     "window": {"window": (3, 2)},
     "softcap": {"softcap": 2.0},
-    "slopes": {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+    "slopes": {"alibi_slopes": SLOPES[0]},
+    "slopes of each": {"alibi_slopes": SLOPES},
     "scale": {"scale": -0.3},
 }
 
 
+def options_of(call: str, batch: int, device: str) -> dict[str, Any]:
+    options: dict[str, Any] = dict(CALLS[call])
+    if "alibi_slopes" in options:
+        slopes = options["alibi_slopes"].to(device)
+        options["alibi_slopes"] = spread(slopes if slopes.dim() == 1 else slopes[:batch])
+    return options
+
+
+@pytest.mark.parametrize("value", [loss, sums, sums_over_heads])
 @pytest.mark.parametrize("call", CALLS)
-def test_forward_against_math(call: str, device: str) -> None:
+def test_forward_against_math(call: str, value: Callable[..., Tensor], device: str) -> None:
     """With d_v != d, grouped heads and a bias that is broadcast over two dimensions."""
     q, bias = tensors(2, 4, 9, 16, count=1, device=device)[0], torch.randn(4, 1, 12, device=device, requires_grad=True)
     (k,), (v,) = (tensors(2, 2, 12, d, count=1, device=device) for d in (16, 24))
-    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in CALLS[call].items()}
+    options = options_of(call, 2, device)
     got, expected = (
         torch.autograd.grad(
-            loss(forward(q, k, v, attn_bias=bias, kernel=kernel, return_lse=True, **options)),  # type: ignore[call-overload]
-            (q, k, v, bias),
+            value(forward(q, k, v, attn_bias=bias, kernel=kernel, return_lse=True, **options)), (q, k, v, bias)
         )
         for kernel in ("auto", "math")
     )
     close(got, expected)
 
 
-def test_varlen_against_math(device: str) -> None:
+@pytest.mark.parametrize("value", [loss, sums, sums_over_heads])
+@pytest.mark.parametrize("call", CALLS)
+def test_varlen_against_math(call: str, value: Callable[..., Tensor], device: str) -> None:
+    """With rows and keys behind the last sequence, and the lengths between other numbers in memory."""
     (q,), (k, v) = tensors(20, 4, 16, count=1, device=device), tensors(25, 2, 16, count=2, device=device)
     bias = torch.randn(1, 4, 1, 12, device=device, requires_grad=True)
-    lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in ([0, 7, 7, 18], [0, 12, 13, 22])]
+    numbers = ([0, 7, 7, 18], [0, 12, 13, 22], [11, 1, 8])
+    *lengths, used = (spread(torch.tensor(t, dtype=torch.int32, device=device)) for t in numbers)
+    options = options_of(call, 3, device) | {"attn_bias": bias, "seqused_k": used, "return_lse": True}
     got, expected = (
         torch.autograd.grad(
-            loss(
-                forward_varlen(q, k, v, *lengths, 11, 12, causal=True, attn_bias=bias, kernel=kernel, return_lse=True)
-            ),
-            (q, k, v, bias),
+            value(forward_varlen(q, k, v, *lengths, 11, 12, kernel=kernel, **options)), (q, k, v, bias)
         )
         for kernel in ("auto", "math")
     )
     close(got, expected)
-    assert not any(t[end:].any() for t, end in zip(got, (18, 22, 22), strict=False))
+    assert not any(t[end:].any() for t, end in zip(got, (18, 21, 21), strict=False))
 
 
 def test_math_is_forward() -> None:

@@ -108,11 +108,13 @@ def bias_of(kind: str | None, b: int, h: int, nq: int, nk: int, dtype: torch.dty
 
 
 def slopes_of(kind: str | None, b: int, h: int, device: str) -> Tensor | None:
-    """ALiBi's geometric slopes."""
+    """ALiBi's geometric slopes, between others in memory."""
     if kind is None:
         return None
     slopes = 2.0 ** -torch.arange(1, h + 1, device=device)
-    return slopes if kind == "head" else slopes * torch.arange(1, b + 1, device=device)[:, None]
+    if kind == "batch":
+        slopes = slopes * torch.arange(1, b + 1, device=device)[:, None]
+    return torch.stack((slopes, torch.full_like(slopes, math.nan)), dim=-1)[..., 0]
 
 
 def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:

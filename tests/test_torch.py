@@ -292,6 +292,31 @@ def test_number_of_threads_changes_nothing() -> None:
         assert torch.equal(lse, results[0][1])
 
 
+SHARED = {  # shapes of the scores and of a bias that is broadcast over what the tasks share out
+    "batch": ((15, 3, 150, 150), (1, 3, 1, 1)),
+    "head": ((2, 8, 250, 250), (2, 1, 1, 1)),
+    "key": ((1, 2, 120, 4096), (1, 2, 1, 1)),
+}
+
+
+@pytest.mark.parametrize("over", SHARED)
+def test_number_of_threads_changes_no_gradient(over: str) -> None:
+    """That of a bias neither, though all tasks add to the same number. (Two threads do so at once in most calls.)"""
+    (b, h, nq, nk), shape = SHARED[over]
+    q, k, v, dout = (normal((b, h, n, 8), seed=s) for n, s in ((nq, 1), (nk, 2), (nk, 3), (nq, 4)))
+    bias = normal(shape, seed=5)
+    out, lse = ops.forward(q, k, v, attn_bias=bias)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 2, 2, 2, 2):
+            torch.set_num_threads(threads)
+            results.append(ops.backward(dout, None, q, k, v, out, lse, attn_bias=bias, bias_grad=True))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
+
+
 def test_vmap_loops() -> None:
     """No batching rule: torch's own loop does it, and says so."""
     q, k, v = (normal((2, 3, 20, 64), seed=s)[:, None] for s in (1, 2, 3))
