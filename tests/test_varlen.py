@@ -26,6 +26,7 @@ LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "nothing": ((0, 0), (0, 0)),
     "no keys": ((4, 5), (0, 0)),
     "decoding": ((1,) * 6, (3, 700, 64, 1, 65, 130)),
+    "more than a warp has lanes": (tuple(n % 3 for n in range(34)), tuple(n % 7 for n in range(34))),
 }
 
 
