@@ -119,9 +119,7 @@ def test_varlen_against_math(call: str, value: Callable[..., Tensor], device: st
     *lengths, used = (spread(torch.tensor(t, dtype=torch.int32, device=device)) for t in numbers)
     options = options_of(call, 3, device) | {"attn_bias": bias, "seqused_k": used, "return_lse": True}
     got, expected = (
-        torch.autograd.grad(
-            value(forward_varlen(q, k, v, *lengths, 11, 12, kernel=kernel, **options)), (q, k, v, bias)
-        )
+        torch.autograd.grad(value(forward_varlen(q, k, v, *lengths, 11, 12, kernel=kernel, **options)), (q, k, v, bias))
         for kernel in ("auto", "math")
     )
     close(got, expected)

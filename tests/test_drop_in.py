@@ -12,6 +12,7 @@ from reference import DENSE, Mask, Modification, attention, bits, normal
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention.bias import causal_lower_right
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import flash_wmma
 from flash_wmma import _autograd, _flash_attn, _hook, _sdpa
@@ -376,15 +377,93 @@ def masked_attention(
     return attention(q, k, v, Seen(), scale, modification)
 
 
+OPTIONS: dict[str, Any] = {
+    "softmax_scale": -0.3,
+    "causal": True,
+    "window_size": (4, 2),
+    "softcap": 2.0,
+    "alibi_slopes": torch.tensor([[0.1, 0.2, 0.3, 0.4], [0.5, 0.4, 0.3, 0.1]]),
+    "deterministic": True,
+    "return_attn_probs": True,
+}
+
+
+class Recorded(TorchDispatchMode):
+    """The calls of this library's ops in it, of forward and backward: names and arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if op.namespace == "flash_wmma":
+            defaults = {argument.name: argument.default_value for argument in op._schema.arguments}
+            self.calls.append((op._opname, defaults | dict(zip(defaults, args, strict=False)) | kwargs))
+        return op(*args, **kwargs)
+
+
+def flash_attn(function: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
+    """That function, whatever it takes, of q, k and v (B, N, H, d); for packed sequences the batch's entries."""
+    tensors = [q, k, v]
+    if "kvpacked" in function:
+        tensors = [torch.stack(tensors, 2)] if "qkvpacked" in function else [q, torch.stack([k, v], 2)]
+    if "varlen" not in function:
+        return getattr(flash_wmma, function)(*tensors, **options)
+    batch, *longest = q.shape[0], q.shape[1], k.shape[1]
+    ends = [n * torch.arange(batch + 1, dtype=torch.int32, device=q.device) for n in longest]
+    lengths = [ends[0], longest[0]] if "qkvpacked" in function else [*ends, *longest]
+    result = getattr(flash_wmma, function)(*(t.flatten(0, 1) for t in tensors), *lengths, **options)
+    out, *rest = result if isinstance(result, tuple) else (result,)
+    out = out.unflatten(0, (batch, -1))
+    return (out, rest[0].unflatten(1, (batch, -1)).transpose(0, 1), rest[1]) if rest else out
+
+
+@pytest.mark.parametrize("chosen", [*OPTIONS, "all"])
+@pytest.mark.parametrize("function", FLASH_ATTN)
+def test_flash_attn_options(function: str, chosen: str, device: str) -> None:
+    """Every form has every option, forward and backward."""
+    assert {"dropout_p", *OPTIONS} == set(DEFAULTS)
+    nq, nk = (14, 14) if "qkvpacked" in function else (9, 14)
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, n, 4, 64, generator=generator).half().to(device) for n in (nq, nk, nk))
+    options = {name: value for name, value in OPTIONS.items() if chosen in (name, "all")}
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    with Recorded() as recorded:
+        result = flash_attn(function, *(t.requires_grad_() for t in (q, k, v)), **options)
+        out, *rest = result if isinstance(result, tuple) else (result,)
+        gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    (_, forward), (_, backward) = recorded.calls
+    assert ("cu_seqlens_q" in forward) == ("cu_seqlens_q" in backward) == ("varlen" in function)
+    assert backward["deterministic"] == options.get("deterministic", False)
+
+    inputs = [t.detach().double().transpose(1, 2).requires_grad_() for t in (q, k, v)]
+    seen = flash_attn_mask(options.get("causal", False), options.get("window_size", (-1, -1)), nq, nk).to(device)
+    modification = Modification(None, options.get("alibi_slopes"), options.get("softcap", 0.0))
+    expected, lse = masked_attention(*inputs, seen, options.get("softmax_scale"), modification)
+    close(out, expected.transpose(1, 2).half())
+    for got, right in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs), strict=True):
+        torch.testing.assert_close(got.double(), right.transpose(1, 2), atol=0.01 * float(right.abs().max()), rtol=0)
+    assert bool(rest) == ("return_attn_probs" in options)
+    if rest:
+        torch.testing.assert_close(rest[0].double(), lse, atol=2e-3, rtol=1e-3)
+        assert rest[1].numel() == 0
+    with pytest.raises(NotImplementedError, match="dropout_p: dropout is not built yet"):
+        flash_attn(function, q, k, v, dropout_p=0.1, **options)
+
+
 def test_flash_attn_packed_forms(device: str) -> None:
     """Each packed form is the unpacked one, on views: nothing is copied."""
     qkv = torch.randn(2, 20, 3, 4, 64, generator=torch.Generator().manual_seed(1)).half().to(device)
     q, k, v = qkv.unbind(2)
     before = bits(qkv)
     expected = flash_wmma.flash_attn_func(q, k, v, causal=True)
-    assert torch.equal(flash_wmma.flash_attn_qkvpacked_func(qkv, causal=True), expected)
-    assert torch.equal(flash_wmma.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), expected)
+    with Recorded() as recorded:
+        assert torch.equal(flash_wmma.flash_attn_qkvpacked_func(qkv, causal=True), expected)
+        assert torch.equal(flash_wmma.flash_attn_kvpacked_func(q, qkv[:, :, 1:], causal=True), expected)
     assert torch.equal(bits(qkv), before)
+    for _, arguments in recorded.calls:
+        assert [arguments[name].data_ptr() for name in "qkv"] == [t.data_ptr() for t in (q, k, v)]
 
 
 def test_flash_attn_varlen_forms(device: str) -> None:
@@ -405,6 +484,8 @@ def test_flash_attn_varlen_forms(device: str) -> None:
     assert torch.equal(flash_wmma.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], cu, cu, 13, 13, **options), out)
     with pytest.raises(ValueError, match="max_seqlen_q: got 12"):
         flash_wmma.flash_attn_varlen_qkvpacked_func(qkv, cu, 12, validate=True)
+    with pytest.raises(ValueError, match="max_seqlen_k: got 12"):
+        flash_wmma.flash_attn_varlen_kvpacked_func(q, qkv[:, 1:], cu, cu, 13, 12, validate=True)
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
