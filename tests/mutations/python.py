@@ -1,0 +1,505 @@
+"""Faults of the public Python functions."""
+
+from __future__ import annotations
+
+from .fault import Fault
+
+FLASH_ATTN = "flash_wmma/_flash_attn.py"
+FORWARD = "flash_wmma/_forward.py"
+AUTOGRAD = "flash_wmma/_autograd.py"
+FAKE = "flash_wmma/_fake.py"
+AUTOCAST = "flash_wmma/_autocast.py"
+CHECKS = "flash_wmma/_checks.py"
+SDPA = "flash_wmma/_sdpa.py"
+MATH = "flash_wmma/_math.py"
+MODULE = "flash_wmma/_module.py"
+EXPLAIN = "flash_wmma/_explain.py"
+HOOK = "flash_wmma/_hook.py"
+PROFILE = "flash_wmma/_profile.py"
+
+QKVPACKED = """    q, k, v = _unpacked("qkv", qkv, 2, 3, "(B, N, 3, H, d)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+"""
+KVPACKED = """    k, v = _unpacked("kv", kv, 2, 2, "(B, N, 2, H, d)")
+    return flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+"""
+VARLEN_QKVPACKED = """        cu_seqlens,
+        cu_seqlens,
+        max_seqlen,
+        max_seqlen,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+"""
+VARLEN_KVPACKED = """    k, v = _unpacked("kv", kv, 1, 2, "(total_k, 2, H, d)")
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        max_seqlen_q,
+        max_seqlen_k,
+        dropout_p,
+        softmax_scale,
+        causal,
+        window_size,
+        softcap,
+        alibi_slopes,
+        deterministic,
+"""
+
+FAULTS = [
+    # ---- flash-attn's functions
+    Fault(
+        name="qkvpacked-without-softcap",
+        path=FLASH_ATTN,
+        old=QKVPACKED,
+        new=QKVPACKED.replace("        softcap,\n", "        0.0,\n"),
+        why="flash_attn_qkvpacked_func drops softcap",
+    ),
+    Fault(
+        name="kvpacked-without-window",
+        path=FLASH_ATTN,
+        old=KVPACKED,
+        new=KVPACKED.replace("        window_size,\n", "        (-1, -1),\n"),
+        why="flash_attn_kvpacked_func drops window_size",
+    ),
+    Fault(
+        name="varlen-qkvpacked-without-slopes",
+        path=FLASH_ATTN,
+        old=VARLEN_QKVPACKED,
+        new=VARLEN_QKVPACKED.replace("        alibi_slopes,\n", "        None,\n"),
+        why="flash_attn_varlen_qkvpacked_func drops alibi_slopes",
+    ),
+    Fault(
+        name="varlen-kvpacked-not-deterministic",
+        path=FLASH_ATTN,
+        old=VARLEN_KVPACKED,
+        new=VARLEN_KVPACKED.replace("        deterministic,\n", "        False,\n"),
+        why="flash_attn_varlen_kvpacked_func drops deterministic",
+    ),
+    Fault(
+        name="varlen-window-from-the-first-key",
+        path=FLASH_ATTN,
+        old="""        validate,
+        True,
+        deterministic=deterministic or None,
+""",
+        new="""        validate,
+        False,
+        deterministic=deterministic or None,
+""",
+        why="the varlen stand-in aligns a window without causal to the first key",
+    ),
+    Fault(
+        name="one-open-bound-opens-both",
+        path=FLASH_ATTN,
+        old="isinstance(right, int) and left < 0 and right < 0:",
+        new="isinstance(right, int) and (left < 0 or right < 0):",
+        why="window_size (-1, 4) is taken for no window",
+    ),
+    Fault(
+        name="lse-transposed",
+        path=FLASH_ATTN,
+        old="    return _result(out.transpose(1, 2), lse, return_attn_probs)",
+        new="    return _result(out.transpose(1, 2), lse.transpose(1, 2), return_attn_probs)",
+        why="flash_attn_func's lse is (B, Nq, Hq)",
+    ),
+    # ---- forward and forward_varlen
+    Fault(
+        name="scale-alone-is-lost",
+        path=FORWARD,
+        old="if causal is not False or scale is not None or window is not None or flash_attn:",
+        new="if causal is not False or window is not None or flash_attn:",
+        why="a scale without a mask is taken for the default",
+    ),
+    Fault(
+        name="batch-invariant-alone-is-lost",
+        path=FORWARD,
+        old='softcap == 0 and kernel == "auto" and not batch_invariant):',
+        new='softcap == 0 and kernel == "auto"):',
+        why="batch_invariant without another option does not reach the op",
+    ),
+    Fault(
+        name="varlen-not-batch-invariant",
+        path=FORWARD,
+        old="""        before = (scale, left, right, bottom_right)
+        after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
+""",
+        new="""        before = (scale, left, right, bottom_right)
+        after = (softcap, None, None, 0.0, 1, False, kernel)
+""",
+        why="forward_varlen drops batch_invariant",
+    ),
+    Fault(
+        name="causal-keeps-the-right-bound",
+        path=FORWARD,
+        old="0 if causal else -1 if right is None else right, bottom_right",
+        new="-1 if right is None and not causal else right or 0, bottom_right",
+        why="causal with a window (left, 3) sees three keys ahead",
+    ),
+    Fault(
+        name="top-left-at-the-bottom",
+        path=FORWARD,
+        old='"top_left": False, "bottom_right": True}',
+        new='"top_left": True, "bottom_right": True}',
+        why='causal="top_left" is aligned to the last key',
+    ),
+    Fault(
+        name="seqused-lost-in-forward",
+        path=FORWARD,
+        old="""            cu_seqlens_k,
+            seqused_k,
+            None,
+            max_seqlen_q,
+""",
+        new="""            cu_seqlens_k,
+            None,
+            None,
+            max_seqlen_q,
+""",
+        why="forward_varlen without gradients sees the keys that are not in use",
+    ),
+    Fault(
+        name="forward-not-deterministic",
+        path=FORWARD,
+        old="""        batch_invariant,
+        False,
+        backward_kernel,
+        deterministic,
+    )
+""",
+        new="""        batch_invariant,
+        False,
+        backward_kernel,
+    )
+""",
+        why="forward drops deterministic",
+    ),
+    Fault(
+        name="varlen-not-deterministic",
+        path=FORWARD,
+        old="""        validate,
+        False,
+        backward_kernel,
+        deterministic,
+    )
+""",
+        new="""        validate,
+        False,
+        backward_kernel,
+    )
+""",
+        why="forward_varlen drops deterministic",
+    ),
+    Fault(
+        name="math-window-from-the-first-key",
+        path=FORWARD,
+        old="            options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)",
+        new="            options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)",
+        why='dense(kernel="math") ignores flash_attn',
+        harmless='flash_attn is only ever set with kernel="auto"',
+    ),
+    # ---- gradients
+    Fault(
+        name="backward-takes-any-kernel",
+        path=AUTOGRAD,
+        old="rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel, forward_kernel)",
+        new='rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, "auto", forward_kernel)',
+        why="backward_kernel is checked and then dropped",
+    ),
+    Fault(
+        name="backward-without-softcap",
+        path=AUTOGRAD,
+        old="rest = (after[0] if after else 0.0,",
+        new="rest = (0.0,",
+        why="the gradients are those without softcap",
+    ),
+    Fault(
+        name="flag-over-argument",
+        path=AUTOGRAD,
+        old="deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked",
+        new="deterministic = torch.are_deterministic_algorithms_enabled() or bool(asked)",
+        why="torch's flag holds against deterministic=False",
+    ),
+    Fault(
+        name="lse-without-gradient",
+        path=AUTOGRAD,
+        old="            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options\n",
+        new="            dout, None, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options\n",
+        why="the gradient of lse is dropped",
+    ),
+    Fault(
+        name="seqused-lost-in-backward",
+        path=AUTOGRAD,
+        old="packed = None if ctx.longest is None else (*lengths, *ctx.longest)",
+        new="packed = None if ctx.longest is None else (*lengths[:2], None, *ctx.longest)",
+        why="backward_varlen sees the keys that are not in use",
+    ),
+    Fault(
+        name="gradients-not-cast",
+        path=AUTOGRAD,
+        old="    if torch._C._is_any_autocast_enabled():\n",
+        new="    if False:\n",
+        why="under autocast backward is given float32 beside forward's float16",
+    ),
+    Fault(
+        name="one-tensor-thrice",
+        path=AUTOGRAD,
+        old="    v = v.view_as(v) if v is q or v is k else v\n",
+        new="",
+        why="torch.compile takes no tensor twice",
+    ),
+    Fault(
+        name="warn-only-forgets-the-kernel",
+        path=AUTOGRAD,
+        old="            options = (before, after, kernel, False)\n",
+        new='            options = (before, after, "auto", False)\n',
+        why="the second attempt under warn_only drops backward_kernel",
+    ),
+    # ---- fake kernels
+    Fault(
+        name="fake-layout",
+        path=FAKE,
+        old="        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)\n",
+        new="        out = q.new_empty((batch, heads, n, v.shape[3]))\n",
+        why="a compiled graph takes out_bnhd for the other layout",
+    ),
+    Fault(
+        name="fake-lse-of-packed",
+        path=FAKE,
+        old="q.new_empty((heads, total), dtype=torch.float32)",
+        new="q.new_empty((total, heads), dtype=torch.float32)",
+        why="a compiled graph takes lse for (total, H)",
+    ),
+    Fault(
+        name="fake-gradient-layout",
+        path=FAKE,
+        old="    if t.dim() == 4 and t.stride(1) < t.stride(2):\n",
+        new="    if t.dim() == 4 and t.stride(1) > t.stride(2):\n",
+        why="a compiled graph takes gradients for the other layout",
+    ),
+    Fault(
+        name="fake-bias-gradient",
+        path=FAKE,
+        old="else attn_bias.new_empty(attn_bias.shape)",
+        new="else q.new_empty(attn_bias.shape)",
+        why="a compiled graph takes a float32 bias's gradient for q's dtype",
+    ),
+    # ---- autocast
+    Fault(
+        name="autocast-casts-every-bias",
+        path=AUTOCAST,
+        old="    return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x\n",
+        new="    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x\n",
+        why="a float32 bias and the slopes are rounded",
+    ),
+    Fault(
+        name="autocast-without-varlen",
+        path=AUTOCAST,
+        old='for _name in ("forward", "forward_varlen"):',
+        new='for _name in ("forward",):',
+        why="packed sequences are not cast",
+    ),
+    # ---- checks
+    Fault(
+        name="validate-refuses-the-end",
+        path=CHECKS,
+        old="        if ends[-1] > total:\n",
+        new="        if ends[-1] >= total:\n",
+        why="validate=True refuses sequences that fill the tensor",
+    ),
+    Fault(
+        name="broadcast-from-the-front",
+        path=CHECKS,
+        old="for n, m in zip(reversed(sizes), reversed(full), strict=False)):",
+        new="for n, m in zip(sizes, full, strict=False)):",
+        why="a bias of fewer dimensions is compared with the wrong ones",
+    ),
+    Fault(
+        name="slopes-of-another-batch",
+        path=CHECKS,
+        old="and (len(sizes) == 1 or sizes[0] == batch)",
+        new="",
+        why="slopes of another batch go on to the op, whose words are worse",
+    ),
+    # ---- SDPA's stand-in
+    Fault(
+        name="sdpa-without-scale",
+        path=SDPA,
+        old="options = (bool(is_causal), scale, None,",
+        new="options = (bool(is_causal), None, None,",
+        why="the stand-in drops scale",
+    ),
+    Fault(
+        name="sdpa-mask-not-expanded",
+        path=SDPA,
+        old="        attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])\n",
+        new="        pass\n",
+        why="under deterministic algorithms a broadcast mask's gradient is refused by CUDA kernels",
+    ),
+    Fault(
+        name="sdpa-value-head-dim",
+        path=SDPA,
+        old="if d < 1 or dv < 1 or d > largest or dv > largest:",
+        new="if d < 1 or dv < 1 or d > largest:",
+        why="values with too many columns are not left to torch",
+    ),
+    Fault(
+        name="sdpa-takes-dropout",
+        path=SDPA,
+        old='    if dropout_p != 0:\n        return "dropout_p is not 0"\n',
+        new="",
+        why="the stand-in drops dropout_p",
+    ),
+    # ---- kernel="math"
+    Fault(
+        name="math-slopes-from-the-first-key",
+        path=MATH,
+        old="        place = torch.arange(nq, device=q.device)[:, None] + nk - nq\n",
+        new="        place = torch.arange(nq, device=q.device)[:, None]\n",
+        why="ALiBi is aligned to the first key",
+    ),
+    Fault(
+        name="math-bias-of-the-first-sequence",
+        path=MATH,
+        old="            bias = bias[b : b + 1] if bias.dim() == 4",
+        new="            bias = bias[:1] if bias.dim() == 4",
+        why="every packed sequence has the first one's bias",
+    ),
+    Fault(
+        name="math-uses-all-keys",
+        path=MATH,
+        old="keys.start + max(int(seqused_k[b]), 0), keys.stop)",
+        new="keys.stop, keys.stop)",
+        why="seqused_k is ignored",
+    ),
+    Fault(
+        name="math-heads-interleaved",
+        path=MATH,
+        old="t.to(dtype).repeat_interleave(group, dim=1)",
+        new="t.to(dtype).repeat(1, group, 1, 1)",
+        why="grouped query heads read the wrong key head",
+    ),
+    # ---- MultiheadAttention
+    Fault(
+        name="module-not-causal",
+        path=MODULE,
+        old="            causal=self.causal,\n",
+        new="",
+        why="the module drops causal",
+    ),
+    Fault(
+        name="module-not-deterministic",
+        path=MODULE,
+        old="            deterministic=self.deterministic,\n",
+        new="",
+        why="the module drops deterministic",
+    ),
+    Fault(
+        name="module-takes-any-kernel",
+        path=MODULE,
+        old="            kernel=self.kernel,\n",
+        new="",
+        why="the module drops kernel",
+    ),
+    # ---- explain and profile
+    Fault(
+        name="explain-without-softcap",
+        path=EXPLAIN,
+        old="        alibi_slopes is not None,\n        softcap,\n",
+        new="        alibi_slopes is not None,\n        0.0,\n",
+        why="explain names a kernel that has no softcap",
+    ),
+    Fault(
+        name="explain-not-batch-invariant",
+        path=EXPLAIN,
+        old="        softcap,\n        batch_invariant,\n    )\n",
+        new="        softcap,\n        False,\n    )\n",
+        why="explain says a tile that batch_invariant does not take",
+    ),
+    Fault(
+        name="explain-of-every-gradient",
+        path=EXPLAIN,
+        old="    if attn_bias is None or not attn_bias.requires_grad:\n",
+        new="    if attn_bias is None:\n",
+        why="explain asks for a bias's gradient that nobody wants",
+    ),
+    Fault(
+        name="explain-forgets-the-flag",
+        path=EXPLAIN,
+        old="        deterministic = torch.are_deterministic_algorithms_enabled()\n",
+        new="        deterministic = False\n",
+        why="explain ignores torch's flag",
+    ),
+    Fault(
+        name="profile-without-causal",
+        path=PROFILE,
+        old="            causal=causal,\n",
+        new="",
+        why="profile drops causal",
+    ),
+    Fault(
+        name="profile-without-softcap",
+        path=PROFILE,
+        old="            softcap=softcap,\n",
+        new="",
+        why="profile drops softcap",
+    ),
+    # ---- behind torch's own attention
+    Fault(
+        name="hook-without-slopes",
+        path=HOOK,
+        old="ops.forward_varlen(query, key, value, *lengths, *band, None, alibi_slopes)",
+        new="ops.forward_varlen(query, key, value, *lengths, *band)",
+        why="what stands for _flash_attention_forward drops alibi_slopes",
+    ),
+    Fault(
+        name="hook-uses-all-keys",
+        path=HOOK,
+        old="        lengths = (cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k)\n",
+        new="        lengths = (cum_seq_q, cum_seq_k, None, None, max_q, max_k)\n",
+        why="what stands for _flash_attention_forward drops seqused_k",
+    ),
+    Fault(
+        name="hook-right-bound",
+        path=HOOK,
+        old="0 if is_causal else -1 if right is None else right",
+        new="0 if is_causal else -1",
+        why="torch's window_size_right is ignored",
+    ),
+    Fault(
+        name="hook-without-scale",
+        path=HOOK,
+        old="        band = (scale, -1, 0 if is_causal else -1, False)\n",
+        new="        band = (None, -1, 0 if is_causal else -1, False)\n",
+        why="the CPU's gradients behind torch's attention drop scale",
+    ),
+    Fault(
+        name="hook-not-deterministic",
+        path=HOOK,
+        old="rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled(), kernel)",
+        new="rest = (None, 0.0, None, None, 0.0, False, False, kernel)",
+        why="gradients behind torch's attention ignore torch's flag",
+    ),
+]
