@@ -25,6 +25,7 @@ from reference import (
     bits,
     few,
     filled,
+    head_error,
     normal,
     operand_dtype,
     poisoned_memory,
@@ -60,16 +61,15 @@ def inputs(
     d: int = 64,
     dv: int | None = None,
     heads: tuple[int, int] = (4, 2),
-    batch: int = 2,
+    batch: int | None = None,
     layout: str = "contiguous",
-    with_dlse: bool = True,
 ) -> Inputs:
+    """By default two batch entries, in the emulator one."""
     hq, hk = heads
+    batch = few(kernel, 2) if batch is None else batch
     shapes = ((hq, nq, d), (hk, nk, d), (hk, nk, dv or d), (hq, nq, dv or d))
-    q, k, v, dout = (
-        normal((few(kernel, batch), *shape), layout, dtype, kernel.device, seed) for seed, shape in enumerate(shapes)
-    )
-    return Inputs(q, k, v, dout, normal((q.shape[0], hq, nq, 1), device=kernel.device, seed=9)[..., 0].contiguous())
+    q, k, v, dout = (normal((batch, *shape), layout, dtype, kernel.device, seed) for seed, shape in enumerate(shapes))
+    return Inputs(q, k, v, dout, normal((batch, hq, nq, 1), device=kernel.device, seed=9)[..., 0].contiguous())
 
 
 def true_gradients(given: Inputs, mask: Mask, modification: Modification) -> list[Tensor]:
@@ -191,18 +191,19 @@ def needs(kernel: flash_wmma.Kernel, *features: str) -> None:
 
 
 MASKS = {
-    "dense": DENSE,
-    "causal": Mask(True),
     "bottom right": Mask("bottom_right"),
+    "causal": Mask(True),
+    "causal window": Mask("bottom_right", (60, None)),
     "window": Mask(False, (5, 9)),
-    "causal window": Mask("bottom_right", (20, None)),
+    "dense": DENSE,
 }
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 70), (100, 70), (65, 129)])
+@pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 70), (100, 66), (65, 129)])
 def test_masks(backward_target: BackwardTarget, mask: str, nq: int, nk: int) -> None:
-    """Nq != Nk, one row, and queries or keys that see nothing."""
+    """Nq != Nk, one row, and queries or keys that see nothing. Of 100 queries and 66 keys, bottom-right, some tile of
+    any shape is visible but for one key of one query: the last of the first, or in the window the first of the last."""
     kernel, dtype = backward_target
     needs(kernel, *(["window"] if "window" in mask else ["causal"] if mask != "dense" else []))
     check(kernel, inputs(kernel, dtype, nq, nk), MASKS[mask])
@@ -215,14 +216,14 @@ def test_head_dims(backward_target: BackwardTarget, d: int, dv: int) -> None:
     if not low <= min(d, dv) <= max(d, dv) <= high:
         pytest.skip("head dim")
     needs(kernel, *(["d_v != d"] if d != dv else []))
-    check(kernel, inputs(kernel, dtype, 40, 50, d, dv))
+    check(kernel, inputs(kernel, dtype, 40, 50, d, dv, heads=(2, 1), batch=2))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "broadcast_rows"])
 def test_layouts(backward_target: BackwardTarget, layout: str) -> None:
     """Strides of every kind, with NaN all around. (Of equal rows the gradients cancel out: nothing to measure by.)"""
     kernel, dtype = backward_target
-    check(kernel, inputs(kernel, dtype, 40, 50, layout=layout))
+    check(kernel, inputs(kernel, dtype, 40, 50, heads=(2, 1), batch=2, layout=layout))
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 1), (6, 2)])
@@ -241,9 +242,21 @@ def test_without_dlse_and_with_it_alone(backward_target: BackwardTarget) -> None
 def test_softcap_and_alibi(backward_target: BackwardTarget) -> None:
     kernel, dtype = backward_target
     needs(kernel, "softcap", "alibi_slopes", "causal")
-    given = inputs(kernel, dtype)
+    given = inputs(kernel, dtype, heads=(2, 1), batch=2)
     slopes = torch.rand(given.q.shape[:2], device=kernel.device)
     check(kernel, given, Mask("bottom_right"), Modification(None, slopes, 2.0))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_all_options_together(backward_target: BackwardTarget, deterministic: bool) -> None:
+    """For each batch entry and head its own bias and slope; in each pass the edges of both bounds of a window."""
+    kernel, dtype = backward_target
+    needs(kernel, "d_v != d", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window")
+    needs(kernel, *(["deterministic"] if deterministic else []))
+    given = inputs(kernel, dtype, 100, 66, d=40, dv=24, heads=(2, 1), batch=2, layout="odd")
+    bias = normal((2, 2, 100, 66), "sliced", device=kernel.device, seed=5)
+    slopes = torch.rand(2, 2, device=kernel.device)
+    check(kernel, given, MASKS["causal window"], Modification(bias, slopes, 2.0), deterministic)
 
 
 @pytest.mark.parametrize("broadcast", list(itertools.product((False, True), repeat=4)))
@@ -252,7 +265,7 @@ def test_bias_is_reduced_over_what_it_is_broadcast_over(
 ) -> None:
     kernel, dtype = backward_target
     needs(kernel, "attn_bias", "the gradient of attn_bias")
-    given = inputs(kernel, dtype, 40, 50)
+    given = inputs(kernel, dtype, 40, 50, heads=(2, 1), batch=2)
     full = (*given.q.shape[:3], 50)
     shape = tuple(1 if one else n for one, n in zip(broadcast, full, strict=True))
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(kernel.device)
@@ -309,18 +322,20 @@ def test_empty(backward_target: BackwardTarget, nq: int, nk: int, batch: int) ->
     assert not any(g.any() for g in gradients[:3])
 
 
-@pytest.mark.parametrize("mask", ["dense", "causal", "bottom right"])
-def test_packed(backward_target: BackwardTarget, mask: str) -> None:
+@pytest.mark.parametrize(("mask", "d"), [("dense", 8), ("causal", 64), ("bottom right", 40)])
+def test_packed(backward_target: BackwardTarget, mask: str, d: int) -> None:
     """Each sequence as by itself; rows of no sequence, and keys that are not in use, have gradient 0."""
     kernel, dtype = backward_target
     needs(kernel, "varlen", *(["causal"] if mask != "dense" else []))
     device = kernel.device
-    ends_q, ends_k, used = [0, 20, 20, 85], [0, 30, 37, 90], [30, 7, 40]
+    ends_q, ends_k, used = [3, 20, 20, 85], [5, 30, 37, 90], [25, 7, 40]
     lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in (ends_q, ends_k, used)]
-    flat = inputs(kernel, dtype, 90, 100, batch=1)
+    flat = inputs(kernel, dtype, 90, 100, d, batch=1)
     operand = operand_dtype(kernel, dtype)  # of which the inputs are, so that conversion changes nothing
     q, k, v, dout = (as_multiplied(t, operand).to(dtype)[0].transpose(0, 1) for t in flat[:4])
-    k, v = k.clone(), v.clone()
+    q, k, v, dout = q.clone(), k.clone(), v.clone(), dout.clone()
+    for t, start, factor in ((q, 20, 2), (k, 37, 0.25), (v, 37, 16), (dout, 20, 8)):
+        t[start:] *= factor  # a conversion's scales differ from sequence to sequence
     k[77:90] = v[77:90] = torch.finfo(dtype).max  # which would spoil a conversion's scales
     assert flat.dlse is not None
     dlse = flat.dlse[0]
@@ -337,7 +352,7 @@ def test_packed(backward_target: BackwardTarget, mask: str) -> None:
         dq, dk, dv, _ = ops.backward_varlen(
             dout, dlse, q, k, v, out, lse, *lengths, 65, 53, *options, kernel_name=kernel.name
         )
-    assert not any(t.any() for t in (dq[85:], dk[77:], dv[77:]))
+    assert not any(t.any() for t in (dq[:3], dq[85:], dk[:5], dk[77:], dv[:5], dv[77:]))
     for b in range(3):
         rows = slice(ends_q[b], ends_q[b + 1])
         keys = slice(ends_k[b], ends_k[b] + used[b])
@@ -350,10 +365,54 @@ def test_packed(backward_target: BackwardTarget, mask: str) -> None:
             torch.testing.assert_close(packed.transpose(0, 1)[None], expected)
 
 
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_packed_with_all_options(backward_target: BackwardTarget, deterministic: bool) -> None:
+    """Each sequence has its own bias and slopes. The last one is longer than max_seqlen says, which concerns no other,
+    and nothing outside is written."""
+    kernel, dtype = backward_target
+    needs(kernel, "varlen", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window")
+    needs(kernel, *(["deterministic"] if deterministic else []))
+    device, mask = kernel.device, Mask("bottom_right", (9, None))
+    ends = [0, 12, 30, 80]
+    lengths = torch.tensor(ends, dtype=torch.int32, device=device)
+    flat = inputs(kernel, dtype, 80, 80, 16, heads=(2, 1), batch=1)
+    operand = operand_dtype(kernel, dtype)
+    q, k, v, dout = (as_multiplied(t, operand).to(dtype)[0].transpose(0, 1) for t in flat[:4])
+    assert flat.dlse is not None
+    bias, slopes = normal((3, 2, 20, 25), device=device, seed=5), torch.rand(3, 2, device=device)
+    modification = Modification(bias, slopes, 2.0)
+    options = {"softcap": 2.0, "attn_bias": bias, "alibi_slopes": slopes}
+    out, lse = flash_wmma.forward_varlen(
+        *(q, k, v, lengths, lengths, 20, 25),
+        causal=mask.causal,
+        window=mask.window,
+        return_lse=True,
+        kernel=forward_kernel(kernel),
+        **options,
+    )
+    with poisoned_memory():
+        *gradients, dbias = ops.backward_varlen(
+            *(dout, flat.dlse[0], q, k, v, out, lse, lengths, lengths, None, 20, 25, None),
+            *band(mask.causal, mask.window),
+            bias_grad=True,
+            deterministic=deterministic,
+            kernel_name=kernel.name,
+            **options,
+        )
+    for b in range(2):
+        rows, n = slice(ends[b], ends[b + 1]), ends[b + 1] - ends[b]
+        one = [t[rows].transpose(0, 1)[None] for t in (q, k, v, dout)]
+        entry = modification.entry(b)._replace(attn_bias=bias[b : b + 1, :, :n, :n])
+        alone = [t[rows].transpose(0, 1)[None] for t in gradients]
+        judge(kernel, Inputs(*one, flat.dlse[..., rows]), [*alone, dbias[b : b + 1, :, :n, :n]], mask, entry)
+        assert not dbias[b, :, n:].any()
+        assert not dbias[b, ..., n:].any()
+
+
 def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -> None:
     kernel, dtype = backward_target
     needs(kernel, "deterministic")
-    given = inputs(kernel, dtype, 130, 300)
+    given = inputs(kernel, dtype, 130, 300, heads=(2, 1), batch=2)
     bias = torch.randn(130, 300, device=kernel.device)
     reduced = "the gradient of a broadcast attn_bias with deterministic" in kernel.features
     modification = Modification(attn_bias=bias) if reduced else PLAIN
@@ -492,6 +551,23 @@ def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which:
     )
     gradients = check(kernel, given, Mask(True), PLAIN, deterministic, moderate)
     check_each_tile(kernel, given, gradients, Mask(True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_range_differs_from_head_to_head(backward_target: BackwardTarget, deterministic: bool) -> None:
+    """And from one batch entry to the other."""
+    kernel, dtype = backward_target
+    converts(kernel, dtype)
+    needs(kernel, "deterministic")
+    moderate = inputs(kernel, dtype, 20, 20, 16, heads=(4, 2), batch=2)._replace(dlse=None)
+    of_q, of_k = (torch.arange(2 * heads, device=kernel.device).view(2, heads, 1, 1) for heads in (4, 2))
+    exponents = (of_q % 2 - 20 * (of_q // 2), 20 * of_k, 7 * of_k, -5 * of_q)
+    given = Inputs(*(torch.ldexp(t, e) for t, e in zip(moderate[:4], exponents, strict=True)), None)
+    operand = operand_dtype(kernel, dtype)
+    expected = true_gradients(Inputs(*(as_multiplied(t, operand) for t in given[:4]), None), DENSE, PLAIN)
+    eps = max(torch.finfo(t).eps for t in (dtype, operand))
+    for gradient, true in zip(compute(kernel, given, DENSE, PLAIN, deterministic), expected, strict=True):
+        assert head_error(gradient, true) <= 4 * eps
 
 
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -83,6 +83,21 @@ def test_rows(dtype: torch.dtype, offset: int) -> None:
         check_sum(reductions.row_sum(x, kernel="shuffle"), x, (1,))
 
 
+ROUNDS = ((520, 129), (65, 2049), (130, 700))
+"""More rows than the blocks of one SM take at once: lanes of a warp a row, and a block a row of a sum and a softmax."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
+def test_blocks_that_go_round(dtype: torch.dtype) -> None:
+    with flash_wmma.emulator.settings(sm_count=1):
+        for shape in ROUNDS:
+            x = numbers(shape, dtype)
+            assert torch.equal(reductions.row_max(x, kernel="shuffle"), x.amax(1)), shape
+            check_sum(reductions.row_sum(x, kernel="shuffle"), x, (1,))
+            if dtype == torch.float32:
+                check_softmax(reductions.row_softmax(x, kernel="shuffle"), x)
+
+
 def check_softmax(found: Tensor, x: Tensor) -> None:
     exact = x.double().softmax(1)
     assert found.shape == x.shape
