@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import fcntl
 import functools
 import hashlib
 import importlib
@@ -307,9 +308,10 @@ class Results:
     def add(self, fault: Fault, verdict: Verdict) -> None:
         row = {"digest": digest(fault), **verdict._asdict()}
         del row["log"]
-        with self.lock:
-            self.known[fault.name] = row
-            RESULTS.parent.mkdir(exist_ok=True)
+        RESULTS.parent.mkdir(exist_ok=True)
+        with self.lock, RESULTS.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # another process may run other faults
+            self.known = (json.loads(RESULTS.read_text()) if RESULTS.exists() else {}) | {fault.name: row}
             RESULTS.write_text(json.dumps(self.known, indent=1) + "\n")
 
 
