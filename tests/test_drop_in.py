@@ -1,9 +1,11 @@
-"""The stand-ins for torch's and flash-attn's functions, and torch's own attention with these kernels behind it."""
+"""The stand-ins for torch's and flash-attn's functions, torch's own attention with these kernels behind it, and the way
+of every option to the ops."""
 
 from __future__ import annotations
 
 import inspect
 import math
+import shutil
 from typing import Any
 
 import pytest
@@ -600,6 +602,18 @@ def test_hook_with_packed_sequences() -> None:
     assert torch.equal(result[1], lse)
 
 
+def test_hook_is_as_deterministic_as_torch() -> None:
+    """Gradients behind torch's attention follow its flag."""
+    q, k, v = tensors(1, 2, 14, 64)
+    out, lse = _hook._cpu(None)(None, q, k, v)
+    with Recorded() as recorded:
+        for flag in (False, True):
+            torch.use_deterministic_algorithms(flag)
+            _hook._cpu_backward(None)(None, out, q, k, v, out, lse, 0.0, False)
+    torch.use_deterministic_algorithms(False)
+    assert [given["deterministic"] for _, given in recorded.calls] == [False, True]
+
+
 @pytest.mark.gpu
 def test_hook_on_the_gpu(activated: None, cuda: torch.device) -> None:
     q, k, v = (t.half().to(cuda).requires_grad_() for t in tensors(2, 4, 100, 64))
@@ -614,3 +628,75 @@ def test_hook_on_the_gpu(activated: None, cuda: torch.device) -> None:
     torch.nn.attention.restore_flash_attention_impl()
     for a, b in zip(ours, attend(), strict=True):
         torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+
+
+# ------------------------------------------------------------------------------------- the way of options to the ops
+
+REACHING: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
+    "causal": ("bottom_right", {"window_right": 0, "bottom_right": True}, {"window_right": 0, "bottom_right": True}),
+    "scale": (0.3, {"scale": 0.3}, {"scale": 0.3}),
+    "window": ((3, 2), {"window_left": 3, "window_right": 2}, {"window_left": 3, "window_right": 2}),
+    "attn_bias": (torch.ones(14), {"attn_bias": [1.0] * 14}, {"attn_bias": [1.0] * 14}),
+    "alibi_slopes": (torch.ones(2), {"alibi_slopes": [1.0, 1.0]}, {"alibi_slopes": [1.0, 1.0]}),
+    "softcap": (2.0, {"softcap": 2.0}, {"softcap": 2.0}),
+    "kernel": ("cpu", {"kernel_name": "cpu"}, {"forward_kernel": "cpu"}),
+    "batch_invariant": (True, {"batch_invariant": True}, {}),
+    "backward_kernel": ("bwd_cpu", {}, {"kernel_name": "bwd_cpu"}),
+    "deterministic": (True, {}, {"deterministic": True}),
+}
+"""A value of each option, and what the forward op and the backward op are then given that is not their default."""
+
+
+def one_sequence(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    ends = (torch.tensor([0, t.shape[2]], dtype=torch.int32) for t in (q, k))
+    rows = (t[0].transpose(0, 1) for t in (q, k, v))
+    return flash_wmma.forward_varlen(*rows, *ends, q.shape[2], k.shape[2], **options)
+
+
+def module(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    attended: Tensor = flash_wmma.MultiheadAttention(16, 2, **options)(q[0])
+    return attended
+
+
+ROUTES = {
+    "forward": (flash_wmma.forward, flash_wmma.forward),
+    "forward_varlen": (flash_wmma.forward_varlen, one_sequence),
+    "MultiheadAttention": (flash_wmma.MultiheadAttention, module),
+}
+
+
+def options_of(function: Any) -> list[str]:
+    return [option for option in REACHING if option in inspect.signature(function).parameters]
+
+
+def beyond_defaults(op: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that are not their defaults, tensors as lists."""
+    optional = {a.name: a.default_value for a in getattr(ops, op).default._schema.arguments if a.has_default_value()}
+    values = {name: value.tolist() if isinstance(value, Tensor) else value for name, value in given.items()}
+    return {name: values[name] for name, default in optional.items() if values[name] != default}
+
+
+@pytest.mark.parametrize(
+    ("route", "option"), [(route, option) for route in ROUTES for option in options_of(ROUTES[route][0])]
+)
+def test_option_reaches_the_ops(route: str, option: str) -> None:
+    """Given alone, with a gradient and without one, and no other is changed."""
+    _, attend = ROUTES[route]
+    value, forward, backward = REACHING[option]
+    q, k, v = tensors(1, 2, 14, 16)
+    with Recorded() as recorded:
+        attend(q, k, v, **{option: value})
+        attend(*(t.requires_grad_() for t in (q, k, v)), **{option: value}).sum().backward()
+    assert [name.partition("_")[0] for name, _ in recorded.calls] == ["forward", "forward", "backward"]
+    for (name, given), expected in zip(recorded.calls, (forward, forward, backward), strict=True):
+        assert beyond_defaults(name, given) == expected
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize("option", [option for option in options_of(flash_wmma.profile) if option != "kernel"])
+def test_option_reaches_the_profiled_kernel(option: str) -> None:
+    value, forward, _ = REACHING[option]
+    with Recorded() as recorded:
+        flash_wmma.profile(*tensors(1, 2, 14, 16), kernel="simt", **{option: value})
+    ((name, given),) = recorded.calls
+    assert beyond_defaults(name, given) == forward | {"kernel_name": "simt"}

@@ -101,19 +101,39 @@ def test_cuda_operators(nq: int, nk: int, causal: bool) -> None:
     torch.testing.assert_close(got, torch.autograd.grad(expected, inputs, dout), atol=1e-4, rtol=1e-4)
 
 
-def test_cuda_operators_with_packed_sequences() -> None:
+PACKED = (torch.tensor([0, 7, 20], dtype=torch.int32), torch.tensor([0, 12, 20], dtype=torch.int32), 13, 12)
+
+
+@pytest.mark.parametrize("window", [(None, None), (5, None), (None, 3), (5, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_cuda_operators_with_packed_sequences(causal: bool, window: tuple[int | None, int | None]) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v, dout = (torch.randn(20, 4, 64, generator=generator) for _ in "qkvo")
-    cu_q, cu_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 7, 20], [0, 12, 20]))
-    lengths, window = (cu_q, cu_k, 13, 12), {"scale": 0.2, "window_size_left": 5}
-    out, lse, *_ = _hook._cuda_packed(None)(None, q, k, v, *lengths, 0.0, True, False, **window)
-    rest = (*lengths, 0.0, True, torch.empty(0), torch.empty(0))
-    got = _hook._cuda_packed_backward(None)(None, dout, q, k, v, out, lse, *rest, **window)
+    options: Any = {"scale": 0.2, "window_size_left": window[0], "window_size_right": window[1]}
+    out, lse, *_ = _hook._cuda_packed(None)(None, q, k, v, *PACKED, 0.0, causal, False, **options)
+    rest = (*PACKED, 0.0, causal, torch.empty(0), torch.empty(0))
+    got = _hook._cuda_packed_backward(None)(None, dout, q, k, v, out, lse, *rest, **options)
     inputs = [t.requires_grad_() for t in (q, k, v)]
-    expected = flash_wmma.forward_varlen(
-        *inputs, *lengths, causal="bottom_right", window=(5, None), scale=0.2, kernel="math"
-    )
+    bounds = tuple(-1 if bound is None else bound for bound in window)
+    expected = flash_wmma.flash_attn_varlen_func(*inputs, *PACKED, softmax_scale=0.2, causal=causal, window_size=bounds)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(got, torch.autograd.grad(expected, inputs, dout), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"alibi_slopes": torch.tensor([0.1, 0.2, 0.3, 0.4])},
+        {"seqused_k": torch.tensor([12, 3], dtype=torch.int32)},
+    ],
+    ids=lambda option: next(iter(option)),
+)
+def test_cuda_operator_of_inference(option: dict[str, Any]) -> None:
+    """What torch gives its operator in forward alone."""
+    q, k, v = (torch.randn(20, 4, 64, generator=torch.Generator().manual_seed(s)) for s in range(3))
+    out, *_ = _hook._cuda_packed(None)(None, q, k, v, *PACKED, 0.0, True, False, **option)
+    assert torch.equal(out, flash_wmma.forward_varlen(q, k, v, *PACKED, causal="bottom_right", **option))
+    assert not torch.equal(out, flash_wmma.forward_varlen(q, k, v, *PACKED, causal="bottom_right"))
 
 
 @pytest.mark.gpu
