@@ -218,6 +218,17 @@ def test_window_far_beyond_the_keys(target: tuple[flash_wmma.Kernel, torch.dtype
     check(out, lse, reference(kernel, q, k, v))
 
 
+def test_every_head_has_its_own_keys(target: tuple[flash_wmma.Kernel, torch.dtype]) -> None:
+    """Two batch entries, two groups of heads, and more queries than one tile's."""
+    kernel, dtype = target
+    q, k, v = (
+        normal((2, h, n, 64), layout, dtype, kernel.device, seed=s)
+        for s, (h, n, layout) in enumerate(((4, 35, "contiguous"), (2, 40, "bnhd"), (2, 40, "contiguous")))
+    )
+    out, lse = run(kernel, q, k, v)
+    check(out, lse, reference(kernel, q, k, v))
+
+
 def test_equal_from_run_to_run(target: tuple[flash_wmma.Kernel, torch.dtype]) -> None:
     kernel, dtype = target
     shape = (few(kernel, 3), few(kernel, 4), 333, 64)

@@ -8,12 +8,15 @@ import pytest
 import torch
 from reference import (
     DENSE,
+    PLAIN,
     Mask,
+    Modification,
     as_multiplied,
     attention,
     check,
     check_lse,
     check_rows,
+    early_rung,
     few,
     grouped,
     head_error,
@@ -38,13 +41,21 @@ def operand_eps(target: Target) -> float:
     return max(torch.finfo(operand_dtype(kernel, dtype)).eps, torch.finfo(dtype).eps)
 
 
-def verify(target: Target, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None) -> None:
+def verify(
+    target: Target,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = DENSE,
+    scale: float | None = None,
+    modification: Modification = PLAIN,
+) -> None:
     """Each row within 2 eps of the largest value that it sees."""
     kernel, dtype = target
-    out, lse = run(kernel, q, k, v, mask, scale)
+    out, lse = run(kernel, q, k, v, mask, scale, modification)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     q, k, v = (as_multiplied(t, operand_dtype(kernel, dtype)) for t in (q, k, v))
-    expected_out, expected_lse = attention(q, k, v, mask, scale)
+    expected_out, expected_lse = attention(q, k, v, mask, scale, modification)
     visible = mask.visible(q.shape[2], k.shape[2], q.device)
     values = grouped(v, q.shape[1]).abs().amax(dim=3)[:, :, None] * visible
     scores = q.abs() @ grouped(k, q.shape[1]).abs().transpose(2, 3) * abs(scale) * visible
@@ -53,23 +64,24 @@ def verify(target: Target, q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, 
     check_lse(lse, expected_lse, torch.finfo(operand_dtype(kernel, dtype)).eps)
 
 
-def from_scores(target: Target, row: Tensor, key: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def from_scores(target: Target, row: Tensor, key: Tensor, d: int = D) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v for which the score of (i, j) is row[i] * key[j], exactly, at scale 1; both are fp16 values."""
     kernel, dtype = target
     heads = few(kernel, 2)
-    q = torch.zeros(1, heads, len(row), D)
-    k = torch.zeros(1, heads, len(key), D)
-    q[..., D // 2] = row
-    k[..., D // 2] = key
-    v = normal((1, heads, len(key), D), seed=11)
+    q = torch.zeros(1, heads, len(row), d)
+    k = torch.zeros(1, heads, len(key), d)
+    q[..., d // 2] = row
+    k[..., d // 2] = key
+    v = normal((1, heads, len(key), d), seed=11)
     return tuple(t.to(dtype).to(kernel.device) for t in (q, k, v))  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("gap", [20, 200, 1e4])
 @pytest.mark.parametrize("nk", [33, 64, 200])
 def test_rows_of_a_tile_far_apart(target: Target, nk: int, gap: float) -> None:
-    """Maxima of neighbouring rows differ by `gap`: a maximum shared between rows would round the lower ones away."""
-    row = torch.tensor([gap, 0, -gap, gap / 2, 1, -1, gap / 4, 0.5] * 12)[:90]
+    """Maxima of neighbouring rows, and of those 8 apart, differ by `gap`: a maximum shared between rows would round the
+    lower ones away."""
+    row = torch.tensor([gap, 0, -gap, gap / 2, 1, -1, gap / 4, 0.5, 2] * 10)
     key = torch.randint(-8, 9, (nk,), generator=torch.Generator().manual_seed(1)) / 8
     verify(target, *from_scores(target, row, key), scale=1.0)
 
@@ -115,6 +127,20 @@ def test_rising_maximum(target: Target, where: str, tile: int, step: float) -> N
     verify(target, q, k, v, scale=1.0)
     if "causal" in target[0].features:
         verify(target, q, k, v, Mask("bottom_right"), scale=1.0)
+
+
+def test_maximum_in_a_few_keys(target: Target) -> None:
+    """One group of 16 keys stands out from each side: in wide heads, whose keys several warps share, and of scores that
+    are capped."""
+    kernel, _ = target
+    row = torch.tensor([1.0, -1.0]).repeat(20)
+    key = torch.zeros(200)
+    key[48:64], key[144:160] = 20, -20
+    widest = D if early_rung(kernel.name) else min(256, kernel.head_dims[1])
+    for d in sorted({D, widest}):
+        for softcap in (0.0, 50.0) if "softcap" in kernel.features else (0.0,):
+            q, k, v = from_scores(target, row, key, d)
+            verify(target, q, k, v, DENSE, 1.0, Modification(softcap=softcap))
 
 
 def test_scores_far_below_zero(target: Target) -> None:

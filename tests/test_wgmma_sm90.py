@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from reference import DENSE, Mask, grouped
+from reference import DENSE, Mask, grouped, poisoned_memory
 from torch import Tensor
 
 import flash_wmma
@@ -23,7 +23,7 @@ def tensors(shape: tuple[int, int, int, int, int, int], dtype: torch.dtype) -> t
 
 
 def check(q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, softcap: float = 0.0, sm_count: int = 2) -> None:
-    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count):
+    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
         out, lse = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", return_lse=True, softcap=softcap, **mask._asdict())
         again = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", softcap=softcap, **mask._asdict())
     scores = (q.double() @ grouped(k, q.shape[1]).double().mT) / math.sqrt(q.shape[3])
