@@ -216,10 +216,12 @@ def test_named_kernel_refuses_head_dim(kernel: flash_wmma.Kernel) -> None:
     allowed = str(low) if low == high else f"{low} to {high}"
     for d in {high + 1, low - 1}:
         q = torch.zeros(1, 1, 8, d, dtype=kernel.dtypes[0], device=kernel.device)
-        with pytest.raises(
-            ValueError, match=rf"kernel '{kernel.name}' cannot run this: head dim: got {d}, allowed: {allowed}"
-        ):
-            flash_wmma.forward(q, q, q, kernel=kernel.name)
+        for of_k, of_v in ((d, d), (low, d)):  # of v alone too
+            k, v = (q.new_zeros(1, 1, 8, n) for n in (of_k, of_v))
+            with pytest.raises(
+                ValueError, match=rf"kernel '{kernel.name}' cannot run this: head dim: got {d}, allowed: {allowed}"
+            ):
+                flash_wmma.forward(k, k, v, kernel=kernel.name)
 
 
 def test_named_kernel_refuses_dtype(kernel: flash_wmma.Kernel) -> None:
@@ -241,7 +243,7 @@ def test_named_kernel_refuses_features(kernel: flash_wmma.Kernel) -> None:
         "alibi_slopes": {"alibi_slopes": torch.zeros(1, device=kernel.device)},
         "softcap": {"softcap": 3.0},
     }
-    for feature, option in options.items():
+    for feature, option in (*options.items(), ("window", {"window": (None, 3)}), ("window", {"window": (3, None)})):
         if feature not in kernel.features:
             with pytest.raises(
                 ValueError, match=rf"kernel '{kernel.name}' cannot run this: does not support {feature}"

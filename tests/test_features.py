@@ -338,6 +338,16 @@ def test_empty_inputs_with_everything(target: Target) -> None:
         assert bool(lse.isneginf().all())
 
 
+def test_results_are_rounded_to_nearest(target: Target) -> None:
+    """Means of two whole numbers, of which every second one lies between two of the type: to even."""
+    kernel, dtype = target
+    numbers = {torch.bfloat16: 256, torch.float16: 2048}.get(dtype, 2048)
+    v = torch.randint(-numbers, numbers, (1, 1, 2, 64), generator=torch.Generator().manual_seed(1))
+    q, k = (torch.zeros(1, 1, n, 64, dtype=dtype, device=kernel.device) for n in (20, 2))
+    out, _ = run(kernel, q, k, v.to(kernel.device, dtype))
+    assert torch.equal(out, v.float().mean(dim=2, keepdim=True).to(kernel.device, dtype).expand_as(out))
+
+
 def test_run_to_run(target: Target) -> None:
     """Bitwise the same again, with every feature the kernel has; and a batch entry by itself, if it is asked for."""
     kernel, _ = target

@@ -139,7 +139,7 @@ FAULTS = [
         why="a kernel without windows is given (None, 3), which it ignores",
     ),
     Fault(
-        name="seqused-is-no-varlen",
+        name="fewer-values-are-no-feature",
         path=REGISTRY,
         old="if (p.head_dim != p.head_dim_v) features |= kValueDim;",
         new="if (p.head_dim < p.head_dim_v) features |= kValueDim;",
