@@ -58,11 +58,11 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
-        name="wgmma-again-wrong-stage",
+        name="wgmma-again-from-values",
         path="csrc/forward/wgmma_sm90.cuh",
         old="ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));",
-        new="ptx::ldmatrix_x4(b, at(smem_.k[v_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));",
-        why="a failed vote computes the scores of another tile's keys again",
+        new="ptx::ldmatrix_x4(b, at(smem_.v[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));",
+        why="a failed vote computes the scores again from V",
         kernels=WGMMA,
     ),
     Fault(
