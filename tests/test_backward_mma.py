@@ -31,6 +31,9 @@ class Case(NamedTuple):
 
 CAUSAL = Case(70, 100, causal=True, batch=2)  # of some tile of any shape the first query does not see the last key
 GENERAL = Case(150, 70, softcap=3.0, slopes=(0.3, 0.1), dlse=True)
+# Of the first, the last query that sees some tile of keys begins a tile. Of the second, a query that sees all other
+# keys of some tile does not see its last, or not its first.
+MANY_TILES = Case(330, 140, left=3), Case(290, 259, causal=True, left=63)
 WINDOW = Case(130, 100, causal=True, left=20)  # the first 30 queries see no key
 
 
@@ -106,7 +109,7 @@ def test_head_dims(name: str, d: int, dv: int, deterministic: bool) -> None:
 @pytest.mark.parametrize("d", [64, 96, 128, 256])
 def test_many_tiles(d: int, deterministic: bool) -> None:
     """Queries and keys of several tiles: rings go round, and what one tile leaves to the next is used."""
-    for case in (Case(330, 140), Case(290, 270, causal=True, left=74)):
+    for case in MANY_TILES:
         check("bwd_sm80", case, d, d, torch.float16, 227, deterministic)
 
 
@@ -114,7 +117,7 @@ def test_many_tiles(d: int, deterministic: bool) -> None:
 @pytest.mark.parametrize("d", [32, 64, 128, 256])
 def test_many_tiles_of_sm75(d: int, smem_kib: int) -> None:
     """The same, where an SM holds one block and where it holds two."""
-    for case in (Case(330, 140), Case(290, 270, causal=True, left=74)):
+    for case in MANY_TILES:
         check("bwd_sm75", case, d, d, torch.float16, smem_kib, False)
 
 
