@@ -379,11 +379,13 @@ def test_packed_with_all_options(backward_target: BackwardTarget, deterministic:
     operand = operand_dtype(kernel, dtype)
     q, k, v, dout = (as_multiplied(t, operand).to(dtype)[0].transpose(0, 1) for t in flat[:4])
     assert flat.dlse is not None
-    bias, slopes = normal((3, 2, 20, 25), device=device, seed=5), torch.rand(3, 2, device=device)
+    whole, slopes = normal((3, 2, 50, 50), device=device, seed=5), torch.rand(3, 2, device=device)
+    bias = whole[..., :20, :25]
     modification = Modification(bias, slopes, 2.0)
-    options = {"softcap": 2.0, "attn_bias": bias, "alibi_slopes": slopes}
+    options = {"softcap": 2.0, "alibi_slopes": slopes}
     out, lse = flash_wmma.forward_varlen(
-        *(q, k, v, lengths, lengths, 20, 25),
+        *(q, k, v, lengths, lengths, 50, 50),
+        attn_bias=whole,
         causal=mask.causal,
         window=mask.window,
         return_lse=True,
@@ -394,6 +396,7 @@ def test_packed_with_all_options(backward_target: BackwardTarget, deterministic:
         *gradients, dbias = ops.backward_varlen(
             *(dout, flat.dlse[0], q, k, v, out, lse, lengths, lengths, None, 20, 25, None),
             *band(mask.causal, mask.window),
+            attn_bias=bias,
             bias_grad=True,
             deterministic=deterministic,
             kernel_name=kernel.name,
