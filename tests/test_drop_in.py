@@ -107,6 +107,10 @@ LEFT = {
     "rank 3": (lambda: tensors(2, 8, 64), "not all (B, H, N, d)"),
     "rank 2": (lambda: tensors(8, 64), "not all (B, H, N, d)"),
     "large d": (lambda: tensors(1, 2, 8, 300), "no kernel runs head dims 300 and 300"),
+    "large d_v": (
+        lambda: (*tensors(1, 2, 8, 64)[:2], tensors(1, 2, 8, 300)[2]),
+        "no kernel runs head dims 64 and 300",
+    ),
     "multi-query": (lambda: (tensors(1, 4, 8, 64)[0], *tensors(1, 1, 8, 64)[1:]), "key has other heads than query"),
     "subclass": (
         lambda: (*tensors(1, 2, 8, 64), causal_lower_right(8, 8)),
