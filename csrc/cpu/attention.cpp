@@ -15,7 +15,7 @@
 #include <vector>
 
 #include "registry.h"
-#include "tasks.h"
+#include "cpu/tasks.h"
 
 namespace flash_wmma {
 namespace cpu {

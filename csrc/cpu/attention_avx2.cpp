@@ -1,7 +1,7 @@
 // The CPU kernel for AVX2 with FMA and F16C.
 #include <immintrin.h>
 
-#include "backward.inl"
+#include "cpu/backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -8,7 +8,7 @@
 
 #include <immintrin.h>
 
-#include "backward.inl"
+#include "cpu/backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -5,7 +5,7 @@
 // which are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
 #include <vector>
 
-#include "tasks.h"
+#include "cpu/tasks.h"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -10,7 +10,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "isa.h"
+#include "cpu/isa.h"
 #include "registry.h"
 
 namespace flash_wmma::cpu {

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-#include "../attention.h"
-#include "../registry.h"
+#include "attention.h"
+#include "registry.h"
 
 namespace flash_wmma::reductions {
 

@@ -1,0 +1,8 @@
+// The bf16 instances of mma_sm80 for ScoreMods, packed or not.
+#include "forward/mma/mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,8 @@
+// The half instances of mma_sm80.
+#include "forward/mma/mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, kDense>(); }
+
+}  // namespace flash_wmma::mma
