@@ -1,4 +1,4 @@
-// The compiled tile shapes of bwd_sm80 and bwd_sm75, shared by their sources, and the choice among them.
+// A backward kernel's compiled tile shapes and the choice among them.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ namespace flash_wmma::backward {
 
 struct Problem;
 
-/// What a launch computes (mma.cuh).
+/// What a launch computes (backward/mma/kernel.cuh).
 enum class Pass { kFused, kKeys, kQueries };
 
 /// What an instance takes: plain problems; packed sequences and ScoreMods too; both kinds, of converted inputs.

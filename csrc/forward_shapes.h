@@ -1,4 +1,4 @@
-// A kernel's compiled tile shapes and the choice among them.
+// A forward kernel's compiled tile shapes and the choice among them.
 #pragma once
 
 #include <algorithm>

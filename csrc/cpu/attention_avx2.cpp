@@ -1,4 +1,5 @@
 // The CPU kernel for AVX2 with FMA and F16C.
+// x86-64: avx2 fma f16c
 #include <immintrin.h>
 
 #include "cpu/backward.inl"

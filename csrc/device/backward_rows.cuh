@@ -15,11 +15,11 @@
 #include <cmath>
 
 #include "attention.h"
+#include "backward_shapes.h"
 #include "device/convert.h"
 #include "device/element.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
-#include "backward_shapes.h"
 
 namespace flash_wmma::backward {
 

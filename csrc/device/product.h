@@ -1,4 +1,4 @@
-// What `unfused` leaves to a library: the product of matrices.
+// What a kernel leaves to a library (blas.h): the product of matrices.
 #pragma once
 
 #include <cstdint>

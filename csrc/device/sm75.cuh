@@ -1,9 +1,13 @@
-// mma_sm75: the kernel of mma.cuh on Turing, and by JIT on anything later. m16n8k8 of half. There is no asynchronous
-// copy: a tile waits in registers, loaded 16 bytes at a time while the tile before is worked on, and is stored at its
-// end.
+// Turing, as the kernels of mma.sync take it: m16n8k8 of half. There is no asynchronous copy: a tile waits in registers,
+// loaded 16 bytes at a time while the tile before is worked on, and is stored at its end.
 #pragma once
 
-#include "forward/mma/kernel.cuh"
+#include <ptx.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/copy_map.cuh"
 
 namespace flash_wmma::mma {
 

@@ -1,4 +1,4 @@
-// The contract between the reductions' ops (csrc/ops_reductions.cpp) and their kernels: no torch, no CUDA.
+// The contract between the reductions' ops (csrc/torch/ops_reductions.cpp) and their kernels: no torch, no CUDA.
 #pragma once
 
 #include <cstdint>

@@ -1,14 +1,6 @@
-// What the ops share: tensors as kernels want them, checks of arguments, and where a call runs. Built on torch's stable
-// ABI, so that one binary serves every torch from 2.10 on, with or without CUDA. The Python functions check the same
-// arguments first, with better words; these checks are the last line of defence.
+// What the ops share: tensors as kernels want them, checks of arguments, and where a call runs. The Python functions
+// check the same arguments first, with better words; these checks are the last line of defence.
 #pragma once
-
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
-
-#include <torch/csrc/stable/accelerator.h>
-#include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 
 #include <algorithm>
 #include <array>
@@ -19,8 +11,9 @@
 #include <vector>
 
 #include "attention.h"
-#include "torch/emulation.h"
 #include "registry.h"
+#include "torch/emulation.h"
+#include "torch/stable.h"
 
 namespace flash_wmma {
 

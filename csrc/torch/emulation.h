@@ -4,8 +4,8 @@
 #include <string>
 #include <vector>
 
-#include "emulator/api.h"
 #include "device/product.h"
+#include "emulator/api.h"
 #include "registry.h"
 
 namespace flash_wmma {

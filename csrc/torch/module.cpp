@@ -12,8 +12,8 @@
 #include <vector>
 
 #include "attention.h"
-#include "torch/emulation.h"
 #include "registry.h"
+#include "torch/emulation.h"
 
 namespace py = pybind11;
 

@@ -1,6 +1,6 @@
 // torch's matmul for a kernel that leaves products to a library and runs in the emulator.
-#include "torch/arguments.h"
 #include "device/product.h"
+#include "torch/arguments.h"
 
 namespace flash_wmma {
 namespace {

@@ -1,6 +1,6 @@
 // flash_wmma::array_max, array_sum, row_max, row_sum and row_softmax, on CUDA tensors.
-#include "torch/ops.h"
 #include "reductions/reductions.h"
+#include "torch/ops.h"
 
 namespace flash_wmma {
 namespace reductions {

@@ -1,10 +1,11 @@
-// bwd_sm75: the kernels of mma.cuh, pairs.cuh and trios.cuh on Turing, and by JIT on anything later: m16n8k8 of half,
-// tiles through registers, at most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its instances, the
-// choice among them, and its row in the registry.
-#include "device/sm75.cuh"
+// bwd_sm75: the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh on Turing, and by JIT on anything later:
+// m16n8k8 of half, tiles through registers, at most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its
+// instances, the choice among them, and its row in the registry.
+// architectures: 7.5+PTX
 #include "backward/mma/kernel.cuh"
-#include "backward/mma/two_roles.cuh"
 #include "backward/mma/three_roles.cuh"
+#include "backward/mma/two_roles.cuh"
+#include "device/sm75.cuh"
 
 namespace flash_wmma::backward {
 namespace {
@@ -19,20 +20,20 @@ Shape shape(int resident = 1) {
     return backward::shape<T, kProblems, kPass>(75, resident);
 }
 
-/// The kernel of pairs.cuh: 32 streamed rows, both operands in registers.
+/// The kernel of two_roles.cuh: 32 streamed rows, both operands in registers.
 template <Pass kPass, int HeadDim, int RowTiles>
-Shape pairs() {
+Shape two_roles() {
     using T = Tile<mma::Sm75, half, HeadDim, 2, 2, RowTiles, 32, 16, 2, 2, 1, 2>;
-    static_assert(sizeof(PairsMemory<T>) <= 64 * 1024);
-    return pairs_shape<T, kPass>(75);
+    static_assert(sizeof(TwoRolesMemory<T>) <= 64 * 1024);
+    return two_roles_shape<T, kPass>(75);
 }
 
-/// The fused pass by the kernel of trios.cuh: 32 queries and 32 keys, K and V in registers.
+/// The fused pass by the kernel of three_roles.cuh: 32 queries and 32 keys, K and V in registers.
 template <int HeadDim>
-Shape trios() {
+Shape three_roles() {
     using T = Tile<mma::Sm75, half, HeadDim, 2, 2, 1, 32, 16, 1, 2, 1, 3>;
-    static_assert(sizeof(TriosMemory<T>) <= 64 * 1024);
-    return trios_shape<T>(75);
+    static_assert(sizeof(ThreeRolesMemory<T>) <= 64 * 1024);
+    return three_roles_shape<T>(75);
 }
 
 /// In each pass the plain shapes first. Up to d = 128 two blocks of four warps an SM are fastest; where shared memory
@@ -41,10 +42,10 @@ constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kCo
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),
     shape<Pass::kFused, kPlain, 64, 4, 1, 2, 32, 16, 1, 2>(/*resident=*/2),
-    pairs<Pass::kFused, 64, 4>(),
+    two_roles<Pass::kFused, 64, 4>(),
     shape<Pass::kFused, kPlain, 128, 2, 2, 2, 32, 16, 0, 1>(/*resident=*/2),
-    pairs<Pass::kFused, 128, 2>(),
-    trios<256>(),
+    two_roles<Pass::kFused, 128, 2>(),
+    three_roles<256>(),
 
     shape<Pass::kFused, kGeneral, 64, 4, 1, 2, 32, 16, 0, 2>(),
     shape<Pass::kFused, kGeneral, 128, 2, 2, 2, 32, 16, 0, 1>(),

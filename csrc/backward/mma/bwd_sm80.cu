@@ -1,7 +1,8 @@
 // bwd_sm80: the choice among its instances, and its row in the registry. fp32 inputs are converted to half.
-#include "forward/mma/mma_sm80.cuh"
+// architectures: 8.0+PTX;9.0
 #include "backward/mma/sm80_shapes.h"
 #include "device/backward_rows.cuh"
+#include "device/sm80.cuh"
 
 namespace flash_wmma::backward {
 namespace {

@@ -1,6 +1,7 @@
 // The kernel of bwd_sm80 and bwd_sm75: FlashAttention-2 backward on mma.sync and ldmatrix.
 //
-// Algorithm (FlashAttention-2, Algorithm 2), with L the forward's log-sum-exp and D = rowsum(O dO) - dL (rows.cuh):
+// Algorithm (FlashAttention-2, Algorithm 2), with L the forward's log-sum-exp and D = rowsum(O dO) - dL
+// (device/backward_rows.cuh):
 //     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D)
 //     dV = P^T dO;  dK = scale * dS^T Q;  dQ = scale * dS K.
 // A block owns the rows of a tile of one side and streams over the tiles of the other side that see it:
@@ -28,10 +29,10 @@
 // it fits.
 #pragma once
 
-#include "device/score_mod.cuh"
 #include "backward/mma/products.cuh"
-#include "backward_shapes.h"
 #include "backward/mma/streamed_tiles.cuh"
+#include "backward_shapes.h"
+#include "device/score_mod.cuh"
 
 namespace flash_wmma::backward {
 

@@ -1,12 +1,12 @@
-// The products of the kernels of mma.cuh, pairs.cuh and trios.cuh, as a warp computes them: operands from shared memory
-// or registers, scores, gradients, dQ, and the gradients' way out.
+// The products of the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh, as a warp computes them: operands from
+// shared memory or registers, scores, gradients, dQ, and the gradients' way out.
 #pragma once
 
 #include <ptx.cuh>
 
-#include "device/element.cuh"
-#include "backward/mma/tile.cuh"
 #include "backward/mma/scales.cuh"
+#include "backward/mma/tile.cuh"
+#include "device/element.cuh"
 
 namespace flash_wmma::backward {
 

@@ -8,8 +8,8 @@
 // dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j: accumulators follow them.
 #pragma once
 
-#include "device/shuffle.cuh"
 #include "device/backward_rows.cuh"
+#include "device/shuffle.cuh"
 
 namespace flash_wmma::backward {
 

@@ -1,12 +1,12 @@
-// Which tiles a block of mma.cuh, pairs.cuh or trios.cuh streams over, and how its tiles, own and streamed, get to
-// shared memory.
+// Which tiles a block of kernel.cuh, two_roles.cuh or three_roles.cuh streams over, and how its tiles, own and
+// streamed, get to shared memory.
 #pragma once
 
 #include <ptx.cuh>
 
+#include "backward/mma/tile.cuh"
 #include "device/mask.cuh"
 #include "device/owned_tile.cuh"
-#include "backward/mma/tile.cuh"
 
 namespace flash_wmma::backward {
 

@@ -1,12 +1,12 @@
 // The kernel of plain problems of bwd_sm75 at d = 256: warps in three roles.
 //
-// Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
+// Algorithm and names as in kernel.cuh; a block owns keys and streams queries. A warp's role is
 //     kValues    S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO,
 //     kKeys      dP^T = V dO^T, dS^T = P^T (dP^T - D),         dK += dS^T Q, or
 //     kQueries   dQ += dS K, and the copies of streamed tiles, from global to shared memory through registers.
-// So the first two have, as in pairs.cuh, a gradient and K or V in registers, and neither a copy nor an addition to
+// So the first two have, as in two_roles.cuh, a gradient and K or V in registers, and neither a copy nor an addition to
 // wait for. kQueries has K in registers as well, so that it takes no shared memory. Twelve warps, three a scheduler,
-// share an SM; pairs.cuh has eight.
+// share an SM; two_roles.cuh has eight.
 //
 // Who owns what: of each role, four warps. Of the scores, two warps share 16 streamed rows: each computes those of all
 // own rows over half of d, they add their halves up through shared memory, and each goes on with 16 own rows. Of a
@@ -28,13 +28,13 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
-#include "backward_shapes.h"
 #include "backward/mma/streamed_tiles.cuh"
+#include "backward_shapes.h"
 
 namespace flash_wmma::backward {
 
 template <class Tile>
-struct TriosMemory {
+struct ThreeRolesMemory {
     using Rows = typename TileMemory<Tile>::StreamRows;
     using Weights = typename TileMemory<Tile>::Weights;
     static_assert(std::is_same_v<Rows, typename TileMemory<Tile>::OwnRows>);
@@ -214,9 +214,9 @@ class RoleCopies {
 // spills: sm_75 sm_90: loop-invariant values, at most two loads a tile.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    backward_trios(const __grid_constant__ Problem problem) {
+    backward_three_roles(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
-    using Map = TriosMemory<Tile>;
+    using Map = ThreeRolesMemory<Tile>;
     using Wide = GradientTile<Tile>;
     enum Role { kValues, kKeys, kQueries };
     static_assert(Tile::kOwnWarps == 2 && Tile::kStreamWarps == 2 && Tile::kRowTiles == 1 && Tile::kStep == 16);
@@ -394,19 +394,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 }
 
 template <class Tile>
-void launch_trios(const Problem& problem, Stream stream) {
+void launch_three_roles(const Problem& problem, Stream stream) {
     const dim3 grid = owned_keys_grid(problem.forward, Tile::kOwn);
     if (grid.x == 0) return;
-    launch(backward_trios<Tile>, {grid, dim3(Tile::kThreads), sizeof(TriosMemory<Tile>)}, stream, problem);
+    launch(backward_three_roles<Tile>, {grid, dim3(Tile::kThreads), sizeof(ThreeRolesMemory<Tile>)}, stream, problem);
 }
 
 template <class Tile>
-Shape trios_shape(int min_arch) {
-    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, 1,
-             static_cast<int>(sizeof(TriosMemory<Tile>)), reinterpret_cast<const void*>(backward_trios<Tile>)},
-            Problems::kPlain,
-            Pass::kFused,
-            launch_trios<Tile>};
+Shape three_roles_shape(int min_arch) {
+    return {
+        {Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, 1,
+         static_cast<int>(sizeof(ThreeRolesMemory<Tile>)), reinterpret_cast<const void*>(backward_three_roles<Tile>)},
+        Problems::kPlain,
+        Pass::kFused,
+        launch_three_roles<Tile>};
 }
 
 }  // namespace flash_wmma::backward

@@ -1,16 +1,16 @@
-// What the kernels of mma.cuh, pairs.cuh and trios.cuh are made of: the shape of a block's work, its tiles in shared
-// memory, and a thread's place in them.
+// What the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh are made of: the shape of a block's work, its tiles
+// in shared memory, and a thread's place in them.
 #pragma once
 
 #include <type_traits>
 
-#include "device/swizzle.cuh"
 #include "device/backward_rows.cuh"
+#include "device/swizzle.cuh"
 
 namespace flash_wmma::backward {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
-/// how often there are OwnWarps * StreamWarps warps (pairs.cuh, trios.cuh).
+/// how often there are OwnWarps * StreamWarps warps (two_roles.cuh, three_roles.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {

@@ -1,7 +1,7 @@
 // The kernel of plain problems where it is the faster one: of bwd_sm80 above d = 64, of bwd_sm75 up to d = 128 where an
-// SM holds one block. Warps in two roles share the work of mma.cuh's kernel, one for P and dV, one for dS and dK.
+// SM holds one block. Warps in two roles share the work of kernel.cuh's kernel, one for P and dV, one for dS and dK.
 //
-// Algorithm and names as in mma.cuh; a block owns keys and streams queries. A warp's role is
+// Algorithm and names as in kernel.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or
 //     Role::kKeys    dP^T = V dO^T, dS^T = P^T (dP^T - D),         dK += dS^T Q:
 // the same products, with K and V, Q and dO exchanged. So a warp has one gradient in registers instead of two, and owns
@@ -18,15 +18,15 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
-#include "backward_shapes.h"
 #include "backward/mma/streamed_tiles.cuh"
+#include "backward_shapes.h"
 
 namespace flash_wmma::backward {
 
 enum class Role { kValues, kKeys };
 
 template <class Tile>
-struct PairsMemory : TileMemory<Tile> {
+struct TwoRolesMemory : TileMemory<Tile> {
     using typename TileMemory<Tile>::Weights;
     Weights p, ds[2];  // dS of this tile and the one before
     RowPair facts[Tile::kStages][Tile::kStream / 2];
@@ -35,9 +35,9 @@ struct PairsMemory : TileMemory<Tile> {
 // spills: sm_75 sm_80 sm_90: loop-invariant values (bounds, addresses) of tiles at the register limit.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
-    backward_pairs(const __grid_constant__ Problem problem) {
+    backward_two_roles(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
-    using Map = PairsMemory<Tile>;
+    using Map = TwoRolesMemory<Tile>;
     constexpr int kRowTiles = Tile::kRowTiles;
     static_assert(Tile::kStreamWarps == 2 && Tile::kStep == Tile::kWarpStream);
     static_assert(Tile::kStages == 2);
@@ -160,20 +160,21 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 }
 
 template <class Tile, Pass kPass>
-void launch_pairs(const Problem& problem, Stream stream) {
+void launch_two_roles(const Problem& problem, Stream stream) {
     const dim3 grid = owned_keys_grid(problem.forward, Tile::kOwn);
     if (grid.x == 0) return;
-    launch(backward_pairs<Tile, kPass>, {grid, dim3(Tile::kThreads), sizeof(PairsMemory<Tile>)}, stream, problem);
+    launch(backward_two_roles<Tile, kPass>, {grid, dim3(Tile::kThreads), sizeof(TwoRolesMemory<Tile>)}, stream,
+           problem);
 }
 
 template <class Tile, Pass kPass>
-Shape pairs_shape(int min_arch) {
-    return {
-        {Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, Tile::kStages,
-         static_cast<int>(sizeof(PairsMemory<Tile>)), reinterpret_cast<const void*>(backward_pairs<Tile, kPass>)},
-        Problems::kPlain,
-        kPass,
-        launch_pairs<Tile, kPass>};
+Shape two_roles_shape(int min_arch) {
+    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps,
+             Tile::kStages, static_cast<int>(sizeof(TwoRolesMemory<Tile>)),
+             reinterpret_cast<const void*>(backward_two_roles<Tile, kPass>)},
+            Problems::kPlain,
+            kPass,
+            launch_two_roles<Tile, kPass>};
 }
 
 }  // namespace flash_wmma::backward

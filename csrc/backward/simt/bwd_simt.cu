@@ -1,9 +1,9 @@
 // bwd_simt: what it needs to know of every query row, the choice among its instances, and its row in the registry.
 #include <launch.h>
 
-#include "device/shuffle.cuh"
 #include "backward/simt/shapes.h"
 #include "device/backward_rows.cuh"
+#include "device/shuffle.cuh"
 
 namespace flash_wmma::backward {
 namespace {

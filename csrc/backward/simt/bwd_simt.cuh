@@ -20,12 +20,12 @@
 
 #include <shared_memory.cuh>
 
+#include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/owned_tile.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
 #include "device/simt_tile.cuh"
-#include "device/backward_rows.cuh"
 
 namespace flash_wmma::backward {
 

@@ -1,4 +1,4 @@
-// A block of mma.cuh: the shape of its work, the map of its shared memory, which thread owns what, what it works on.
+// A block of kernel.cuh: the shape of its work, the map of its shared memory, which thread owns what, what it works on.
 #pragma once
 
 #include <ptx.cuh>

@@ -1,4 +1,4 @@
-// What a block of mma.cuh takes from global memory and gives back: Q and O by warps, K and V by the whole block.
+// What a block of kernel.cuh takes from global memory and gives back: Q and O by warps, K and V by the whole block.
 #pragma once
 
 #include "device/quad.cuh"
@@ -20,35 +20,6 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
         Tile::Machine::copy_16(smem.q[thread.row_warp].at(row, column), from + row * work.p.q.row + column, inside);
     }
 }
-
-/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
-/// neighbouring threads. Walks from a last tile of rows back to the first.
-template <class Tile, int Rows>
-struct CopyMap {
-    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
-    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
-
-    const typename Tile::T* from;  // this thread's first vector of the next tile
-    bool inside;                   // whether its column is below d
-
-    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
-        : from(source + row() * pitch + column()), inside(column() < d) {}
-
-    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
-    template <class F>
-    __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
-        const typename Tile::T* vector = from;
-        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
-#pragma unroll
-            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
-                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
-                    f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Rows * pitch;
-    }
-
-    __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
-    __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
-};
 
 /// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
 template <class Out, class Tile>

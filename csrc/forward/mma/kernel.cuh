@@ -21,8 +21,8 @@
 // computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
 // columns of O.
 //
-// mma_block.cuh says what a block is, mma_copies.cuh how its data come and go. What differs between architectures is a
-// Machine: the product's instruction and the way a tile gets to shared memory.
+// block.cuh says what a block is, copies.cuh how its data come and go. What differs between architectures is a Machine
+// (device/sm75.cuh, device/sm80.cuh): the product's instruction and the way a tile gets to shared memory.
 //
 // Bound: tensor cores; at d = 64 also the issue slots of the softmax between the two products; from d = 128 on also
 // shared memory, whose every byte read feeds row_tiles * 16 rows.

@@ -1,7 +1,9 @@
-// mma_sm75 (mma_sm75.cuh): its instances, the choice among them, and its row in the registry.
-#include "device/sm75.cuh"
-
+// mma_sm75: the kernel of kernel.cuh on Turing (device/sm75.cuh), and by JIT on anything later. Its instances, the choice
+// among them, and its row in the registry.
+// architectures: 7.5+PTX
 #include "device/convert.h"
+#include "device/sm75.cuh"
+#include "forward/mma/kernel.cuh"
 
 namespace flash_wmma::mma {
 namespace {

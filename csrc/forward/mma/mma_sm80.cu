@@ -1,4 +1,5 @@
 // mma_sm80: the choice among its instances, and its row in the registry.
+// architectures: 8.0+PTX;9.0, one PTX
 #include "device/convert.h"
 #include "forward/mma/sm80_shapes.h"
 

@@ -1,4 +1,4 @@
-// The kinds of problems that the instances of mma.cuh are for. One that may meet less keeps less in registers.
+// The kinds of problems that the instances of kernel.cuh are for. One that may meet less keeps less in registers.
 #pragma once
 
 #include "shape_table.h"

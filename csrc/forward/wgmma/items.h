@@ -42,7 +42,7 @@ inline bool has_queue(const ForwardParams& p, const DeviceFacts& device, int br)
 }
 
 /// Items that would leave SMs idle are split over the keys: each of the last `items`, behind `whole` others, is the work
-/// of `parts` blocks (wgmma_sm90_split.cuh).
+/// of `parts` blocks (split.cuh).
 struct Split {
     int whole, items, parts;
 

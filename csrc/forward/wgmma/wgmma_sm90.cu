@@ -1,4 +1,5 @@
 // wgmma_sm90: the choice among its instances, and its row in the registry.
+// architectures: 9.0a
 #include <launch.h>
 #include <ptx_sm90.cuh>
 

@@ -1,7 +1,7 @@
 // wgmma_sm90: FlashAttention-2 forward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in mma.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V tiles of Bc
-// keys, from the last visible one back to the first:
+// Algorithm: as in forward/mma/kernel.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V
+// tiles of Bc keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 //
 // Roles: warpgroup 0 plans and produces, one warp each. The planner says what the block works on, ahead of all others;
@@ -14,15 +14,15 @@
 // Consumers keep their own time, as far apart as the ring is long; two consumers at d = 64 take turns at asking (named
 // barriers).
 //
-// Lagged maximum (mma.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
+// Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and one of plans, each place with a barrier that says it is full and one that says it is empty.
 //
-// wgmma_sm90_block.cuh says what a block is, wgmma_sm90_plan.cuh what it works on and in which order; items that would
-// leave SMs idle are split over the keys, and a grid behind this one adds the parts up (wgmma_sm90_split.cuh).
+// block.cuh says what a block is, plan.cuh what it works on and in which order; items that would leave SMs idle are
+// split over the keys, and a grid behind this one adds the parts up (split.cuh).
 //
 // Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
 // and the power they take.

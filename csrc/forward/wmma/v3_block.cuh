@@ -1,5 +1,5 @@
-// What both routes of wmma_v3 (wmma_v3.cuh, wmma_v3_opaque.cuh) share: the shape of a block's work, its shared memory,
-// and the way of Q, K and V in and of O and LSE out.
+// What both routes of wmma_v3 (wmma_v3.cuh, v3_opaque.cuh) share: the shape of a block's work, its shared memory, and
+// the way of Q, K and V in and of O and LSE out.
 #pragma once
 
 #include <launch.h>

@@ -1,5 +1,5 @@
-// The compiled tile shapes of wmma_v3, shared by its sources: wmma_v3.cu and wmma_v3_general.cu for every architecture,
-// wmma_v3_sm80_*.cu for those from sm_80 on.
+// The compiled tile shapes of wmma_v3, shared by its sources: wmma_v3.cu and instances/wmma_v3_general.cu for every
+// architecture, instances/wmma_v3_sm80_*.cu for those from sm_80 on.
 #pragma once
 
 #include <vector>

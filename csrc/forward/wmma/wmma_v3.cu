@@ -1,4 +1,5 @@
 // wmma_v3 (wmma_v3.cuh): its half instances, the choice among all of them, and its row in the registry.
+// architectures: 7.5;8.0+PTX;9.0, one PTX
 #include "forward/wmma/wmma_v3.cuh"
 
 #include <algorithm>

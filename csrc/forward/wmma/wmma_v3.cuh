@@ -5,12 +5,12 @@
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 // What the WMMA API hides and this kernel needs is which row an accumulator element belongs to. A 16x16 tile whose
 // entries are their own index, loaded as a fragment, tells each lane the row and column of each of its elements
-// (wmma_v3_fragments.cuh). With that:
+// (v3_fragments.cuh). With that:
 //   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
 //   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
 //     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8);
 //   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in the General instances).
-// Hardware whose layout differs takes attend_opaque (wmma_v3_opaque.cuh), which asks nothing of it.
+// Hardware whose layout differs takes attend_opaque (v3_opaque.cuh), which asks nothing of it.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
@@ -30,8 +30,8 @@
 #include <launch.h>
 
 #include "forward/wmma/v3_block.cuh"
-#include "forward/wmma/v3_shapes.h"
 #include "forward/wmma/v3_opaque.cuh"
+#include "forward/wmma/v3_shapes.h"
 
 namespace flash_wmma::wmma_v3 {
 

@@ -1,4 +1,5 @@
 // The half instances of bwd_sm80 for packed sequences and ScoreMods.
+// architectures: 8.0+PTX;9.0
 #include "backward/mma/bwd_sm80.cuh"
 
 namespace flash_wmma::backward {

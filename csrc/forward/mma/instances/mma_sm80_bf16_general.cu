@@ -1,4 +1,5 @@
 // The bf16 instances of mma_sm80 for ScoreMods, packed or not.
+// architectures: 8.0+PTX;9.0, one PTX
 #include "forward/mma/mma_sm80.cuh"
 
 namespace flash_wmma::mma {

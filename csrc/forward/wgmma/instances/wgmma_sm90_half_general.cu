@@ -1,4 +1,5 @@
 // The half instances of wgmma_sm90 for packed sequences and softcap.
+// architectures: 9.0a
 #include "forward/wgmma/wgmma_sm90.cuh"
 
 namespace flash_wmma::wgmma_sm90 {

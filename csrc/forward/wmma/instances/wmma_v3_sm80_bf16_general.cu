@@ -1,4 +1,5 @@
 // The bf16 instances of wmma_v3 for packed sequences and ScoreMods.
+// architectures: 8.0+PTX;9.0
 #include "forward/wmma/wmma_v3.cuh"
 
 namespace flash_wmma::wmma_v3 {

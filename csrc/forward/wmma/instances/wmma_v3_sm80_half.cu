@@ -1,4 +1,5 @@
 // The half instances of wmma_v3 that need sm_80's registers and shared memory.
+// architectures: 8.0+PTX;9.0, one PTX
 #include "forward/wmma/wmma_v3.cuh"
 
 namespace flash_wmma::wmma_v3 {
