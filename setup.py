@@ -31,7 +31,6 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,60 +46,43 @@ X86 = platform.machine() in ("x86_64", "AMD64")
 # -------------------------------------------------------------------------------------------- what is compiled, and how
 
 
-class Group(NamedTuple):
-    """Sources with the same flags. A source belongs to the first group whose pattern fits."""
-
-    pattern: str
-    flags: str = ""
-    cuda: str = ""  # the code to generate, as in TORCH_CUDA_ARCH_LIST: machine code, "+PTX" adds PTX
-    one_ptx: bool = False  # 9.0's machine code from 8.0's PTX, which takes longest to make
-    skip: bool = False
-
-
+# By folder. A source that differs from the others of its folder says so in a line of its own (`declared`):
+#     // architectures: 7.5+PTX                   a .cu's code, in place of ARCHITECTURES
+#     // architectures: 8.0+PTX;9.0, one PTX      with 9.0's machine code from 8.0's PTX, which takes longest to make
+#     // x86-64: avx2 fma                         a .cpp for that machine alone, with these instructions
 HIDDEN = "-fvisibility=hidden -fvisibility-inlines-hidden"
-TORCH = "-isystem $torch_include"
-AVX2 = "-mavx2 -mfma -mf16c"
-GROUPS = (
-    Group("csrc/module.cpp", f"{HIDDEN} {TORCH} -isystem $python_include"),
-    Group("csrc/registry.cpp"),  # the registry's functions are what libflash_wmma.so exports
-    Group("csrc/ops*.cpp", f"{HIDDEN} {TORCH}"),
-    Group("csrc/arguments.cpp", f"{HIDDEN} {TORCH}"),
-    Group("csrc/emulation.cpp", HIDDEN),
-    Group("csrc/cpu/*_avx512.cpp", f"{HIDDEN} {AVX2} -mavx512f -mavx512bw -mavx512dq -mavx512vl", skip=not X86),
-    Group("csrc/cpu/*_avx2.cpp", f"{HIDDEN} {AVX2}", skip=not X86),
-    Group("csrc/cpu/*.cpp", f"{HIDDEN} {TORCH}"),
-    Group("csrc/*/wgmma_sm90*.cu", cuda="9.0a"),  # its PTX runs on no other architecture
-    Group("csrc/*/*_sm75*.cu", cuda="7.5+PTX"),
-    Group("csrc/forward/mma_sm80*.cu", cuda="8.0+PTX;9.0", one_ptx=True),
-    Group("csrc/forward/wmma_v3_sm80_half.cu", cuda="8.0+PTX;9.0", one_ptx=True),
-    Group("csrc/forward/wmma_v3.cu", cuda="7.5;8.0+PTX;9.0", one_ptx=True),
-    Group("csrc/*/*_sm80*.cu", cuda="8.0+PTX;9.0"),
-    Group("csrc/*/*.cu", cuda="7.5;8.0+PTX;9.0"),
+HOST_FLAGS = {
+    "csrc": "",  # the registry's functions are what libflash_wmma.so exports
+    "csrc/torch": f"{HIDDEN} -isystem $torch_include",
+    "csrc/cpu": HIDDEN,
+}
+MODULE = Path("csrc/torch/module.cpp")  # the one source of flash_wmma._C; all others are libflash_wmma.so's
+ARCHITECTURES = "7.5;8.0+PTX;9.0"  # as in TORCH_CUDA_ARCH_LIST: machine code, "+PTX" adds PTX
+
+KERNELS = ("csrc/device/*.cu", "csrc/forward/**/*.cu", "csrc/backward/**/*.cu", "csrc/reductions/*.cu")
+SOURCES = (*(f"{folder}/*.cpp" for folder in HOST_FLAGS), *KERNELS)
+# What hipcc compiles: the kernels that use no tensor core.
+HIP_SOURCES = (
+    *("csrc/device/runtime.cu", "csrc/forward/simt/**/*.cu", "csrc/backward/simt/**/*.cu"),
+    "csrc/reductions/*.cu",
 )
 SHIPPED = (
     *("csrc/*.h", "csrc/registry.cpp", "csrc/emulator/**/*", "csrc/device/*"),
-    *("csrc/forward/*", "csrc/backward/*", "csrc/reductions/*"),
+    *("csrc/forward/**/*", "csrc/backward/**/*", "csrc/reductions/*"),
 )
-SOURCES = (
-    "csrc/*.cpp",
-    "csrc/cpu/*.cpp",
-    *(f"csrc/{folder}/*.cu" for folder in ("device", "forward", "backward", "reductions")),
-)
-# What hipcc compiles: the kernels that use no tensor core.
-HIP_SOURCES = ("csrc/device/runtime.cu", "csrc/forward/simt*.cu", "csrc/backward/bwd_simt*.cu", "csrc/reductions/*.cu")
 
 CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a
 # row and its LSE too. The kernels name the fast instructions where they want them (ptx.cuh).
 NVCC_FLAGS = (
-    "-std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/device -Xptxas -v"
+    "-std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/device -Icsrc -Xptxas -v"
     " -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
     + (" -Werror all-warnings" if WERROR else "")
     + (" -lineinfo" if os.environ.get("FLASH_WMMA_LINEINFO") == "1" else "")
 )
 # csrc/device/hip comes first: it has <cuda_runtime.h>, <launch.h> and <ptx.cuh>.
 HIP_FLAGS = (
-    f"-x hip -std=c++17 -O3 -fPIC {HIDDEN} -Wall -Wextra -Wno-missing-braces -Icsrc/device/hip -Icsrc/device"
+    f"-x hip -std=c++17 -O3 -fPIC {HIDDEN} -Wall -Wextra -Wno-missing-braces -Icsrc/device/hip -Icsrc/device -Icsrc"
     " -include cuda_runtime.h" + (" -Werror" if WERROR else "")
 )
 
@@ -169,6 +151,34 @@ def narrow(available: set[Code], wanted: set[Code]) -> set[Code]:
             best = Code(best.arch, True)
         result |= {best} if best else set()
     return result
+
+
+# ------------------------------------------------------------------------------------------------ what sources declare
+
+
+def declared(source: Path, what: str) -> str | None:
+    """What a source's line `// {what}: ...` says. None: it has no such line."""
+    match = re.search(rf"^// {re.escape(what)}: (.+)$", (ROOT / source).read_text(), re.M)
+    return match[1] if match else None
+
+
+def cuda_code(source: Path) -> tuple[set[Code], bool]:
+    """The code that nvcc generates of a source, and whether machine code from 8.0 on is made from one PTX."""
+    listed, _, how = (declared(source, "architectures") or ARCHITECTURES).partition(", ")
+    if how not in ("", "one PTX"):
+        raise SetupError(f"{source}: got architectures {how!r}, expected 'one PTX' or nothing behind the list")
+    return codes(listed), how == "one PTX"
+
+
+def host_flags(source: Path) -> str | None:
+    """The flags of a source that g++ compiles, beside CXX_FLAGS. None: it is not for this machine."""
+    flags = HOST_FLAGS[str(source.parent)]
+    if source == MODULE:
+        flags += " -isystem $python_include"
+    instructions = declared(source, "x86-64")
+    if instructions is None:
+        return flags
+    return " ".join([flags, *(f"-m{name}" for name in instructions.split())]) if X86 else None
 
 
 # ---------------------------------------------------------------------------------------------------------------- tools
@@ -381,22 +391,23 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
     if toolkit and toolkit.platform == "hip":
         edges, objects["library"] = hip_edges(build)
     for source in found(SOURCES):
-        group = next(g for g in GROUPS if fnmatch(str(source), g.pattern))
         target = build / f"{source}.o"
-        flags = group.flags
-        if group.skip or (group.cuda and not (toolkit and toolkit.platform == "cuda")):
-            continue
-        if group.cuda:
-            available = codes(group.cuda)
+        if source.suffix == ".cu":
+            if not (toolkit and toolkit.platform == "cuda"):
+                continue
+            available, one_ptx = cuda_code(source)
             generated = narrow(available, wanted) if wanted else available
             if not generated:
                 notice(f"{source}: no code for {os.environ['TORCH_CUDA_ARCH_LIST']}, left out")
                 continue
             built |= generated
-            flags = f"{flags} {gencode(generated, group.one_ptx)}".strip()
+            edges.append(edge(target, "nvcc", source, gencode(generated, one_ptx)))
             logs.append(Path(f"{target}.log"))
-        edges.append(edge(target, "nvcc" if group.cuda else "cxx", source, flags))
-        objects["module" if source.name == "module.cpp" else "library"].append(target)
+        elif (flags := host_flags(source)) is not None:
+            edges.append(edge(target, "cxx", source, flags))
+        else:
+            continue
+        objects["module" if source == MODULE else "library"].append(target)
 
     architectures = ";".join(c.arch + "+PTX" * c.ptx for c in sorted(built, key=lambda c: (c.ptx, c.version)))
     if toolkit and toolkit.platform == "hip":

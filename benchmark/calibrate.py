@@ -7,7 +7,7 @@
 Launches of the kernels, and of the micro-kernels in tests/emulator/micro.cu. For those, ``measure`` takes the folder
 with micro.so, which nvcc makes of it anywhere:
 
-    nvcc -std=c++17 -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
+    nvcc -std=c++17 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
         -o FOLDER/micro.so tests/emulator/micro.cu
     python benchmark/calibrate.py measure gpu.json --programs FOLDER
 """

@@ -93,7 +93,7 @@ def pairs(warp_size: int) -> list[tuple[int, int]]:
 SOURCE = """
 #include <entry.h>
 
-#include "{root}/csrc/forward/simt_shared.cuh"
+#include "forward/simt/shared_rung.cuh"
 
 using namespace flash_wmma;
 
@@ -120,7 +120,7 @@ def write_source(head_dim: int, warp_size: int = 32) -> Path:
     entries = "\n".join(f'const Entry k{br}x{bc}("{br}x{bc}", attend<{br}, {bc}>);' for br, bc in tiles)
     FOLDER.mkdir(parents=True, exist_ok=True)
     path = FOLDER / f"rungs_d{head_dim}_{warp_size}.cu"
-    path.write_text(SOURCE.format(root=ROOT, d=head_dim, entries=entries))
+    path.write_text(SOURCE.format(d=head_dim, entries=entries))
     return path
 
 
@@ -216,12 +216,12 @@ def library(head_dim: int) -> Path:
 
 def build(args: argparse.Namespace) -> None:
     """Compiles the sweep for a GPU."""
-    from tiles import find_nvcc
+    from tiles import INCLUDES, find_nvcc
 
     nvcc = find_nvcc()
     if nvcc is None:
         sys.exit("tiles.py rungs: nvcc not found; set CUDA_HOME or put nvcc on PATH")
-    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC"]
+    flags = ["-std=c++17", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC"]
     source, arch = write_source(args.head_dim), f"-arch=sm_{args.arch}"
     subprocess.run([nvcc, *flags, arch, str(source), "-o", str(library(args.head_dim))], check=True)
 

@@ -6,7 +6,7 @@
     python benchmark/tiles.py rungs                                         # Br and Bc of the SIMT ladder, GPU or not
 
 `build` compiles every shape of the sweep into a small library of its own; the tables of shapes that ship
-(csrc/forward: wmma_v3_instances.h, mma_sm80.cuh, mma_sm75.cu) are what this program found. mma_sm75 is compiled to
+(csrc/forward: wmma/wmma_v3.cuh, mma/mma_sm80.cuh, mma/mma_sm75.cu) are what this program found. mma_sm75 is compiled to
 compute_75 PTX, which the driver compiles for the present device.
 """
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
+INCLUDES = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/device")]
 
 
 def library_of(kernel: str, head_dim: int) -> Path:
@@ -47,7 +48,7 @@ class Shape:
     bc: int
     br: int = field(init=False)
 
-    #: the kernel's header in csrc/forward, its namespace, its struct of shared memory
+    #: the kernel's header in csrc, its namespace, its struct of shared memory
     header: ClassVar[str]
     namespace: ClassVar[str]
     shared_memory: ClassVar[str]
@@ -74,7 +75,7 @@ class WmmaShape(Shape):
     handover: str = "Registers"
     pad: int = 8
 
-    header: ClassVar[str] = "wmma_v3.cuh"
+    header: ClassVar[str] = "forward/wmma/wmma_v3.cuh"
     namespace: ClassVar[str] = "wmma_v3"
     shared_memory: ClassVar[str] = "SharedMemory"
 
@@ -101,7 +102,7 @@ class MmaShape(Shape):
     blocks_per_sm: int
     machine: str = "Sm80"
 
-    header: ClassVar[str] = "mma_sm80.cuh"
+    header: ClassVar[str] = "forward/mma/mma_sm80.cuh"
     namespace: ClassVar[str] = "mma"
     shared_memory: ClassVar[str] = "Smem"
     more: ClassVar[str] = ", mma::kDense"
@@ -126,7 +127,7 @@ class SimtShape(Shape):
     stages: int
     blocks_per_sm: int
 
-    header: ClassVar[str] = "simt.cuh"
+    header: ClassVar[str] = "forward/simt/simt.cuh"
     namespace: ClassVar[str] = "simt"
     shared_memory: ClassVar[str] = "SharedMemory"
     dtype: ClassVar[str] = "float32"
@@ -270,17 +271,17 @@ def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> No
             code.format(space=space, shared_memory=memory, tile=tile, more=more) for space, memory, tile, more in parts
         ]
 
-    headers = sorted({tile.header for tile in tiles} | {"mma_sm75.cuh" for tile in tiles if "Sm75" in str(tile)})
+    headers = sorted({tile.header for tile in tiles} | {"device/sm75.cuh" for tile in tiles if "Sm75" in str(tile)})
     source.write_text(
         SOURCE.format(
-            includes="\n".join(f'#include "{ROOT}/csrc/forward/{header}"' for header in headers),
+            includes="\n".join(f'#include "{header}"' for header in headers),
             runs=", ".join(f"run_tile<{launch}>" for launch in each("{space}::launch_tile<{tile}{more}>")),
             functions=", ".join(f"(const void*)&{function}" for function in each("{space}::forward<{tile}{more}>")),
             dtype=tiles[0].dtype.capitalize(),
             smems=", ".join(f"sizeof({memory})" for memory in each("{space}::{shared_memory}<{tile}>")),
         )
     )
-    flags = ["-std=c++17", "-O3", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
+    flags = ["-std=c++17", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
     subprocess.run([nvcc, *flags, "--split-compile=0", str(source), "-o", str(library)], check=True)
 
 

@@ -1,4 +1,4 @@
-// The contract between the ops (csrc/ops*.cpp) and the kernels: plain structs, no torch, no CUDA.
+// The contract between the ops (csrc/torch) and the kernels: plain structs, no torch, no CUDA.
 //
 // Shapes, as a kernel sees them: q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), o (B, Hq, Nq, d_v),
 // lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,

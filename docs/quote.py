@@ -3,7 +3,7 @@
 A fenced block whose info string ends in `quote` names a file of the repository and how a line of it begins:
 
     ```cpp quote
-    csrc/forward/simt_naive.cu: for (int first = keys.first_tile
+    csrc/forward/simt/simt_naive.cu: for (int first = keys.first_tile
     ```
 
 becomes the statement, function or struct that begins there, to its closing brace or semicolon. Of a table in Markdown

@@ -291,7 +291,7 @@ class Line:
     """A line of the kernel's source."""
 
     source: str
-    """``"csrc/forward/wmma_v2.cu:115"``."""
+    """``"csrc/forward/wmma/wmma_v2.cu:115"``."""
     text: str
     """The line, without indentation; empty if its file is not there."""
     counts: Counts
@@ -315,7 +315,7 @@ class Event:
     released: int
     """When the wait was over, or when a warp first waited for the copy's barrier, or the warpgroup for the product."""
     source: str
-    """``"csrc/forward/wgmma_sm90.cuh:211"``; of a product, its first instruction's."""
+    """``"csrc/forward/wgmma/wgmma_sm90.cuh:211"``; of a product, its first instruction's."""
     calls: tuple[str, ...]
     """The function there, and those that it is inlined into, outwards: ``("load", "load_k", "run", "forward")``."""
 

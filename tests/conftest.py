@@ -57,12 +57,12 @@ def build_native(config: pytest.Config) -> None:
     """Compiles flash_wmma._C for a Python that the package was not built for; libflash_wmma.so serves every Python."""
     folder = ROOT / "build" / f"tests-{sysconfig.get_config_var('SOABI')}"
     module = folder / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    sources = [ROOT / "csrc" / name for name in ("module.cpp", "emulation.h", "registry.h", "attention.h")]
+    sources = [ROOT / "csrc" / name for name in ("torch/module.cpp", "torch/emulation.h", "registry.h", "attention.h")]
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, LIBRARY]):
         folder.mkdir(parents=True, exist_ok=True)
         includes = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
         command = ["c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
-        command += [f"-isystem{path}" for path in includes]
+        command += [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in includes)]
         command += [str(sources[0]), "-o", str(module), str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
         subprocess.run(command, check=True)
     spec = importlib.util.spec_from_file_location("flash_wmma._C", module)

@@ -71,10 +71,16 @@ TESTS = {
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/": (*OP_TESTS, "profile", "occupancy"),
-    "csrc/cpu/": OP_TESTS,
     "csrc/": OP_TESTS,
 }
 """Names of test files for the files that begin so; the first that fits. Kernels have those of their direction."""
+DEVICE_CODE = (
+    *("csrc/forward/", "csrc/backward/", "csrc/device/"),
+    *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
+)
+"""What kernels are made of."""
+HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/registry.")
+"""What libflash_wmma.so without CUDA is made of."""
 HOST_KERNELS = ("cpu", "bwd_cpu", "wmma_v2")
 """By which kernels a fault outside the kernels is seen."""
 
@@ -119,7 +125,7 @@ def included(path: Path) -> frozenset[Path]:
     """The project's files that a source includes, the emulator's own left out, and the source itself."""
     files = {path}
     for name in re.findall(r'^#include [<"]([^>"]+)[>"]', path.read_text(), re.MULTILINE):
-        places = (path.parent / name, ROOT / "csrc" / "device" / name, ROOT / "csrc" / name)
+        places = (ROOT / "csrc" / "device" / name, ROOT / "csrc" / name)
         found = next((place.resolve() for place in places if place.is_file()), None)
         if found is not None and found != path:
             files |= included(found)
@@ -170,14 +176,12 @@ def checks(fault: Fault) -> Iterator[Check]:
 
 
 def is_device_code(fault: Fault) -> bool:
-    return fault.path.startswith(("csrc/forward/", "csrc/backward/", "csrc/device/"))
+    return fault.path.startswith(DEVICE_CODE)
 
 
 def is_host_code(fault: Fault) -> bool:
     """Whether libflash_wmma.so has to be built anew to see it."""
-    return fault.path.startswith("csrc/") and not fault.path.startswith(
-        ("csrc/forward/", "csrc/backward/", "csrc/device/", "csrc/reductions/", "csrc/emulator/")
-    )
+    return fault.path.startswith(HOST_CODE)
 
 
 # --------------------------------------------------------------------------------------------------- a copy of the tree

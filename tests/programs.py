@@ -56,7 +56,8 @@ def gpu_program(name: str, folder: Path) -> GpuProgram:
     arch = "".join(map(str, torch.cuda.get_device_capability()))
     arch += "a" if name == f"sm{arch}" else ""  # of instructions that later cards do not have
     library = folder / f"{name}.so"
-    command = [nvcc, "-std=c++17", f"-I{ROOT / 'csrc' / 'device'}", "-shared", "-Xcompiler", "-fPIC", "-lineinfo"]
+    includes = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/device")]
+    command = [nvcc, "-std=c++17", *includes, "-shared", "-Xcompiler", "-fPIC", "-lineinfo"]
     command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}", str(FOLDER / f"{name}.cu"), "-o", str(library)]
     subprocess.run(command, check=True)
     return GpuProgram(library)

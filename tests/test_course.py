@@ -40,14 +40,13 @@ def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     no other test sees it."""
     monkeypatch.chdir(tmp_path)
     shown = dict(re.findall(r'^```cpp title="(.+?)"\n(.*?)^```$', (DOCS / "adding.md").read_text(), re.M | re.S))
-    assert set(shown) == {"by_row.cu", "csrc/forward/simt_by_row.cu"}
+    assert set(shown) == {"by_row.cu", "csrc/forward/simt/simt_by_row.cu"}
     for name, text in shown.items():
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
-    sources = {"simt_by_row": (tmp_path / "csrc/forward/simt_by_row.cu",)}
+    sources = {"simt_by_row": (tmp_path / "csrc/forward/simt/simt_by_row.cu",)}
     for module in (_compile, _runtime):
         monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": sources)
-    monkeypatch.setattr(_compile, "_KERNEL", [*_compile._KERNEL, f"-I{ROOT / 'csrc' / 'forward'}"])
     execute("adding.md")
 
 
@@ -95,8 +94,8 @@ def test_quotations_are_found(quote: ModuleType, page: str) -> None:
 
 def test_a_quotation_is_the_statement(quote: ModuleType) -> None:
     """To the brace or semicolon that ends it, without its indentation."""
-    loop = quote.statement("csrc/forward/simt_naive.cu", "for (int first = keys.first_tile")
-    source = (ROOT / "csrc/forward/simt_naive.cu").read_text()
+    loop = quote.statement("csrc/forward/simt/simt_naive.cu", "for (int first = keys.first_tile")
+    source = (ROOT / "csrc/forward/simt/simt_naive.cu").read_text()
     assert loop.startswith("for (int first") and loop.endswith("\n}")
     assert "o[c] = (o[c] * before + sum) * inverse;" in loop
     assert all(line.strip() in source for line in loop.splitlines())
@@ -107,7 +106,7 @@ def test_a_quotation_is_the_statement(quote: ModuleType) -> None:
 @pytest.mark.parametrize("beginning", ["no line begins so", "float"])
 def test_a_quotation_that_is_not_one_line_is_refused(quote: ModuleType, beginning: str) -> None:
     with pytest.raises(ValueError, match=r"simt_naive\.cu: \d+ lines begin"):
-        quote.statement("csrc/forward/simt_naive.cu", beginning)
+        quote.statement("csrc/forward/simt/simt_naive.cu", beginning)
 
 
 def test_a_table_row_has_its_heading(quote: ModuleType) -> None:

@@ -83,13 +83,14 @@ def test_sources_under_rocm(setup_py: ModuleType, rocm_torch: Path, rocm: Path) 
     text, logs = setup_py.ninja_file(Path("build"), Path("libflash_wmma.so"), Path("_C.so"))
     compiled = edges(text)
     by_hipcc = {source for source, (rule, _) in compiled.items() if rule == "hipcc"}
-    simt = {f"csrc/forward/{p.name}" for p in (ROOT / "csrc" / "forward").glob("simt*.cu")}
+    simt = {f"csrc/forward/simt/{p.name}" for p in (ROOT / "csrc" / "forward").glob("simt/simt*.cu")}
     assert len(simt) == 9  # the ladder's eight and FlashAttention-1's order
     assert by_hipcc == simt | {"csrc/device/runtime.cu", "csrc/reductions/reduce.cu", "csrc/reductions/softmax.cu"} | {
-        f"csrc/backward/bwd_simt{part}.cu" for part in ("", "_fused", "_keys", "_queries")
+        f"csrc/backward/simt/{name}.cu"
+        for name in ("bwd_simt", *(f"instances/bwd_simt_{part}" for part in ("fused", "keys", "queries")))
     }
     assert all(rule == "cxx" for source, (rule, _) in compiled.items() if source not in by_hipcc)
-    assert {"csrc/cpu/attention.cpp", "csrc/ops_forward.cpp"} <= set(compiled)
+    assert {"csrc/cpu/attention.cpp", "csrc/torch/ops_forward.cpp"} <= set(compiled)
     assert all("--offload-arch=gfx90a" in compiled[source][1] for source in by_hipcc)
     assert 'architectures = -DFLASH_WMMA_ARCHITECTURES=\\"gfx90a\\"' in text
     assert "$architectures" in compiled["csrc/device/runtime.cu"][1]

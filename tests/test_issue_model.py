@@ -264,7 +264,7 @@ def test_spills_are_counted(issue_model: ModuleType) -> None:
 
 def test_every_instance_of_the_build(issue_model: ModuleType) -> None:
     """In what was compiled here the way is found, stores the vectors it loads, and has the weights' EX2 alone."""
-    objects = sorted((ROOT / "build").glob("*/csrc/forward/mma_sm75.cu.o"))
+    objects = sorted((ROOT / "build").glob("*/csrc/forward/mma/mma_sm75.cu.o"))
     if not objects:
         pytest.skip("mma_sm75 was not compiled here")
     try:

@@ -60,7 +60,7 @@ def cuda_sources() -> list[str]:
         pytest.skip("built without CUDA kernels")
     if not (ROOT / "csrc").is_dir():
         pytest.skip("no sources here")
-    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").glob("*/*.cu"))
+    sources = sorted(str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*.cu"))
     full = {code for source in sources for code in expected_code(source)}
     have = {
         f"{'compute' if arch.endswith('+PTX') else 'sm'}_{arch.removesuffix('+PTX').replace('.', '')}"
@@ -140,8 +140,8 @@ def kernel_comments(source: Path) -> dict[str, str]:
     text = source.read_text()
     comments = {}
     for name in re.findall(r'#include "(.*)"', text):
-        if (source.parent / name).is_file() and name.endswith(".cuh"):
-            comments |= kernel_comments(source.parent / name)
+        if name.endswith(".cuh"):
+            comments |= kernel_comments(ROOT / "csrc" / name)
     bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
     for match in re.finditer(
         r"((?:^(?://|template).*\n)*)^[^\n/]*__(?:global|device)__([^;{]*?)(\w+)\(", re.sub(bounds, "", text), re.M
@@ -216,11 +216,6 @@ def test_names_of_kernels(cuda_sources: list[str], setup_py: ModuleType, tmp_pat
     assert set(names) <= set(flash_wmma.compiled_kernels())
 
 
-def test_kernels_see_no_torch_header() -> None:
-    for source in [p for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cuh")]:
-        assert not re.search(r"#include <(torch|ATen|c10)/", source.read_text()), source
-
-
 # -------------------------------------------------------------------------------------------------- architecture lists
 
 
@@ -290,21 +285,46 @@ def test_architecture_list_refuses(setup_py: ModuleType, wanted: str) -> None:
 
 
 def test_every_source_has_its_flags(setup_py: ModuleType) -> None:
-    for source in [p.relative_to(ROOT) for pattern in setup_py.SOURCES for p in ROOT.glob(pattern)]:
-        group = next(g for g in setup_py.GROUPS if fnmatch(str(source), g.pattern))
-        assert bool(group.cuda) == (source.suffix == ".cu")
-        if group.cuda:
-            assert {str(c) for c in setup_py.codes(group.cuda)} == expected_code(str(source))
+    for source in setup_py.found(setup_py.SOURCES):
+        if source.suffix == ".cu":
+            assert {str(c) for c in setup_py.cuda_code(source)[0]} == expected_code(str(source))
+        else:
+            flags = setup_py.host_flags(source)
+            assert (flags is None) == ("avx" in source.name and not setup_py.X86)
+            assert flags is None or ("-fvisibility=hidden" in flags) == (source.name != "registry.cpp")
+            assert flags is None or ("-mavx512f" in flags) == ("avx512" in source.name)
+
+
+def test_every_source_is_compiled(setup_py: ModuleType) -> None:
+    """But for those of the emulator."""
+    written = {p.relative_to(ROOT) for p in (ROOT / "csrc").rglob("*") if p.suffix in (".cu", ".cpp")}
+    assert set(setup_py.found(setup_py.SOURCES)) == {
+        source
+        for source in written
+        if source.parts[1] != "emulator" and source != Path("csrc/reductions/reductions_emulated.cpp")
+    }
+
+
+@pytest.mark.parametrize("said", ["8.0+PTX;9.0, one ptx", "8.0 PTX", "sm_80"])
+def test_wrong_architectures_are_refused(setup_py: ModuleType, tmp_path: Path, said: str) -> None:
+    source = tmp_path / "kernel.cu"
+    source.write_text(f"// A kernel.\n// architectures: {said}\n")
+    with pytest.raises(setup_py.SetupError, match="got"):
+        setup_py.cuda_code(source)
 
 
 def test_sources_that_ship(setup_py: ModuleType) -> None:
     """A wheel holds every source but those of the native libraries, and that is all the emulator asks for."""
     every = {str(p.relative_to(ROOT)) for p in (ROOT / "csrc").rglob("*") if p.is_file()}
     shipped = {str(p.relative_to(ROOT)) for pattern in setup_py.SHIPPED for p in ROOT.glob(pattern) if p.is_file()}
-    native = {"csrc/arguments.cpp", "csrc/module.cpp", "csrc/emulation.cpp"}
-    native |= {f"csrc/{name}.cpp" for name in ("ops", "ops_forward", "ops_backward", "ops_multiply", "ops_reductions")}
-    native |= {source for source in every if source.startswith(("csrc/cpu/", "csrc/device/hip/"))}
+    native = {source for source in every if source.startswith(("csrc/torch/", "csrc/cpu/", "csrc/device/hip/"))}
     assert every - shipped == native
     kernels = {str(p.relative_to(ROOT)) for paths in kernel_sources().values() for p in paths}
     assert kernels == {source for source in every if fnmatch(source, "csrc/*ward/*.cu")}
     assert kernels <= shipped
+
+
+def test_a_kernel_has_the_name_of_its_file() -> None:
+    for name, (source, *instances) in kernel_sources().items():
+        assert re.search(rf'"{name}"', source.read_text()), source
+        assert all("KernelInfo" not in path.read_text() for path in instances)

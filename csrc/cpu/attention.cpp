@@ -14,8 +14,8 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu/tasks.h"
 #include "registry.h"
-#include "tasks.h"
 
 namespace flash_wmma {
 namespace cpu {
@@ -84,7 +84,7 @@ struct Plan {
             work += problem.work();
             tiles += problem.heads * problem.splits * ceil_div(problem.rows, isa->tile_rows);
         }
-        const std::int64_t threads = torch::stable::get_num_threads();
+        const std::int64_t threads = thread_count();
         workers = std::clamp(static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)), std::int64_t{1}, threads);
         // Large tasks share K/V tiles, small ones keep the threads evenly busy.
         const std::int64_t task_tiles = std::clamp(tiles / (4 * workers), std::int64_t{1}, std::int64_t{kMaxTaskTiles});

@@ -33,7 +33,7 @@
 // (d = 64) of FMA, and K/V tiles from L2. Decoding is bound by reading K and V.
 #pragma once
 
-#include "isa.h"
+#include "cpu/isa.h"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -1,7 +1,8 @@
 // The CPU kernel for AVX2 with FMA and F16C.
+// x86-64: avx2 fma f16c
 #include <immintrin.h>
 
-#include "backward.inl"
+#include "cpu/backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -1,4 +1,5 @@
 // The CPU kernel for AVX-512 (F, BW, DQ, VL).
+// x86-64: avx2 fma f16c avx512f avx512bw avx512dq avx512vl
 //
 // GCC 12's AVX-512 header trips its own warnings wherever an intrinsic is inlined (GCC bug 105593).
 #ifndef __clang__
@@ -8,7 +9,7 @@
 
 #include <immintrin.h>
 
-#include "backward.inl"
+#include "cpu/backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

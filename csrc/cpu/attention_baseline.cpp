@@ -1,6 +1,6 @@
 // The CPU kernel for every processor: 128-bit vectors in the compiler's own notation, which become SSE2 on x86-64 and
 // NEON (with fused multiply-add) on aarch64.
-#include "backward.inl"
+#include "cpu/backward.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -5,7 +5,7 @@
 // which are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
 #include <vector>
 
-#include "tasks.h"
+#include "cpu/tasks.h"
 
 namespace flash_wmma::cpu {
 namespace {
@@ -76,7 +76,7 @@ struct Plan {
             splits = std::max(splits, e.splits);
             entries.push_back(e);
         }
-        const auto threads = static_cast<std::int64_t>(torch::stable::get_num_threads());
+        const std::int64_t threads = thread_count();
         workers = std::clamp(static_cast<std::int64_t>(std::min(work / kWorkerGrain, 1e6)), std::int64_t{1}, threads);
     }
     std::int64_t floats() const { return workers * scratch + deltas + parts; }

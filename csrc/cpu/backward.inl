@@ -16,7 +16,7 @@
 // Bound: the FMA units, as attention.inl.
 #pragma once
 
-#include "attention.inl"
+#include "cpu/attention.inl"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "tasks.h"
+#include "cpu/tasks.h"
 
 namespace flash_wmma::cpu {
 namespace {

@@ -1,16 +1,13 @@
 // What the drivers of the CPU kernels share (attention.cpp, backward.cpp): the compute unit that runs, sequences of a
-// packed call, and tasks on torch's threads.
+// packed call, and tasks on threads.
 #pragma once
-
-#define TORCH_TARGET_VERSION (((0ULL + 2) << 56) | ((0ULL + 10) << 48))
-
-#include <torch/csrc/stable/ops.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 
-#include "isa.h"
+#include "cpu/isa.h"
+#include "cpu/threads.h"
 #include "registry.h"
 
 namespace flash_wmma::cpu {
@@ -57,11 +54,11 @@ inline ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
 template <class Work>
 void run_tasks(std::int64_t workers, std::int64_t tasks, const Work& work) {
     std::atomic<std::int64_t> next{0};
-    const auto drain = [&](std::int64_t worker, std::int64_t) {
+    const auto drain = [&](std::int64_t worker) {
         for (std::int64_t task; (task = next.fetch_add(1, std::memory_order_relaxed)) < tasks;) work(task, worker);
     };
-    if (workers == 1) drain(0, 1);
-    else torch::stable::parallel_for(0, workers, 1, drain);
+    if (workers == 1) drain(0);
+    else in_parallel(workers, drain);
 }
 
 }  // namespace flash_wmma::cpu

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../forward/unfused.h"
+#include "device/product.h"
 
 extern "C" {
 __attribute__((weak)) int torch_get_current_cuda_blas_handle(void** handle);

@@ -1,6 +1,6 @@
 // One block converts one tile of kScaleRows rows of q, k, v or dout: a pass for the largest finite magnitude, then,
 // with the tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
-#include "convert.h"
+#include "device/convert.h"
 
 #include <launch.h>
 #include <shared_memory.cuh>
@@ -8,8 +8,8 @@
 #include <algorithm>
 #include <iterator>
 
-#include "element.cuh"
-#include "tile.cuh"
+#include "device/element.cuh"
+#include "device/tile.cuh"
 
 namespace flash_wmma {
 namespace {

@@ -5,7 +5,7 @@
 
 #include <cstdint>
 
-#include "../attention.h"
+#include "attention.h"
 
 namespace flash_wmma {
 

@@ -4,7 +4,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include "../attention.h"
+#include "attention.h"
 
 namespace flash_wmma {
 

@@ -9,7 +9,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "../attention.h"
+#include "attention.h"
 
 namespace flash_wmma {
 

@@ -1,7 +1,7 @@
 // The visible keys of each query row as one interval [begin, end): length, causal and window in one form.
 #pragma once
 
-#include "../attention.h"
+#include "attention.h"
 
 namespace flash_wmma {
 

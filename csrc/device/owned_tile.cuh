@@ -4,8 +4,8 @@
 
 #include <launch.h>
 
-#include "../attention.h"
-#include "tile.cuh"
+#include "attention.h"
+#include "device/tile.cuh"
 
 namespace flash_wmma {
 

@@ -1,7 +1,7 @@
 // What the four lanes of a quad do together: they share the rows of a tensor-core accumulator, 2 columns each.
 #pragma once
 
-#include "element.cuh"
+#include "device/element.cuh"
 
 namespace flash_wmma {
 

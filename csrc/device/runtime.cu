@@ -4,7 +4,7 @@
 #include <array>
 #include <mutex>
 
-#include "../registry.h"
+#include "registry.h"
 
 namespace flash_wmma {
 namespace {

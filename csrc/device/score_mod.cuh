@@ -8,8 +8,8 @@
 
 #include <cmath>
 
-#include "../attention.h"
-#include "tile.cuh"
+#include "attention.h"
+#include "device/tile.cuh"
 
 namespace flash_wmma {
 

@@ -3,8 +3,8 @@
 
 #include <launch.h>
 
-#include "../attention.h"
-#include "shuffle.cuh"
+#include "attention.h"
+#include "device/shuffle.cuh"
 
 namespace flash_wmma {
 

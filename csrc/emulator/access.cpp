@@ -6,8 +6,8 @@
 #include <algorithm>
 #include <cstring>
 
-#include "interrupt.h"
-#include "machine.h"
+#include "emulator/interrupt.h"
+#include "emulator/machine.h"
 
 namespace flash_wmma::emulator {
 namespace {

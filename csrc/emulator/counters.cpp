@@ -1,5 +1,5 @@
 // Merging lane logs into requests, what a request costs, and the profile as JSON.
-#include "counters.h"
+#include "emulator/counters.h"
 
 #include <algorithm>
 #include <array>
@@ -7,8 +7,8 @@
 #include <mutex>
 #include <sstream>
 
-#include "api.h"
-#include "machine.h"
+#include "emulator/api.h"
+#include "emulator/machine.h"
 
 namespace flash_wmma::emulator {
 

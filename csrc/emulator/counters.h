@@ -11,7 +11,7 @@
 #include <tuple>
 #include <vector>
 
-#include "runtime.h"
+#include "emulator/runtime.h"
 
 namespace flash_wmma::emulator {
 

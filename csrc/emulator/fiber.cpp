@@ -1,5 +1,5 @@
 // The switch between fibers, and their stacks.
-#include "fiber.h"
+#include "emulator/fiber.h"
 
 #include <sys/mman.h>
 

@@ -1,4 +1,4 @@
-#include "interrupt.h"
+#include "emulator/interrupt.h"
 
 #include <csignal>
 

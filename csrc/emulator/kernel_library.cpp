@@ -1,5 +1,5 @@
 // Linked into every kernel's library: hands out the kernels that its files have registered.
-#include "../registry.h"
+#include "registry.h"
 
 extern "C" __attribute__((visibility("default"))) const flash_wmma::KernelTable* flash_wmma_emulated_kernels() {
     return &flash_wmma::registry::kernels();

@@ -1,6 +1,6 @@
 // Lanes run as fibers until they park in a collective, at a barrier or in a wait; the last lane to arrive performs the
 // operation for all. One warp runs till all its lanes are parked, then another; a seed shuffles the warps.
-#include "machine.h"
+#include "emulator/machine.h"
 
 #include <algorithm>
 #include <atomic>
@@ -12,7 +12,7 @@
 #include <thread>
 #include <utility>
 
-#include "interrupt.h"
+#include "emulator/interrupt.h"
 
 namespace flash_wmma::emulator {
 

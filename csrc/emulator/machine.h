@@ -8,11 +8,11 @@
 #include <unordered_map>
 #include <vector>
 
-#include "api.h"
-#include "counters.h"
-#include "fiber.h"
-#include "memory.h"
-#include "runtime.h"
+#include "emulator/api.h"
+#include "emulator/counters.h"
+#include "emulator/fiber.h"
+#include "emulator/memory.h"
+#include "emulator/runtime.h"
 
 namespace flash_wmma::emulator {
 

@@ -1,5 +1,5 @@
 // The records of shared and global memory, and the rules by which two accesses are in order or in conflict.
-#include "memory.h"
+#include "emulator/memory.h"
 
 #include <sys/mman.h>
 

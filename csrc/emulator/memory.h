@@ -16,8 +16,8 @@
 #include <utility>
 #include <vector>
 
-#include "api.h"
-#include "runtime.h"
+#include "emulator/api.h"
+#include "emulator/runtime.h"
 
 namespace flash_wmma::emulator {
 

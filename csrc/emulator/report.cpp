@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "machine.h"
+#include "emulator/machine.h"
 
 namespace flash_wmma::emulator {
 namespace {

@@ -7,7 +7,7 @@
 #include <cstring>
 #include <utility>
 
-#include "machine.h"
+#include "emulator/machine.h"
 
 namespace flash_wmma::emulator {
 namespace {

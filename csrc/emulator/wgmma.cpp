@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstring>
 
-#include "machine.h"
+#include "emulator/machine.h"
 
 #if defined(__F16C__)
 #include <immintrin.h>

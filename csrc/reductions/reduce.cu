@@ -16,8 +16,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "../device/shuffle.cuh"
-#include "values.cuh"
+#include "device/shuffle.cuh"
+#include "reductions/values.cuh"
 
 namespace flash_wmma::reductions {
 namespace {

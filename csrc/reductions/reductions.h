@@ -1,10 +1,10 @@
-// The contract between the reductions' ops (csrc/ops_reductions.cpp) and their kernels: no torch, no CUDA.
+// The contract between the reductions' ops (csrc/torch/ops_reductions.cpp) and their kernels: no torch, no CUDA.
 #pragma once
 
 #include <cstdint>
 
-#include "../attention.h"
-#include "../registry.h"
+#include "attention.h"
+#include "registry.h"
 
 namespace flash_wmma::reductions {
 

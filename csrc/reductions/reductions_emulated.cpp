@@ -1,8 +1,8 @@
 // The reductions as a program of the emulator (flash_wmma.emulator.Program): their sources as they are.
 #include <entry.h>
 
-#include "reduce.cu"
-#include "softmax.cu"
+#include "reductions/reduce.cu"
+#include "reductions/softmax.cu"
 
 namespace flash_wmma::reductions {
 namespace {

@@ -9,8 +9,8 @@
 #include <launch.h>
 #include <shared_memory.cuh>
 
-#include "../device/shuffle.cuh"
-#include "values.cuh"
+#include "device/shuffle.cuh"
+#include "reductions/values.cuh"
 
 namespace flash_wmma::reductions {
 namespace {

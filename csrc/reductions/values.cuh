@@ -7,8 +7,8 @@
 #include <climits>
 #include <cmath>
 
-#include "../device/element.cuh"
-#include "reductions.h"
+#include "device/element.cuh"
+#include "reductions/reductions.h"
 
 namespace flash_wmma::reductions {
 

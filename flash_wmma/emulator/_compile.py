@@ -40,7 +40,8 @@ _KERNEL = [
     *("-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
     "-U_FORTIFY_SOURCE",  # which some distributions set, and which has a memcpy of its own
     "-fstack-clash-protection",  # a frame larger than a fiber's guard page does not jump over it
-    *(f"-I{CSRC / 'emulator' / 'include'}", f"-I{CSRC / 'device'}", "-include", "cuda_runtime.h", "-x", "c++"),
+    *(f"-I{CSRC / folder}" for folder in ("emulator/include", "device", "")),
+    *("-include", "cuda_runtime.h", "-x", "c++"),
 ]
 _UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a file leaves the cache
 _compilers = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
@@ -100,19 +101,11 @@ def compiler() -> tuple[str, str]:
 
 @functools.cache
 def kernel_sources(direction: Direction | None = None) -> dict[str, tuple[Path, ...]]:
-    """The sources of each CUDA kernel (of that direction), by its name: the file that states it and those whose names
-    begin as its does."""
-    folders = (direction,) if direction else get_args(Direction)
-    files = sorted(p for folder in folders for p in (CSRC / folder).glob("*.cu"))
-    stated = {path: re.findall(r'/\*name=\*/\s*"(\w+)"', path.read_text()) for path in files}
-    return {
-        name: (
-            path,
-            *(p for p in files if not stated[p] and p.parent == path.parent and p.stem.startswith(f"{path.stem}_")),
-        )
-        for path, names in stated.items()
-        for name in names
-    }
+    """The sources of each CUDA kernel (of that direction), by its name: ``NAME.cu`` in its family's folder, and its
+    instances beneath, ``instances/NAME_*.cu``."""
+    directions = (direction,) if direction else get_args(Direction)
+    kernels = sorted(path for d in directions for path in (CSRC / d).glob("*/*.cu"))
+    return {path.stem: (path, *sorted(path.parent.glob(f"instances/{path.stem}_*.cu"))) for path in kernels}
 
 
 def _run(command: list[str]) -> None:
@@ -218,7 +211,7 @@ def _link(name: str, sources: list[Path], compile_flags: list[str], link_flags: 
 
 def runtime() -> Path:
     """The emulator's own library, which every kernel's library needs."""
-    flags = [*_COMMON, "-O3", "-Wall", "-Wextra"]
+    flags = [*_COMMON, f"-I{CSRC}", "-O3", "-Wall", "-Wextra"]
     sources = sorted(p for p in (CSRC / "emulator").glob("*.cpp") if p.name != "kernel_library.cpp")
     # Its inline functions are its own: those of a kernel's library, of the same name, are instrumented.
     return _link("libemulator", sources, flags, ["-ldl", "-pthread", "-Wl,-Bsymbolic"])
@@ -250,4 +243,4 @@ def kernel_library(kernel: str, mode: Mode) -> Path:
     bricks = [p for p in sorted((CSRC / "device").glob("*.cu")) if p.name != "runtime.cu"]
     sources = kernel_sources()[kernel]
     files = [*sources, *bricks, CSRC / "registry.cpp", CSRC / "emulator" / "kernel_library.cpp"]
-    return build(f"{sources[0].parent.name}_{sources[0].stem}", files, mode)
+    return build(kernel, files, mode)

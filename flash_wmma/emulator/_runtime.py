@@ -44,7 +44,7 @@ class Buffer(ctypes.Structure):
 
 
 class Target(ctypes.Structure):
-    """``EmulatorTarget`` (csrc/emulation.h)."""
+    """``EmulatorTarget`` (csrc/torch/emulation.h)."""
 
     _fields_ = (
         ("library", ctypes.c_char * 4096),
@@ -95,7 +95,7 @@ def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
 PREFIX = b"emulator: "
 """Begins every message of the emulator."""
 DONE, UNKNOWN, FAILED = 1, 2, -1
-"""Answers of ``EmulatorResolver`` (csrc/emulation.h)."""
+"""Answers of ``EmulatorResolver`` (csrc/torch/emulation.h)."""
 
 
 def fill(name: bytes, direction: bytes, target: Target) -> int:

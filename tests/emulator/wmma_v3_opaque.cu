@@ -1,7 +1,7 @@
 // wmma_v3 as on hardware whose fragments are laid out otherwise than known: everything through shared memory.
 #include <entry.h>
 
-#include "../../csrc/forward/wmma_v3.cuh"
+#include "forward/wmma/wmma_v3.cuh"
 
 namespace {
 

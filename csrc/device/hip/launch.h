@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "../../attention.h"
+#include "attention.h"
 
 namespace flash_wmma {
 

@@ -4,7 +4,7 @@
 
 #include <stdexcept>
 
-#include "../../forward/unfused.h"
+#include "device/product.h"
 
 namespace flash_wmma {
 

@@ -13,7 +13,7 @@
 #include <cstring>
 #include <type_traits>
 
-#include "../runtime.h"
+#include "emulator/runtime.h"
 
 #define __global__
 #define __device__

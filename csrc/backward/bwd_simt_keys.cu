@@ -1,9 +1,0 @@
-// bwd_simt: the instances of Pass::kKeys.
-#include "bwd_simt.cuh"
-#include "bwd_simt_shapes.h"
-
-namespace flash_wmma::backward {
-
-std::vector<Shape> simt_keys_shapes() { return simt_shapes<Pass::kKeys>(); }
-
-}  // namespace flash_wmma::backward

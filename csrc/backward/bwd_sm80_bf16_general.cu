@@ -1,8 +1,0 @@
-// The bf16 instances of bwd_sm80 for packed sequences and ScoreMods.
-#include "bwd_sm80.cuh"
-
-namespace flash_wmma::backward {
-
-std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
-
-}  // namespace flash_wmma::backward

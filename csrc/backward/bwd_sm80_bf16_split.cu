@@ -1,8 +1,0 @@
-// The bf16 instances of the deterministic passes of bwd_sm80.
-#include "bwd_sm80.cuh"
-
-namespace flash_wmma::backward {
-
-std::vector<Shape> sm80_bf16_split_shapes() { return sm80_split_shapes<bf16>(); }
-
-}  // namespace flash_wmma::backward

@@ -1,8 +1,0 @@
-// The half instances of bwd_sm80 for converted inputs.
-#include "bwd_sm80.cuh"
-
-namespace flash_wmma::backward {
-
-std::vector<Shape> sm80_half_converted_shapes() { return sm80_converted_shapes<half>(); }
-
-}  // namespace flash_wmma::backward

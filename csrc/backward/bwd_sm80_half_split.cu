@@ -1,8 +1,0 @@
-// The half instances of the deterministic passes of bwd_sm80.
-#include "bwd_sm80.cuh"
-
-namespace flash_wmma::backward {
-
-std::vector<Shape> sm80_half_split_shapes() { return sm80_split_shapes<half>(); }
-
-}  // namespace flash_wmma::backward

@@ -1,0 +1,9 @@
+// The half instances of the deterministic passes of bwd_sm80.
+// architectures: 8.0+PTX;9.0
+#include "backward/mma/bwd_sm80.cuh"
+
+namespace flash_wmma::backward {
+
+std::vector<Shape> sm80_half_split_shapes() { return sm80_split_shapes<half>(); }
+
+}  // namespace flash_wmma::backward

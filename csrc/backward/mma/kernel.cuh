@@ -1,0 +1,357 @@
+// The kernel of bwd_sm80 and bwd_sm75: FlashAttention-2 backward on mma.sync and ldmatrix.
+//
+// Algorithm (FlashAttention-2, Algorithm 2), with L the forward's log-sum-exp and D = rowsum(O dO) - dL
+// (device/backward_rows.cuh):
+//     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D)
+//     dV = P^T dO;  dK = scale * dS^T Q;  dQ = scale * dS K.
+// A block owns the rows of a tile of one side and streams over the tiles of the other side that see it:
+//     Pass::kFused    owns keys, streams queries (of all heads that share the keys): dK and dV stay in registers,
+//                     dQ goes to an fp32 buffer by atomics. Five products, every tile of S once.
+//     Pass::kKeys     the same without dQ, and
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both together: seven products, no atomics,
+//                     and so the same result in every run.
+// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
+// computes S with its own rows as rows: S^T where it owns keys.
+//
+// Who owns what: own tiles stay in swizzled shared memory (`Resident` ones in registers), streamed tiles go through a
+// ring of `stages`. Own warp w has rows [w * kWarpRows, + kWarpRows) of the own tile. With one stream warp it sees all
+// streamed rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory.
+// Otherwise `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are
+// exchanged through shared memory (they meet at a named barrier), and each owns its part of the columns of the
+// gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
+// tile and hide the next one's copy.
+//
+// Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
+// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and
+// 128 keys at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access has a
+// bank conflict. Eight warps an SM, all that registers allow, do not hide every latency, so what is issued between the
+// products counts too (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where
+// it fits.
+#pragma once
+
+#include "backward/mma/products.cuh"
+#include "backward/mma/streamed_tiles.cuh"
+#include "backward_shapes.h"
+#include "device/score_mod.cuh"
+
+namespace flash_wmma::backward {
+
+/// Map of a block's shared memory.
+template <class Tile, Pass kPass>
+struct SharedMemory : TileMemory<Tile> {
+    using typename TileMemory<Tile>::Weights;
+    static constexpr bool kExchangesP = Tile::kStreamWarps > 1 && kPass != Pass::kQueries;
+    static constexpr bool kExchangesDs = Tile::kStreamWarps > 1 || kPass == Pass::kFused;
+
+    std::conditional_t<kExchangesDs, Weights, Nothing> ds;
+    std::conditional_t<kExchangesP, Weights, Nothing> p;
+    RowPair facts[Tile::kStages][kPass == Pass::kQueries ? 1 : Tile::kStream / 2];  // of streamed queries
+};
+
+/// Exponents of dQ's products, for add_to_dq: -inf for keys that no row of the streamed tile of `stream` rows sees.
+struct DqExponent {
+    static constexpr bool kConverted = true;
+    const Problem& problem;
+    const OwnedTile& own;
+    const BandMask& mask;
+    const Cursor& at;
+    int stream;
+
+    __device__ float operator()(int row) const {
+        const Sequence& s = own.sequence;
+        const int first = own.first_row + row, last = min(first + kScaleRows, s.seqlen_k) - 1;
+        if (first > last || mask.first_query(first) >= at.row + stream || mask.last_query(last) < at.row)
+            return -INFINITY;
+        const KeyScales keys = key_scales(problem, s, own.head_k, first);
+        return ds_exponent(query_scales(problem, s, at.head, at.row), keys) + keys.k;
+    }
+};
+
+/// Of plain problems all of a block's bounds are known to be the same in every thread, which saves registers. Converted
+/// inputs (scales.cuh) have instances of their own, so that no other has registers for exponents.
+// spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
+// memory, as a rule 10 to 40 loads a streamed tile, at d = 256 up to 85, against some thousand instructions.
+template <class Tile, Problems kProblems, Pass kPass>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    backward(const __grid_constant__ Problem problem) {
+    using T = typename Tile::T;
+    using Map = SharedMemory<Tile, kPass>;
+    constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
+    constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
+    static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
+                                  (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
+    constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
+    static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
+    const ForwardParams& p = problem.forward;
+    auto& smem = shared_memory<Map>();
+    const Thread<Tile> thread(static_cast<int>(threadIdx.x));
+    const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, kGeneral>(p) : owned_queries<Tile::kOwn, kGeneral>(p);
+    if (own.rows <= 0) return;
+    const Sequence& sequence = own.sequence;
+    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+
+    StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);
+    Cursor& at = range.at;
+    int& left = range.left;
+
+    Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
+    clear(d_first);
+    clear(d_second);
+    [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
+    if (left > 0) {
+        OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
+        OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
+        copy_own<Tile, kPass>(smem.first, smem.second(), problem, own);
+        ptx::cp_async_commit();
+        if constexpr (Tile::kSecondInRegisters) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            own_first.load(smem.first, thread);
+            own_second.load(smem.second(), thread);
+            __syncthreads();  // the ring takes its place
+        }
+        float minus_lse[kRowTiles][2], minus_delta[kRowTiles][2];  // of own queries
+        if constexpr (!kOwnsKeys)
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    const int row = own.first_row + thread.warp_row() + 16 * r + 8 * h + thread.row();
+                    const bool exists = row < sequence.seqlen_q;
+                    const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
+                    minus_lse[r][h] = exists ? pair.minus_lse[row % 2] : -INFINITY;
+                    minus_delta[r][h] = pair.minus_delta[row % 2];
+                }
+
+        StreamedTiles<Tile, kPass> stream(problem, own, at);
+        stream.start(smem, 0);
+        stream.finish(smem, 0);
+        ptx::cp_async_commit();
+
+        const float scale = p.scale * kLog2e;
+        int slot = 0;
+        for (; left > 0; --left, at.advance()) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();  // this tile has landed, the one before and its weights have been used
+            if constexpr (kStages > 1) {
+                if (left > 1) stream.start(smem, slot ^ 1);
+                ptx::cp_async_commit();
+            }
+            auto& tile = smem.ring[slot];
+            PairScales scales(scale);
+            if constexpr (kConverted) {
+                const int own_base = own.first_row + thread.warp_row();
+                const int own_last =
+                    min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+                const int own_row = min(own_base, own_last);
+                const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
+                const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
+                scales = PairScales(scale, of_q, of_k);
+                // Accumulators take no notice of a tile that none of their rows sees
+                const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+                const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+                if (begin < at.row + Tile::kStream && at.row < end) {
+                    const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+                    first_unit.follow(d_first, exponent);
+                    if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
+                }
+            }
+#pragma unroll 1
+            for (int step = 0; step < Tile::kWarpStream; step += kStep) {
+                const int first = thread.warp_stream() + step;  // of the tile's rows
+                const int own_base = own.first_row + thread.warp_row(), stream_base = at.row + first;
+                const auto query = [&](int r, int j, int i) {
+                    return kOwnsKeys ? stream_base + 8 * j + thread.column() + i % 2
+                                     : own_base + 16 * r + 8 * (i / 2) + thread.row();
+                };
+                const auto key = [&](int r, int j, int i) {
+                    return kOwnsKeys ? own_base + 16 * r + 8 * (i / 2) + thread.row()
+                                     : stream_base + 8 * j + thread.column() + i % 2;
+                };
+                const auto each = [&](auto f) {
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                        for (int j = 0; j < kStep / 8; ++j)
+#pragma unroll
+                            for (int i = 0; i < 4; ++i) f(r, j, i);
+                };
+
+                // P
+                Scores<Tile> s;
+                clear(s);
+                multiply_rows<Tile>(s, own_first, smem.first, tile.first, first, thread);
+                float factor = scales.score;  // from s to log2 units
+                [[maybe_unused]] Scores<Tile> slope;
+                if constexpr (kGeneral)
+                    if (ScoreMod<true>::active(p)) {
+                        const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
+                        mod.apply_each(
+                            each, [&](int r, int j, int i) -> float& { return s[r][j][i]; },
+                            [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scales.score, query, key);
+                        factor = 1.f;
+                    }
+                const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
+                each([&](int r, int j, int i) {
+                    const float offset = kOwnsKeys ? pairs[4 * j].minus_lse[i % 2] : minus_lse[r][i / 2];
+                    s[r][j][i] = ptx::ex2(fmaf(s[r][j][i], factor, offset));
+                });
+                const bool all_visible = kOwnsKeys ? mask.all_visible(stream_base, stream_base + kStep - 1, own_base,
+                                                                      own_base + Tile::kWarpRows - 1)
+                                                   : mask.all_visible(own_base, own_base + Tile::kWarpRows - 1,
+                                                                      stream_base, stream_base + kStep - 1);
+                if (!all_visible)
+                    each([&](int r, int j, int i) {
+                        const int q = query(r, j, i), k = key(r, j, i);
+                        if (k < mask.begin(q) || k >= mask.end(q)) s[r][j][i] = 0.f;
+                    });
+
+                if constexpr (Map::kExchangesP) exchange<Tile>(smem.p, s, first, thread);
+
+                // dS
+                ScoresPart<Tile> ds;
+#pragma unroll
+                for (int part = 0; part < kStep / 8; part += Tile::kPart / 8) {
+                    const auto each_of_part = [&](auto f) {
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                            for (int j = 0; j < Tile::kPart / 8; ++j)
+#pragma unroll
+                                for (int i = 0; i < 4; ++i) f(ds[r][j][i], r, part + j, i);
+                    };
+                    const auto minus_d = [&](int r, int j, int i) {
+                        return kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
+                    };
+                    each_of_part([&](float& x, int r, int j, int i) { x = kConverted ? 0.f : minus_d(r, j, i); });
+                    multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
+                    if constexpr (kConverted)
+                        each_of_part([&](float& x, int r, int j, int i) {
+                            x = fmaf(x, scales.dp, minus_d(r, j, i) * scales.delta);
+                        });
+                    each_of_part([&](float& x, int r, int j, int i) { x *= s[r][j][i]; });
+                    if constexpr (kGeneral)
+                        if (ScoreMod<true>::active(p)) {
+                            if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                                float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
+                                const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
+                                const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
+                                each_of_part([&](float& x, int r, int j, int i) {
+                                    const std::int64_t q = query(r, j, i), k = key(r, j, i);
+                                    if (s[r][j][i] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
+                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
+                                });
+                            }
+                            if (p.softcap != 0.f)
+                                each_of_part([&](float& x, int r, int j, int i) { x *= slope[r][j][i]; });
+                        }
+
+                    if constexpr (Map::kExchangesDs) exchange<Tile>(smem.ds, ds, first + 8 * part, thread);
+                    if constexpr (Tile::kStreamWarps == 1)
+#pragma unroll
+                        for (int k = 0; k < Tile::kPart; k += 16) {
+                            const int row = step + 8 * part + k;
+                            std::uint32_t weights[kRowTiles][4];
+                            if constexpr (kOwnsKeys) {
+                                hand_over<Tile>(weights, s, part + k / 8);
+                                multiply_weights<Tile>(d_second, weights, tile.second, row, thread);
+                            }
+                            hand_over<Tile>(weights, ds, k / 8);
+                            multiply_weights<Tile>(d_first, weights, tile.first, row, thread);
+                        }
+                }
+            }
+            if constexpr (Tile::kStreamWarps > 1) {
+                ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
+                // Computed anew, so that the addresses of these products take no registers in the others
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+                const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
+#pragma unroll
+                for (int k = 0; k < Tile::kStream; k += 16) {
+                    std::uint32_t weights[kRowTiles][4];
+                    if constexpr (kOwnsKeys) {
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.p, 16 * r, k);
+                        multiply_weights<Tile>(d_second, weights, tile.second, k, again);
+                    }
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.ds, 16 * r, k);
+                    multiply_weights<Tile>(d_first, weights, tile.first, k, again);
+                }
+            }
+
+            if constexpr (kStages > 1) slot ^= 1;
+            else {
+                if constexpr (stream.kWaitsInRegisters)
+                    if (left > 1) stream.start(smem, 0);
+                __syncthreads();  // this tile has been used, dS is complete; dQ's products hide the next copy
+                if constexpr (!stream.kWaitsInRegisters)
+                    if (left > 1) {
+                        stream.start(smem, 0);
+                        stream.finish(smem, 0);
+                    }
+                ptx::cp_async_commit();
+            }
+            if constexpr (kPass == Pass::kFused) {
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+                float* dq_rows = dq_of(problem, sequence, at.head, at.row);
+                if constexpr (kConverted)
+                    add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again,
+                                    DqExponent{problem, own, mask, at, Tile::kStream});
+                else add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again);
+            }
+            if constexpr (kStages == 1 && stream.kWaitsInRegisters)
+                if (left > 1) stream.finish(smem, 0);
+        }
+    }
+
+    __syncthreads();  // own rows have been used; the gradients take their place on the way out
+    const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
+    const int head = kOwnsKeys ? own.head_k : own.head;
+    const int row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
+    if constexpr (kConverted) {
+        multiply_by_power(d_first, first_unit.exponent);
+        multiply_by_power(d_second, second_unit.exponent);
+        const auto store_both = [&](auto type) {
+            using Out = decltype(type);
+            store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
+                           d_first, p.scale, thread);
+            if constexpr (kOwnsKeys)
+                store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
+                               p.head_dim_v, d_second, 1.f, thread);
+        };
+        if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
+        else if (p.out_dtype == DType::kFloat32) store_both(float{});
+        else store_both(bf16{});
+    } else {
+        store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first,
+                    p.scale, smem.first, thread);
+        if constexpr (kOwnsKeys)
+            store<Tile>(row_of<T>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows, p.head_dim_v,
+                        d_second, 1.f, smem.first, thread);
+    }
+}
+
+template <class Tile, Problems kProblems, Pass kPass>
+void launch_tile(const Problem& problem, Stream stream) {
+    const ForwardParams& p = problem.forward;
+    const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
+    if (grid.x == 0) return;
+    launch(backward<Tile, kProblems, kPass>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile, kPass>)}, stream,
+           problem);
+}
+
+template <class Tile, Problems kProblems, Pass kPass>
+Shape shape(int min_arch, int resident = 1) {
+    constexpr bool kQueries = kPass == Pass::kQueries;
+    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
+             kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, Tile::kStages,
+             static_cast<int>(sizeof(SharedMemory<Tile, kPass>)),
+             reinterpret_cast<const void*>(backward<Tile, kProblems, kPass>)},
+            kProblems,
+            kPass,
+            launch_tile<Tile, kProblems, kPass>,
+            resident};
+}
+
+}  // namespace flash_wmma::backward

@@ -1,0 +1,100 @@
+// Exponents of converted inputs (attention.h, Exponents) on their way through backward's products.
+//
+// Stored are K, V, Q and dO times 2^-e, an e for each group of kScaleRows rows; between a group of queries i and one of
+// keys j that makes
+//     S = 2^(q_i + k_j) Q K^T          dP - D = 2^(dout_i + v_j) dO V^T - D          stored dS = dS * 2^-e_ij.
+// dS has to fit half: P is at most 1, |dP| at most the product of the norms of its rows, so that
+//     e_ij = max(dout_norm_i + v_norm_j, log2 |D|_i) - 14        gives |stored dS| <= 2^15.
+// dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j: accumulators follow them.
+#pragma once
+
+#include "device/backward_rows.cuh"
+#include "device/shuffle.cuh"
+
+namespace flash_wmma::backward {
+
+/// Exponents of a group of keys: of k and v, and log2 of a bound of the norms of v's rows.
+struct KeyScales {
+    float k, v, v_norm;
+};
+
+/// Those of the group of row `row` of a sequence's head.
+__device__ __forceinline__ QueryScales query_scales(const Problem& problem, const Sequence& s, int head, int row) {
+    return problem.scales[q_scale_index(problem.forward, s, head) + row / kScaleRows];
+}
+__device__ __forceinline__ KeyScales key_scales(const Problem& problem, const Sequence& s, int head_k, int row) {
+    const Exponents& e = problem.forward.exponents;
+    const std::int64_t i = k_scale_index(problem.forward, s, head_k) + row / kScaleRows;
+    return {e.k[i], e.v[i], problem.exponents.v_norm[i]};
+}
+
+/// e_ij, rounded up to an integer; not so small that its inverse overflows (no |dS| is above 2^-105 then).
+__device__ __forceinline__ float ds_exponent(const QueryScales& q, const KeyScales& k) {
+    return fmaxf(ceilf(fmaxf(q.dout_norm + k.v_norm, q.delta)) - 14.f, -120.f);
+}
+
+/// What brings the products of a pair of groups to scores (log2 units), dP and D to dS as it is stored.
+struct PairScales {
+    float score, dp = 1.f, delta = 1.f;
+
+    __device__ explicit PairScales(float scale) : score(scale) {}
+    __device__ PairScales(float scale, const QueryScales& q, const KeyScales& k) : score(scale * ptx::ex2(q.q + k.k)) {
+        const float exponent = ds_exponent(q, k);
+        dp = ptx::ex2(q.dout + k.v - exponent);
+        delta = ptx::ex2(-exponent);
+    }
+    /// From dS as it is stored to dS.
+    __device__ float ds() const { return 1.f / delta; }
+};
+
+/// The largest finite magnitude among a warp's accumulators.
+template <int Rows, int Tiles>
+__device__ __forceinline__ float largest_of_warp(const float (&accumulators)[Rows][Tiles][4]) {
+    float largest = 0.f;
+#pragma unroll
+    for (const auto& row : accumulators)
+#pragma unroll
+        for (const auto& tile : row)
+#pragma unroll
+            for (const float x : tile)
+                if (isfinite(x)) largest = fmaxf(largest, fabsf(x));
+#pragma unroll
+    for (int lanes = 16; lanes; lanes /= 2) largest = fmaxf(largest, shuffle_xor(largest, lanes));
+    return largest;
+}
+
+/// Accumulators times 2^exponent, in two steps so that neither factor overflows where their product does not.
+template <int Rows, int Tiles>
+__device__ __forceinline__ void multiply_by_power(float (&accumulators)[Rows][Tiles][4], float exponent) {
+    if (exponent == 0.f) return;
+    const float half = floorf(0.5f * exponent), first = ptx::ex2(half), second = ptx::ex2(exponent - half);
+#pragma unroll
+    for (auto& row : accumulators)
+#pragma unroll
+        for (auto& tile : row)
+#pragma unroll
+            for (float& x : tile) x = x * first * second;
+}
+
+/// The unit 2^exponent of a warp's accumulators, as it follows the exponents of what is added. It never falls further
+/// below the largest of them than sums over 2^30 rows bear; a tile below that is added in a unit that is too large for
+/// it, and is still nothing beside the largest.
+struct Unit {
+    float exponent = 0.f, bound = -INFINITY;  // bound: no accumulator's exponent is larger
+
+    /// Brings the accumulators to the unit for a tile of the exponent `e`, the same in the whole warp (-inf: zeros,
+    /// whose exponent does not matter).
+    template <int Rows, int Tiles>
+    __device__ __forceinline__ void follow(float (&accumulators)[Rows][Tiles][4], float e) {
+        constexpr float kRange = 64.f;
+        if (e == -INFINITY || (e == exponent && e == bound)) return;
+        // What was added may be far below its bound, or nothing at all, as where a bias hides it
+        if (e < bound - kRange) bound = exponent + ceilf(log2f(largest_of_warp(accumulators)));
+        const float before = bound == -INFINITY ? e : exponent;
+        bound = fmaxf(bound, e);
+        exponent = fmaxf(e, bound - kRange);
+        multiply_by_power(accumulators, before - exponent);
+    }
+};
+
+}  // namespace flash_wmma::backward

@@ -1,0 +1,98 @@
+// bwd_simt: what it needs to know of every query row, the choice among its instances, and its row in the registry.
+#include <launch.h>
+
+#include "backward/simt/shapes.h"
+#include "device/backward_rows.cuh"
+#include "device/shuffle.cuh"
+
+namespace flash_wmma::backward {
+namespace {
+
+/// L (here as it is, not in log2 units) and D of the rows of a group, and zeros in their dQ if it is to be added up.
+__global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constant__ Problem problem) {
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
+    const int tid = static_cast<int>(threadIdx.x), lane = tid % 32;
+    for (int i = tid / 32; i < kRowGroup; i += kRowThreads / 32) {
+        const int row = group.first_row + i;
+        const bool used = row >= 0 && row < sequence.seqlen_q;
+        float sum = 0.f;
+        if (used) {
+            const float* o = row_of<const float>(p.o, sequence.index, group.head, sequence.first_q + row);
+            const float* dout = row_of<const float>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+            float* dq = row_of<float>(problem.dq, sequence.index, group.head, sequence.first_q + row);
+            for (int c = lane; c < p.head_dim_v; c += 32) sum = fmaf(o[c], dout[c], sum);
+            if (!problem.deterministic)
+                for (int c = lane; c < p.head_dim; c += 32) dq[c] = 0.f;
+        }
+        sum = reduce_lanes(sum, [](float x, float y) { return x + y; }, 32);
+        if (lane > 0) continue;
+        float minus_lse = -INFINITY, minus_delta = 0.f;
+        if (used) {
+            const std::int64_t at = sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
+            if (p.lse[at] != -INFINITY) {
+                minus_lse = -p.lse[at];
+                minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
+            }
+        }
+        RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
+        pair.minus_lse[i % 2] = minus_lse;
+        pair.minus_delta[i % 2] = minus_delta;
+    }
+}
+
+const std::vector<Shape> kShapes = join({simt_fused_shapes(), simt_keys_shapes(), simt_queries_shapes()});
+const std::vector<Instance> kInstances = instances_of(kShapes);
+
+const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
+    return choose_shape(kShapes, DType::kFloat32, pass, p.forward, device);
+}
+
+const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
+    const Shape& shape = shape_of(p.deterministic ? Pass::kKeys : Pass::kFused, p, device);
+    return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
+}
+
+/// L and D of every row. dQ is added up where it belongs.
+std::int64_t simt_workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+    return row_groups(p.forward) * (kRowGroup / 2) * static_cast<std::int64_t>(sizeof(RowPair));
+}
+
+void launch_bwd_simt(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    const Problem problem{p, static_cast<RowPair*>(p.workspace), nullptr};
+    launch_rows(prepare_simt, problem, stream);
+    const auto run = [&](Pass pass) { shape_of(pass, p, device).launch(problem, stream); };
+    if (p.deterministic) {
+        run(Pass::kKeys);
+        run(Pass::kQueries);
+    } else {
+        run(Pass::kFused);
+    }
+}
+
+const BackwardKernelInfo kInfo = {
+    {
+        /*name=*/"bwd_simt",
+        /*summary=*/
+        "fp32 FMAs on CUDA cores: register tiles, dK and dV in registers, dQ by atomics or a pass of its own",
+        /*min_arch=*/75,
+        /*bf16_min_arch=*/0,
+        /*float32=*/true,
+        /*float16=*/false,
+        /*min_head_dim=*/1,
+        /*max_head_dim=*/256,
+        /*features=*/kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient |
+            kDeterministic,
+        /*auto_rank=*/10,
+        kInstances.data(),
+        kInstances.size(),
+    },
+    choose,
+    simt_workspace_bytes,
+    launch_bwd_simt,
+};
+const Registration kRegistration(kInfo);
+
+}  // namespace
+}  // namespace flash_wmma::backward

@@ -1,0 +1,281 @@
+// The kernel of bwd_simt: FlashAttention-2 backward in fp32 on CUDA cores, register-tiled as simt is.
+//
+// Algorithm (FlashAttention-2, Algorithm 2), with L the forward's log-sum-exp and D = rowsum(O dO) - dL:
+//     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D)
+//     dV = P^T dO;  dK = scale * dS^T Q;  dQ = scale * dS K.
+// A block owns the rows of a tile of one side and streams over the tiles of the other side, in one of three passes:
+//     Pass::kFused    owns keys, streams queries: dK and dV stay in registers, dQ is added to global memory by atomics;
+//     Pass::kKeys     the same without dQ, and
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both: no atomics, the same in every run.
+// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
+// computes S with its own rows as rows: S^T where it owns keys.
+//
+// Who owns what: a warp kLaneRows * kRows own rows, its lanes a grid as in simt.cuh: S, dP and the gradients of its own
+// rows are registers. P and dS go through shared memory within the warp, one after the other in the same place; for dQ,
+// dS lies there once more, by rows, and the threads of the block share out the tile of dQ.
+//
+// Bound: shared memory. With four rows a lane a 16-byte load serves 11 FMAs, in simt's 8 x 8 16 of them: two gradients,
+// S and dP leave registers for no more.
+#pragma once
+
+#include <shared_memory.cuh>
+
+#include "device/backward_rows.cuh"
+#include "device/mask.cuh"
+#include "device/owned_tile.cuh"
+#include "device/score_mod.cuh"
+#include "device/shuffle.cuh"
+#include "device/simt_tile.cuh"
+
+namespace flash_wmma::backward {
+
+/// Shape of a block's work: simt's, with own rows as rows and streamed rows as keys.
+template <int HeadDim, int Warps, int LaneColumns, int StreamTile, int BlocksPerSm>
+struct SimtTile : simt::LaneGrid<HeadDim, Warps, LaneColumns, 4, StreamTile> {
+    static constexpr int kOwn = SimtTile::kBr, kStream = StreamTile, kBlocksPerSm = BlocksPerSm;
+    static constexpr int kQueryRows = StreamTile >= 64 ? 8 : 4;  // of dQ, a thread's, in four columns
+    static_assert(kRowGroup % kStream == 0);
+};
+
+/// Map of a block's shared memory.
+template <class Tile, Pass kPass>
+struct SimtMemory {
+    struct Nothing {};
+    struct Rows {
+        alignas(16) float by_row[Tile::kOwn][Tile::kStream + 4];
+    };
+    alignas(16) simt::PaddedRows<Tile, Tile::kOwn> own_first, own_second;
+    simt::PaddedRows<Tile, Tile::kStream> first, second;
+    simt::Weights<Tile> weights[Tile::kWarps];  // P, then dS
+    std::conditional_t<kPass == Pass::kFused, Rows, Nothing> ds;
+};
+
+/// dQ of the streamed queries from all own keys: rows [0, rows) that begin at `dq`.
+template <class Tile, class Memory>
+__device__ __forceinline__ void add_to_dq(float* dq, std::int64_t pitch, int rows, int head_dim, float scale,
+                                          const Memory& smem) {
+    constexpr int kRowVectors = Tile::kD / 4, kRows = Tile::kQueryRows;
+    for (int unit = static_cast<int>(threadIdx.x); unit < Tile::kStream / kRows * kRowVectors; unit += Tile::kThreads) {
+        const int column = unit % kRowVectors * 4, row = unit / kRowVectors * kRows;
+        if (column >= head_dim || row >= rows) continue;
+        float4 sum[kRows];
+#pragma unroll
+        for (float4& x : sum) x = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll 4
+        for (int i = 0; i < Tile::kOwn; ++i) {
+            const float4 key = simt::load_4(&smem.own_first[i][column]);
+#pragma unroll
+            for (int j = 0; j < kRows; j += 4) {
+                const float4 ds = simt::load_4(&smem.ds.by_row[i][row + j]);
+#pragma unroll
+                for (int e = 0; e < 4; ++e) simt::add_product(sum[j + e], simt::element(ds, e), key);
+            }
+        }
+#pragma unroll
+        for (int j = 0; j < kRows; ++j)
+            if (row + j < rows) {
+                const float x[4] = {sum[j].x * scale, sum[j].y * scale, sum[j].z * scale, sum[j].w * scale};
+                ptx::red_add_4(dq + (row + j) * pitch + column, x);
+            }
+    }
+}
+
+/// A gradient, times `factor`, to the own rows [0, rows).
+template <class Tile>
+__device__ __forceinline__ void store(float* out, std::int64_t pitch, int rows, int columns,
+                                      const simt::Output<Tile>& gradient, float factor,
+                                      const simt::Thread<Tile>& thread) {
+#pragma unroll
+    for (int i = 0; i < Tile::kRows; ++i)
+#pragma unroll
+        for (int v = 0; v < Tile::kVectors; ++v) {
+            const float4& x = gradient[i][v];
+            if (thread.tile_row(i) < rows && thread.vector(v) < columns)
+                *reinterpret_cast<float4*>(out + thread.tile_row(i) * pitch + thread.vector(v)) =
+                    make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
+        }
+}
+
+/// P or dS to the warp's place in shared memory.
+template <class Tile>
+__device__ __forceinline__ void hand_over(simt::Weights<Tile>& to, const simt::Scores<Tile>& s,
+                                          const simt::Thread<Tile>& thread) {
+    sync_warp();  // what was there has been used
+    simt::store_weights<Tile>(to, s, thread);
+    sync_warp();
+}
+
+template <class Tile, Pass kPass>
+__global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
+    backward_simt(const __grid_constant__ Problem problem) {
+    constexpr bool kOwnsKeys = kPass != Pass::kQueries;
+    constexpr int kRows = Tile::kRows, kKeys = Tile::kKeys;
+    const ForwardParams& p = problem.forward;
+    auto& smem = shared_memory<SimtMemory<Tile, kPass>>();
+    const simt::Thread<Tile> thread;
+    const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, true>(p) : owned_queries<Tile::kOwn, true>(p);
+    if (own.rows <= 0) return;
+    const Sequence& sequence = own.sequence;
+    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+
+    // The streamed rows that see an own row, or that an own row sees
+    const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q);
+    const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
+    const int end = kOwnsKeys ? min(sequence.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
+    const int heads =
+        end_row > own.first_row && end > begin ? kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1 : 0;
+
+    simt::Output<Tile> d_first, d_second;  // dK and dV, or dQ alone
+    simt::clear(d_first);
+    simt::clear(d_second);
+    const Rows &own_first = kOwnsKeys ? p.k : p.q, &own_second = kOwnsKeys ? p.v : problem.dout;
+    const Rows &first_rows = kOwnsKeys ? p.q : p.k, &second_rows = kOwnsKeys ? problem.dout : p.v;
+    const int own_head = kOwnsKeys ? own.head_k : own.head;
+    const int own_row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
+    const auto copy = [](auto& to, const Rows& rows, const Sequence& s, int head, int row, int count, int columns) {
+        constexpr int kCount = static_cast<int>(sizeof(to) / sizeof(to[0]));
+        simt::Copy<Tile, kCount>(row_of<const float>(rows, s.index, head, row), rows.row, columns)
+            .next(to, rows.row, count);
+    };
+    if (heads > 0) {
+        copy(smem.own_first, own_first, sequence, own_head, own_row, end_row - own.first_row, p.head_dim);
+        copy(smem.own_second, own_second, sequence, own_head, own_row, end_row - own.first_row, p.head_dim_v);
+    }
+    float own_lse[kRows], own_delta[kRows];  // minus L and minus D, of own queries
+    if constexpr (!kOwnsKeys)
+#pragma unroll
+        for (int i = 0; i < kRows; ++i) {
+            const int row = own.first_row + thread.tile_row(i);
+            const bool exists = row < sequence.seqlen_q;
+            const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
+            own_lse[i] = exists ? pair.minus_lse[row % 2] : -INFINITY;
+            own_delta[i] = exists ? pair.minus_delta[row % 2] : 0.f;
+        }
+
+    for (int h = 0; h < heads; ++h)
+        for (int row = begin / Tile::kStream * Tile::kStream; row < end; row += Tile::kStream) {
+            const int head = own.head + h;  // query head
+            const int left = (kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k) - row;
+            __syncthreads();  // the tile before has been used
+            const int stream_head = kOwnsKeys ? head : own.head_k;
+            const int stream_row = (kOwnsKeys ? sequence.first_q : sequence.first_k) + row;
+            copy(smem.first, first_rows, sequence, stream_head, stream_row, left, p.head_dim);
+            copy(smem.second, second_rows, sequence, stream_head, stream_row, left, p.head_dim_v);
+            ptx::cp_async_commit();
+            const RowPair* const facts = kOwnsKeys ? facts_of(problem, sequence, head) + row / 2 : nullptr;
+            const auto minus_lse = [&](int i, int n) {
+                return kOwnsKeys ? facts[thread.key(n) / 2].minus_lse[thread.key(n) % 2] : own_lse[i];
+            };
+            const auto minus_delta = [&](int i, int n) {
+                return kOwnsKeys ? facts[thread.key(n) / 2].minus_delta[thread.key(n) % 2] : own_delta[i];
+            };
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+
+            // P
+            const auto query = [&](int i, int n, int) {
+                return kOwnsKeys ? row + thread.key(n) : own.first_row + thread.tile_row(i);
+            };
+            const auto key = [&](int i, int n, int) {
+                return kOwnsKeys ? own.first_row + thread.tile_row(i) : row + thread.key(n);
+            };
+            const auto each = [&](auto f) {
+#pragma unroll
+                for (int n = 0; n < kKeys; ++n)
+#pragma unroll
+                    for (int i = 0; i < kRows; ++i) f(i, n, 0);
+            };
+            simt::Scores<Tile> s, slopes, ds;
+            simt::multiply_rows<Tile>(s, smem.own_first, smem.first, p.head_dim, thread);
+            const bool modified = ScoreMod<true>::active(p);
+            if (modified) {
+                const ScoreMod<true> mod(p, sequence, QTile{sequence.index, head, own.head_k, 0});
+                const auto score = [&](int i, int n, int) -> float& { return s[i][n]; };
+                const auto slope = [&](int i, int n, int) -> float& { return slopes[i][n]; };
+                mod.apply_each(each, score, slope, p.scale * kLog2e, query, key);
+                each([&](int i, int n, int) { s[i][n] = ptx::ex2(fmaf(minus_lse(i, n), kLog2e, s[i][n])); });
+            } else {  // the difference first: nothing is lost where both are large
+                each([&](int i, int n, int) { s[i][n] = ptx::ex2(kLog2e * fmaf(s[i][n], p.scale, minus_lse(i, n))); });
+            }
+            const int last_own = own.first_row + Tile::kOwn - 1, last_stream = row + Tile::kStream - 1;
+            if (!(kOwnsKeys ? mask.all_visible(row, last_stream, own.first_row, last_own)
+                            : mask.all_visible(own.first_row, last_own, row, last_stream)))
+                each([&](int i, int n, int) {
+                    const int q = query(i, n, 0), k = key(i, n, 0);
+                    if (k < mask.begin(q) || k >= mask.end(q)) s[i][n] = 0.f;
+                });
+
+            // dV, dS
+            auto& weights = smem.weights[threadIdx.x / 32];
+            if constexpr (kOwnsKeys) {
+                hand_over<Tile>(weights, s, thread);
+                simt::multiply_weights<Tile>(d_second, weights, smem.second, thread);
+            }
+            simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
+            each([&](int i, int n, int) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
+            if (modified) {
+                if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                    float* const dbias = b.data + sequence.index * b.batch + head * b.head;
+                    const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
+                    const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
+                    each([&](int i, int n, int) {
+                        const std::int64_t q = query(i, n, 0), k = key(i, n, 0);
+                        if (s[i][n] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
+                            ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n]);
+                    });
+                }
+                if (p.softcap != 0.f) each([&](int i, int n, int) { ds[i][n] *= slopes[i][n]; });
+            }
+
+            // dK or dQ of own rows, dQ of streamed ones
+            hand_over<Tile>(weights, ds, thread);
+            if constexpr (kPass == Pass::kFused)
+                each([&](int i, int n, int) { smem.ds.by_row[thread.tile_row(i)][thread.key(n)] = ds[i][n]; });
+            simt::multiply_weights<Tile>(d_first, weights, smem.first, thread);
+            if constexpr (kPass == Pass::kFused) {
+                __syncthreads();  // dS of all own rows
+                const Rows& dq = problem.dq;
+                add_to_dq<Tile>(row_of<float>(dq, sequence.index, head, stream_row), dq.row, left, p.head_dim, p.scale,
+                                smem);
+            }
+        }
+
+    const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
+    store<Tile>(row_of<float>(first_out, sequence.index, own_head, own_row), first_out.row, own.rows, p.head_dim,
+                d_first, p.scale, thread);
+    if constexpr (kOwnsKeys)
+        store<Tile>(row_of<float>(problem.dv, sequence.index, own_head, own_row), problem.dv.row, own.rows,
+                    p.head_dim_v, d_second, 1.f, thread);
+}
+
+template <class Tile, Pass kPass>
+void launch_simt_tile(const Problem& problem, Stream stream) {
+    const ForwardParams& p = problem.forward;
+    const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
+    if (grid.x == 0) return;
+    launch(backward_simt<Tile, kPass>, {grid, dim3(Tile::kThreads), sizeof(SimtMemory<Tile, kPass>)}, stream, problem);
+}
+
+template <class Tile, Pass kPass>
+Shape simt_shape() {
+    constexpr bool kQueries = kPass == Pass::kQueries;
+    return {{DType::kFloat32, 75, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
+             kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, 1, static_cast<int>(sizeof(SimtMemory<Tile, kPass>)),
+             reinterpret_cast<const void*>(backward_simt<Tile, kPass>)},
+            Problems::kGeneral,
+            kPass,
+            launch_simt_tile<Tile, kPass>};
+}
+
+/// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory. Arguments: d, warps,
+/// columns of a warp's grid of lanes, streamed rows, blocks an SM to keep registers for.
+template <Pass kPass>
+std::vector<Shape> simt_shapes() {
+    return {
+        simt_shape<SimtTile<64, 4, 8, 32, 2>, kPass>(),   simt_shape<SimtTile<64, 4, 8, 16, 2>, kPass>(),
+        simt_shape<SimtTile<128, 4, 16, 32, 2>, kPass>(), simt_shape<SimtTile<128, 4, 16, 16, 2>, kPass>(),
+        simt_shape<SimtTile<256, 1, 16, 16, 2>, kPass>(),
+    };
+}
+
+}  // namespace flash_wmma::backward

@@ -1,0 +1,260 @@
+// What backward has for every query row in its workspace, and the two small kernels around the products: `prepare`
+// computes L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM.
+//
+// The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
+// queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
+//
+// Inputs are converted (convert.h) before. `prepare` reads o as it was given, and dout as it is multiplied, so that the
+// rows of dS sum to zero; `finish` writes the type that was given.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <shared_memory.cuh>
+
+#include <cmath>
+
+#include "attention.h"
+#include "backward_shapes.h"
+#include "device/convert.h"
+#include "device/element.cuh"
+#include "device/shuffle.cuh"
+#include "device/tile.cuh"
+
+namespace flash_wmma::backward {
+
+inline constexpr int kRowGroup = kScaleRows;
+inline constexpr float kLog2e = 1.44269504088896341f;
+
+/// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that
+/// does not exist, has -inf and 0, so that its P is 0.
+struct alignas(16) RowPair {
+    float minus_lse[2], minus_delta[2];
+};
+
+/// Exponents of a group of rows of converted inputs: of q and dout; bounds of log2 of the norms of dout's rows, and of
+/// log2 |D|.
+struct alignas(16) QueryScales {
+    float q, dout, dout_norm, delta;
+};
+
+/// What the kernels are given: the params, and where in the workspace things are.
+struct Problem : BackwardParams {
+    RowPair* facts;
+    float* dq_rows;                 // DqFragments, only if dQ is accumulated
+    QueryScales* scales = nullptr;  // a group's, only if the inputs were converted
+};
+
+/// Groups of rows of all heads.
+inline std::int64_t row_groups(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    return p.heads_q * (s.cu_seqlens_q ? packed_tiles(s.total_q, p.batch, kRowGroup)
+                                       : (p.seqlen_q + kRowGroup - 1) / kRowGroup * p.batch);
+}
+
+/// Facts of rows 0 and 1 of a sequence's head.
+__device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const Sequence& sequence, int head) {
+    return problem.facts + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 2);
+}
+/// dQ's buffer from row `row`, a multiple of 16, of a sequence's head on.
+__device__ __forceinline__ float* dq_of(const Problem& problem, const Sequence& sequence, int head, int row) {
+    return problem.dq_rows +
+           (q_scale_index(problem.forward, sequence, head) * kRowGroup + row) * problem.forward.head_dim;
+}
+
+/// Order of dQ's buffer: not rows but the 16x8 accumulators of a warp one after the other, so that one addition of a
+/// warp goes to 512 adjacent bytes. Lane l has rows l / 4 and + 8, columns 2 (l % 4) and + 1 of each (ptx.cuh).
+struct DqFragment {
+    /// Where the accumulator at (row, column) is, relative to row 0.
+    __device__ static std::int64_t offset(int row, int column, int head_dim) { return row * head_dim + column * 16; }
+
+    __device__ __forceinline__ static void add(float* fragment, const float (&x)[4], int lane) {
+        if constexpr (ptx::kVectorRed) ptx::red_add_4(fragment + 4 * lane, x);
+        else
+#pragma unroll
+            for (int i = 0; i < 4; ++i) ptx::red_add(fragment + 32 * i + lane, x[i]);
+    }
+    /// Columns 2 pair and + 1 of row `row`.
+    __device__ static float2 get(const float* fragment, int row, int pair) {
+        const int lane = row % 8 * 4 + pair, first = row / 8 * 2;
+        if constexpr (ptx::kVectorRed) return *reinterpret_cast<const float2*>(fragment + 4 * lane + first);
+        else return make_float2(fragment[32 * first + lane], fragment[32 * (first + 1) + lane]);
+    }
+};
+
+/// The group of rows of this block.
+struct RowGroup {
+    Sequence sequence;
+    int head, first_row;  // not negative, and below seqlen_q, if the group is used
+};
+__device__ inline RowGroup row_group(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    const auto heads = static_cast<unsigned>(p.heads_q);
+    if (s.cu_seqlens_q) {
+        const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, kRowGroup));
+        const PackedTile found =
+            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(blockIdx.x % tiles));
+        return {sequence(p, found.sequence), static_cast<int>(blockIdx.x / tiles), found.tile * kRowGroup};
+    }
+    const auto tiles = static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup);
+    const unsigned slice = blockIdx.x / tiles;
+    return {sequence(p, static_cast<int>(slice / heads)), static_cast<int>(slice % heads),
+            static_cast<int>(blockIdx.x % tiles) * kRowGroup};
+}
+
+inline constexpr int kRowThreads = 256;
+
+struct PrepareMemory {
+    float4 warp_maximum[kRowThreads / 32 / 4];
+};
+
+// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
+// the order of dQ's buffer depends on them. T is the type of o and of the gradients.
+template <class Machine, class T, bool Converted>
+__global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
+    using Dout = std::conditional_t<Converted, half, T>;
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
+    const int tid = static_cast<int>(threadIdx.x);
+    if (problem.dq_rows) {
+        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
+        for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
+    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q && sequence.seqlen_k > 0;
+    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
+    float largest = 0.f;  // of the finite |D| that this thread computes
+    for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
+        const int row = group.first_row + i, lane = tid % kLanes;
+        const bool used = row >= 0 && row < sequence.seqlen_q;
+        float sum = 0.f;
+        if (used) {
+            const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + row);
+            const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+            for (int c = 8 * lane; c < p.head_dim_v; c += 8 * kLanes) {
+                float x[8], y[8];
+                load_8(o + c, x);
+                load_8(dout + c, y);
+                if constexpr (Converted)
+#pragma unroll
+                    for (float& value : y) value *= unit;
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
+            }
+        }
+#pragma unroll
+        for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);
+        if (lane == 0) {
+            float minus_lse = -INFINITY, minus_delta = 0.f;
+            if (used) {
+                const std::int64_t index =
+                    sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
+                const float lse = p.lse[index];
+                if (lse != -INFINITY) {
+                    minus_lse = -lse * kLog2e;
+                    minus_delta = (problem.dlse ? problem.dlse[index] : 0.f) - sum;
+                }
+            }
+            RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
+            pair.minus_lse[i % 2] = minus_lse;
+            pair.minus_delta[i % 2] = minus_delta;
+            if (Converted && isfinite(minus_delta)) largest = fmaxf(largest, fabsf(minus_delta));
+        }
+    }
+    if constexpr (Converted) {
+        auto& smem = shared_memory<PrepareMemory>();
+#pragma unroll
+        for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, shuffle_xor(largest, l));
+        if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
+        __syncthreads();
+        if (tid > 0 || !exists) return;
+#pragma unroll
+        for (const float4& four : smem.warp_maximum)
+            largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
+        const std::int64_t at = blockIdx.x;
+        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
+                              log2f(largest)};
+    }
+}
+
+template <class Machine, class T>
+__global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
+    if (group.first_row < 0) return;
+    const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
+    const int vectors = p.head_dim / 8;
+    for (int i = static_cast<int>(threadIdx.x); i < kRowGroup * vectors; i += kRowThreads) {
+        const int row = i / vectors, column = i % vectors * 8;
+        if (group.first_row + row >= sequence.seqlen_q) return;
+        const float* fragment = from + DqFragment::offset(row / 16 * 16, column, p.head_dim);
+        union {
+            uint4 vectors[sizeof(T) / 2];
+            typename Element<T>::Pair pairs[4];
+        } out;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float2 x = DqFragment::get(fragment, row % 16, e);
+            out.pairs[e] = Element<T>::pair(x.x * p.scale, x.y * p.scale);
+        }
+        T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + group.first_row + row);
+#pragma unroll
+        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
+            reinterpret_cast<uint4*>(to + column)[i] = out.vectors[i];
+    }
+}
+
+/// Whether the facts lie in dq's memory until finish overwrites them, when nobody reads them any longer: where finish
+/// writes all of dq, and they fit.
+inline bool facts_in_dq(const BackwardParams& params) {
+    const ForwardParams& p = params.forward;
+    const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
+    return !params.deterministic && !p.sequences.cu_seqlens_q &&
+           row_groups(p) * kRowGroup * std::int64_t{sizeof(RowPair)} / 2 <=
+               p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
+}
+
+/// Bytes of the workspace, and what it holds: behind converted inputs, if there are any, dQ's buffer, scales and facts.
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
+    const std::int64_t groups = row_groups(params.forward);
+    const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
+    const std::int64_t facts = facts_in_dq(params) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
+    const std::int64_t bytes = groups * kRowGroup * (dq + facts);
+    return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
+}
+inline Problem problem_of(const BackwardParams& params) {
+    const std::int64_t groups = row_groups(params.forward);
+    auto* dq_rows = static_cast<float*>(params.workspace);
+    auto* scales = reinterpret_cast<QueryScales*>(
+        dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim));
+    void* behind = scales + (params.exponents.dout ? groups : 0);
+    return {params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
+            params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+}
+
+/// Launches prepare or finish.
+inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream stream, int smem_bytes = 0) {
+    const std::int64_t groups = row_groups(problem.forward);
+    if (groups > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 groups of query rows");
+    if (groups > 0)
+        launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads), smem_bytes}, stream, problem);
+}
+
+/// All launches of a backward of T; shape(pass) is the Shape that runs a pass. Converted: the products are of half.
+template <class Machine, class T, bool Converted, class ShapeOf>
+void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
+    const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
+    const Problem problem = problem_of(params);
+    launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
+    if (params.deterministic) {
+        shape(Pass::kKeys).launch(problem, stream);
+        shape(Pass::kQueries).launch(problem, stream);
+    } else {
+        shape(Pass::kFused).launch(problem, stream);
+        launch_rows(finish<Machine, T>, problem, stream);
+    }
+}
+
+}  // namespace flash_wmma::backward

@@ -1,0 +1,37 @@
+// Which vectors of a tile a thread copies to shared memory, for the machines of mma.sync (sm75.cuh, sm80.cuh).
+#pragma once
+
+#include <cstdint>
+
+namespace flash_wmma::mma {
+
+/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
+/// neighbouring threads. Walks from a last tile of rows back to the first.
+template <class Tile, int Rows>
+struct CopyMap {
+    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
+    static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
+
+    const typename Tile::T* from;  // this thread's first vector of the next tile
+    bool inside;                   // whether its column is below d
+
+    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
+        : from(source + row() * pitch + column()), inside(column() < d) {}
+
+    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
+    template <class F>
+    __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
+        const typename Tile::T* vector = from;
+        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
+#pragma unroll
+            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
+                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
+                    f(i, row() + i * kRowsAtOnce, column(), vector);
+        from -= Rows * pitch;
+    }
+
+    __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
+    __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
+};
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,62 @@
+// Turing, as the kernels of mma.sync take it: m16n8k8 of half. There is no asynchronous copy: a tile waits in registers,
+// loaded 16 bytes at a time while the tile before is worked on, and is stored at its end.
+#pragma once
+
+#include <ptx.cuh>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "device/copy_map.cuh"
+
+namespace flash_wmma::mma {
+
+struct Sm75 {
+    static constexpr bool kThroughRegisters = true;  // the way of a copy to shared memory
+    static constexpr bool kMultipliesBf16 = false;
+    static constexpr bool kPairsB = false;  // each product takes its part of B from one register
+
+    /// D += A B: A 16x16, B 16x8, as two products along k.
+    template <class T>
+    __device__ __forceinline__ static void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                    std::uint32_t b1) {
+        static_assert(std::is_same_v<T, half>);
+        const std::uint32_t first[2] = {a[0], a[1]}, second[2] = {a[2], a[3]};
+        ptx::mma_m16n8k8(d, first, b0);
+        ptx::mma_m16n8k8(d, second, b1);
+    }
+
+    /// A vector from global to shared memory, or zeros.
+    __device__ __forceinline__ static void copy_16(void* to, const void* from, bool inside) {
+        *static_cast<uint4*>(to) = inside ? *static_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+    }
+
+    /// A block's copies of tiles of Rows rows, zeros beyond `rows`, in two steps.
+    template <class Tile, int Rows>
+    struct Copy : CopyMap<Tile, Rows> {
+        using CopyMap<Tile, Rows>::CopyMap;
+
+        uint4 vectors[CopyMap<Tile, Rows>::kCount];
+
+        template <class Target>
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
+            this->for_each(pitch, [&](int i, int, int, const auto* from) {
+                vectors[i] = this->inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows) {
+            this->for_each(pitch, [&](int i, int row, int, const auto* from) {
+                vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void finish(Target& target) {
+            CopyMap<Tile, Rows>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
+                *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
+            });
+        }
+    };
+};
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,53 @@
+// sm_80 and later, as the kernels of mma.sync take them: m16n8k16 of half or bf16; tiles come to shared memory by 16-byte
+// asynchronous copies.
+#pragma once
+
+#include <ptx.cuh>
+
+#include <cstdint>
+
+#include "device/copy_map.cuh"
+
+namespace flash_wmma::mma {
+
+struct Sm80 {
+    static constexpr bool kThroughRegisters = false;  // the way of a copy to shared memory
+    static constexpr bool kMultipliesBf16 = true;
+    static constexpr bool kPairsB = true;  // a product takes B from two neighbouring registers
+
+    /// D += A B: A 16x16, B 16x8.
+    template <class T>
+    __device__ __forceinline__ static void multiply(float (&d)[4], const std::uint32_t (&a)[4], std::uint32_t b0,
+                                                    std::uint32_t b1) {
+        const std::uint32_t b[2] = {b0, b1};
+        ptx::mma_m16n8k16<T>(d, a, b);
+    }
+
+    /// A vector from global to shared memory, or zeros; it lands at the cp_async_wait of its group.
+    __device__ __forceinline__ static void copy_16(void* to, const void* from, bool inside) {
+        ptx::cp_async_16(to, from, inside ? 16 : 0);
+    }
+
+    /// A block's copies of tiles of Rows rows, zeros beyond `rows`.
+    template <class Tile, int Rows>
+    struct Copy : CopyMap<Tile, Rows> {
+        using CopyMap<Tile, Rows>::CopyMap;
+
+        template <class Target>
+        __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {
+            this->for_each(pitch, [&](int, int row, int column, const auto* from) {
+                copy_16(target.at(row, column), from, this->inside);
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void start(Target& target, std::int64_t pitch, int rows) {
+            this->for_each(pitch, [&](int, int row, int column, const auto* from) {
+                copy_16(target.at(row, column), from, this->inside && row < rows);
+            });
+        }
+        template <class Target>
+        __device__ __forceinline__ void finish(Target&) {}
+    };
+};
+
+}  // namespace flash_wmma::mma

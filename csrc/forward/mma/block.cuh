@@ -1,0 +1,150 @@
+// A block of kernel.cuh: the shape of its work, the map of its shared memory, which thread owns what, what it works on.
+#pragma once
+
+#include <ptx.cuh>
+
+#include <type_traits>
+
+#include "attention.h"
+#include "device/element.cuh"
+#include "device/mask.cuh"
+#include "device/swizzle.cuh"
+#include "device/tile.cuh"
+
+namespace flash_wmma::mma {
+
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
+template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
+          int Stages, int QSteps, int BlocksPerSm>
+struct Tile {
+    using Machine = Architecture;
+    using T = Scalar;
+    static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
+    static constexpr int kStages = Stages;
+    static constexpr int kSteps = HeadDim / 16, kQSteps = QSteps;  // of 16 along d; Q's first kQSteps stay in registers
+    static constexpr int kBlocksPerSm = BlocksPerSm;               // resident blocks to keep registers for
+
+    static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
+    static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
+    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
+    static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
+    static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
+    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
+    static_assert(kQSteps <= kSteps);
+    static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
+    static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
+};
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct SharedTiles {
+    using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
+    using QRows = SwizzledTile<typename Tile::T, Tile::kWarpRows, Tile::kD>;  // of a row warp
+    using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
+
+    struct Stage {
+        KeyRows k, v;
+    };
+    struct Apart {
+        Stage ring[Tile::kStages];
+        QRows q[Tile::kRowWarps];
+    };
+    struct Together {
+        union {
+            Stage ring[Tile::kStages];
+            QRows q[Tile::kRowWarps];  // on its way to registers, before the first K/V tile comes
+        };
+    };
+};
+template <class Tile>
+struct SharedMemory
+    : SharedTiles<Tile>,
+      std::conditional_t<Tile::kQSharesRing, typename SharedTiles<Tile>::Together, typename SharedTiles<Tile>::Apart> {
+};
+
+/// The same where warps share rows, with what goes between them.
+template <class Tile>
+struct SharedMemoryWithExchange : SharedMemory<Tile> {
+    typename SharedMemory<Tile>::WeightRows p;
+    float row[Tile::kDimWarps][Tile::kBr];
+    int fits[Tile::kRowWarps][Tile::kDimWarps];
+};
+template <class Tile>
+using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
+
+inline constexpr unsigned kWarpMask = 0xffffffffu;
+inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
+
+/// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
+/// row() + 8, columns column() and column() + 1 of each (ptx.cuh).
+template <class Tile>
+struct Thread {
+    int lane, row_warp, dim_warp;
+    __device__ Thread() : Thread(static_cast<int>(threadIdx.x)) {}
+    __device__ explicit Thread(int tid) {
+        lane = tid % 32;
+        row_warp = tid / 32 / Tile::kDimWarps;
+        dim_warp = tid / 32 % Tile::kDimWarps;
+    }
+    __device__ int warp_row() const { return row_warp * Tile::kWarpRows; }
+    __device__ int warp_key() const { return dim_warp * Tile::kWarpKeys; }
+    __device__ int warp_column() const { return dim_warp * Tile::kWarpColumns; }
+    __device__ int row() const { return lane / 4; }
+    __device__ int column() const { return lane % 4 * 2; }
+};
+
+/// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
+template <class Tile>
+struct Work {
+    const ForwardParams& p;
+    Sequence sequence;
+    QTile tile;
+    BandMask mask;
+    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
+
+    __device__ Work(const ForwardParams& params, const Assignment& a)
+        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
+        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
+        first_tile = mask.begin(tile.first_row) / Tile::kBc;
+        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
+    }
+
+    /// Rows [first, ...) of this sequence in q, k or v.
+    __device__ const typename Tile::T* q_rows(int first) const {
+        return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);
+    }
+    __device__ const typename Tile::T* key_rows(const Rows& rows, int first) const {
+        return row_of<const typename Tile::T>(rows, sequence.index, tile.head_k, sequence.first_k + first);
+    }
+
+    /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
+    __device__ float query_scale(int row) const {
+        const float scale = p.scale * kLog2e;
+        if (!p.exponents.q) return scale;
+        return scale *
+               exp2f(p.exponents.q[q_scale_index(p, sequence, tile.head) + (tile.first_row + row) / kScaleRows]);
+    }
+    /// Exponent of the K or V tile at `key`.
+    __device__ float exponent(const float* exponents, int key) const {
+        return exponents[k_scale_index(p, sequence, tile.head_k) + key / kScaleRows];
+    }
+};
+
+/// Waits for the warps that share these rows; they see each other's writes to shared memory.
+template <class Tile>
+__device__ __forceinline__ void meet(const Thread<Tile>& thread) {
+    if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
+    else __syncwarp();
+}
+
+/// Accumulators of the warp: S of its rows and keys, O of its rows and columns.
+template <class Tile>
+using Scores = float[Tile::kRowTiles][Tile::kWarpKeys / 8][4];
+template <class Tile>
+using Output = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
+
+/// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
+template <class Tile>
+using Weights = std::uint32_t[Tile::kRowTiles][Tile::kDimWarps == 1 ? Tile::kBc / 16 : 1][4];
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,64 @@
+// What a block of kernel.cuh takes from global memory and gives back: Q and O by warps, K and V by the whole block.
+#pragma once
+
+#include "device/quad.cuh"
+#include "forward/mma/block.cuh"
+
+namespace flash_wmma::mma {
+
+/// Q's rows of this warp from global to shared memory, zeros beyond the sequence's end.
+template <class Tile>
+__device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
+    constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
+    const int first = work.tile.first_row + thread.warp_row();
+    const auto* const from = work.q_rows(first);
+#pragma unroll
+    for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
+        const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
+        const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
+        const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
+        Tile::Machine::copy_16(smem.q[thread.row_warp].at(row, column), from + row * work.p.q.row + column, inside);
+    }
+}
+
+/// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
+template <class Out, class Tile>
+__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
+                                        const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
+    const ForwardParams& p = work.p;
+    const int lane_row = ptx::opaque(thread.row());
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
+            const bool inside = query < work.sequence.seqlen_q;
+            Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
+            const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
+            if constexpr (std::is_same_v<Out, float>) {
+#pragma unroll
+                for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
+                    const int column = thread.warp_column() + 8 * c;
+                    if (inside && column < p.head_dim_v)
+                        *reinterpret_cast<float2*>(out + column + thread.column()) =
+                            make_float2(value(c, 0), value(c, 1));
+                }
+            } else {
+#pragma unroll
+                for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
+                    std::uint32_t words[4];
+#pragma unroll
+                    for (int i = 0; i < 4; ++i) {
+                        const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
+                        words[i] = packed<Out>(value(tile, 0), value(tile, 1));
+                    }
+                    transpose_in_quad(words, thread.lane % 4);
+                    const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
+                    if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
+                        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
+            }
+        }
+}
+
+}  // namespace flash_wmma::mma

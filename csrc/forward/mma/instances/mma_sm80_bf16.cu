@@ -1,0 +1,9 @@
+// The bf16 instances of mma_sm80.
+// architectures: 8.0+PTX;9.0, one PTX
+#include "forward/mma/mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_bf16_shapes() { return sm80_shapes<bf16, kDense>(); }
+
+}  // namespace flash_wmma::mma

@@ -1,0 +1,9 @@
+// The half instances of mma_sm80.
+// architectures: 8.0+PTX;9.0, one PTX
+#include "forward/mma/mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, kDense>(); }
+
+}  // namespace flash_wmma::mma

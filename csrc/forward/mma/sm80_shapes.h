@@ -1,0 +1,16 @@
+// The parts of mma_sm80's table, one source each so that they compile side by side.
+#pragma once
+
+#include "forward/mma/problems.h"
+#include "forward_shapes.h"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_half_shapes();
+std::vector<Shape> sm80_half_packed_shapes();
+std::vector<Shape> sm80_half_general_shapes();
+std::vector<Shape> sm80_bf16_shapes();
+std::vector<Shape> sm80_bf16_packed_shapes();
+std::vector<Shape> sm80_bf16_general_shapes();
+
+}  // namespace flash_wmma::mma

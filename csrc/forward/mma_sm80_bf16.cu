@@ -1,8 +1,0 @@
-// The bf16 instances of mma_sm80.
-#include "mma_sm80.cuh"
-
-namespace flash_wmma::mma {
-
-std::vector<Shape> sm80_bf16_shapes() { return sm80_shapes<bf16, kDense>(); }
-
-}  // namespace flash_wmma::mma

@@ -1,8 +1,0 @@
-// The bf16 instances of mma_sm80 for ScoreMods, packed or not.
-#include "mma_sm80.cuh"
-
-namespace flash_wmma::mma {
-
-std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
-
-}  // namespace flash_wmma::mma

@@ -1,8 +1,0 @@
-// The bf16 instances of mma_sm80 for packed sequences.
-#include "mma_sm80.cuh"
-
-namespace flash_wmma::mma {
-
-std::vector<Shape> sm80_bf16_packed_shapes() { return sm80_shapes<bf16, kPacked>(); }
-
-}  // namespace flash_wmma::mma

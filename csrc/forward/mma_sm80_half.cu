@@ -1,8 +1,0 @@
-// The half instances of mma_sm80.
-#include "mma_sm80.cuh"
-
-namespace flash_wmma::mma {
-
-std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, kDense>(); }
-
-}  // namespace flash_wmma::mma

@@ -1,8 +1,0 @@
-// The half instances of mma_sm80 for ScoreMods and converted inputs, packed or not.
-#include "mma_sm80.cuh"
-
-namespace flash_wmma::mma {
-
-std::vector<Shape> sm80_half_general_shapes() { return sm80_general_shapes<half>(); }
-
-}  // namespace flash_wmma::mma

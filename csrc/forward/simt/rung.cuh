@@ -1,0 +1,122 @@
+// What the early rungs of the SIMT ladder share: a step of the online softmax over a row that neighbouring lanes hold,
+// which keys a row sees, and a row in the registry.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+
+#include "attention.h"
+#include "device/mask.cuh"
+#include "device/shuffle.cuh"
+#include "device/tile.cuh"
+#include "forward_shapes.h"
+
+namespace flash_wmma::simt {
+
+/// m and l of a row whose scores Bc neighbouring lanes hold, one each, in log2 units.
+template <int Bc>
+struct OnlineRow {
+    float m = -INFINITY, l = 0.f;
+
+    /// The weight of this lane's score, and the factor that brings l and O to the new maximum.
+    struct Step {
+        float weight, rescale;
+    };
+    __device__ __forceinline__ Step advance(float score) {
+        const float before = m;
+        m = fmaxf(before, reduce_lanes(score, [](float x, float y) { return fmaxf(x, y); }, Bc));
+        const float base = m == -INFINITY ? 0.f : m;  // no visible key yet
+        const Step step{ptx::ex2(score - base), ptx::ex2(before - base)};
+        l = l * step.rescale + reduce_lanes(step.weight, [](float x, float y) { return x + y; }, Bc);
+        return step;
+    }
+    __device__ float inverse() const { return l == 0.f ? 0.f : 1.f / l; }
+    __device__ float lse() const { return l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f; }
+};
+
+/// From products to scores in log2 units.
+__device__ inline float scale_log2(const ForwardParams& p) { return p.scale * 1.44269504088896341f; }
+
+/// The keys that rows of a tile see: those of row r, none if it lies beyond Nq; and the tiles of Bc keys that any sees.
+template <int Br, int Bc>
+struct VisibleKeys {
+    int begin, end;             // of the row
+    int first_tile, end_tiles;  // keys
+    __device__ VisibleKeys(const ForwardParams& p, const QTile& tile, int r) {
+        const BandMask mask(p.band, p.seqlen_q, p.seqlen_k);
+        const int rows = static_cast<int>(p.seqlen_q), query = tile.first_row + r;
+        begin = mask.begin(query);
+        end = query < rows ? mask.end(query) : 0;
+        first_tile = mask.begin(tile.first_row) / Bc * Bc;
+        end_tiles = mask.end(min(tile.first_row + Br, rows) - 1);
+    }
+    __device__ bool sees(int key) const { return begin <= key && key < end; }
+};
+
+/// A block's rows and keys, and the lanes that its warps have at least: of a row, if one warp shares it.
+template <int Br, int Bc, int Lanes = Bc>
+struct RungTile {
+    static constexpr int kBr = Br, kBc = Bc, kLanes = Lanes;
+};
+
+/// A rung's instance: a kernel whose block is a Tile and `threads` threads.
+template <class Tile>
+Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardParams&, Stream), int head_dim, int threads,
+                 int smem_bytes) {
+    return {{DType::kFloat32, 75, head_dim, Tile::kBr, Tile::kBc, (threads + 31) / 32, 1, smem_bytes,
+             reinterpret_cast<const void*>(kernel)},
+            /*general=*/false,
+            /*blocks_per_sm=*/0.f,
+            /*resident=*/1,
+            launch,
+            Tile::kLanes};
+}
+
+/// The table of a rung: shape_of(tile) of each of the tiles that a target of the compiler has the lanes for.
+template <class... Tiles, class ShapeOf>
+std::vector<Shape> rung_shapes(ShapeOf shape_of) {
+    std::vector<Shape> shapes;
+    const auto add = [&](auto tile) {
+        if constexpr (decltype(tile)::kLanes <= kMostLanes) shapes.push_back(shape_of(tile));
+    };
+    (add(Tiles()), ...);
+    return shapes;
+}
+
+/// A rung's row in the registry.
+template <const std::vector<Shape>& kShapes>
+struct Rung {
+    static const std::vector<Instance>& instances() {
+        static const std::vector<Instance> all = instances_of(kShapes);
+        return all;
+    }
+    static const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
+        return flash_wmma::choose_shape(kShapes, DType::kFloat32, /*general=*/false, p, device);
+    }
+    static const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
+        return instances()[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
+    }
+    static std::int64_t no_workspace(const ForwardParams&, const DeviceFacts&) { return 0; }
+    static void launch(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+        choose_shape(p, device).launch(p, stream);
+    }
+    static KernelInfo info(const char* name, const char* summary,
+                           std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&) = no_workspace) {
+        KernelInfo info{};
+        info.name = name;
+        info.summary = summary;
+        info.min_arch = 75;
+        info.float32 = true;
+        info.min_head_dim = 1;
+        info.max_head_dim = 256;
+        info.features = kCausal | kWindow | kValueDim;
+        info.instances = instances().data();
+        info.instance_count = instances().size();
+        info.choose = choose;
+        info.workspace_bytes = workspace_bytes;
+        info.launch = launch;
+        return info;
+    }
+};
+
+}  // namespace flash_wmma::simt

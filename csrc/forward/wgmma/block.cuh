@@ -1,0 +1,122 @@
+// What a block of wgmma_sm90 is: its tile shape, what it works on at a time, and the map of its shared memory.
+#pragma once
+
+#include <ptx_sm90.cuh>
+
+#include "attention.h"
+#include "device/mask.cuh"
+#include "device/tile.cuh"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
+template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages, bool Turns = false>
+struct Tile {
+    using T = Scalar;
+    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
+    static constexpr int kPlans = 4;       // items that are known ahead
+    static constexpr bool kTurns = Turns;  // consumers ask for products in turn
+    // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
+    static constexpr bool kSetsO = Consumers > 2;
+    // Whether a block may have a part of an item, which four consumers' registers have no room for
+    static constexpr bool kSplits = Consumers < 4;
+    static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // on the way of O to memory, where it is faster
+    static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
+    static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    static constexpr int kPanels = HeadDim / 64;
+    // Of a thread, in eights: what warpgroup 0 does not need of its registers, the consumers take
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
+    static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (Consumers + 1) - kProducerRegisters) / Consumers / 8 * 8;
+    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
+};
+
+/// Whether its blocks may have parts. General instances (wgmma_sm90.cuh) have whole items.
+template <class Tile, bool General>
+inline constexpr bool kTakesParts = Tile::kSplits && !General;
+
+/// A barrier pair of something that one warp fills and others empty.
+struct Slot {
+    ptx::Barrier full, empty;
+};
+
+/// K tiles [first, end).
+struct Range {
+    int first, end;
+};
+
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see. Words alone (uniform).
+template <class Tile>
+struct Work {
+    Sequence sequence;
+    QTile tile;
+    BandMask mask;
+    int odd;      // whether it is of every other round
+    Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
+
+    /// First row of a consumer. Later rows may see more keys: in every other round the consumers change places.
+    __device__ __forceinline__ int first_row(int consumer) const {
+        return tile.first_row + Tile::kGroupRows * (odd ? Tile::kConsumers - 1 - consumer : consumer);
+    }
+};
+
+/// The same with each consumer's part of it.
+template <class Tile>
+struct Plan {
+    Work<Tile> work;
+    Range seen[Tile::kConsumers];  // of work.tiles, those with a key that some row of a consumer sees
+    int part;                      // among all parts of split items; kWhole: none of them
+};
+inline constexpr int kWhole = -1;
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct SharedMemory {
+    using T = typename Tile::T;
+    struct alignas(1024) KeyRows {
+        T panel[Tile::kPanels][Tile::kBc * 64];
+    };
+    struct alignas(1024) QRows {
+        T panel[Tile::kPanels][Tile::kGroupRows * 64];
+    };
+    QRows q[Tile::kQStages][Tile::kConsumers];
+    KeyRows k[Tile::kStages], v[Tile::kStages];
+    Plan<Tile> plan[Tile::kPlans];
+    Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+    Slot plan_slot[Tile::kPlans];
+    ptx::Barrier patch;     // of a tile that the producer completes itself
+    ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
+};
+
+/// Where q, k and v lie, for the copy engine.
+struct Maps {
+    TensorMap q, k, v;
+};
+
+inline constexpr unsigned kWarpMask = 0xffffffffu;
+inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
+
+/// A place in the ring, and how often the ring has come round.
+template <int Stages>
+struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, parity ^= 1;
+    }
+};
+
+/// x, whose words are the same in the whole warp: now the compiler knows.
+template <class X>
+__device__ __forceinline__ X uniform(X x) {
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
+        int& word = reinterpret_cast<int*>(&x)[i];
+        word = __shfl_sync(kWarpMask, word, 0);
+    }
+    return x;
+}
+
+}  // namespace flash_wmma::wgmma_sm90

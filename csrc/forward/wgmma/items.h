@@ -1,0 +1,86 @@
+// The items, or Q tiles, of a problem of wgmma_sm90 before a block has seen one: how many they are, whether blocks take
+// them from a queue, and which are split over the keys.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "forward/wgmma/shapes.h"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// Whether a tile's work depends on its place (causal).
+inline bool is_uneven(const ForwardParams& p) {
+    return !p.sequences.cu_seqlens_q && p.band.right < kUnbounded && p.band.left >= kUnbounded;
+}
+inline int multiprocessors(const DeviceFacts& device) { return std::max(device.sm_count, 1); }
+/// Q tiles of `br` rows, of packed sequences at least so many.
+inline std::int64_t items_of(const ForwardParams& p, int br) {
+    const bool packed = p.sequences.cu_seqlens_q;
+    return ((packed ? p.sequences.total_q : p.seqlen_q) + br - 1) / br * p.heads_q * (packed ? 1 : p.batch);
+}
+
+/// The most keys that some row of a Q tile of `br` rows sees.
+inline std::int64_t most_keys(const ForwardParams& p, int br) {
+    const Band& band = p.band;
+    std::int64_t keys = std::min(p.seqlen_k, band.left + band.right + std::min<std::int64_t>(br, p.seqlen_q));
+    if (!p.sequences.cu_seqlens_q) {
+        const std::int64_t offset = band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
+        const std::int64_t begin = std::max<std::int64_t>(0, offset - band.left);
+        keys = std::min(keys, std::min(p.seqlen_k, p.seqlen_q + offset + band.right) - begin);
+    }
+    return std::max<std::int64_t>(keys, 1);
+}
+
+using Queue = unsigned;  ///< how many items were taken from it
+
+/// Whether blocks of `br` rows then take items from a queue in the workspace, when they want one. Of few or short items
+/// that costs more than it gains.
+inline bool has_queue(const ForwardParams& p, const DeviceFacts& device, int br) {
+    constexpr int kItems = 2, kKeys = 512;  // least of a block, least of a head
+    return is_uneven(p) && p.seqlen_k >= kKeys && items_of(p, br) > std::int64_t{kItems} * device.sm_count;
+}
+
+/// Items that would leave SMs idle are split over the keys: each of the last `items`, behind `whole` others, is the work
+/// of `parts` blocks (split.cuh).
+struct Split {
+    int whole, items, parts;
+
+    /// Of the workspace: in fp32 every part's O, and four words for a lane's m and l.
+    std::int64_t bytes(const Instance& tile) const {
+        return std::int64_t{items} * parts * tile.br * (tile.head_dim + 8) * std::int64_t{sizeof(float)};
+    }
+    /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, what its
+    /// first tile costs (no products beside its softmax), and what parts cost: to store and to read rows, and a grid.
+    double time(const Shape& shape, const ForwardParams& p, const DeviceFacts& device) const {
+        constexpr double kRow = 4.75, kGrid = 25'000;
+        const Instance& tile = shape.facts;
+        const int sms = multiprocessors(device);
+        const auto rounds = [&](std::int64_t n) { return static_cast<double>((n + sms - 1) / sms); };
+        const auto keys = static_cast<double>(most_keys(p, tile.br));
+        const auto rows = static_cast<double>(std::min<std::int64_t>(tile.br, p.seqlen_q));
+        const double work =
+            rounds(whole) * (keys + tile.bc) + rounds(std::int64_t{items} * parts) * (keys / parts + tile.bc);
+        return work * tile.br / shape.speed + (items > 0 ? kRow * rows * items * parts + kGrid : 0);
+    }
+};
+/// The split that is through first: none, or into as many parts as one round or two of them hold. Where a tile's work
+/// depends on its place, the last items are small: there all are split or none is.
+inline Split split_of(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
+    constexpr int kKeys = 512, kRounds = 2;  // of a part at least, of parts at most
+    const std::int64_t items = items_of(p, shape.facts.br);
+    const int sms = multiprocessors(device), rest = static_cast<int>(items % sms);
+    Split best{static_cast<int>(items), 0, 1};
+    if (!shape.splits || p.batch_invariant || rest == 0 || (items >= sms && is_uneven(p))) return best;
+    double least = best.time(shape, p, device);
+    for (int rounds = 1; rounds <= kRounds; ++rounds) {
+        const auto parts =
+            static_cast<int>(std::min(std::int64_t{rounds} * sms / rest, most_keys(p, shape.facts.br) / kKeys));
+        const Split split{static_cast<int>(items - rest), rest, parts};
+        const double time = parts > 1 ? split.time(shape, p, device) : least;
+        if (time < least) best = split, least = time;
+    }
+    return best;
+}
+
+}  // namespace flash_wmma::wgmma_sm90

@@ -1,0 +1,214 @@
+// What the blocks of wgmma_sm90 work on, and in which order: the schedule, the planner that follows it, and the way in
+// which the other warps read what it says.
+#pragma once
+
+#include <algorithm>
+#include <numeric>
+
+#include "forward/wgmma/block.cuh"
+#include "forward/wgmma/items.h"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// The order of the work: items, which blocks get in rounds of one each, or take from a queue when they want one.
+struct Schedule {
+    int items;     // with each part of split ones for itself
+    int dealt;     // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
+    int period;    // heads after which a head's tiles would come to the same blocks again
+    Queue* queue;  // of what comes behind the first item of each block; null: rounds
+    Split split;
+
+    /// This block's items one after the other; -1: no more.
+    class Walk {
+      public:
+        __device__ __forceinline__ explicit Walk(const Schedule& schedule)
+            : items_(schedule.items), dealt_(schedule.dealt), queue_(schedule.queue) {}
+        /// For one warp. `await` is called before an item is taken from the queue: what a block takes early, it keeps
+        /// from the others. In rounds, the longest mixed items come first, and their rounds go forth and back: what the
+        /// longest of a round cost more, they save in the next.
+        template <class Await>
+        __device__ __forceinline__ int next(Await await) {
+            const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
+            if (queue_ && first_ > 0) {
+                await();
+                if (threadIdx.x % 32 == 0) first_ = blocks + static_cast<int>(atomicAdd(queue_, 1u));
+                first_ = __shfl_sync(kWarpMask, first_, 0);
+                odd_ = !odd_;
+                return first_ < items_ ? first_ : -1;
+            }
+            while (first_ < items_) {
+                const int item = first_ + (odd_ && first_ >= dealt_ ? blocks - 1 - block : block);
+                first_ += blocks;
+                odd_ = !odd_;
+                if (item < items_) return item;
+            }
+            return -1;
+        }
+        /// Whether the item last given is every other one.
+        __device__ __forceinline__ bool odd() const { return !odd_; }
+
+      private:
+        int items_, dealt_;
+        Queue* queue_;
+        int first_ = 0;
+        bool odd_ = false;
+    };
+
+    /// Which part `item` is. `item` then numbers what it is a part of, as if all were whole.
+    __device__ __forceinline__ int part(int& item) const {
+        const int part = item - split.whole;
+        if (part < 0) return kWhole;
+        item = split.whole + part / split.parts;
+        return part;
+    }
+    /// In how many parts an item with `tiles` is split: of few tiles each may be a part, and some blocks get none.
+    __device__ __forceinline__ int parts_of(const Range& tiles) const {
+        return min(split.parts, tiles.end - tiles.first);
+    }
+
+    /// Heads are those of all batch entries. The tiles of a head are numbered one further on after each period, so that
+    /// of as many heads as there are blocks each block gets every tile once, whatever a tile costs.
+    template <int Br>
+    __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
+        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
+        int slice = item / tiles, tile = tiles - 1 - (item + slice / period) % tiles;
+        if (item >= dealt) {
+            const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
+            slice = first + mixed % count, tile = tiles - 1 - mixed / count;
+        }
+        const int batch = slice / heads, head = slice % heads;
+        return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
+                {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
+    }
+};
+
+/// K tiles with a key that some of `count` rows from `row` on sees; the first may be beyond the sequence's end. None: one
+/// tile, which is masked.
+template <class Tile>
+__device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const BandMask& mask, int row, int count) {
+    const int last_row = min(row + count, sequence.seqlen_q) - 1;
+    const int last_tile = (sequence.seqlen_k - 1) / Tile::kBc;
+    const int first = min(mask.begin(row) / Tile::kBc, last_tile);
+    const int end = row <= last_row ? (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc : 0;
+    return {first, max(end, first + 1)};
+}
+
+/// Work item `item` of the grid.
+template <class Tile, bool General>
+__device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
+    if (General && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+    Assignment found = schedule.dense<Tile::kBr>(p, item);
+    if (General) found.sequence = sequence(p, found.tile.batch);
+    return found;
+}
+
+/// The order of a problem. Mixed are, where a tile's work depends on its place: of a queue the last heads, two
+/// items a block, so that blocks end at nearly the same time; else the heads that are not enough for every block to get
+/// each tile once.
+inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
+    const int br = shape.facts.br, items = static_cast<int>(assignment_grid(p, br).x);
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}};
+    const Split split = split_of(p, device, shape);
+    Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
+    const int blocks = std::min(items, multiprocessors(device));
+    const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
+    const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
+    const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
+    return {split.whole + split.items * split.parts, tiles * (heads - mixed), period, queue, split};
+}
+
+/// A warp's way through the plans.
+template <class Tile>
+class PlanReader {
+  public:
+    struct View {
+        Work<Tile> work;
+        Range seen;  // by a consumer
+        int part;    // in lane 0: only who may have one asks for it in all
+    };
+
+    __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
+
+    __device__ __forceinline__ View next(int consumer) {
+        Slot& slot = smem_.plan_slot[place_.stage];
+        const Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.full, place_.parity);
+        View view{};
+        if (threadIdx.x % 32 == 0) {
+            view = {plan.work, plan.seen[consumer], plan.part};
+            ptx::barrier_arrive(&slot.empty);
+        }
+        place_.advance();
+        return {uniform(view.work), uniform(view.seen), view.part};
+    }
+
+  private:
+    SharedMemory<Tile>& smem_;
+    RingPlace<Tile::kPlans> place_;
+};
+
+/// One warp: says what the block works on, one item after the other, ahead of all others.
+template <class Tile, bool General>
+class Planner {
+  public:
+    __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
+        : p_(params), smem_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ void run(const Schedule& schedule) {
+        Schedule::Walk walk(schedule);
+        int item;
+        do {
+            item = walk.next([&] {
+                ptx::barrier_wait(&smem_.near_end, item_parity_);
+                item_parity_ ^= 1;
+            });
+            int whole = max(item, 0);
+            const int part = kTakesParts<Tile, General> ? schedule.part(whole) : kWhole;
+            const Assignment a = assignment<Tile, General>(p_, schedule, whole);
+            const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            if (exists || item < 0) publish(schedule, a, part, walk.odd(), item < 0);
+        } while (item >= 0);
+    }
+
+  private:
+    __device__ __forceinline__ void publish(const Schedule& schedule, const Assignment& a, int part, bool odd,
+                                            bool none) {
+        const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
+        Range tiles = none ? Range{0, 0} : visible_tiles<Tile>(a.sequence, mask, a.tile.first_row, Tile::kBr);
+        if (!none && part != kWhole) {
+            const int index = part % schedule.split.parts, parts = schedule.parts_of(tiles);
+            if (index >= parts) return;
+            if (parts == 1) part = kWhole;
+            const int count = tiles.end - tiles.first, each = count / parts, longer = count % parts;
+            tiles.first += index * each + min(index, longer);
+            tiles.end = tiles.first + each + (index < longer ? 1 : 0);
+        }
+        const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
+        Slot& slot = smem_.plan_slot[place_.stage];
+        Plan<Tile>& plan = smem_.plan[place_.stage];
+        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
+        Range own[Tile::kConsumers];
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            const Range rows = visible_tiles<Tile>(a.sequence, mask, work.first_row(c), Tile::kGroupRows);
+            const int first = min(max(rows.first, tiles.first), tiles.end - 1);
+            own[c] = none ? tiles : Range{first, min(max(rows.end, first + 1), tiles.end)};
+        }
+        if (lane_ == 0) {
+            plan.work = work;
+            plan.part = part;
+#pragma unroll
+            for (int c = 0; c < Tile::kConsumers; ++c) plan.seen[c] = own[c];
+            ptx::barrier_arrive(&slot.full);
+        }
+        place_.advance();
+    }
+
+    const ForwardParams& p_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kPlans> place_;
+    unsigned item_parity_ = 0;
+};
+
+}  // namespace flash_wmma::wgmma_sm90

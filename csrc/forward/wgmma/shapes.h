@@ -1,0 +1,25 @@
+// The compiled tile shapes of wgmma_sm90, shared by its sources.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "shape_table.h"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// A tile shape and its launch.
+struct Shape {
+    Instance facts;
+    bool general;  ///< also for packed sequences and softcap
+    bool splits;   ///< takes parts of items
+    float speed;   ///< of a block, beside the other shapes of its head dim
+    void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
+};
+
+std::vector<Shape> half_shapes();
+std::vector<Shape> half_general_shapes();
+std::vector<Shape> bf16_shapes();
+std::vector<Shape> bf16_general_shapes();
+
+}  // namespace flash_wmma::wgmma_sm90

@@ -1,0 +1,105 @@
+// Items of wgmma_sm90 that several blocks share: each sees a part of the keys, and a grid behind the kernel's adds the
+// parts up.
+//
+//     m = max m_i,   l = sum l_i 2^(m_i - m),   O = sum O_i 2^(m_i - m)         and, as ever, O / l and the LSE.
+//
+// A part is kept as the lanes of its warps hold it, for each warp's 16 rows: a vector of each lane beside those of the
+// others. In the grid a warp has 16 rows and 32 columns.
+//
+// Bound: L2. Parts are at most two rounds of blocks' O, 36 MB on an H200.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+
+#include "forward/wgmma/block.cuh"
+#include "forward/wgmma/output.cuh"
+#include "forward/wgmma/plan.cuh"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// Where a lane's words of 16 rows' part lie, of those rows of an item that begin with `row`.
+template <class Tile>
+struct PartRows {
+    static constexpr int kVectors = Tile::kD / 8;  // of O; behind them one of m and l
+    float4* first;
+
+    __device__ __forceinline__ PartRows(const ForwardParams& p, int part, int row, int lane) {
+        const int slice = part * (Tile::kBr / Tile::kWarpRows) + row / Tile::kWarpRows;
+        first = static_cast<float4*>(p.workspace) + std::int64_t{slice} * (kVectors + 1) * 32 + lane;
+    }
+    __device__ __forceinline__ float4& o(int i) const { return first[i * 32]; }
+    __device__ __forceinline__ float4& facts() const { return first[kVectors * 32]; }
+};
+
+/// A warp gives what it has of its rows.
+template <class Tile>
+__device__ __forceinline__ void give(const PartRows<Tile>& to, const float (&o)[Tile::kD / 2], const float (&m)[2],
+                                     const float (&l)[2]) {
+#pragma unroll
+    for (int i = 0; i < PartRows<Tile>::kVectors; ++i)
+        to.o(i) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+    to.facts() = make_float4(m[0], m[1], l[0], l[1]);
+}
+
+constexpr int kMergeWarps = 4, kMergeColumns = 32;  // of a block, of a warp
+
+/// Blocks go over columns, then over rows of all split items.
+template <class Tile>
+__global__ void __launch_bounds__(32 * kMergeWarps)
+    merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Schedule schedule) {
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
+    const Split& split = schedule.split;
+    const int warp = uniform(static_cast<int>(blockIdx.x * kMergeWarps + threadIdx.x / 32));
+    const int column = warp % (Tile::kD / kMergeColumns) * kMergeColumns;
+    const int slice = warp / (Tile::kD / kMergeColumns) * Tile::kWarpRows;  // of the rows of all split items
+    const int item = slice / Tile::kBr, row = slice % Tile::kBr;
+    if (item >= split.items) return;
+    const Assignment a = schedule.dense<Tile::kBr>(p, split.whole + item);
+    const BandMask mask(p.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
+    const Range tiles = visible_tiles<Tile>(a.sequence, mask, a.tile.first_row, Tile::kBr);
+    const int lane = static_cast<int>(threadIdx.x) % 32, first_part = item * split.parts,
+              parts = schedule.parts_of(tiles);
+    if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // stored by the block itself; no rows
+
+    constexpr int kVectors = kMergeColumns / 8;
+    float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, o[4 * kVectors] = {};
+    for (int i = 0; i < parts; ++i) {
+        const float4 facts = PartRows<Tile>(p, first_part + i, row, lane).facts();
+        m[0] = fmaxf(m[0], facts.x), m[1] = fmaxf(m[1], facts.y);
+    }
+    for (int i = 0; i < parts; ++i) {
+        const PartRows<Tile> part(p, first_part + i, row, lane);
+        const float4 facts = part.facts();
+        const float part_m[2] = {facts.x, facts.y}, part_l[2] = {facts.z, facts.w};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            if (part_m[h] == -INFINITY) {  // no visible key: O may be 0 * NaN of v. Scores that are all NaN made l NaN
+                l[h] += part_l[h];
+                continue;
+            }
+            const float weight = ptx::ex2(part_m[h] - m[h]);
+            l[h] = fmaf(part_l[h], weight, l[h]);
+#pragma unroll
+            for (int j = 0; j < kVectors; ++j) {
+                const float4& x = part.o(column / 8 + j);
+                o[4 * j + 2 * h] = fmaf(h ? x.z : x.x, weight, o[4 * j + 2 * h]);
+                o[4 * j + 2 * h + 1] = fmaf(h ? x.w : x.y, weight, o[4 * j + 2 * h + 1]);
+            }
+        }
+    }
+    store_rows<typename Tile::T, false>(p, a.sequence, a.tile.head, a.tile.first_row + row, column, o, m, l, lane);
+}
+
+template <class Tile>
+void launch_merge(const ForwardParams& p, const Schedule& schedule, Stream stream) {
+    const std::int64_t warps =
+        std::int64_t{schedule.split.items} * (Tile::kBr / Tile::kWarpRows) * (Tile::kD / kMergeColumns);
+    LaunchConfig config{dim3(static_cast<unsigned>((warps + kMergeWarps - 1) / kMergeWarps)), dim3(32 * kMergeWarps)};
+    config.programmatic = true;
+    launch(merge<Tile>, config, stream, p, schedule);
+}
+
+}  // namespace flash_wmma::wgmma_sm90

@@ -1,0 +1,96 @@
+// wgmma_sm90: the choice among its instances, and its row in the registry.
+// architectures: 9.0a
+#include <launch.h>
+#include <ptx_sm90.cuh>
+
+#include <algorithm>
+#include <stdexcept>
+
+#include "forward/wgmma/items.h"
+
+namespace flash_wmma::wgmma_sm90 {
+namespace {
+
+const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
+const std::vector<Instance> kInstances = instances_of(kShapes);
+
+/// The least head dim that holds d and d_v; of its shapes the one that is through first. `batch_invariant` takes the
+/// first shape.
+const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
+    const bool general = is_general(p);
+    const Shape* chosen = nullptr;
+    double least_time = 0;
+    for (const Shape& shape : kShapes) {
+        const Instance& tile = shape.facts;
+        if (tile.dtype != p.dtype || shape.general != general || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
+            continue;
+        if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
+        const double time = split_of(p, device, shape).time(shape, p, device);
+        if (chosen && time >= least_time) continue;
+        chosen = &shape;
+        least_time = time;
+    }
+    if (!chosen) throw std::runtime_error("flash_wmma: wgmma_sm90 has no tile for this");
+    return *chosen;
+}
+
+const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
+    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
+}
+
+/// One thread, a grid of its own: unlike a memset it overlaps with the grids before and behind it.
+__global__ void clear(Queue* queue) {
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
+    *queue = 0;
+}
+
+/// Of a queue or of the parts of split items: there are never both.
+std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
+    const Shape& shape = choose_shape(p, device);
+    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape.facts);
+}
+
+void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+    const Shape& shape = choose_shape(p, device);
+    if (has_queue(p, device, shape.facts.br)) {
+        LaunchConfig config{dim3(1), dim3(1)};
+        config.programmatic = true;
+        launch(clear, config, stream, static_cast<Queue*>(p.workspace));
+    }
+    shape.launch(p, device, shape, stream);
+}
+
+/// Where mma_sm80 is through first (docs/tuning/hopper.md): so few keys that what a block takes to begin and to end
+/// counts, while there are SMs to spare; or few rows too, which would leave most of this kernel's Q tiles empty.
+bool yields(const ForwardParams& p, const DeviceFacts& device) {
+    if (p.batch_invariant) return false;  // or the choice would depend on the batch
+    const std::int64_t q_tiles = items_of(p, 128), head_dim = std::max({p.head_dim, p.head_dim_v, 64});
+    return (p.seqlen_k * head_dim <= 256 * 128 && 2 * q_tiles <= device.sm_count) ||
+           (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
+}
+
+const KernelInfo kInfo = {
+    /*name=*/"wgmma_sm90",
+    /*summary=*/"wgmma, TMA, planner, producer and two to four consumer warpgroups, lagged maximum, P in registers",
+    /*min_arch=*/90,
+    /*bf16_min_arch=*/90,
+    /*float32=*/false,
+    /*float16=*/true,
+    /*min_head_dim=*/1,
+    /*max_head_dim=*/256,
+    /*features=*/kCausal | kWindow | kSoftcap | kVarlen | kValueDim,
+    /*auto_rank=*/40,
+    kInstances.data(),
+    kInstances.size(),
+    choose,
+    workspace_bytes,
+    launch_wgmma_sm90,
+    /*max_arch=*/90,
+    /*rounds_float32=*/false,
+    yields,
+};
+const Registration kRegistration(kInfo);
+
+}  // namespace
+}  // namespace flash_wmma::wgmma_sm90

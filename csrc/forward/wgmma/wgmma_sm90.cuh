@@ -1,0 +1,635 @@
+// wgmma_sm90: FlashAttention-2 forward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
+//
+// Algorithm: as in forward/mma/kernel.cuh. A block owns Br = 64 * consumers query rows of one head and loops over K/V
+// tiles of Bc keys, from the last visible one back to the first:
+//     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
+//
+// Roles: warpgroup 0 plans and produces, one warp each. The planner says what the block works on, ahead of all others;
+// the producer asks for the tiles, and the copy engine brings them. Each consumer warpgroup owns 64 query rows, each of
+// its warps 16 of them with their m and l; S, P and O are registers, which warpgroup 0 gives up (setmaxnreg).
+//
+// Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next
+// is made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of
+// the next, which is under way while O is stored. Nobody divides or searches between the two: the plan is there.
+// Consumers keep their own time, as far apart as the ring is long; two consumers at d = 64 take turns at asking (named
+// barriers).
+//
+// Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
+// Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
+// since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
+//
+// Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
+// and one of plans, each place with a barrier that says it is full and one that says it is empty.
+//
+// block.cuh says what a block is, plan.cuh what it works on and in which order; items that would leave SMs idle are
+// split over the keys, and a grid behind this one adds the parts up (split.cuh).
+//
+// Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
+// and the power they take.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+#include <shared_memory.cuh>
+
+#include <algorithm>
+
+#include "device/element.cuh"
+#include "device/quad.cuh"
+#include "device/score_mod.cuh"
+#include "forward/wgmma/block.cuh"
+#include "forward/wgmma/output.cuh"
+#include "forward/wgmma/plan.cuh"
+#include "forward/wgmma/shapes.h"
+#include "forward/wgmma/split.cuh"
+
+namespace flash_wmma::wgmma_sm90 {
+
+// ---- Producer -------------------------------------------------------------------------------------------------------
+
+/// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
+template <class Tile, bool General>
+class Producer {
+  public:
+    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
+                                        SharedMemory<Tile>& shared)
+        : p_(params), maps_(tensor_maps), smem_(shared), plans_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ __forceinline__ void run() {
+        for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
+            int tile = work.tiles.end - 1;
+            load_k(work, tile);
+            load_q(work);
+            load_down_to(min(tile, work.tiles.first + Tile::kStages / 2), tile, work);
+            if (lane_ == 0) ptx::barrier_arrive(&smem_.near_end);
+            load_down_to(work.tiles.first, tile, work);
+            load_v(work, tile);
+        }
+    }
+
+  private:
+    using Item = Work<Tile>;
+    using KeyRows = typename SharedMemory<Tile>::KeyRows;
+
+    /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
+    template <class Rows>
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
+                                         ptx::Barrier* barrier, int row, int head, const Item& work) const {
+        if (lane_ != 0) return;
+        ptx::barrier_wait(&slot.empty, parity ^ 1);
+        const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
+        ptx::barrier_arrive_expect(barrier, sizeof(Rows));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
+    }
+
+    /// The same of V's `count` first rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros
+    /// itself, but beyond a packed sequence's end it finds rows of the next one.
+    __device__ __forceinline__ void load_cut(KeyRows& rows, Slot& slot, int row, const Item& work, int count) {
+        ptx::barrier_wait(&slot.empty, v_.parity ^ 1);  // every lane for itself, since every lane writes there
+        load(rows, maps_.v, slot, v_.parity, &smem_.patch, row, work.tile.head_k, work);
+        ptx::barrier_wait(&smem_.patch, patch_parity_);
+        patch_parity_ ^= 1;
+        constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
+        constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            for (int vector = max(0, count) * kVectors + lane_; vector < kAll; vector += 32)
+                reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    /// K of the tiles before `tile`, from `last` on, and V of those behind.
+    __device__ __forceinline__ void load_down_to(int last, int& tile, const Item& work) {
+        for (; tile > last; --tile) {
+            load_k(work, tile - 1);
+            load_v(work, tile);
+        }
+    }
+
+    __device__ __forceinline__ void load_q(const Item& work) {
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c) {
+            Slot& slot = smem_.q_slot[q_.stage][c];
+            load(smem_.q[q_.stage][c], maps_.q, slot, q_.parity, &slot.full, work.sequence.first_q + work.first_row(c),
+                 work.tile.head, work);
+        }
+        q_.advance();
+    }
+
+    __device__ __forceinline__ void load_k(const Item& work, int tile) {
+        Slot& slot = smem_.k_slot[k_.stage];
+        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
+             work.tile.head_k, work);
+        k_.advance();
+    }
+
+    /// Weights of 0 must not meet other sequences' rows, which may be infinite.
+    __device__ __forceinline__ void load_v(const Item& work, int tile) {
+        Slot& slot = smem_.v_slot[v_.stage];
+        auto& rows = smem_.v[v_.stage];
+        const int row = work.sequence.first_k + tile * Tile::kBc;
+        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
+        if (General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
+            load_cut(rows, slot, row, work, count);
+        else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
+        v_.advance();
+    }
+
+    const ForwardParams& p_;
+    const Maps& maps_;
+    SharedMemory<Tile>& smem_;
+    PlanReader<Tile> plans_;
+    const int lane_;
+    RingPlace<Tile::kStages> k_, v_;
+    RingPlace<Tile::kQStages> q_;
+    unsigned patch_parity_ = 0;
+};
+
+// ---- Consumers ------------------------------------------------------------------------------------------------------
+
+/// One warpgroup with its 64 rows of the Q tile.
+template <class Tile, bool General>
+class Consumer {
+  public:
+    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
+        : p_(params),
+          smem_(shared),
+          plans_(shared),
+          group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ void run() {
+        Rows rows = next();
+        if (rows.tiles == 0) return;
+        if (group_ == Tile::kConsumers - 1) pass_turn();
+        take_turn();
+#pragma unroll 1
+        for (int i = rows.before; i > 0; --i) skip_tile();
+        await_q();
+        await_k();
+        multiply_qk();
+        pass_turn();
+        while (rows.tiles > 0) {
+            attend(rows);
+            // The last product of these rows, the first of the next ones, and beside it O
+            take_turn();
+            multiply_pv(rows.tiles > 1);
+            release_q();
+            const Rows following = next();
+            const bool more = following.tiles > 0;
+            const int between = rows.after + following.before;  // tiles of the block that these rows do not see
+            // To go on, the producer may want V's slot
+            const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
+            if (apart) {
+                ptx::wgmma_wait<0>();
+                release_v();
+#pragma unroll 1
+                for (int i = between; i > 0; --i) skip_tile();
+            } else {
+#pragma unroll 1
+                for (int i = between; i > 0; --i) skip(smem_.k_slot, k_);
+            }
+            if (more) {
+                await_q();
+                await_k();
+            } else {
+                q_.stage = k_.stage = 0;  // a product that nobody asks for: wgmma wants one flow of control
+            }
+            multiply_qk();
+            pass_turn();
+            ptx::wgmma_wait<1>();
+            if (!apart) {
+                release_v();
+#pragma unroll 1
+                for (int i = between; i > 0; --i) skip(smem_.v_slot, v_);
+            }
+            finish(rows);
+            rows = following;
+        }
+        ptx::wgmma_wait<0>();
+    }
+
+  private:
+    using T = typename Tile::T;
+    using Place = RingPlace<Tile::kStages>;
+    static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
+
+    /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
+    struct Rows {
+        Sequence sequence;
+        int head;
+        BandMask mask;
+        int part;
+        int first_query;
+        int first_tile, tiles;  // no tiles: there are no more rows
+        int before, after;      // tiles of the block that come before and after these
+    };
+
+    __device__ __forceinline__ int row() const { return lane_ / 4; }
+    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
+
+    /// The rows in the block's next item.
+    __device__ __forceinline__ Rows next() {
+        const auto [work, seen, part] = plans_.next(group_);
+        return {work.sequence,
+                work.tile.head,
+                work.mask,
+                kTakesParts<Tile, General> ? uniform(part) : kWhole,
+                work.first_row(group_) + Tile::kWarpRows * warp_,
+                seen.first,
+                seen.end - seen.first,
+                work.tiles.end - seen.end,
+                seen.first - work.tiles.first};
+    }
+
+    /// This warp needs it no longer.
+    __device__ __forceinline__ void release(Slot& slot) const {
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.empty);
+    }
+    __device__ __forceinline__ void release_k() {
+        release(smem_.k_slot[k_.stage]);
+        k_.advance();
+    }
+    __device__ __forceinline__ void release_v() {
+        release(smem_.v_slot[v_.stage]);
+        v_.advance();
+    }
+    __device__ __forceinline__ void release_q() {
+        release(smem_.q_slot[q_.stage][group_]);
+        q_.advance();
+    }
+    __device__ __forceinline__ void await_k() { ptx::barrier_wait(&smem_.k_slot[k_.stage].full, k_.parity); }
+    __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
+
+    /// Passes over a tile that none of this warpgroup's rows sees.
+    __device__ __forceinline__ void skip(Slot (&slots)[Tile::kStages], Place& place) const {
+        ptx::barrier_wait(&slots[place.stage].full, place.parity);
+        release(slots[place.stage]);
+        place.advance();
+    }
+
+    __device__ __forceinline__ void skip_tile() {
+        pass_turn();
+        skip(smem_.k_slot, k_);
+        skip(smem_.v_slot, v_);
+        take_turn();
+    }
+
+    // Two consumers that ask at once get their products at once, and nobody's softmax meets the other's products
+    __device__ __forceinline__ void take_turn() const {
+        if (Tile::kTurns) ptx::named_barrier_sync(1 + group_, 2 * Tile::kGroupThreads);
+    }
+    __device__ __forceinline__ void pass_turn() const {
+        if (Tile::kTurns) ptx::named_barrier_arrive(1 + (group_ + 1) % Tile::kConsumers, 2 * Tile::kGroupThreads);
+    }
+
+    /// Asks for S = Q K^T.
+    __device__ __forceinline__ void multiply_qk() {
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i) {
+            const ptx::SharedMatrix<ptx::Major::K> q_rows(smem_.q[q_.stage][group_].panel[i]),
+                k_rows(smem_.k[k_.stage].panel[i]);
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                ptx::wgmma<T, kBc>(s_, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    /// Asks for O += P V; `begun`: whether O is, or this is the first of its products.
+    __device__ __forceinline__ void multiply_pv(bool begun) {
+        ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
+        ptx::wgmma_fence();
+        const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
+#pragma unroll
+        for (int step = 0; step < kBc / 16; ++step)
+            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !Tile::kSetsO);
+        ptx::wgmma_commit();
+    }
+
+    /// S of this warp's rows once more, without the warpgroup.
+    __device__ __forceinline__ void multiply_qk_again() {
+        const auto at = [](const T* panel, int r, int vector) { return panel + 64 * r + 8 * (vector ^ r % 8); };
+#pragma unroll
+        for (float& score : s_) score = 0.f;
+        const int q_row = Tile::kWarpRows * warp_ + lane_ % 16, k_row = lane_ / 16 * 8 + lane_ % 8;
+#pragma unroll 1
+        for (int step = 0; step < Tile::kD / 16; ++step) {
+            const int vector = step % 4 * 2;
+            std::uint32_t a[4], b[4];
+            ptx::ldmatrix_x4(a, at(smem_.q[q_.stage][group_].panel[step / 4], q_row, vector + lane_ / 16));
+#pragma unroll
+            for (int j = 0; j < kBc / 16; ++j) {
+                ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    float (&d)[4] = *reinterpret_cast<float (*)[4]>(s_ + 8 * j + 4 * h);
+                    ptx::mma_m16n8k16<T>(d, a, {b[2 * h], b[2 * h + 1]});
+                }
+            }
+        }
+    }
+
+    /// What brings a product, or with a softcap the score that soft_cap has made of it, to log2 units.
+    __device__ __forceinline__ float factor() const { return General && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
+    __device__ __forceinline__ void soft_cap() {
+        if (!General || p_.softcap == 0.f) return;
+        const float to_x = p_.scale / p_.softcap, from_x = kLog2e * p_.softcap;
+#pragma unroll
+        for (float& score : s_) score = from_x * ScoreMod<true>::tanh(score * to_x);
+    }
+
+    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
+    /// where `right`.
+    __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
+        const auto each = [&](auto hidden) {
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const auto hides = hidden(rows.first_query + row() + 8 * h);
+#pragma unroll
+                for (int j = 0; j < kBc / 8; ++j)
+#pragma unroll
+                    for (int e = 0; e < 2; ++e)
+                        if (hides(8 * j + e)) s_[4 * j + 2 * h + e] = -INFINITY;
+            }
+        };
+        const int first_key = key + column();
+        if (left)
+            each([&](int query) {
+                return [begin = rows.mask.begin(query) - first_key](int offset) { return offset < begin; };
+            });
+        if (right)
+            each([&](int query) {
+                return [end = rows.mask.end(query) - first_key](int offset) { return offset >= end; };
+            });
+    }
+
+    /// Each row's maximum of its scores in this tile.
+    __device__ __forceinline__ void row_maximum(float (&top)[2]) const {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            top[h] = -INFINITY;
+#pragma unroll
+            for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
+            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
+        }
+    }
+
+    /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
+    __device__ __forceinline__ bool estimate_maximum(float factor) {
+        float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+#pragma unroll
+            for (int j = 0; j < kBc / 8; j += 4)
+                top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
+            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
+        }
+        const bool moderate = factor > 0.f && all_moderate(top, factor);
+        if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;
+        return moderate;
+    }
+
+    /// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
+    __device__ __forceinline__ void weigh(float (&sum)[2], float factor, const float (&offset)[2]) {
+        sum[0] = sum[1] = 0.f;
+#pragma unroll
+        for (int j = 0; j < kBc / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                float& score = s_[4 * j + i];
+                score = ptx::ex2(fmaf(score, factor, offset[i / 2]));
+                sum[i / 2] += score;
+            }
+    }
+
+    /// Whether all of the warp's rows say so: `holds` is asked for each of a lane's two. Behind a packed sequence lie
+    /// rows of the next one, which are not asked, or results would depend on them to the bit.
+    template <class Holds>
+    __device__ __forceinline__ bool all_rows(Holds holds) const {
+        return __all_sync(kWarpMask,
+                          (holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));
+    }
+
+    /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ
+    /// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
+    __device__ __forceinline__ bool all_moderate(const float (&x)[2], float factor) const {
+        constexpr float kLimit = 1 << 24;
+        return all_rows([&](int h) { return x[h] == -INFINITY || fabsf(x[h] * factor) < kLimit; });
+    }
+
+    /// P with the exact maximum of what this tile shows; l is rescaled to it, and so is O, if it has begun. Returns
+    /// whether m is moderate.
+    template <class Hide>
+    __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
+        float top[2], offset[2], sum[2];
+        bool moderate, rounded = false;
+#pragma unroll 1
+        for (;;) {
+            hide_band();
+            row_maximum(top);
+            moderate = factor > 0.f && all_moderate(top, factor);
+            if (moderate || rounded) break;
+#pragma unroll
+            for (float& score : s_) score *= factor;  // products are rounded first, so that the largest is m to the bit
+            factor = 1.f;
+            rounded = true;
+        }
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            const float before = m_[h];
+            m_[h] = fmaxf(before, top[h] * factor);
+            const float base = m_[h] == -INFINITY ? 0.f : m_[h];  // no visible key yet
+            offset[h] = rounded ? 0.f : -base;
+            if (rounded)
+#pragma unroll
+                for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
+            const float rescale = ptx::ex2(before - base);
+            l_[h] *= rescale;
+            if (begun || !Tile::kSetsO)
+#pragma unroll
+                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
+        }
+        weigh(sum, factor, offset);
+        l_[0] += sum[0], l_[1] += sum[1];
+        return !rounded && all_moderate(m_, 1.f);
+    }
+
+    /// P as the second product's operand: its layout is that of S, in pairs.
+    __device__ __forceinline__ void pack_weights() {
+#pragma unroll
+        for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = packed<T>(s_[2 * i], s_[2 * i + 1]);
+    }
+
+    /// All of the rows' work but the product asked for before, the first with K, and the last with V.
+    __device__ __forceinline__ void attend(const Rows& rows) {
+        // Where tiles begin whose keys all rows of the warp see
+        const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
+        const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
+        const float factor = this->factor();
+        rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
+        const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
+
+        ptx::wgmma_wait<0>();
+        if (!Tile::kSetsO)
+#pragma unroll
+            for (float& x : o_) x = 0.f;
+        m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
+        bool settled = false;  // whether m is set, and moderate
+        for (int key = first;; key -= kBc) {
+            ptx::wgmma_wait<1>();
+            soft_cap();
+            // A tile that every row sees: the old m serves if no weight overflows
+            const bool free = key >= all_begin && key < all_end;
+            if (key == first && free) settled = estimate_maximum(factor);
+            const bool plain = settled && free;
+            bool done = false;
+            if (plain) {
+                const float offset[2] = {-m_[0], -m_[1]};
+                float sum[2];
+                weigh(sum, factor, offset);
+                constexpr float kLargest = Element<T>::kLargestSum;
+                done = all_rows([&](int h) { return sum[h] <= kLargest; });
+                if (done) l_[0] += sum[0], l_[1] += sum[1];
+            }
+            ptx::wgmma_wait<0>();
+            if (key < first) release_v();
+            if (!done) {
+                if (plain) {
+                    multiply_qk_again();
+                    soft_cap();
+                }
+                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+            }
+            release_k();
+            pack_weights();
+            if (key == last) break;
+            await_k();
+            take_turn();
+            multiply_qk();
+            multiply_pv(key < first);
+            pass_turn();
+        }
+    }
+
+    /// O / l and the LSE to global memory, or what there is of them to the workspace.
+    __device__ __forceinline__ void finish(const Rows& rows) const {
+        if (rows.part == kWhole)
+            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, m_, l_, lane_);
+        else if (rows.first_query < rows.sequence.seqlen_q)
+            give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, m_, l_);
+    }
+
+    const ForwardParams& p_;
+    SharedMemory<Tile>& smem_;
+    PlanReader<Tile> plans_;
+    const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
+    Place k_, v_;
+    RingPlace<Tile::kQStages> q_;
+
+    float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
+    std::uint32_t weights_[kBc / 16][4];
+    float o_[kOutputs];
+    float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
+    int rows_left_;      // from row() on in the sequence
+};
+
+/// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
+/// thread.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
+// limit, up to 12 values, which plain instances do not read in the loop over tiles.
+template <class Tile, bool General>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
+            const __grid_constant__ Schedule schedule) {
+    auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is found anew for every tile
+    if (threadIdx.x == 0) {
+        constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
+        for (auto& stage : smem.q_slot)
+            for (Slot& slot : stage) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
+        for (auto* ring : {smem.k_slot, smem.v_slot})
+            for (int i = 0; i < Tile::kStages; ++i) {
+                ptx::barrier_init(&ring[i].full, 1);
+                ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
+            }
+        for (Slot& slot : smem.plan_slot)
+            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
+        ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init(&smem.near_end, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
+    if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
+        ptx::release_registers<Tile::kProducerRegisters>();
+        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run();
+        else if (threadIdx.x < 64) Planner<Tile, General>(p, smem).run(schedule);
+    } else {
+        ptx::acquire_registers<Tile::kConsumerRegisters>();
+        Consumer<Tile, General>(p, smem).run();
+    }
+}
+
+/// The map of rows (B, H, N, columns), or of packed ones (total, H, columns), for boxes of box_rows rows.
+inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t columns, std::int64_t n,
+                          std::int64_t heads, int box_rows) {
+    return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
+                           {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
+}
+
+template <class Tile, bool General>
+void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape& shape, Stream stream) {
+    const Sequences& s = p.sequences;
+    const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
+                       rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
+    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
+                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
+                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
+    const Schedule schedule = make_schedule(p, device, shape);
+    const int blocks = std::min(schedule.items, multiprocessors(device));
+    const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
+                              /*cluster=*/1, /*programmatic=*/true};
+    launch(forward<Tile, General>, config, stream, p, maps, schedule);
+    if constexpr (kTakesParts<Tile, General>)
+        if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
+}
+
+/// `speed`: of a block beside that of other shapes of the same head dim.
+template <class Tile, bool General>
+Shape shape(float speed) {
+    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
+            General,
+            kTakesParts<Tile, General>,
+            speed,
+            launch_tile<Tile, General>};
+}
+
+/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages of K and V, of Q; then the speed.
+template <class T>
+std::vector<Shape> shapes() {
+    return {
+        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
+        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.87f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
+        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.9f),       shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
+    };
+}
+template <class T>
+std::vector<Shape> general_shapes() {
+    return {
+        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.87f),
+        shape<Tile<T, 128, 3, 64, 4, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
+        shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
+    };
+}
+
+}  // namespace flash_wmma::wgmma_sm90

@@ -1,8 +1,0 @@
-// The bf16 instances of wgmma_sm90.
-#include "wgmma_sm90.cuh"
-
-namespace flash_wmma::wgmma_sm90 {
-
-std::vector<Shape> bf16_shapes() { return shapes<bf16>(); }
-
-}  // namespace flash_wmma::wgmma_sm90

@@ -1,8 +1,0 @@
-// The bf16 instances of wgmma_sm90 for packed sequences and softcap.
-#include "wgmma_sm90.cuh"
-
-namespace flash_wmma::wgmma_sm90 {
-
-std::vector<Shape> bf16_general_shapes() { return general_shapes<bf16>(); }
-
-}  // namespace flash_wmma::wgmma_sm90

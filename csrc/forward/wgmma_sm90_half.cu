@@ -1,8 +1,0 @@
-// The half instances of wgmma_sm90.
-#include "wgmma_sm90.cuh"
-
-namespace flash_wmma::wgmma_sm90 {
-
-std::vector<Shape> half_shapes() { return shapes<half>(); }
-
-}  // namespace flash_wmma::wgmma_sm90

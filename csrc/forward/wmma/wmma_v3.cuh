@@ -1,0 +1,352 @@
+// wmma_v3: FlashAttention-2 forward, the portable WMMA API taken as far as it goes.
+//
+// Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = warps * row_tiles * 16 query rows of one head and loops
+// over K/V tiles of Bc keys:
+//     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
+// What the WMMA API hides and this kernel needs is which row an accumulator element belongs to. A 16x16 tile whose
+// entries are their own index, loaded as a fragment, tells each lane the row and column of each of its elements
+// (v3_fragments.cuh). With that:
+//   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
+//   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
+//     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8);
+//   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in the General instances).
+// Hardware whose layout differs takes attend_opaque (v3_opaque.cuh), which asks nothing of it.
+//
+// Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
+// m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
+// Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
+//
+// Converted inputs (convert.h): K's and Q's exponents fold into the scale of S. O is kept in the unit 2^u of V's
+// running exponent u (ValueUnit): a tile whose exponent lies a little below u has its weights scaled down by as much,
+// and l takes that back; any other tile moves u, and O with it.
+//
+// Who owns what: warp w owns rows [w * kWarpRows, + kWarpRows) of the Q tile, their O (fragments), m and l. K and V
+// tiles belong to the block, loaded with 16-byte asynchronous copies one tile ahead. Rows are padded by 16 bytes, so
+// that the eight rows of a fragment load start in different banks.
+//
+// Bound: tensor cores and, at d = 64, the issue slots of the softmax between the two products.
+#pragma once
+
+#include <launch.h>
+
+#include "forward/wmma/v3_block.cuh"
+#include "forward/wmma/v3_opaque.cuh"
+#include "forward/wmma/v3_shapes.h"
+
+namespace flash_wmma::wmma_v3 {
+
+/// S = Q K^T of a warp's rows against a K tile.
+template <class Tile>
+__device__ __forceinline__ void multiply_qk(Accumulator (&s)[Tile::kRowTiles][Tile::kBc / 16], const QOperand<Tile>& q,
+                                            const typename Tile::T (&k)[Tile::kBc][Tile::kPitch]) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int j = 0; j < Tile::kBc / 16; ++j) wmma::fill_fragment(s[r][j], 0.f);
+#pragma unroll(Tile::kQInRegisters ? Tile::kD / 16 : 4)
+    for (int c = 0; c < Tile::kD / 16; ++c) {
+        AFragment<Tile> qt[Tile::kRowTiles];
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r) qt[r] = q.template fragment<true>(r, c);
+#pragma unroll
+        for (int j = 0; j < Tile::kBc / 16; ++j) {
+            KFragment<Tile> kt;
+            load_fragment(kt, &k[16 * j][16 * c], Tile::kPitch);
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r) wmma::mma_sync(s[r][j], qt[r], kt, s[r][j]);
+        }
+    }
+}
+
+/// P of a warp's rows and one K tile, as the second product's operand.
+template <class Tile>
+using Weights = AFragment<Tile>[Tile::kRowTiles][Tile::kBc / 16];
+
+/// P from the accumulators of the first product to the operand of the second, in registers.
+template <class Tile>
+__device__ __forceinline__ void hand_over(Weights<Tile>& weights,
+                                          const Accumulator (&p)[Tile::kRowTiles][Tile::kBc / 16]) {
+#pragma unroll
+    for (int r = 0; r < Tile::kRowTiles; ++r)
+#pragma unroll
+        for (int j = 0; j < Tile::kBc / 16; ++j)
+#pragma unroll
+            for (int i = 0; i < 8; i += 2) {
+                const auto pair = Element<typename Tile::T>::pair(p[r][j].x[i], p[r][j].x[i + 1]);
+#pragma unroll
+                for (int copy = i; copy < AFragment<Tile>::num_elements; copy += 8) {
+                    weights[r][j].x[copy] = pair.x;
+                    weights[r][j].x[copy + 1] = pair.y;
+                }
+            }
+}
+
+/// O += P V.
+template <class Tile>
+__device__ __forceinline__ void multiply_pv(OAccumulators<Tile>& o, const Weights<Tile>& weights,
+                                            const typename Tile::T (&v)[Tile::kBc][Tile::kPitch]) {
+#pragma unroll
+    for (int j = 0; j < Tile::kBc / 16; ++j)
+#pragma unroll
+        for (int c = 0; c < Tile::kD / 16; ++c) {
+            VFragment<Tile> vt;
+            load_fragment(vt, &v[16 * j][16 * c], Tile::kPitch);
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r) wmma::mma_sync(o[r][c], weights[r][j], vt, o[r][c]);
+        }
+}
+
+/// ScoreMod on S, where there is one: `scale` brings a product to log2 units.
+template <class Tile, bool General>
+__device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::kBc / 16],
+                                       const Work<Tile, General>& work, float scale, int warp_row, int key) {
+    if constexpr (General) {
+        if (!ScoreMod<General>::active(work.p)) return;
+        const ScoreMod<General> mod(work.p, work.sequence, work.tile);
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        const auto at = [&](int i, int j, int e) -> float& {
+            return s[i / 2][j / 2].x[element_of_row(i % 2, 2 * (j % 2) + e)];
+        };
+        const auto query = [&](int i) {
+            return work.tile.row(warp_row + 16 * (i / 2) + row_of_element(lane, 2 * (i % 2))).query;
+        };
+        mod.template apply<2 * Tile::kRowTiles, Tile::kBc / 8>(at, scale, query, key + column_of_element(lane, 0));
+    }
+}
+
+/// Below this a score's product with its scale, rounded, and the same inside an FMA differ by less than P is rounded
+/// by.
+inline constexpr float kModerate = 1 << 13;
+
+/// P = exp2(S * factor + offset), in place; returns this lane's part of the row sum.
+template <class Tile>
+__device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16], int h, float factor, float offset) {
+    float sum = 0.f;
+#pragma unroll
+    for (int j = 0; j < Tile::kBc / 16; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            float& score = s[j].x[element_of_row(h, e)];
+            score = ptx::ex2(fmaf(score, factor, offset));
+            sum += score;
+        }
+    return sum;
+}
+
+/// The main loop where fragments are laid out as known: softmax and P in registers.
+template <class Tile, bool General>
+__device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
+                                       const QOperand<Tile>& q, OAccumulators<Tile>& o, int warp_row) {
+    constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles;
+    const ForwardParams& p = work.p;
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const int seqlen_q = work.sequence.seqlen_q, seqlen_k = work.sequence.seqlen_k;
+    const float q_scale = work.query_scale(warp_row);
+
+    // Keys that some row of the warp sees, and keys that all its rows see
+    const int first_query = work.tile.row(warp_row).query;
+    const int last_query = min(work.tile.row(warp_row + Tile::kWarpRows - 1).query, seqlen_q - 1);
+    const int some_begin = work.mask.begin(first_query);
+    const int some_end = first_query <= last_query ? work.mask.end(last_query) : 0;
+    const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query);
+
+    float m[kRowTiles][2], l[kRowTiles][2];  // of rows row_of_element(lane, 0) and + 8; l is this lane's part
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) m[r][h] = -INFINITY, l[r][h] = 0.f;
+
+    // The second product runs one tile behind the first, so that it overlaps with the next tile's softmax.
+    ValueUnit unit(work.v_exp);
+    Weights<Tile> weights;  // of the tile before `key`
+    bool pending = false;   // whether they still wait for their product
+    int slot = 0;           // of the K ring; the previous V is in the other one
+    for (int key = work.first_key; key < work.last_key + 1 + kBc; key += kBc, slot ^= 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // K of this tile and V of the previous have landed, the tiles before have been used
+        const auto& k = smem.loop.k[slot];
+        const auto& v = smem.loop.v[slot ^ 1];
+        const int first = ptx::opaque(key);  // addresses are computed here, not kept in registers across the loop
+        if (key + kBc <= work.last_key)
+            copy_tile_async<Tile, kBc>(smem.loop.k[slot ^ 1], work.k, p.k.row, first + kBc, seqlen_k, p.head_dim);
+        if (key <= work.last_key)
+            copy_tile_async<Tile, kBc>(smem.loop.v[slot], work.v, p.v.row, first, seqlen_k, p.head_dim_v);
+        ptx::cp_async_commit();
+
+        const float scale = work.score_scale(q_scale, key);
+        const float factor = ScoreMod<General>::active(p) ? 1.f : scale;  // from s to log2 units
+        const bool visible = key < some_end && key + kBc > some_begin && key <= work.last_key;
+        ValueUnit::Step value{0.f, 0.f};
+        if (work.v_exp && visible) value = unit.step(work.v_exp[key / kScaleRows]);
+        Accumulator s[kRowTiles][kBc / 16];
+
+        // A tile that every row sees, after another: the old m serves if no weight overflows and scores are not large
+        if (pending && key >= all_begin && key + kBc <= all_end && value.rescale == 0.f) {
+            multiply_qk<Tile>(s, q, k);
+            multiply_pv<Tile>(o, weights, v);
+            modify(s, work, scale, warp_row, key);
+            float sum[kRowTiles][2];
+            bool fits = true;  // false for a NaN too
+#pragma unroll
+            for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    sum[r][h] = weights_of_row<Tile>(s[r], h, factor, value.weight - m[r][h]);
+                    fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum && fabsf(m[r][h]) < kModerate;
+                }
+            hand_over<Tile>(weights, s);
+            if (__all_sync(kWarpMask, fits)) {
+#pragma unroll
+                for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+                    for (int h = 0; h < 2; ++h) l[r][h] = fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]);
+                continue;
+            }
+        } else if (pending) {
+            multiply_pv<Tile>(o, weights, v);
+        }
+        pending = visible;
+        if (!visible) continue;
+
+        // Any other tile: S masked and scaled, m exact, O and l rescaled to it
+        multiply_qk<Tile>(s, q, k);
+        modify(s, work, scale, warp_row, key);
+#pragma unroll
+        for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+            for (int h = 0; h < 2; ++h) {
+                const int query = work.tile.row(warp_row + 16 * r + row_of_element(lane, 2 * h)).query;
+                const int begin = work.mask.begin(query) - key, end = work.mask.end(query) - key;
+                float top = m[r][h];
+#pragma unroll
+                for (int j = 0; j < kBc / 16; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) {
+                        const int i = element_of_row(h, e), column = 16 * j + column_of_element(lane, i);
+                        float& score = s[r][j].x[i];
+                        score = column >= begin && column < end ? score * factor : -INFINITY;
+                        top = fmaxf(top, score);
+                    }
+                top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
+                top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 2));
+                const float base = top == -INFINITY ? 0.f : top;  // no visible key yet
+                const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
+                m[r][h] = top;
+#pragma unroll
+                for (int j = 0; j < kBc / 16; ++j)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) s[r][j].x[element_of_row(h, e)] -= base;
+                l[r][h] =
+                    fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight), ptx::ex2(-value.weight), l[r][h] * rescale);
+#pragma unroll
+                for (int c = 0; c < Tile::kD / 16; ++c)
+#pragma unroll
+                    for (int e = 0; e < 4; ++e) o[r][c].x[element_of_row(h, e)] *= rescale_o;
+            }
+        hand_over<Tile>(weights, s);
+    }
+
+#pragma unroll
+    for (int r = 0; r < kRowTiles; ++r)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            float total = l[r][h];
+            total += __shfl_xor_sync(kWarpMask, total, 1);
+            total += __shfl_xor_sync(kWarpMask, total, 2);
+            if (lane % 4 == 0)
+                finish_row(work, smem, unit, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
+        }
+}
+
+/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
+/// thread.
+// spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
+// dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile;
+// tiles that avoid it are slower (docs/tuning).
+template <class Tile, bool General>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
+    using T = typename Tile::T;
+    auto& smem = shared_memory<SharedMemory<Tile>>();
+    const Work<Tile, General> work(p);
+    if (work.idle()) return;
+    const int tid = static_cast<int>(threadIdx.x), warp_row = tid / 32 * Tile::kWarpRows;
+    const Sequence& sequence = work.sequence;
+
+    // Q, then the first K tile, on their way; the index tile meanwhile
+    const T* queries = row_of<const T>(p.q, work.tile.batch, work.tile.head, sequence.first_q);
+    copy_tile_async<Tile, Tile::kBr>(smem.q(), queries, p.q.row, work.tile.first_row, sequence.seqlen_q, p.head_dim);
+    ptx::cp_async_commit();
+    copy_tile_async<Tile, Tile::kBc>(smem.loop.k[0], work.k, p.k.row, work.first_key, sequence.seqlen_k, p.head_dim);
+    ptx::cp_async_commit();
+    for (int i = tid; i < 256; i += Tile::kThreads) {
+        smem.start.index[i / 16][i % 16] = Element<T>::from(static_cast<float>(i));
+        smem.start.index_f32[i / 16][i % 16] = static_cast<float>(i);
+    }
+    ptx::cp_async_wait<1>();
+    __syncthreads();
+    if (Tile::kHandover == Handover::kShared || !layout_is_known<Tile>(smem.start.index[0], smem.start.index_f32[0])) {
+        attend_opaque<Tile, General>(p);
+        return;
+    }
+    QOperand<Tile> q;
+    q.load(smem, warp_row);
+    OAccumulators<Tile> o;
+    clear<Tile>(o);
+    attend(work, smem, q, o, warp_row);
+
+    ptx::cp_async_wait<0>();
+    __syncthreads();  // K/V tiles have been used; O takes their place
+    store_o(work, smem, o, warp_row);
+}
+
+template <class Tile, bool General>
+void launch_tile(const ForwardParams& p, Stream stream) {
+    const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
+    launch(forward<Tile, General>, config, stream, p);
+}
+
+template <class Tile, bool General = false>
+Shape shape(int min_arch, float blocks_per_sm) {
+    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
+            General,
+            blocks_per_sm,
+            /*resident=*/1,
+            launch_tile<Tile, General>};
+}
+
+// The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and
+// the fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
+// least architecture of the source, and the blocks an SM from which the shape pays.
+
+/// At most 64 KiB of shared memory: for every architecture.
+template <class T>
+std::vector<Shape> common_shapes(int min_arch) {
+    return {
+        shape<Tile<T, 32, 4, 2, 64, true, 2>>(min_arch, 0.75f), shape<Tile<T, 32, 4, 1, 64, true, 2>>(min_arch, 0.f),
+        shape<Tile<T, 64, 4, 1, 64, true, 2>>(min_arch, 0.f),   shape<Tile<T, 128, 4, 1, 32, true, 2>>(min_arch, 0.f),
+        shape<Tile<T, 256, 2, 1, 16, false, 1>>(min_arch, 0.f),
+    };
+}
+
+/// From sm_80 on: more registers and shared memory a block.
+template <class T>
+std::vector<Shape> wide_shapes() {
+    return {
+        shape<Tile<T, 64, 4, 2, 64, true, 2>>(80, 0.75f), shape<Tile<T, 96, 4, 2, 32, true, 1>>(80, 1.5f),
+        shape<Tile<T, 96, 4, 1, 64, true, 2>>(80, 0.f),   shape<Tile<T, 128, 4, 2, 32, false, 1>>(80, 1.5f),
+        shape<Tile<T, 192, 4, 1, 32, true, 1>>(80, 0.f),  shape<Tile<T, 256, 4, 1, 32, false, 1>>(80, 0.f),
+    };
+}
+
+/// For packed sequences and ScoreMods, on every architecture: one per range of d, since `auto` prefers another kernel.
+template <class T>
+std::vector<Shape> general_shapes(int min_arch) {
+    return {
+        shape<Tile<T, 64, 4, 1, 64, true, 2>, true>(min_arch, 0.f),
+        shape<Tile<T, 128, 4, 1, 32, true, 2>, true>(min_arch, 0.f),
+        shape<Tile<T, 256, 2, 1, 16, false, 1>, true>(min_arch, 0.f),
+    };
+}
+
+}  // namespace flash_wmma::wmma_v3

@@ -1,8 +1,0 @@
-// The half instances of wmma_v3 for packed sequences and ScoreMods.
-#include "wmma_v3.cuh"
-
-namespace flash_wmma::wmma_v3 {
-
-std::vector<Shape> half_general_shapes() { return general_shapes<half>(75); }
-
-}  // namespace flash_wmma::wmma_v3

@@ -1,8 +1,0 @@
-// The bf16 instances of wmma_v3 for packed sequences and ScoreMods.
-#include "wmma_v3.cuh"
-
-namespace flash_wmma::wmma_v3 {
-
-std::vector<Shape> sm80_bf16_general_shapes() { return general_shapes<bf16>(80); }
-
-}  // namespace flash_wmma::wmma_v3

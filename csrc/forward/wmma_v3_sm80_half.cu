@@ -1,8 +1,0 @@
-// The half instances of wmma_v3 that need sm_80's registers and shared memory.
-#include "wmma_v3.cuh"
-
-namespace flash_wmma::wmma_v3 {
-
-std::vector<Shape> sm80_half_shapes() { return wide_shapes<half>(); }
-
-}  // namespace flash_wmma::wmma_v3

@@ -1,0 +1,277 @@
+#include "torch/arguments.h"
+
+#include <cmath>
+
+// From torch's C shim; absent from a torch without CUDA, hence weak.
+extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
+
+namespace flash_wmma {
+
+// ---- Tensors --------------------------------------------------------------------------------------------------------
+
+const Codes& codes() {
+    static const Codes all;
+    return all;
+}
+
+Operand::Operand(const Tensor& t, const char* argument) : tensor(t), name(argument) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(t.get(), &dim));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(t.get(), &sizes));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(t.get(), &strides));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(t.get(), &dtype));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &device_type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &device_index));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(t.get(), &data));
+}
+
+std::string Operand::shape() const {
+    std::string text = "(";
+    for (int64_t i = 0; i < dim; ++i) text += (i ? ", " : "") + std::to_string(sizes[i]);
+    return text + ")";
+}
+
+void Operand::refuse(const std::string& allowed) const {
+    invalid(std::string(name) + ": got shape " + shape() + ", allowed: " + allowed);
+}
+
+DType Operand::element_type(const char* allowed) const {
+    for (const auto& [code, type] : codes().dtypes)
+        if (code == dtype) return type;
+    invalid(std::string(name) + ".dtype: allowed: " + allowed);
+}
+
+void* data_of(const Tensor& t) {
+    void* data = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(t.get(), &data));
+    return data;
+}
+
+emulator::Buffer buffer_of(const char* name, const Tensor& t, bool writable) {
+    int64_t elements = 1;
+    for (int64_t i = 0; i < t.dim(); ++i) elements = t.size(i) == 0 ? 0 : elements + (t.size(i) - 1) * t.stride(i);
+    return {name, t.data_ptr(), static_cast<std::size_t>(elements) * t.element_size(), writable};
+}
+
+Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype, const Operand& like) {
+    AtenTensorHandle handle = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(
+        aoti_torch_empty_strided(dim, sizes, strides, dtype, like.device_type, like.device_index, &handle));
+    return Tensor(handle);
+}
+
+Rows rows_of(void* data, int64_t dim, const int64_t* strides) {
+    return dim == 4 ? Rows{data, strides[0], strides[1], strides[2]} : Rows{data, 0, strides[1], strides[0]};
+}
+
+std::array<int64_t, 4> row_strides(const std::array<int64_t, 4>& sizes, bool bnhd) {
+    if (!bnhd) return contiguous<4>(sizes);
+    std::array<int64_t, 4> strides = contiguous<4>({sizes[0], sizes[2], sizes[1], sizes[3]});
+    std::swap(strides[1], strides[2]);
+    return strides;
+}
+
+namespace {
+
+/// Whether a kernel can read the rows as they stand (attention.h): contiguous, 16-byte aligned, a multiple of 8 long.
+bool kernel_readable(const Operand& t) {
+    const int64_t vector = t.dtype == codes().float32 ? 4 : 8, last = t.dim - 1;
+    if (t.strides[last] != 1 || t.sizes[last] % 8 != 0 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
+    for (int64_t i = 0; i < last; ++i)
+        if (t.strides[i] % vector != 0) return false;
+    return true;
+}
+
+}  // namespace
+
+Readable::Readable(const Operand& t) : tensor(t.tensor) {
+    if (kernel_readable(t)) {
+        rows = rows_of(t.data, t.dim, t.strides);
+        return;
+    }
+    std::array<int64_t, 4> sizes{};
+    std::copy_n(t.sizes, t.dim, sizes.begin());
+    sizes[static_cast<std::size_t>(t.dim - 1)] = round_up(t.sizes[t.dim - 1], 8);
+    copy = torch::stable::new_zeros(t.tensor, {sizes.data(), static_cast<std::size_t>(t.dim)});
+    Tensor head = torch::stable::narrow(*copy, t.dim - 1, 0, t.sizes[t.dim - 1]);
+    torch::stable::copy_(head, t.tensor);
+    const Operand made(*copy, t.name);
+    rows = rows_of(made.data, made.dim, made.strides);
+}
+
+// ---- Arguments ------------------------------------------------------------------------------------------------------
+
+namespace {
+
+/// Arguments that the schema already carries and no kernel implements yet, refused by name.
+void check_not_yet(const Options& o) {
+    const char* name = o.sinks ? "sinks" : o.rng_state || o.dropout_p != 0 ? "dropout_p" : nullptr;
+    if (name) invalid(std::string(name) + ": not yet built");
+}
+
+void check_inputs(const Operand& q, const Operand& k, const Operand& v) {
+    const bool packed = q.dim == 3;
+    for (const Operand* t : {&q, &k, &v}) {
+        if (t->dim != q.dim) t->refuse(packed ? "(total, H, d)" : "(B, H, N, d)");
+        if (t->sizes[t->dim - 1] > kMaxSeqlen) invalid(std::string(t->name) + ": head dim is too large");
+        if (t->dtype != q.dtype) invalid(std::string(t->name) + ".dtype differs from q's");
+        if (!t->same_device(q)) invalid(std::string(t->name) + ".device differs from q's");
+    }
+    if (q.element_type("float32, float16, bfloat16") == DType::kBool)
+        invalid("q.dtype: allowed: float32, float16, bfloat16");
+    if (q.device_type != codes().cpu && q.device_type != codes().cuda) invalid("q.device: allowed are cpu and cuda");
+    const int64_t last = q.dim - 1;
+    if (!packed && (k.sizes[0] != q.sizes[0] || v.sizes[0] != q.sizes[0])) invalid("k, v: batch differs from q's");
+    for (int64_t i = 0; i < last; ++i)
+        if (v.sizes[i] != k.sizes[i]) invalid("v: heads and length must be k's, " + k.shape());
+    if (k.sizes[last] != q.sizes[last]) invalid("k: head dim differs from q's");
+    if (k.sizes[1] == 0 ? q.sizes[1] != 0 : q.sizes[1] % k.sizes[1] != 0)
+        invalid("q: number of heads must be a multiple of k's");
+    const int64_t row = packed ? 0 : 2;
+    if (std::max(q.sizes[row], k.sizes[row]) > kMaxSeqlen)
+        invalid(packed ? "q, k: at most 2^30 rows" : "q, k: at most 2^30 rows a sequence");
+}
+
+/// A mask that broadcasts to (B, Hq, Nq, Nk), by strides: nothing is expanded.
+Bias bias_of(const Tensor& t, const ForwardParams& p, const Operand& q) {
+    const Operand bias(t, "attn_bias");
+    const DType type = bias.element_type("bool, float32, q's");
+    if (type != DType::kBool && type != DType::kFloat32 && type != p.dtype)
+        invalid("attn_bias.dtype: allowed: bool, float32, q's");
+    if (!bias.same_device(q)) invalid("attn_bias.device differs from q's");
+    const std::array<int64_t, 4> full{p.batch, p.heads_q, p.seqlen_q, p.seqlen_k};
+    std::array<int64_t, 4> strides{};
+    for (int64_t i = 0; i < bias.dim; ++i) {
+        const int64_t at = 4 - bias.dim + i;
+        const bool fits = at >= 0 && (bias.sizes[i] == 1 || bias.sizes[i] == full[static_cast<std::size_t>(at)]);
+        if (!fits) bias.refuse("what broadcasts to (B, Hq, Nq, Nk)");
+        strides[static_cast<std::size_t>(at)] = bias.sizes[i] == 1 ? 0 : bias.strides[i];
+    }
+    return {bias.data, type, strides[0], strides[1], strides[2], strides[3]};
+}
+
+/// Slopes (Hq) or (B, Hq), float32; `kept` holds them where they had to be copied.
+void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTensor& kept) {
+    kept = torch::stable::contiguous(t);
+    const Operand slopes(*kept, "alibi_slopes");
+    if (slopes.dtype != codes().float32) invalid("alibi_slopes.dtype: allowed: float32");
+    if (!slopes.same_device(q)) invalid("alibi_slopes.device differs from q's");
+    const bool batched = slopes.dim == 2;
+    if ((slopes.dim != 1 && !batched) || slopes.sizes[slopes.dim - 1] != p.heads_q ||
+        (batched && slopes.sizes[0] != p.batch))
+        slopes.refuse("(Hq) or (B, Hq)");
+    p.alibi_slopes = static_cast<const float*>(slopes.data);
+    p.alibi_batch_stride = batched ? p.heads_q : 0;
+}
+
+/// int32 (n); `kept` holds them where they had to be copied.
+const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Operand& q, OptionalTensor& kept) {
+    kept = torch::stable::contiguous(t);
+    const Operand lengths(*kept, name);
+    if (lengths.dim != 1 || lengths.sizes[0] != n) lengths.refuse("(" + std::to_string(n) + ")");
+    if (lengths.dtype != codes().int32) invalid(std::string(name) + ".dtype: allowed: int32");
+    if (!lengths.same_device(q)) invalid(std::string(name) + ".device differs from q's");
+    return static_cast<const int32_t*>(lengths.data);
+}
+
+}  // namespace
+
+Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o)
+    : q(q_), k(k_), v(v_), options(o) {
+    if (q.dim != 4) q.refuse("(B, H, N, d)");
+    check_inputs(q, k, v);
+    check_not_yet(options);
+    params.batch = q.sizes[0];
+    params.seqlen_q = q.sizes[2];
+    params.seqlen_k = k.sizes[2];
+    set_options();
+}
+
+Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o, const Lengths& lengths)
+    : q(q_), k(k_), v(v_), options(o) {
+    if (q.dim != 3) q.refuse("(total, H, d)");
+    check_inputs(q, k, v);
+    check_not_yet(options);
+    if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.size(0) < 1) invalid("cu_seqlens_q: allowed: (B + 1)");
+    for (const auto& [name, length] :
+         {std::pair{"max_seqlen_q", lengths.max_seqlen_q}, {"max_seqlen_k", lengths.max_seqlen_k}})
+        if (length < 0 || length > kMaxSeqlen) invalid(std::string(name) + ": allowed: 0 to 2^30");
+    ForwardParams& p = params;
+    p.batch = lengths.cu_seqlens_q.size(0) - 1;
+    p.seqlen_q = lengths.max_seqlen_q;
+    p.seqlen_k = lengths.max_seqlen_k;
+    p.sequences.cu_seqlens_q = lengths_of(lengths.cu_seqlens_q, "cu_seqlens_q", p.batch + 1, q, cu_seqlens_q_);
+    p.sequences.cu_seqlens_k = lengths_of(lengths.cu_seqlens_k, "cu_seqlens_k", p.batch + 1, q, cu_seqlens_k_);
+    if (lengths.seqused_k) p.sequences.seqused_k = lengths_of(*lengths.seqused_k, "seqused_k", p.batch, q, seqused_k_);
+    p.sequences.total_q = q.sizes[0];
+    p.sequences.total_k = k.sizes[0];
+    set_options();
+}
+
+void Problem::set_options() {
+    ForwardParams& p = params;
+    p.dtype = p.out_dtype = q.element_type("");
+    p.heads_q = q.sizes[1];
+    p.heads_k = k.sizes[1];
+    p.head_dim = static_cast<int32_t>(q.sizes[q.dim - 1]);
+    p.head_dim_v = static_cast<int32_t>(v.sizes[v.dim - 1]);
+    p.scale = static_cast<float>(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max(p.head_dim, 1)))));
+    const auto bound = [](int64_t keys) { return keys < 0 ? kUnbounded : std::min(keys, kUnbounded); };
+    p.band = {bound(options.window_left), bound(options.window_right), options.bottom_right};
+    if (options.attn_bias) p.bias = bias_of(*options.attn_bias, p, q);
+    if (options.alibi_slopes) set_alibi(p, *options.alibi_slopes, q, slopes_);
+    if (!(options.softcap == 0 || (options.softcap >= 1e-30 && options.softcap <= 1e30)))
+        invalid("softcap: allowed: 0 (none) or 1e-30 to 1e30");
+    p.softcap = static_cast<float>(options.softcap);
+    p.partials.num_splits = 1;
+}
+
+bool Problem::empty() const {
+    const int64_t row = packed() ? 0 : 2;
+    return q.sizes[row] == 0 || k.sizes[row] == 0 || params.seqlen_q == 0 || params.seqlen_k == 0 ||
+           params.batch == 0 || params.heads_q == 0;
+}
+
+void Problem::point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse) {
+    params.head_dim = static_cast<int32_t>(round_up(params.head_dim, 8));
+    params.head_dim_v = static_cast<int32_t>(round_up(params.head_dim_v, 8));
+    params.q = q_rows.rows;
+    params.k = k_rows.rows;
+    params.v = v_rows.rows;
+    params.lse = static_cast<float*>(data_of(lse));
+    params.lse_head = q.sizes[packed() ? 0 : 2];
+    params.lse_batch = packed() ? 0 : params.heads_q * params.lse_head;
+}
+
+void Problem::add_buffers(std::vector<emulator::Buffer>& buffers) const {
+    if (options.attn_bias) buffers.push_back(buffer_of("attn_bias", *options.attn_bias, false));
+    if (slopes_) buffers.push_back(buffer_of("alibi_slopes", *slopes_, false));
+    if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));
+    if (cu_seqlens_k_) buffers.push_back(buffer_of("cu_seqlens_k", *cu_seqlens_k_, false));
+    if (seqused_k_) buffers.push_back(buffer_of("seqused_k", *seqused_k_, false));
+}
+
+// ---- Where a call runs ----------------------------------------------------------------------------------------------
+
+Stream current_stream(int32_t device_index) {
+    void* stream = nullptr;
+    STD_TORCH_CHECK(
+        aoti_torch_get_current_cuda_stream && aoti_torch_get_current_cuda_stream(device_index, &stream) == 0,
+        "no current CUDA stream");
+    return stream;
+}
+
+Target::Target(const Operand& q, const std::string& kernel_name, const char* direction)
+    : q_(q), kernel_name_(kernel_name) {
+    if (q.device_type == codes().cuda) {
+        const DeviceRuntime* runtime = registry::device_runtime();
+        if (!runtime)
+            throw std::runtime_error(
+                "flash_wmma was built without CUDA kernels: install nvcc and rebuild it (README, Installation)");
+        device_ = runtime->facts(q.device_index);
+    } else if (kernel_name != "auto" && !registry::is_cpu_kernel(kernel_name)) {
+        emulation_.emplace(kernel_name, direction);
+        device_ = emulation_->device();
+    }
+}
+
+}  // namespace flash_wmma

@@ -1,0 +1,212 @@
+// flash_wmma._C: what is not a tensor op. The kernel table, the choice of a kernel, and facts of the build, the device
+// and the compiled functions. Everything here asks libflash_wmma.so; forward works without it.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <array>
+#include <cmath>
+#include <map>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "attention.h"
+#include "registry.h"
+#include "torch/emulation.h"
+
+namespace py = pybind11;
+
+namespace flash_wmma {
+namespace {
+
+const KernelFacts& kernel_named(const std::string& name) {
+    for (const char* direction : {"forward", "backward"})
+        for (const KernelFacts* kernel : emulation::kernels().facts(direction))
+            if (name == kernel->name) return *kernel;
+    throw py::key_error(name);
+}
+
+py::dict instance_facts(const Instance& i) {
+    return py::dict(py::arg("dtype") = registry::dtype_name(i.dtype), py::arg("min_arch") = i.min_arch,
+                    py::arg("head_dim") = i.head_dim, py::arg("br") = i.br, py::arg("bc") = i.bc,
+                    py::arg("warps") = i.warps, py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
+}
+
+py::dict kernel_facts(const KernelFacts& k) {
+    std::vector<std::string> dtypes;
+    if (k.float32) dtypes.emplace_back("float32");
+    if (k.float16) dtypes.emplace_back("float16");
+    if (k.bf16_min_arch) dtypes.emplace_back("bfloat16");
+    py::list instances;
+    for (std::size_t i = 0; i < k.instance_count; ++i) instances.append(instance_facts(k.instances[i]));
+    return py::dict(py::arg("name") = k.name, py::arg("device") = k.min_arch == 0 ? "cpu" : "cuda",
+                    py::arg("summary") = k.summary, py::arg("min_arch") = k.min_arch, py::arg("dtypes") = dtypes,
+                    py::arg("bf16_min_arch") = k.bf16_min_arch,
+                    py::arg("head_dims") = py::make_tuple(k.min_head_dim, k.max_head_dim),
+                    py::arg("features") = registry::feature_names(k.features), py::arg("auto_rank") = k.auto_rank,
+                    py::arg("instances") = instances);
+}
+
+py::list kernels(const std::string& direction) {
+    py::list all;
+    for (const KernelFacts* kernel : emulation::kernels().facts(direction)) all.append(kernel_facts(*kernel));
+    return all;
+}
+
+DType dtype_named(const std::string& name) {
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+        if (name == registry::dtype_name(dtype)) return dtype;
+    throw py::value_error("dtype: got " + name + ", allowed: float32, float16, bfloat16");
+}
+
+/// Params as the ops fill them, without tensors: a pointer that is only asked whether it is null points here.
+struct Problem {
+    ForwardParams params{};
+
+    Problem(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed, bool attn_bias,
+            bool alibi_slopes, double softcap, bool batch_invariant) {
+        static const float present = 0.f;
+        static const std::int32_t lengths = 0;
+        ForwardParams& p = params;
+        p.dtype = p.out_dtype = dtype_named(dtype);
+        p.batch = sizes["batch"].cast<std::int64_t>();
+        p.heads_q = sizes["heads_q"].cast<std::int64_t>();
+        p.heads_k = sizes["heads_k"].cast<std::int64_t>();
+        p.seqlen_q = sizes["seqlen_q"].cast<std::int64_t>();
+        p.seqlen_k = sizes["seqlen_k"].cast<std::int64_t>();
+        p.head_dim = sizes["head_dim"].cast<std::int32_t>();
+        p.head_dim_v = sizes["head_dim_v"].cast<std::int32_t>();
+        p.scale = 1.f / std::sqrt(static_cast<float>(p.head_dim > 0 ? p.head_dim : 1));
+        const auto left = band[0].cast<std::int64_t>(), right = band[1].cast<std::int64_t>();
+        p.band = {left < 0 ? kUnbounded : left, right < 0 ? kUnbounded : right, band[2].cast<bool>()};
+        if (packed) {
+            p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &lengths;
+            p.sequences.total_q = sizes["total_q"].cast<std::int64_t>();
+            p.sequences.total_k = sizes["total_k"].cast<std::int64_t>();
+        }
+        if (attn_bias) p.bias.data = &present;
+        if (alibi_slopes) p.alibi_slopes = &present;
+        p.softcap = static_cast<float>(softcap);
+        p.partials.num_splits = 1;
+        p.batch_invariant = batch_invariant;
+    }
+};
+
+DeviceFacts device_of(const py::tuple& facts) {
+    DeviceFacts device;
+    device.arch = facts[0].cast<int>();
+    device.sm_count = facts[1].cast<int>();
+    device.smem_optin = facts[2].cast<int>();
+    device.warp_size = facts[3].cast<int>();
+    return device;
+}
+
+/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}. `problem`
+/// is that of `params`, whose head dims a kernel sees in multiples of 8.
+template <class Params>
+py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device) {
+    const Kernel<Params>* taken = nullptr;
+    try {
+        taken = &registry::select(name, params, device, emulation::kernels());
+    } catch (const std::invalid_argument&) {  // the reasons say it
+    }
+    std::map<std::string, std::string> reasons;
+    for (const Kernel<Params>* kernel : emulation::kernels().of(params)) {
+        if (kernel == taken || (name != "auto" && name != kernel->name)) continue;
+        std::string why_not = registry::refusal(*kernel, params, device);
+        if (why_not.empty())
+            why_not = kernel->auto_rank == 0                             ? "runs by name only"
+                      : kernel->yields && kernel->yields(params, device) ? "is slower on so small a problem"
+                                                                         : "ranks below the kernel taken";
+        reasons[kernel->name] = why_not;
+    }
+    py::object instance = py::none();
+    if (taken) {
+        const auto padded = [](std::int32_t d) { return (d + 7) / 8 * 8; };
+        problem.head_dim = padded(problem.head_dim);
+        problem.head_dim_v = padded(problem.head_dim_v);
+        try {
+            if (taken->choose) instance = instance_facts(taken->choose(params, device));
+        } catch (const std::runtime_error& error) {  // no tile fits
+            reasons[taken->name] = error.what();
+            taken = nullptr;
+        }
+    }
+    return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
+                    py::arg("instance") = instance, py::arg("reasons") = reasons);
+}
+
+py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
+                 bool packed, bool attn_bias, bool alibi_slopes, double softcap, bool batch_invariant,
+                 const py::tuple& device_facts) {
+    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant);
+    return answer(name, problem.params, problem.params, device_of(device_facts));
+}
+
+/// `dbias_strides`: those of the bias's gradient, 0 where it is broadcast; None: it is not asked for. `forward_kernel`:
+/// the name forward is called with.
+py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
+                          const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, double softcap,
+                          bool batch_invariant, const py::tuple& device_facts,
+                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
+                          const std::string& forward_kernel) {
+    static float present = 0.f;
+    BackwardParams params{};
+    params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant).params;
+    if (dbias_strides) {
+        const auto& s = *dbias_strides;
+        params.dbias = {&present, s[0], s[1], s[2], s[3]};
+    }
+    params.deterministic = deterministic;
+    const DeviceFacts device = device_of(device_facts);
+    if (name == "auto") params.exact = registry::is_exact(forward_kernel, params.forward, device, emulation::kernels());
+    return answer(name, params, params.forward, device);
+}
+
+const DeviceRuntime& runtime() {
+    if (const DeviceRuntime* runtime = registry::device_runtime()) return *runtime;
+    throw std::runtime_error("flash_wmma was built without CUDA kernels");
+}
+
+py::tuple device_facts(int device) {
+    const DeviceFacts facts = runtime().facts(device);
+    return py::make_tuple(facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size);
+}
+
+/// None for a kernel that is no CUDA function.
+py::object function_facts(const std::string& name, std::size_t instance) {
+    const KernelFacts& kernel = kernel_named(name);
+    if (instance >= kernel.instance_count) throw py::index_error("instance");
+    const void* function = kernel.instances[instance].function;
+    if (!function) return py::none();
+    const FunctionFacts facts = runtime().function_facts(function);
+    return py::dict(py::arg("binary_version") = facts.binary_version, py::arg("ptx_version") = facts.ptx_version,
+                    py::arg("registers") = facts.registers, py::arg("local_bytes") = facts.local_bytes,
+                    py::arg("static_smem_bytes") = facts.static_smem_bytes, py::arg("max_threads") = facts.max_threads);
+}
+
+/// (toolkit version, architectures), or None for a build without CUDA kernels.
+py::object cuda_build() {
+    const DeviceRuntime* runtime = registry::device_runtime();
+    if (!runtime) return py::none();
+    return py::make_tuple(runtime->toolkit_version, runtime->architectures);
+}
+
+}  // namespace
+}  // namespace flash_wmma
+
+PYBIND11_MODULE(_C, m) {
+    using namespace pybind11::literals;
+    m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
+    m.def("kernels", &flash_wmma::kernels, "direction"_a);
+    m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
+    m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
+          "alibi_slopes"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a);
+    m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
+          "attn_bias"_a, "alibi_slopes"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a, "dbias_strides"_a,
+          "deterministic"_a, "forward_kernel"_a = "auto");
+    m.def("device_facts", &flash_wmma::device_facts, "device"_a);
+    m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
+    m.def("cuda_build", &flash_wmma::cuda_build);
+}

@@ -1,0 +1,58 @@
+// The torch ops of flash_wmma: their schemas, and what implements them.
+#include "torch/ops.h"
+
+// window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
+// (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out
+// is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first,
+// since each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
+// bias_grad: dbias is wanted, and has attn_bias's shape and dtype; it is empty otherwise.
+// forward_kernel: the kernel_name that forward was given, which "auto" follows in what it converts.
+// kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.
+STABLE_TORCH_LIBRARY(flash_wmma, m) {
+    m.def(
+        "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
+        "bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
+        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
+        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+    m.def(
+        "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
+        "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
+        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
+        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+    m.def(
+        "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
+        "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+    m.def(
+        "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
+        "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
+        "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+    // Of a whole array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
+    m.def("array_max(Tensor x) -> Tensor");
+    m.def("array_sum(Tensor x) -> Tensor");
+    m.def("row_max(Tensor x) -> Tensor");
+    m.def("row_sum(Tensor x) -> Tensor");
+    m.def("row_softmax(Tensor x) -> Tensor");
+}
+
+#define FLASH_WMMA_IMPLEMENT(m)                                         \
+    (m).impl("forward", TORCH_BOX(&flash_wmma::forward));               \
+    (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen)); \
+    (m).impl("backward", TORCH_BOX(&flash_wmma::backward));             \
+    (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
+
+STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CPU, m) { FLASH_WMMA_IMPLEMENT(m); }
+STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CUDA, m) {
+    FLASH_WMMA_IMPLEMENT(m);
+    m.impl("array_max", TORCH_BOX(&flash_wmma::array_max));
+    m.impl("array_sum", TORCH_BOX(&flash_wmma::array_sum));
+    m.impl("row_max", TORCH_BOX(&flash_wmma::row_max));
+    m.impl("row_sum", TORCH_BOX(&flash_wmma::row_sum));
+    m.impl("row_softmax", TORCH_BOX(&flash_wmma::row_softmax));
+}
