@@ -26,6 +26,7 @@ sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("accuracy")
 backward = importlib.import_module("backward")
 benchmark = importlib.import_module("benchmark")
+builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
 contenders = importlib.import_module("contenders")
 forward = importlib.import_module("forward")
@@ -566,3 +567,72 @@ def test_calibration_takes_a_conversion_and_its_kernel_as_one_call(monkeypatch: 
     calls = calibrate.ncu(["run"])
     assert [[counts["shared load requests"] for counts in call] for call in calls] == [[1100, 1101], [1102]]
     assert math.isnan(calls[0][0]["shared load wavefronts"])
+
+
+# ------------------------------------------------------------------------------------------------------------ builds
+
+ROOT = FOLDER.parent
+SMALL = ("--device", "cpu", "--dtype", "fp32", "--tokens", "64", "--hidden", "32", "--head-dims", "16", "--rounds", "2")
+STUB = """\
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+torch.library.define("flash_wmma::forward", "() -> ()")
+print("not an answer")
+factors = {}
+
+def forward(q, k, v, *, causal, kernel):
+    if kernel not in factors:
+        raise ValueError(f"no kernel {kernel!r}")
+    return scaled_dot_product_attention(q, k, v, is_causal=causal) * float(factors[kernel])
+"""
+
+
+def test_a_build_is_compared_with_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    numbers = tmp_path / "builds.json"
+    kernels = ["--forward", "cpu", "--backward", "bwd_cpu", "bwd_cpu split"]
+    features = ["--features", "dense", "packed", "bias"]
+    arguments = [str(ROOT), *kernels, *features, *SMALL, "--lengths", "32", "64", "--json", str(numbers)]
+    assert builds.main(arguments) == 0
+    out = capfd.readouterr().out
+    assert out.count("speed of after relative to before") == 6
+    assert "results of 36 of 36 rows agree to the bit" in out
+    document = json.loads(numbers.read_text())
+    assert document["builds"]["before"]["package"] == document["builds"]["after"]["package"] == str(ROOT / "flash_wmma")
+    rows = document["rows"]
+    assert len(rows) == 3 * 3 * 2 * 2
+    assert all(row["right"] and len(row["before_ms"]) == len(row["after_ms"]) == 2 for row in rows)
+    ratios = [before / after for before, after in zip(rows[0]["before_ms"], rows[0]["after_ms"], strict=True)]
+    assert rows[0]["speed"] == pytest.approx(statistics.median(ratios))
+
+
+def test_builds_that_differ(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    before = {"right": 1, "close": 1, "wrong": 1, "nan": 1, "gone": 1}
+    after = {"right": 1, "close": 1.001, "wrong": 1.1, "nan": "nan"}
+    for name, factors in (("before", before), ("after", after)):
+        (tmp_path / name / "flash_wmma").mkdir(parents=True)
+        (tmp_path / name / "flash_wmma" / "__init__.py").write_text(STUB.replace("{}", repr(factors)))
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    assert builds.main([*folders, "--forward", *before, "in_none", "--backward", *SMALL, "--lengths", "32"]) == 1
+    out, err = capfd.readouterr()
+    summary = {line.split(":")[0]: line for line in out.splitlines()}
+    assert summary["right"].endswith("results of 2 of 2 rows agree to the bit")
+    assert summary["close"].endswith(
+        "results of 0 of 2 rows agree to the bit, in the others out differ by up to 1.0e-03"
+    )
+    assert summary["in_none"] == "in_none: in no row"
+    assert "in_none, dense, 2 rows: before: no kernel 'in_none'" in out
+    wrong = {line.split(",")[0]: line for line in err.splitlines() if "N = 32, causal: " in line}
+    assert wrong.keys() == {"wrong", "nan", "gone"}
+    assert "results differ: {'out': 0.1" in wrong["wrong"]
+    assert "results differ: {'out': nan" in wrong["nan"]
+    assert wrong["gone"].endswith("after: no kernel 'gone'")
+
+
+def test_builds_needs_two_packages(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert builds.main([str(tmp_path)]) == 2
+    assert f"before: there is no flash_wmma package in {tmp_path}" in capfd.readouterr().err
+    (tmp_path / "flash_wmma").mkdir()
+    (tmp_path / "flash_wmma" / "__init__.py").write_text("raise ImportError('not built')")
+    assert builds.main([str(tmp_path), str(tmp_path)]) == 2
+    assert f"before: the process of the build in {tmp_path} ended" in capfd.readouterr().err
