@@ -6,8 +6,9 @@
     python benchmark/builds.py BEFORE --dtype bf16 --json builds.json
 
 BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries. Each build runs in a process of
-its own (`build_worker.py`), and while one is timed the other waits, so that power and clocks are alike for both: in
-every round each build times the kernel for some 30 milliseconds by timing.py's method, and who begins alternates.
+its own (`harness/build_worker.py`), and while one is timed the other waits, so that power and clocks are alike for
+both: in every round each build times the kernel for some 30 milliseconds by the method of `harness/timing.py`, and who
+begins alternates.
 
 The problems are those of forward.py and backward.py: for every d and N the batch is 16,384 / N and the heads are
 2048 / d. A row's speed is that of AFTER relative to BEFORE: the median of the ratios round by round. The results of
@@ -31,14 +32,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from backward import KERNELS as BACKWARD_KERNELS
-from backward import TOLERANCE
-from build_worker import Case
-from forward import HIDDEN, TOKENS
-from forward import KERNELS as FORWARD_KERNELS
-from report import ABSENT, Table, progress
-
-from benchmark import CannotRun, Problem, _positive
+from harness.accuracy import TOLERANCE
+from harness.build_worker import Case
+from harness.problems import Problem
+from harness.program import CannotRun, positive
+from harness.report import ABSENT, Table, progress
+from harness.sweep import BACKWARD_KERNELS, FORWARD_KERNELS, HIDDEN, TOKENS
 
 FEATURES = ("dense", "packed", "bias")
 LONGEST_BIAS = 2048
@@ -58,14 +57,15 @@ class NotRun(Exception):
 
 
 class Build:
-    """A process that runs one build's kernels, as `build_worker.py` says."""
+    """A process that runs one build's kernels, as `harness/build_worker.py` says."""
 
     def __init__(self, name: str, folder: Path, device: str | None, seed: int) -> None:
         self.name, self.folder, self._seed = name, folder.resolve(), seed
         if not (self.folder / "flash_wmma" / "__init__.py").is_file():
             raise CannotRun(f"{name}: there is no flash_wmma package in {folder}")
         self._process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("build_worker.py")), *([device] if device else [])],
+            [sys.executable, "-m", "harness.build_worker", *([device] if device else [])],
+            cwd=Path(__file__).parent,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -250,12 +250,12 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     add("--forward", nargs="*", default=list(FORWARD_KERNELS), metavar="KERNEL", help="without a name: none")
     add("--backward", nargs="*", default=list(BACKWARD_KERNELS), metavar="KERNEL", help="without a name: none")
     add("--dtype", choices=tuple(TOLERANCE), default="fp16")
-    add("--head-dims", nargs="+", type=_positive, default=[64, 128, 256], metavar="D")
-    add("--lengths", nargs="+", type=_positive, default=[512, 2048, 16384], metavar="N")
+    add("--head-dims", nargs="+", type=positive, default=[64, 128, 256], metavar="D")
+    add("--lengths", nargs="+", type=positive, default=[512, 2048, 16384], metavar="N")
     add("--features", nargs="+", choices=FEATURES, default=["dense"])
-    add("--rounds", type=_positive, default=7)
-    add("--tokens", type=_positive, default=TOKENS, help="batch times N")
-    add("--hidden", type=_positive, default=HIDDEN, help="heads times d")
+    add("--rounds", type=positive, default=7)
+    add("--tokens", type=positive, default=TOKENS, help="batch times N")
+    add("--hidden", type=positive, default=HIDDEN, help="heads times d")
     add("--device", help="cuda, cuda:1, cpu, ... (default: cuda if there is a GPU)")
     add("--seed", type=int, default=0, help="of the normally distributed inputs")
     add("--json", type=Path, metavar="FILE", help="write everything that was measured")

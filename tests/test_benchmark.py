@@ -23,16 +23,17 @@ import flash_wmma
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmark"
 sys.path.insert(0, str(FOLDER))
-accuracy = importlib.import_module("accuracy")
+accuracy = importlib.import_module("harness.accuracy")
 backward = importlib.import_module("backward")
 benchmark = importlib.import_module("benchmark")
 builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
-contenders = importlib.import_module("contenders")
+contenders = importlib.import_module("harness.contenders")
 forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
-report = importlib.import_module("report")
-timing = importlib.import_module("timing")
+report = importlib.import_module("harness.report")
+sweep = importlib.import_module("harness.sweep")
+timing = importlib.import_module("harness.timing")
 
 CPU = torch.device("cpu")
 without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -484,8 +485,8 @@ def test_ladder_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_forward_ratios_are_taken_round_by_round():
     # 4, 1 and 3 times as fast; the ratio of the medians is 2
     cells = {"fast": benchmark.Cell(samples_ms=[1.0, 2.0, 3.0]), "slow": benchmark.Cell(samples_ms=[4.0, 2.0, 9.0])}
-    assert forward.ratio(cells["fast"], cells["slow"]) == 3
-    assert forward.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
+    assert sweep.ratio(cells["fast"], cells["slow"]) == 3
+    assert sweep.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
 
 
 def test_forward_tables_have_both_masks_in_a_cell():
@@ -494,13 +495,13 @@ def test_forward_tables_have_both_masks_in_a_cell():
         cells = {name: benchmark.Cell(tflops=100 / ms[0], samples_ms=ms) for name, ms in samples.items()}
         return benchmark.Row(benchmark.Problem(1, 32, 16384, 64, "fp16", causal), "events", cells)
 
-    speeds, ratios = forward.tables([(row(False), row(True))], ["mma_sm80"], "card")
+    speeds, ratios = sweep.tables([(row(False), row(True))], ["mma_sm80"], "card")
     assert speeds.rows == [["64", "16384", "33 / 33", "50 / 50", "100 / 50"]]
     assert ratios.rows == [["64", "16384", "3.00 / 1.50", "2.00 / 1.00"]]
 
 
 def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(forward, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(sweep, "choose_device", lambda name: torch.device("cuda"))
     assert forward.main(["--lengths", "1000"]) == 2
     assert "--lengths: got 1000, allowed are divisors of 16384" in capsys.readouterr().err
 

@@ -25,12 +25,13 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accuracy import normalized_error
-from environment import describe
-from timing import Contender, DeviceLost, Method, measure
 from torch import Tensor
 
-from benchmark import DTYPES, CannotRun, Problem, _is_refusal, choose_device, load_library, make_inputs
+from .accuracy import normalized_error
+from .environment import describe
+from .problems import DTYPES, Problem, is_refusal, make_inputs
+from .program import CannotRun, choose_device, load_library
+from .timing import Contender, DeviceLost, Method, measure
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def serve(device_name: str | None = None) -> int:
             raise
         except Exception as error:
             lines = str(error).strip().splitlines() or [type(error).__name__]
-            say({"error": lines[0], "refusal": _is_refusal(error)})
+            say({"error": lines[0], "refusal": is_refusal(error)})
     return 0
 
 
