@@ -5,10 +5,10 @@
     python benchmark/builds.py BEFORE AFTER --forward mma_sm80 --backward --features dense packed bias
     python benchmark/builds.py BEFORE --dtype bf16 --json builds.json
 
-BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries. Each build runs in a process of
-its own (`harness/build_worker.py`), and while one is timed the other waits, so that power and clocks are alike for
-both: in every round each build times the kernel for some 30 milliseconds by the method of `harness/timing.py`, and who
-begins alternates.
+BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries, as `git worktree add` and there
+`./dev build` make one. Each build runs in a process of its own (`harness/build_worker.py`), and while one is timed the
+other waits, so that power and clocks are alike for both: in every round each build times the kernel for some 30
+milliseconds by the method of `harness/timing.py`, and who begins alternates.
 
 The problems are those of forward.py and backward.py: for every d and N the batch is 16,384 / N and the heads are
 2048 / d. A row's speed is that of AFTER relative to BEFORE: the median of the ratios round by round. The results of

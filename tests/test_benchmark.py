@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
@@ -364,6 +365,15 @@ def test_cuda_table(tmp_path):
     row = json.loads(numbers.read_text())["rows"][0]
     assert row["clock"] == "graph"
     assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
+
+
+def test_programs_import_from_the_harness_and_from_no_other_program():
+    programs = {path.stem for path in FOLDER.glob("*.py")}
+    for path in FOLDER.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        assert not names & programs, path
 
 
 def test_notebook_is_committed_without_outputs():

@@ -104,6 +104,11 @@ def checksum(tensor: Tensor) -> int:
     return int((bits * (2 * weights + 1)).sum().item())
 
 
+def by_head(tensor: Tensor) -> Tensor:
+    """(..., N, d); a packed tensor is (total, H, d)."""
+    return tensor.transpose(0, 1) if tensor.dim() == 3 else tensor
+
+
 def answer(prepared: Prepared, request: dict[str, Any], device: torch.device) -> dict[str, Any]:
     if request["do"] == "time":
         return {"ms": prepared.milliseconds(device, request["repeats"])}
@@ -117,7 +122,7 @@ def answer(prepared: Prepared, request: dict[str, Any], device: torch.device) ->
             torch.save(chosen, request["path"])
             return {}
         others = torch.load(request["path"], map_location=device)
-        return {"errors": [normalized_error(x, y) for x, y in zip(chosen, others, strict=True)]}
+        return {"errors": [normalized_error(by_head(x), by_head(y)) for x, y in zip(chosen, others, strict=True)]}
     raise ValueError(f"do: got {request['do']!r}, allowed are check, time, save and compare")
 
 
