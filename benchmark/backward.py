@@ -17,18 +17,17 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
-from contenders import Implementation, peers
-from forward import PEERS, parse_arguments, run
-from timing import Contender, Method, measure
 from torch import Tensor
 
-from benchmark import DTYPES, CannotRun, Cell, Problem, Row, load_library, make_inputs, timed_cell
+from harness.accuracy import TOLERANCE
+from harness.contenders import Implementation, peers
+from harness.problems import DTYPES, Cell, Problem, Row, make_inputs, timed_cell
+from harness.program import CannotRun, load_library
+from harness.sweep import BACKWARD_KERNELS, PEERS, parse_arguments, run
+from harness.timing import Contender, Method, measure
 
-KERNELS = ("bwd_sm80", "bwd_sm80 split", "bwd_sm75")
 PRODUCTS = 2.5
 """Of backward, to forward's two: five."""
-TOLERANCE = {"fp16": 1e-2, "bf16": 6e-2}
-"""Of the largest element of a gradient."""
 
 
 def backward_kernel(library: ModuleType, name: str) -> Implementation:
@@ -90,7 +89,7 @@ def measure_row(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parse_arguments(__doc__ or "", KERNELS, arguments)
+    options = parse_arguments(__doc__ or "", BACKWARD_KERNELS, arguments)
     try:
         library = load_library()
         implementations = [peer for peer in peers(torch.device("cuda"), PEERS) if peer.name in PEERS]

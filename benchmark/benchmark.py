@@ -5,123 +5,57 @@
     python benchmark/benchmark.py --dtype fp16 --batch 8 --heads 32 --lengths 2048 --tflops
     python benchmark/benchmark.py --json result.json --plot latency.png
 
-`timing.py` says how time is taken, `accuracy.py` how the timed results are checked. On a CPU the CUDA kernels are not
-timed, but run in the emulator at a small N (`emulated.py`). Exit status: 0; 1 if a result of flash_wmma is wrong or a
-kernel fails; 2 if the benchmark cannot run as asked.
+`harness/timing.py` says how time is taken, `harness/accuracy.py` how the timed results are checked. On a CPU the CUDA
+kernels are not timed, but run in the emulator at a small N (`harness/emulated.py`). Exit status: 0; 1 if a result of
+flash_wmma is wrong or a kernel fails; 2 if the benchmark cannot run as asked.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import sys
 import time
-import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from functools import partial
+from dataclasses import asdict
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-HINT = """\
-flash_wmma cannot be used by {python} ({why}).
-Run the benchmark from the root of the clone with
-
-    ./dev bench
-
-It installs what is missing, builds the library and prints this table."""
+from harness.program import HINT, CannotRun, choose_device, integers, load_library, names, positive
 
 try:
     import torch
-    from accuracy import ALLCLOSE_ATOL, Judge
-    from contenders import (
-        SDPA,
-        Implementation,
-        UnknownName,
-        flash_wmma_kernels,
-        peers,
-        sdpa_choice,
-        why_not,
-    )
-    from emulated import Emulated, emulate, kernel_names, obstacle, print_emulated
-    from environment import CompiledKernel, compiled_kernels, describe
-    from report import ABSENT, Curve, Table, milliseconds, plot_latency, progress, with_lengths
-    from timing import Contender, DeviceLost, Measurement, Method, Timing, measure
+
+    from harness.accuracy import ALLCLOSE_ATOL
+    from harness.contenders import SDPA, Implementation, UnknownName, flash_wmma_kernels, peers
+    from harness.emulated import Emulated, emulate, kernel_names, obstacle, print_emulated
+    from harness.environment import CompiledKernel, compiled_kernels, describe
+    from harness.problems import DTYPES, Cell, Problem, Row, measure_row
+    from harness.report import ABSENT, Curve, Table, milliseconds, plot_latency, progress, with_lengths
+    from harness.timing import DeviceLost, Method
 except ImportError as missing:
     print(HINT.format(python=sys.executable, why=missing), file=sys.stderr)
     sys.exit(2)
 
 DEFAULT_LENGTHS = (64, 128, 256, 512, 1024, 2048)
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 CLOCKS = {"wall": "wall clock", "events": "events", "graph": "CUDA graph"}
-
-
-class CannotRun(Exception):
-    """The benchmark cannot run as asked; the message says why and what to do."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """One row: attention on (batch, heads, length, head_dim) tensors."""
-
-    batch: int
-    heads: int
-    length: int
-    head_dim: int
-    dtype: str
-    causal: bool
-
-    @property
-    def flops(self) -> float:
-        """The two matrix products; the half of them that a causal mask leaves."""
-        full = 4.0 * self.batch * self.heads * self.length * self.length * self.head_dim
-        return full / 2 if self.causal else full
-
-
-@dataclass
-class Cell:
-    """One contender in one row. Without a median it did not run, and `reason` says why."""
-
-    median_ms: float | None = None
-    p10_ms: float | None = None
-    p90_ms: float | None = None
-    spread: float | None = None
-    calls_per_sample: int | None = None
-    tflops: float | None = None
-    speedup_over_sdpa: float | None = None
-    error: float | None = None
-    plain_error: float | None = None
-    max_abs_error: float | None = None
-    allclose: bool | None = None
-    right: bool | None = None
-    reason: str | None = None
-    samples_ms: list[float] = field(default_factory=list)
-
-
-@dataclass
-class Row:
-    problem: Problem
-    clock: str
-    cells: dict[str, Cell]
-    sdpa_choice: str | None = None
 
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     add = parser.add_argument
-    add("--lengths", nargs="+", type=_integers, default=[list(DEFAULT_LENGTHS)], metavar="N", help="64 ... 2048")
-    add("--batch", type=_positive, default=2, metavar="B")
-    add("--heads", type=_positive, default=4, metavar="H")
-    add("--head-dim", type=_positive, default=64, metavar="D")
+    add("--lengths", nargs="+", type=integers, default=[list(DEFAULT_LENGTHS)], metavar="N", help="64 ... 2048")
+    add("--batch", type=positive, default=2, metavar="B")
+    add("--heads", type=positive, default=4, metavar="H")
+    add("--head-dim", type=positive, default=64, metavar="D")
     add("--dtype", choices=tuple(DTYPES), default="fp32", help="of the inputs (default: fp32)")
     add("--causal", action="store_true")
-    add("--kernels", nargs="+", type=_names, metavar="NAME", help="kernels of flash_wmma (default: the device's)")
-    add("--peers", nargs="+", type=_names, metavar="NAME", help="others; SDPA's default choice is always in")
+    add("--kernels", nargs="+", type=names, metavar="NAME", help="kernels of flash_wmma (default: the device's)")
+    add("--peers", nargs="+", type=names, metavar="NAME", help="others; SDPA's default choice is always in")
     add("--device", help="cuda, cuda:1, cpu, ... (default: cuda if there is a GPU)")
-    add("--warmup", type=_positive, default=10, metavar="CALLS")
-    add("--repeats", type=_positive, default=42, metavar="ROUNDS")
+    add("--warmup", type=positive, default=10, metavar="CALLS")
+    add("--repeats", type=positive, default=42, metavar="ROUNDS")
     add("--graph", choices=("auto", "on", "off"), default="auto", help="CUDA graphs: in rows below 100 us, all, none")
     add("--seed", type=int, default=0, help="of the normally distributed inputs")
     add("--tflops", action="store_true", help="print a table of TFLOP/s too")
@@ -143,17 +77,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except CannotRun as error:
         print(error, file=sys.stderr)
         return 2
-
-
-def load_library() -> ModuleType:
-    """flash_wmma with its ops, or CannotRun that names the one command to run."""
-    try:
-        library = importlib.import_module("flash_wmma")
-        getattr(library, "forward")  # noqa: B009 (a folder of that name is no library)
-        getattr(torch.ops.flash_wmma, "forward")  # noqa: B009 (raises unless the compiled library is loaded)
-    except Exception as error:
-        raise CannotRun(HINT.format(python=sys.executable, why=error)) from error
-    return library
 
 
 def run(library: ModuleType, options: argparse.Namespace) -> int:
@@ -228,90 +151,6 @@ def run_emulator(library: ModuleType, names: Sequence[str], options: argparse.Na
     rows = emulate(library, names, options.head_dim, DTYPES[options.dtype], options.causal, options.seed)
     print_emulated(rows, options.head_dim, options.dtype, options.causal, library.emulator.current().arch)
     return rows
-
-
-def choose_device(name: str | None) -> torch.device:
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError as error:
-        raise CannotRun(f"--device {name}: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise CannotRun(f"--device {name}: allowed are cpu and cuda")
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise CannotRun(f"--device {name}: this torch sees no GPU (try --device cpu)")
-        device = torch.device("cuda", device.index or 0)
-        if device.index >= torch.cuda.device_count():
-            raise CannotRun(f"--device {name}: there are {torch.cuda.device_count()} GPUs")
-        torch.cuda.set_device(device)
-    return device
-
-
-def measure_row(
-    problem: Problem,
-    implementations: Sequence[Implementation],
-    device: torch.device,
-    method: Method,
-    seed: int,
-    on_round: Callable[[], None] = lambda: None,
-) -> Row:
-    """Times all implementations together on one set of inputs, and checks what they wrote."""
-    dtype = DTYPES[problem.dtype]
-    try:
-        inputs = make_inputs(problem, dtype, device, seed)
-    except torch.cuda.OutOfMemoryError:
-        return Row(problem, "none", {i.name: Cell(reason="out of memory (inputs)") for i in implementations})
-    q, k, v = inputs
-    contenders = {i.name: Contender(partial(i.attend, q, k, v, problem.causal), i.context) for i in implementations}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # SDPA's reasons for not running: why_not asks for them again
-        measured = measure(contenders, device, method, on_round)
-
-    judge = Judge(q, k, v, problem.causal)
-    cells = {}
-    for implementation in implementations:
-        name = implementation.name
-        if name in measured.timings:
-            cells[name] = timed_cell(problem, measured, name, measured.timings.get(SDPA))
-            check(cells[name], judge, measured.outputs.pop(name), implementation.multiplied(dtype))
-        else:
-            error = measured.failures[name]
-            broken = implementation.ours and not _is_refusal(error)
-            reason = why_not(implementation, error, inputs, problem.causal)
-            cells[name] = Cell(reason=reason, right=False if broken else None)
-    return Row(problem, measured.clock, cells, sdpa_choice(q, k, v, problem.causal))
-
-
-def make_inputs(problem: Problem, dtype: torch.dtype, device: torch.device, seed: int) -> list[torch.Tensor]:
-    generator = torch.Generator(device).manual_seed(seed)
-    shape = (problem.batch, problem.heads, problem.length, problem.head_dim)
-    return [torch.randn(shape, generator=generator, device=device, dtype=dtype) for _ in "qkv"]
-
-
-def timed_cell(problem: Problem, measured: Measurement, name: str, sdpa: Timing | None) -> Cell:
-    timing = measured.timings[name]
-    return Cell(
-        median_ms=timing.median,
-        p10_ms=timing.p10,
-        p90_ms=timing.p90,
-        spread=timing.spread,
-        calls_per_sample=timing.calls_per_sample,
-        tflops=problem.flops / (1e9 * timing.median),
-        speedup_over_sdpa=timing.speedup_over(sdpa) if sdpa else None,
-        samples_ms=[round(s, 6) for s in timing.samples],
-    )
-
-
-def check(cell: Cell, judge: Judge, output: torch.Tensor, multiplied: torch.dtype) -> None:
-    """Fills in how far the output is from the reference; leaves it open if the reference does not fit in memory."""
-    try:
-        verdict = judge.judge(output, multiplied)
-    except torch.cuda.OutOfMemoryError:
-        torch.cuda.empty_cache()
-        cell.reason = "timed, but not checked: out of memory"
-        return
-    cell.error, cell.plain_error = verdict.error, verdict.plain_error
-    cell.max_abs_error, cell.allclose, cell.right = verdict.max_abs_error, verdict.allclose, verdict.right
 
 
 def print_header(facts: Sequence[str], problem: Problem, method: Method, device: torch.device) -> None:
@@ -456,26 +295,6 @@ def draw(path: Path, device: str, implementations: Sequence[Implementation], row
         plot_latency(curves, path, title, baseline="SDPA's default choice")
     except ImportError as error:
         raise CannotRun(f"--plot: {error} (pip install matplotlib)") from error
-
-
-def _is_refusal(error: Exception) -> bool:
-    """A kernel that says it does not take such inputs, or that memory does not suffice; anything else is a defect."""
-    return isinstance(error, ValueError | TypeError | NotImplementedError | torch.cuda.OutOfMemoryError)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text}: must be at least 1")
-    return number
-
-
-def _integers(text: str) -> list[int]:
-    return [_positive(part) for part in text.split(",") if part]
-
-
-def _names(text: str) -> list[str]:
-    return [part for part in text.split(",") if part]
 
 
 if __name__ == "__main__":

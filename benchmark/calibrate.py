@@ -26,13 +26,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from ncu import parse
-from report import ABSENT, Table
 
 import flash_wmma
 from flash_wmma import emulator
 from flash_wmma.emulator._program import argument_of, call_entry
 from flash_wmma.emulator._runtime import take_profile
+from harness.profilers import parse_ncu
+from harness.report import ABSENT, Table
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = ROOT / "tests" / "emulator" / "micro.cu"
@@ -159,7 +159,7 @@ def ncu(arguments: list[str]) -> list[list[Counts]]:
     text = subprocess.run(
         [*command, sys.executable, __file__, *arguments], capture_output=True, text=True, check=False
     ).stdout
-    launches = parse(text, {name: metric.ncu for name, metric in METRICS.items()})
+    launches = parse_ncu(text, {name: metric.ncu for name, metric in METRICS.items()})
     if not launches:
         raise SystemExit(f"ncu gave no counters:\n{text}")
     calls: list[list[Counts]] = [[]]

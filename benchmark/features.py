@@ -11,7 +11,7 @@ Every row is one problem of 16,384 tokens and hidden size 2048, and one peer:
     ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take
     varlen              FlashAttention-2 on the same packed sequences, of lengths 1 to 4096
 
-The outputs that are timed are compared with the peer's where both compute the same. The method is timing.py's.
+The outputs that are timed are compared with the peer's where both compute the same. The method is harness/timing.py's.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import timing
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_wmma
+from harness import timing
+from harness.sweep import HIDDEN, TOKENS
 
-TOKENS, HIDDEN = 16384, 2048
 LENGTHS = (4096, 1, 2048, 17, 1024, 3000, 512, 255, 1500, 3835, 96)  # their sum is TOKENS
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}

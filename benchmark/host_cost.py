@@ -23,15 +23,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import environment
-import report
-import timing
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 import flash_wmma
+from harness import environment, report, timing
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 BASELINE = "sdpa"

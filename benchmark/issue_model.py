@@ -34,8 +34,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from report import Table
+from harness.report import Table
 
 ROOT = Path(__file__).resolve().parent.parent
 HMMA_FLOPS = 2 * 16 * 8 * 8  # of one m16n8k8

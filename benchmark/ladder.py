@@ -5,10 +5,10 @@
     python benchmark/ladder.py --json ladder.json --markdown ladder.md --plot ladder.png
 
 Kernels on CUDA cores are given fp32, those on tensor cores fp16, `unfused` both, SDPA's backends likewise.
-`timing.py` says how time is taken: all contenders in rotating order, as many rounds as the budget allows, so that slow
-rungs are timed a few times and no more. Every output is checked (`accuracy.py`). Without a GPU the CPU kernel is timed
-beside SDPA; what the emulator counts of the CUDA kernels, `benchmark.py --device cpu` prints. Exit status: 0; 1 if a
-kernel is wrong or fails; 2 if the benchmark cannot run as asked.
+`harness/timing.py` says how time is taken: all contenders in rotating order, as many rounds as the budget allows, so
+that slow rungs are timed a few times and no more. Every output is checked (`harness/accuracy.py`). Without a GPU the
+CPU kernel is timed beside SDPA; what the emulator counts of the CUDA kernels, `benchmark.py --device cpu` prints. Exit
+status: 0; 1 if a kernel is wrong or fails; 2 if the benchmark cannot run as asked.
 """
 
 from __future__ import annotations
@@ -26,25 +26,14 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from accuracy import Judge
-from contenders import SDPA, Implementation, flash_wmma_kernel, listed_kernels, peers, why_not
-from environment import compiled_kernels, describe
-from report import ABSENT, Table, milliseconds, progress
-from timing import Contender, DeviceLost, Measurement, Method, measure
 
-from benchmark import (
-    DTYPES,
-    CannotRun,
-    Cell,
-    Problem,
-    _is_refusal,
-    _positive,
-    check,
-    choose_device,
-    load_library,
-    make_inputs,
-    timed_cell,
-)
+from harness.accuracy import Judge
+from harness.contenders import SDPA, Implementation, flash_wmma_kernel, listed_kernels, peers, why_not
+from harness.environment import compiled_kernels, describe
+from harness.problems import DTYPES, Cell, Problem, check, is_refusal, make_inputs, timed_cell
+from harness.program import CannotRun, choose_device, load_library, positive
+from harness.report import ABSENT, Table, milliseconds, progress
+from harness.timing import Contender, DeviceLost, Measurement, Method, measure
 
 UNITS = {  # each kernel in the order of the course, and what multiplies in it
     "cpu": None,
@@ -178,7 +167,7 @@ def climb(
         if timing is None:
             error = failures[entry.label]
             rung.cell.reason = why_not(kind, error, inputs[entry.dtype], problem.causal)
-            rung.cell.right = False if kind.ours and not _is_refusal(error) else None
+            rung.cell.right = False if kind.ours and not is_refusal(error) else None
             continue
         rung.cell = timed_cell(problem, measured, entry.label, flash)
         check(rung.cell, judges[entry.dtype], measured.outputs.pop(entry.label), kind.multiplied(DTYPES[entry.dtype]))
@@ -243,7 +232,7 @@ def draw(rungs: Sequence[Rung], title: str, path: Path) -> None:
 def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     for name, default in (("batch", 8), ("heads", 32), ("length", 2048), ("head-dim", 64)):
-        parser.add_argument(f"--{name}", type=_positive, default=default)
+        parser.add_argument(f"--{name}", type=positive, default=default)
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--device", help="cuda, cuda:1, cpu, ... (default: cuda if there is a GPU)")
     parser.add_argument("--budget", type=float, default=15.0, metavar="S", help="seconds for the timed rounds")

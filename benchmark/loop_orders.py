@@ -15,7 +15,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-import report
 import torch
 
 import flash_wmma
@@ -23,6 +22,7 @@ from flash_wmma._library import ops
 from flash_wmma._profile import Launch, launches_of
 from flash_wmma.emulator._compile import CSRC
 from flash_wmma.emulator._runtime import alone, take_profile
+from harness import report
 
 
 def launches(kernel: str, n: int, d: int, arch: int, deterministic: bool) -> list[Launch]:

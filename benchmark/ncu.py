@@ -10,14 +10,12 @@ inputs, say). Clocks are left alone, so durations are those of a card that runs 
 from __future__ import annotations
 
 import argparse
-import csv
-import json
-import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
 from pathlib import Path
+
+from harness.profilers import CannotProfile, Launch, argument_parser, call_of, find_ncu, parse_ncu, print_launches
 
 METRICS = {
     "duration": "gpu__time_duration.sum",
@@ -34,28 +32,6 @@ METRICS = {
     "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_active",
     "tensor_instructions": "sm__inst_executed_pipe_tensor.sum",
 }
-DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
-
-Launch = dict[str, float]  # the metrics of one launch, by METRICS' keys; absent: not on this device
-
-
-class CannotProfile(Exception):
-    """The profile cannot be taken; the message says why and what to do."""
-
-
-def parse(text: str, metrics: Mapping[str, str] = METRICS) -> list[tuple[str, Launch]]:
-    """ncu's CSV (one row a metric): the launches in order, each with its kernel's name."""
-    names = {metric: key for key, metric in metrics.items()}
-    lines = text.splitlines()
-    start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
-    launches: dict[str, tuple[str, Launch]] = {}
-    for row in csv.DictReader(lines[start:]):
-        _, values = launches.setdefault(row["ID"], (row["Kernel Name"], {}))
-        try:
-            values[names[row["Metric Name"]]] = float(row["Metric Value"].replace(",", ""))
-        except (KeyError, ValueError):
-            continue  # a metric that this device does not have
-    return list(launches.values())
 
 
 def table(metrics: Launch) -> list[tuple[str, str]]:
@@ -86,25 +62,15 @@ def table(metrics: Launch) -> list[tuple[str, str]]:
     ]
 
 
-def find() -> str:
-    """ncu's path."""
-    ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin:/opt/nvidia/nsight-compute")
-    if ncu is None:
-        raise CannotProfile(
-            "ncu was not found: install Nsight Compute (it comes with the CUDA toolkit) and put it on PATH"
-        )
-    return ncu
-
-
 def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [find(), "--clock-control", "none", "--profile-from-start", "off", "--csv", "--print-units", "base"]
-        command += ["--log-file", str(log), "--metrics", ",".join(METRICS.values())]
+        command = [find_ncu(), "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+        command += ["--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
         command += [sys.executable, __file__, "--run", *arguments]
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         text = log.read_text() if log.exists() else ""
-    launches = parse(text)
+    launches = parse_ncu(text, METRICS)
     if not launches or done.returncode:
         said = "\n".join(line for line in text.splitlines() if line.startswith("=="))
         if "ERR_NVGPUCTRPERM" in text:
@@ -113,23 +79,6 @@ def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
             )
         raise CannotProfile(f"ncu measured nothing (exit status {done.returncode}):\n{said}")
     return launches
-
-
-def call_of(args: argparse.Namespace) -> Callable[[], None]:
-    """The call that is profiled."""
-    import torch
-
-    import flash_wmma
-
-    shape = (args.batch, args.heads, args.length, args.head_dim)
-    generator = torch.Generator("cuda").manual_seed(0)
-    dtype = getattr(torch, DTYPES[args.dtype])
-    q, k, v = (torch.randn(shape, device="cuda", generator=generator).to(dtype) for _ in range(3))
-
-    def call() -> None:
-        flash_wmma.forward(q, k, v, causal=args.causal, kernel=args.kernel)
-
-    return call
 
 
 def run_kernel(args: argparse.Namespace) -> None:
@@ -162,42 +111,6 @@ def check(kernel: str) -> None:
         )
 
 
-def argument_parser(description: str | None, dtype: str) -> argparse.ArgumentParser:
-    """What to profile; `dtype` is the default."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("kernel")
-    parser.add_argument("--dtype", choices=DTYPES, default=dtype)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--length", type=int, default=2048)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--causal", action="store_true")
-    parser.add_argument("--json", type=Path, help="write the raw metrics there too")
-    parser.add_argument("--run", action="store_true", help=argparse.SUPPRESS)
-    return parser
-
-
-def shape_of(args: argparse.Namespace) -> str:
-    """The problem in words."""
-    shape = f"B={args.batch} H={args.heads} N={args.length} d={args.head_dim} {args.dtype}"
-    return f"{shape}{' causal' if args.causal else ''}"
-
-
-def report(
-    args: argparse.Namespace, launches: list[tuple[str, Launch]], table: Callable[[Launch], list[tuple[str, str]]]
-) -> None:
-    """Prints the table of each launch; the raw metrics go to ``--json``."""
-    print(f"{args.kernel}, {shape_of(args)}: {len(launches)} launch(es) a call")
-    for name, metrics in launches:
-        rows = table(metrics)
-        width = max(len(label) for label, _ in rows) + 2
-        print(f"\n{name}")
-        for label, value in rows:
-            print(f"  {label:{width}}{value}")
-    if args.json:
-        args.json.write_text(json.dumps([{"name": name, **metrics} for name, metrics in launches], indent=2) + "\n")
-
-
 def main() -> int:
     args = argument_parser(__doc__, "fp16").parse_args()
     if args.run:
@@ -209,7 +122,7 @@ def main() -> int:
     except CannotProfile as why:
         print(f"ncu.py: {why}", file=sys.stderr)
         return 2
-    report(args, launches, table)
+    print_launches(args, launches, table)
     return 0
 
 

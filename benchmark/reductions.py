@@ -4,8 +4,8 @@
     python benchmark/reductions.py --json reductions.json
 
 Every row is one reduction of one array: 2^28 elements, and the rows of (8192, 8192), (2^20, 100) and (64, 2^22 + 1).
-Bandwidth counts x once, and once more what softmax writes. The method is timing.py's: contenders take turns, the ratio
-is the median over the rounds. All arrays are larger than the L2 cache.
+Bandwidth counts x once, and once more what softmax writes. The method is harness/timing.py's: contenders take turns,
+the ratio is the median over the rounds. All arrays are larger than the L2 cache.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import environment
-import timing
 import torch
 from torch import Tensor
 
 import flash_wmma
 from flash_wmma import reductions
+from harness import environment, timing
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "int32": torch.int32}
 SHAPES = ((2**28,), (8192, 8192), (2**20, 100), (64, 2**22 + 1))

@@ -18,8 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-import ncu
-from ncu import CannotProfile
+from harness.profilers import CannotProfile, Launch, argument_parser, call_of, print_launches
 
 COUNTERS = {
     "waves": "SQ_WAVES",
@@ -34,11 +33,12 @@ COUNTERS = {
 CALLS = 4
 LANES, BYTES = 64, 4  # of an instruction; that a lane moves
 
-Launch = dict[str, float]  # COUNTERS' keys, and "duration" in ns; absent: not on this device
-
 
 def parse(text: str, calls: int = CALLS) -> list[tuple[str, Launch]]:
-    """rocprof's CSV (one row a dispatch): this project's launches of the last of so many equal calls."""
+    """rocprof's CSV (one row a dispatch): this project's launches of the last of so many equal calls.
+
+    A launch has COUNTERS' keys, and "duration" in ns.
+    """
     launches = []
     for row in csv.DictReader(text.splitlines()):
         name = (row.get("KernelName") or "").removesuffix(" [clone .kd]")
@@ -104,7 +104,7 @@ def run_kernel(args: argparse.Namespace) -> None:
     """What runs under rocprof."""
     import torch
 
-    call = ncu.call_of(args)
+    call = call_of(args)
     for _ in range(CALLS):
         call()
     torch.cuda.synchronize()
@@ -127,7 +127,7 @@ def check(kernel: str) -> None:
 
 
 def main() -> int:
-    args = ncu.argument_parser(__doc__, "fp32").parse_args()
+    args = argument_parser(__doc__, "fp32").parse_args()
     if args.run:
         run_kernel(args)
         return 0
@@ -137,7 +137,7 @@ def main() -> int:
     except CannotProfile as why:
         print(f"rocprof.py: {why}", file=sys.stderr)
         return 2
-    ncu.report(args, launches, table)
+    print_launches(args, launches, table)
     return 0
 
 

@@ -17,8 +17,6 @@ import ctypes
 import itertools
 import json
 import math
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -27,13 +25,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
-import rungs
+from harness import rungs
+from harness.nvcc import INCLUDES, find_nvcc
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 ROOT = Path(__file__).resolve().parent.parent
-INCLUDES = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/device")]
 
 
 def library_of(kernel: str, head_dim: int) -> Path:
@@ -251,12 +249,6 @@ extern "C" int facts(int tile, int* registers, int* local_bytes, int* smem_bytes
 """
 
 
-def find_nvcc() -> str | None:
-    """The toolkit's compiler, or None."""
-    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
-    return str(home) if home.exists() else shutil.which("nvcc")
-
-
 def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> None:
     """Compiles these shapes into a library of their own."""
     nvcc = find_nvcc()
@@ -335,9 +327,10 @@ HEADING = f"{'d':>4} {'us':>8} {'TFLOP/s':>7} {'x SDPA':>6} {'regs':>4} {'local'
 def sweep(head_dim: int, args: argparse.Namespace) -> list[Result]:
     """Times every shape of one head dim together with SDPA, its flash backend or for fp32 its memory-efficient one, and
     checks it against that; fastest first."""
-    import timing
     import torch
     import torch.nn.functional as functional
+
+    from harness import timing
 
     library = Library(library_of(args.kernel, head_dim))
     size = (args.batch, args.heads or max(1, 2048 // head_dim), args.seq_len, head_dim)
@@ -437,7 +430,7 @@ def main() -> None:
     runner.add_argument("--top", type=int, default=8, help="shapes to print of each head dim")
     runner.add_argument("--json")
     runner.add_argument("--plot")
-    rungs.add_arguments(commands.add_parser("rungs", help="Br and Bc of the SIMT ladder (benchmark/rungs.py)"))
+    rungs.add_arguments(commands.add_parser("rungs", help="Br and Bc of the SIMT ladder (harness/rungs.py)"))
     args = parser.parse_args()
     if args.command == "rungs":
         rungs.run(args)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import json
 import math
@@ -23,15 +24,17 @@ import flash_wmma
 
 FOLDER = Path(__file__).resolve().parents[1] / "benchmark"
 sys.path.insert(0, str(FOLDER))
-accuracy = importlib.import_module("accuracy")
+accuracy = importlib.import_module("harness.accuracy")
 backward = importlib.import_module("backward")
 benchmark = importlib.import_module("benchmark")
+builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
-contenders = importlib.import_module("contenders")
+contenders = importlib.import_module("harness.contenders")
 forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
-report = importlib.import_module("report")
-timing = importlib.import_module("timing")
+report = importlib.import_module("harness.report")
+sweep = importlib.import_module("harness.sweep")
+timing = importlib.import_module("harness.timing")
 
 CPU = torch.device("cpu")
 without_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -364,6 +367,15 @@ def test_cuda_table(tmp_path):
     assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
 
 
+def test_programs_import_from_the_harness_and_from_no_other_program():
+    programs = {path.stem for path in FOLDER.glob("*.py")}
+    for path in FOLDER.rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text())))
+        names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+        names |= {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.level == 0}
+        assert not names & programs, path
+
+
 def test_notebook_is_committed_without_outputs():
     notebook = json.loads((FOLDER / "flash_wmma_colab.ipynb").read_text())
     code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
@@ -483,8 +495,8 @@ def test_ladder_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
 def test_forward_ratios_are_taken_round_by_round():
     # 4, 1 and 3 times as fast; the ratio of the medians is 2
     cells = {"fast": benchmark.Cell(samples_ms=[1.0, 2.0, 3.0]), "slow": benchmark.Cell(samples_ms=[4.0, 2.0, 9.0])}
-    assert forward.ratio(cells["fast"], cells["slow"]) == 3
-    assert forward.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
+    assert sweep.ratio(cells["fast"], cells["slow"]) == 3
+    assert sweep.ratio(cells["fast"], benchmark.Cell(reason="out of memory")) is None
 
 
 def test_forward_tables_have_both_masks_in_a_cell():
@@ -493,13 +505,13 @@ def test_forward_tables_have_both_masks_in_a_cell():
         cells = {name: benchmark.Cell(tflops=100 / ms[0], samples_ms=ms) for name, ms in samples.items()}
         return benchmark.Row(benchmark.Problem(1, 32, 16384, 64, "fp16", causal), "events", cells)
 
-    speeds, ratios = forward.tables([(row(False), row(True))], ["mma_sm80"], "card")
+    speeds, ratios = sweep.tables([(row(False), row(True))], ["mma_sm80"], "card")
     assert speeds.rows == [["64", "16384", "33 / 33", "50 / 50", "100 / 50"]]
     assert ratios.rows == [["64", "16384", "3.00 / 1.50", "2.00 / 1.00"]]
 
 
 def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.setattr(forward, "choose_device", lambda name: torch.device("cuda"))
+    monkeypatch.setattr(sweep, "choose_device", lambda name: torch.device("cuda"))
     assert forward.main(["--lengths", "1000"]) == 2
     assert "--lengths: got 1000, allowed are divisors of 16384" in capsys.readouterr().err
 
@@ -566,3 +578,72 @@ def test_calibration_takes_a_conversion_and_its_kernel_as_one_call(monkeypatch: 
     calls = calibrate.ncu(["run"])
     assert [[counts["shared load requests"] for counts in call] for call in calls] == [[1100, 1101], [1102]]
     assert math.isnan(calls[0][0]["shared load wavefronts"])
+
+
+# ------------------------------------------------------------------------------------------------------------ builds
+
+ROOT = FOLDER.parent
+SMALL = ("--device", "cpu", "--dtype", "fp32", "--tokens", "64", "--hidden", "32", "--head-dims", "16", "--rounds", "2")
+STUB = """\
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+torch.library.define("flash_wmma::forward", "() -> ()")
+print("not an answer")
+factors = {}
+
+def forward(q, k, v, *, causal, kernel):
+    if kernel not in factors:
+        raise ValueError(f"no kernel {kernel!r}")
+    return scaled_dot_product_attention(q, k, v, is_causal=causal) * float(factors[kernel])
+"""
+
+
+def test_a_build_is_compared_with_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    numbers = tmp_path / "builds.json"
+    kernels = ["--forward", "cpu", "--backward", "bwd_cpu", "bwd_cpu split"]
+    features = ["--features", "dense", "packed", "bias"]
+    arguments = [str(ROOT), *kernels, *features, *SMALL, "--lengths", "32", "64", "--json", str(numbers)]
+    assert builds.main(arguments) == 0
+    out = capfd.readouterr().out
+    assert out.count("speed of after relative to before") == 6
+    assert "results of 36 of 36 rows agree to the bit" in out
+    document = json.loads(numbers.read_text())
+    assert document["builds"]["before"]["package"] == document["builds"]["after"]["package"] == str(ROOT / "flash_wmma")
+    rows = document["rows"]
+    assert len(rows) == 3 * 3 * 2 * 2
+    assert all(row["right"] and len(row["before_ms"]) == len(row["after_ms"]) == 2 for row in rows)
+    ratios = [before / after for before, after in zip(rows[0]["before_ms"], rows[0]["after_ms"], strict=True)]
+    assert rows[0]["speed"] == pytest.approx(statistics.median(ratios))
+
+
+def test_builds_that_differ(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    before = {"right": 1, "close": 1, "wrong": 1, "nan": 1, "gone": 1}
+    after = {"right": 1, "close": 1.001, "wrong": 1.1, "nan": "nan"}
+    for name, factors in (("before", before), ("after", after)):
+        (tmp_path / name / "flash_wmma").mkdir(parents=True)
+        (tmp_path / name / "flash_wmma" / "__init__.py").write_text(STUB.replace("{}", repr(factors)))
+    folders = [str(tmp_path / name) for name in ("before", "after")]
+    assert builds.main([*folders, "--forward", *before, "in_none", "--backward", *SMALL, "--lengths", "32"]) == 1
+    out, err = capfd.readouterr()
+    summary = {line.split(":")[0]: line for line in out.splitlines()}
+    assert summary["right"].endswith("results of 2 of 2 rows agree to the bit")
+    assert summary["close"].endswith(
+        "results of 0 of 2 rows agree to the bit, in the others out differ by up to 1.0e-03"
+    )
+    assert summary["in_none"] == "in_none: in no row"
+    assert "in_none, dense, 2 rows: before: no kernel 'in_none'" in out
+    wrong = {line.split(",")[0]: line for line in err.splitlines() if "N = 32, causal: " in line}
+    assert wrong.keys() == {"wrong", "nan", "gone"}
+    assert "results differ: {'out': 0.1" in wrong["wrong"]
+    assert "results differ: {'out': nan" in wrong["nan"]
+    assert wrong["gone"].endswith("after: no kernel 'gone'")
+
+
+def test_builds_needs_two_packages(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    assert builds.main([str(tmp_path)]) == 2
+    assert f"before: there is no flash_wmma package in {tmp_path}" in capfd.readouterr().err
+    (tmp_path / "flash_wmma").mkdir()
+    (tmp_path / "flash_wmma" / "__init__.py").write_text("raise ImportError('not built')")
+    assert builds.main([str(tmp_path), str(tmp_path)]) == 2
+    assert f"before: the process of the build in {tmp_path} ended" in capfd.readouterr().err

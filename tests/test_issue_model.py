@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SCRIPT = ROOT / "benchmark" / "issue_model.py"
+sys.path.insert(0, str(SCRIPT.parent))
 
 # 16 rows, 16 keys, d = 16: 8 HMMA a tile.
 TILE = "4TileINS0_4Sm75E6__halfLi16ELi1ELi1ELi1ELi16ELi1ELb1ELi1EEE"

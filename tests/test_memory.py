@@ -128,7 +128,7 @@ def test_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 def test_committed_records_have_the_worked_example() -> None:
-    path = Path(__file__).resolve().parent.parent / "docs" / "memory_h200.json"
+    path = Path(__file__).resolve().parent.parent / "docs" / "data" / "memory_h200.json"
     text = json.loads(path.read_text())
     record = memory.Record([memory.Op(**op) for op in text["records"]["op by op"]["ops"]])
     assert (record.most_alive("forward"), record.most_alive("backward")) == (4, 6)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmark" / "ncu.py"
+sys.path.insert(0, str(SCRIPT.parent))
+ncu = importlib.import_module("ncu")
+profilers = importlib.import_module("harness.profilers")
 CSV = """\
 ==PROF== Connected to process 1
 ==PROF== Profiling "wmma_v2" - 0: 0%....50%....100% - 1 pass
@@ -30,18 +32,8 @@ CSV = """\
 """
 
 
-@pytest.fixture(scope="module")
-def ncu() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("flash_wmma_ncu", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_parse(ncu: ModuleType) -> None:
-    (first, conversion), (second, attention) = ncu.parse(CSV)
+def test_parse() -> None:
+    (first, conversion), (second, attention) = profilers.parse_ncu(CSV, ncu.METRICS)
     assert (first, second) == ("convert(float)", "wmma_v2(T1, P)")
     assert conversion == {"duration": 1500}
     assert attention == {"duration": 23040, "requests_load": 576, "sectors_load": 9216}
@@ -49,7 +41,7 @@ def test_parse(ncu: ModuleType) -> None:
     assert shown["duration"] == "23.04 µs"
     assert shown["global sectors per request, load"].startswith("16.00")
     assert shown["tensor pipe, instructions"] == "n/a"
-    assert ncu.parse("==ERROR== nothing\n") == []
+    assert profilers.parse_ncu("==ERROR== nothing\n", ncu.METRICS) == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what it does without a GPU")

@@ -16,8 +16,8 @@ from reference import Mask, Modification, attention
 from flash_wmma.emulator import Program
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
-import rungs
 import tiles
+from harness import rungs
 
 SHAPES = [
     tiles.WmmaShape(32, 4, 1, True, 2, handover="Shared"),

@@ -1,17 +1,17 @@
-"""Runs lab5.py over a grid of configurations, each in a process of its own, and draws what it measured.
+"""Runs training.py over a grid of configurations, each in a process of its own, and draws what it measured.
 
-    python benchmark/lab5_report.py --json lab5.json --plots .              # on a GPU, some minutes
-    python benchmark/lab5_report.py --memory --json lab5_memory.json --plots .
-    python benchmark/lab5_report.py --tiny --json lab5.json                 # sizes for a CPU
-    python benchmark/lab5_report.py --from docs/lab5.json --plots docs/images
+    python benchmark/training_report.py --json training.json --plots .              # on a GPU, some minutes
+    python benchmark/training_report.py --memory --json training_memory.json --plots .
+    python benchmark/training_report.py --tiny --json training.json                 # sizes for a CPU
+    python benchmark/training_report.py --from docs/data/training.json --plots docs/images
 
 The grid is a centre and, from there, each of seq_len, batch_size, num_heads, emb_dim and causal alone; then one
 sequence that grows until memory ends. The implementations of a configuration run one after the other, in an order that
 rotates; the centre is run ``--rounds`` times, of which tables and plots show the median, and ratios are of the same
 round. The processes are forked from one that has imported torch and has not yet touched the device.
 
-Two figures are written, ``lab5.png`` (time, TFLOP/s and peak memory over each parameter) and ``lab5_memory.png``;
-``--memory`` measures and draws the second alone.
+Two figures are written, ``training_speed.png`` (time, TFLOP/s and peak memory over each parameter) and
+``training_memory.png``; ``--memory`` measures and draws the second alone.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import argparse
 import contextlib
 import json
 import multiprocessing
+import runpy
 import statistics
 import sys
 import tempfile
@@ -29,8 +30,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import lab5
-import report
+from harness import report
+from harness.program import positive
 
 CONTENDERS: dict[str, list[str]] = {
     "Pytorch": ["--impl=Pytorch"],
@@ -44,7 +45,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Configuration:
-    """What lab5.py is told, but for the implementation."""
+    """What training.py is told, but for the implementation."""
 
     batch_size: int
     seq_len: int
@@ -100,17 +101,18 @@ TINY = Grid(
 
 Result = dict[str, Any]
 Results = dict[Configuration, dict[str, list[Result]]]
-"""Of each configuration and contender what lab5.py wrote, one entry a round."""
+"""Of each configuration and contender what training.py wrote, one entry a round."""
 
 
 def child(arguments: list[str], notes: str) -> None:
     """A process's work: one configuration."""
     with Path(notes).open("w") as stream, contextlib.redirect_stderr(stream):
-        sys.exit(lab5.main(arguments))
+        sys.argv[1:] = arguments
+        runpy.run_path(str(Path(__file__).with_name("training.py")), run_name="__main__")
 
 
 def measured(context: Any, arguments: list[str], folder: Path) -> Result:
-    """What lab5.py writes, from a process of its own; a process that ends without a result is an ``"error"``."""
+    """What training.py writes, from a process of its own; a process that ends without a result is an ``"error"``."""
     output, notes = folder / "output.json", folder / "notes.txt"
     for file in (output, notes):
         file.unlink(missing_ok=True)
@@ -125,7 +127,7 @@ def measured(context: Any, arguments: list[str], folder: Path) -> Result:
         result: Result = json.loads(output.read_text())
     except (OSError, ValueError):
         result = {"error": " ".join([f"exit status {process.exitcode}", *said[-1:]])}
-    if ours := [line for line in said if line.startswith("lab5: ")]:
+    if ours := [line for line in said if line.startswith("training: ")]:
         result["said"] = "; ".join(ours)
     return result
 
@@ -150,7 +152,7 @@ def run(
 ) -> None:
     """What ``results`` lacks of the grid, with a progress bar; ``keep`` is handed what there is after each round."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lab5", "flash_wmma"])
+    context.set_forkserver_preload(["harness.contenders", "flash_wmma"])
     plan = [(c, order) for c, order in rounds(grid, names, centre_rounds) if c not in results]
     with tempfile.TemporaryDirectory() as folder, report.progress() as progress:
         progress.start("configurations", sum(len(order) for _, order in plan))
@@ -242,7 +244,7 @@ def looks(results: Results) -> dict[str, dict[str, Any]]:
 
 
 def plot_axes(grid: Grid, results: Results, title: str, folder: Path) -> None:
-    """lab5.png."""
+    """training_speed.png."""
     from matplotlib import pyplot as plt
 
     look = looks(results)
@@ -267,12 +269,12 @@ def plot_axes(grid: Grid, results: Results, title: str, folder: Path) -> None:
         row[0].set_ylabel(label)
     panels[0][0].legend(frameon=False, fontsize=8)
     figure.suptitle(title)
-    figure.savefig(folder / "lab5.png", dpi=110)
+    figure.savefig(folder / "training_speed.png", dpi=110)
     plt.close(figure)
 
 
 def plot_memory(grid: Grid, results: Results, title: str, folder: Path) -> None:
-    """lab5_memory.png."""
+    """training_memory.png."""
     from matplotlib import pyplot as plt
 
     look = looks(results)
@@ -295,7 +297,7 @@ def plot_memory(grid: Grid, results: Results, title: str, folder: Path) -> None:
     linear.legend(frameon=False)
     c = grid.growing[0]
     figure.suptitle(f"B = {c.batch_size}, {c.num_heads} heads, emb_dim {c.emb_dim}, causal; {title}")
-    figure.savefig(folder / "lab5_memory.png", dpi=110)
+    figure.savefig(folder / "training_memory.png", dpi=110)
     plt.close(figure)
 
 
@@ -314,12 +316,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tiny", action="store_true", help="a grid for the CPU")
     parser.add_argument("--memory", action="store_true", help="the growing sequence alone")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--dtype", choices=lab5.DTYPES, default="fp16")
-    parser.add_argument("--rounds", type=lab5.positive, default=3, help="of the centre")
+    parser.add_argument("--dtype", choices=("fp16", "bf16", "fp32"), default="fp16")
+    parser.add_argument("--rounds", type=positive, default=3, help="of the centre")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes every result")
     parser.add_argument("--resume", action="store_true", help="measures what --json's FILE lacks, and adds it")
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="measures nothing: results from there")
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="writes lab5.png and lab5_memory.png there")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="writes both figures there")
     arguments = parser.parse_args(argv)
     if "Flash2" not in arguments.contenders:
         parser.error("--contenders: Flash2 must be among them")
@@ -365,16 +367,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     failed = [e["error"] for each in results.values() for es in each.values() for e in es if "error" in e]
     unexpected = [error for error in failed if not error.startswith("out of memory")]
     for error in unexpected:
-        print(f"lab5_report: {error}", file=sys.stderr)
+        print(f"training_report: {error}", file=sys.stderr)
     return int(bool(unexpected))
 
 
 def described() -> dict[str, Any]:
     """Where it was measured."""
-    import environment
     import torch
 
     import flash_wmma
+    from harness import environment
 
     found = environment.describe(flash_wmma, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     return {"device": found.device, "environment": found.lines()}

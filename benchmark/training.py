@@ -1,6 +1,6 @@
 """Time, TFLOP/s and peak memory of attention's forward and backward, one configuration a process, as JSON.
 
-    python benchmark/lab5.py --batch_size 32 --seq_len 1024 --num_heads 32 --emb_dim 2048 --impl Flash2 --causal
+    python benchmark/training.py --batch_size 32 --seq_len 1024 --num_heads 32 --emb_dim 2048 --impl Flash2 --causal
 
 ``Pytorch`` is eager matmul, mask, softmax, matmul; ``Flash2`` this library; ``SDPA`` torch's fused attention with the
 backend that torch chooses, or ``--sdpa_backend``; which one that was is said on stderr. FLOPs are 4 * B * N^2 * emb_dim
@@ -25,13 +25,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders import SDPA_BACKENDS, sdpa_choice
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import sdpa_kernel
 
+from harness.contenders import SDPA_BACKENDS, sdpa_choice
+from harness.problems import DTYPES
+from harness.program import positive
+
 PASSES = ("forward", "backward", "forward_backward")
-DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16, "fp32": torch.float32}
 BACKENDS = {name.removeprefix("sdpa_"): backend for name, backend in SDPA_BACKENDS.items()}
 WARM_UP = 3
 HEAD_START = 1_000_000
@@ -121,7 +123,7 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
     result["peak_memory_usage(MB)"] = peak_memory(device)
     if arguments.impl == "SDPA":
         chosen = arguments.sdpa_backend or (sdpa_choice(q, k, v, causal) or "unknown").removeprefix("sdpa_")
-        print(f"lab5: SDPA ran its backend {chosen}", file=sys.stderr)
+        print(f"training: SDPA ran its backend {chosen}", file=sys.stderr)
     return result
 
 
@@ -141,14 +143,6 @@ def run(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         nothing = {name: {"time(s)": None, "FLOPS(TFLOPs/s)": None} for name in PASSES}
         text = str(error).splitlines()[0]
         return {**nothing, "peak_memory_usage(MB)": None, "error": f"out of memory: {text}"}
-
-
-def positive(text: str) -> int:
-    """An int of at least 1."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, allowed: 1 and more")
-    return number
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from types import ModuleType
 
 import torch
-from accuracy import ALLCLOSE_ATOL, Judge
-from contenders import flash_wmma_kernel
-from report import ABSENT, Table
+
+from .accuracy import ALLCLOSE_ATOL, Judge
+from .contenders import flash_wmma_kernel
+from .report import ABSENT, Table
 
 LENGTH = 64
 CPU = torch.device("cpu")

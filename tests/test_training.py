@@ -12,8 +12,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmark"))
-lab5 = importlib.import_module("lab5")
-lab5_report = importlib.import_module("lab5_report")
+training = importlib.import_module("training")
+training_report = importlib.import_module("training_report")
 host_cost = importlib.import_module("host_cost")
 
 SMALL = ["--batch_size=1", "--seq_len=32", "--num_heads=2", "--emb_dim=32", "--repeats=2", "--dtype=fp32"]
@@ -23,7 +23,7 @@ KEYS = ["forward", "backward", "forward_backward", "peak_memory_usage(MB)"]
 @pytest.mark.parametrize("implementation", ["Pytorch", "Flash2", "SDPA"])
 def test_file(tmp_path: Path, implementation: str) -> None:
     file = tmp_path / "result.json"
-    assert lab5.main([*SMALL, "--impl", implementation, "--causal", "--output", str(file)]) == 0
+    assert training.main([*SMALL, "--impl", implementation, "--causal", "--output", str(file)]) == 0
     result = json.loads(file.read_text())
     assert list(result) == KEYS
     times = {name: result[name]["time(s)"] for name in KEYS[:3]}
@@ -37,7 +37,7 @@ def test_file(tmp_path: Path, implementation: str) -> None:
 
 def test_implementations_agree() -> None:
     q, k, v = (torch.randn(1, 2, 9, 16) for _ in "qkv")
-    plain, *others = (attend(q, k, v, True) for attend in lab5.IMPLEMENTATIONS.values())
+    plain, *others = (attend(q, k, v, True) for attend in training.IMPLEMENTATIONS.values())
     for other in others:
         torch.testing.assert_close(other, plain)
 
@@ -46,8 +46,8 @@ def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
     def fail(*_: Any) -> None:
         raise torch.OutOfMemoryError("tried to allocate 1 PiB")
 
-    monkeypatch.setitem(lab5.IMPLEMENTATIONS, "SDPA", fail)
-    assert lab5.main([*SMALL, "--impl=SDPA"]) == 1
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "SDPA", fail)
+    assert training.main([*SMALL, "--impl=SDPA"]) == 1
     result = json.loads(capsys.readouterr().out)
     assert list(result) == [*KEYS, "error"]
     assert result["backward"] == {"time(s)": None, "FLOPS(TFLOPs/s)": None}
@@ -56,7 +56,7 @@ def test_out_of_memory(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFi
 
 def test_out_of_the_cpus_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """For which torch has no exception of its own: the score matrix of three million rows."""
-    assert lab5.main([*SMALL, "--impl=Pytorch", "--seq_len=3000000", "--num_heads=1", "--emb_dim=1"]) == 1
+    assert training.main([*SMALL, "--impl=Pytorch", "--seq_len=3000000", "--num_heads=1", "--emb_dim=1"]) == 1
     assert json.loads(capsys.readouterr().out)["error"].startswith("out of memory: ")
 
 
@@ -64,17 +64,17 @@ def test_other_errors_are_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("something else")
 
-    monkeypatch.setitem(lab5.IMPLEMENTATIONS, "SDPA", fail)
+    monkeypatch.setitem(training.IMPLEMENTATIONS, "SDPA", fail)
     with pytest.raises(RuntimeError, match="something else"):
-        lab5.main([*SMALL, "--impl=SDPA"])
+        training.main([*SMALL, "--impl=SDPA"])
 
 
 @pytest.mark.parametrize("backend", ["flash", "math"])
 def test_backend_of_sdpa(backend: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert lab5.main([*SMALL, "--impl=SDPA", f"--sdpa_backend={backend}"]) == 0
+    assert training.main([*SMALL, "--impl=SDPA", f"--sdpa_backend={backend}"]) == 0
     printed = capsys.readouterr()
     assert list(json.loads(printed.out)) == KEYS
-    assert printed.err == f"lab5: SDPA ran its backend {backend}\n"
+    assert printed.err == f"training: SDPA ran its backend {backend}\n"
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_backend_of_sdpa(backend: str, capsys: pytest.CaptureFixture[str]) -> No
 )
 def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        lab5.main([*SMALL, *arguments])
+        training.main([*SMALL, *arguments])
     assert message in capsys.readouterr().err
 
 
@@ -99,17 +99,18 @@ def test_wrong_arguments(arguments: list[str], message: str, capsys: pytest.Capt
 
 def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A process each, resumed, drawn, and drawn again from its file; an eager configuration runs out of memory."""
-    centre = lab5_report.Configuration(1, 32, 2, 32, True, 2)
-    grid = lab5_report.Grid(
+    centre = training_report.Configuration(1, 32, 2, 32, True, 2)
+    grid = training_report.Grid(
         centre,
         {"causal": (False, True)},
-        [lab5_report.Configuration(1, n, 1, 1, True, 1) for n in (32, 3000000)],
+        [training_report.Configuration(1, n, 1, 1, True, 1) for n in (32, 3000000)],
     )
-    monkeypatch.setattr(lab5_report, "TINY", grid)
-    monkeypatch.setitem(lab5_report.CONTENDERS, "Flash2", ["--impl=Pytorch"])  # Flash2's name, eager's speed and memory
-    file = tmp_path / "lab5.json"
+    monkeypatch.setattr(training_report, "TINY", grid)
+    # Flash2's name, eager's speed and memory
+    monkeypatch.setitem(training_report.CONTENDERS, "Flash2", ["--impl=Pytorch"])
+    file = tmp_path / "training.json"
     call = ["--tiny", "--dtype=fp32", "--rounds=2", "--contenders", "Flash2", "--json", str(file)]
-    assert lab5_report.main(call) == 0
+    assert training_report.main(call) == 0
     written = json.loads(file.read_text())
     entries = written["entries"]
     assert [entry["configuration"]["seq_len"] for entry in entries] == [32, 32, 32, 3000000]
@@ -118,19 +119,19 @@ def test_report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert entries[3]["results"]["Flash2"][0]["error"].startswith("out of memory")
 
     file.write_text(json.dumps({**written, "entries": entries[:2]}))
-    assert lab5_report.main([*call, "--resume"]) == 0
+    assert training_report.main([*call, "--resume"]) == 0
     again = json.loads(file.read_text())["entries"]
     assert again[:2] == entries[:2]
     assert len(again) == 4
 
     file.write_text(json.dumps({**written, "environment": ["elsewhere"]}))
     with pytest.raises(SystemExit):
-        lab5_report.main([*call, "--resume"])
+        training_report.main([*call, "--resume"])
     file.write_text(json.dumps(written))
     capsys.readouterr()
-    assert lab5_report.main(["--tiny", "--from", str(file), "--plots", str(tmp_path)]) == 0
+    assert training_report.main(["--tiny", "--from", str(file), "--plots", str(tmp_path)]) == 0
     assert capsys.readouterr().out.count("| 1 |") == 4
-    assert all((tmp_path / name).stat().st_size > 0 for name in ("lab5.png", "lab5_memory.png"))
+    assert all((tmp_path / name).stat().st_size > 0 for name in ("training_speed.png", "training_memory.png"))
 
 
 def test_report_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -138,31 +139,31 @@ def test_report_says_what_failed(tmp_path: Path, capsys: pytest.CaptureFixture[s
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
-    result = lab5_report.measured(context, ["--seq_len=0"], tmp_path)
+    result = training_report.measured(context, ["--seq_len=0"], tmp_path)
     assert result["error"].startswith("exit status 2 ")
     assert "--seq_len: got 0" in result["error"]
 
 
 def test_turns_rotate() -> None:
-    plan = list(lab5_report.rounds(lab5_report.FULL, ["a", "b", "c"], 3))
+    plan = list(training_report.rounds(training_report.FULL, ["a", "b", "c"], 3))
     assert [order[0] for _, order in plan[:4]] == ["a", "b", "c", "a"]
-    assert [c for c, _ in plan[:3]] == [lab5_report.FULL.centre] * 3
-    assert plan[3][0] != lab5_report.FULL.centre
+    assert [c for c, _ in plan[:3]] == [training_report.FULL.centre] * 3
+    assert plan[3][0] != training_report.FULL.centre
     assert all(sorted(order) == ["a", "b", "c"] for _, order in plan)
 
 
 def test_published_results() -> None:
-    """docs/lab5.json is a whole result, and the analysis has its figures."""
+    """docs/data/training.json is a whole result, and the analysis has its figures."""
     docs = Path(__file__).resolve().parents[1] / "docs"
-    written = json.loads((docs / "lab5.json").read_text())
-    results = lab5_report.from_json(written["entries"])
-    grid = lab5_report.FULL
+    written = json.loads((docs / "data" / "training.json").read_text())
+    results = training_report.from_json(written["entries"])
+    grid = training_report.FULL
     assert set(results) >= set(grid.configurations()) - set(grid.growing)
     text = (docs / "training.md").read_text()
-    for table in lab5_report.tables(grid, results)[:1]:
+    for table in training_report.tables(grid, results)[:1]:
         for row in table.rows:
             for figure in row[9:]:  # ratios and memory
-                assert figure in (lab5_report.report.ABSENT, *text.replace("|", " ").split()), row
+                assert figure in (training_report.report.ABSENT, *text.replace("|", " ").split()), row
     for c, each in results.items():  # the formula of "Memory", in MB
         expected = (20 * c.batch_size * c.seq_len * c.emb_dim + 4 * c.batch_size * c.seq_len * c.num_heads) / 2**20
         assert abs(each["Flash2"][0]["peak_memory_usage(MB)"] - expected) < 0.01

@@ -18,6 +18,8 @@ import torch
 
 CHUNK_BYTES = 256 * 2**20
 ALLCLOSE_ATOL = 1e-3
+TOLERANCE = {"fp16": 1e-2, "bf16": 6e-2, "fp32": 1e-2}
+"""How far two right results may be apart, relative to the largest element; fp32 may have been multiplied as fp16."""
 
 
 @dataclass(frozen=True)

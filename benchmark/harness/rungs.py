@@ -22,7 +22,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from .nvcc import INCLUDES, find_nvcc
+from .profilers import find_ncu, parse_ncu
+
+ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "build" / "tiles"
 LADDER = (
     "simt_naive",
@@ -170,25 +173,22 @@ def emulated(args: argparse.Namespace) -> list[Row]:
 
 def profiled(args: argparse.Namespace) -> list[Row]:
     """The sweep under Nsight Compute."""
-    import ncu
-
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "ncu.csv"
-        command = [ncu.find(), "--clock-control", "none", "--profile-from-start", "off", "--csv"]
+        command = [find_ncu(), "--clock-control", "none", "--profile-from-start", "off", "--csv"]
         command += ["--print-units", "base", "--log-file", str(log), "--metrics", ",".join(METRICS.values())]
         sizes = (args.head_dim, args.batch, args.heads, args.seq_len)
-        subprocess.run([*command, sys.executable, __file__, "--launch", *map(str, sizes)], check=True)
+        command += [sys.executable, "-m", "harness.rungs", "--launch", *map(str, sizes)]
+        subprocess.run(command, cwd=Path(__file__).parents[1], check=True)
         return rows_of(log.read_text(), args)
 
 
 def rows_of(csv: str, args: argparse.Namespace) -> list[Row]:
     """From what ncu wrote of the launches, one a tile."""
-    import ncu
-
     from flash_wmma import theoretical_occupancy
 
     rows = []
-    for (br, bc), (_, m) in zip(pairs(32), ncu.parse(csv, METRICS), strict=True):
+    for (br, bc), (_, m) in zip(pairs(32), parse_ncu(csv, METRICS), strict=True):
         occupancy = theoretical_occupancy(args.arch, br * bc, args.registers, smem_bytes(br, bc, args.head_dim))
         rows.append(
             Row(
@@ -216,8 +216,6 @@ def library(head_dim: int) -> Path:
 
 def build(args: argparse.Namespace) -> None:
     """Compiles the sweep for a GPU."""
-    from tiles import INCLUDES, find_nvcc
-
     nvcc = find_nvcc()
     if nvcc is None:
         sys.exit("tiles.py rungs: nvcc not found; set CUDA_HOME or put nvcc on PATH")
@@ -252,10 +250,11 @@ def launch_all(d: int, batch: int, heads: int, n: int) -> None:
 
 def ladder_times(args: argparse.Namespace) -> dict[str, float]:
     """Microseconds of every rung, at the sweep's shape."""
-    import timing
     import torch
 
     import flash_wmma
+
+    from . import timing
 
     q, k, v = torch.randn(3, args.batch, args.heads, args.seq_len, args.head_dim, device="cuda")
     calls: dict[str, Callable[[], Any]] = {

@@ -1,0 +1,16 @@
+"""Where the CUDA compiler is, and where it finds what kernels include."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+INCLUDES = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/device")]
+
+
+def find_nvcc() -> str | None:
+    """The toolkit's compiler, or None."""
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "bin" / "nvcc"
+    return str(home) if home.exists() else shutil.which("nvcc")
