@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from .fault import Fault
 
-KERNEL = "csrc/backward/mma.cuh"
-PRODUCTS = "csrc/backward/mma_products.cuh"
-TILE = "csrc/backward/mma_tile.cuh"
-STREAMED = "csrc/backward/streamed_tiles.cuh"
-PAIRS = "csrc/backward/pairs.cuh"
-TRIOS = "csrc/backward/trios.cuh"
-ROWS = "csrc/backward/rows.cuh"
-SCALES = "csrc/backward/scales.cuh"
-SIMT = "csrc/backward/bwd_simt.cuh"
-SIMT_ROWS = "csrc/backward/bwd_simt.cu"
-SHAPES = "csrc/backward/mma_shapes.h"
+KERNEL = "csrc/backward/mma/kernel.cuh"
+PRODUCTS = "csrc/backward/mma/products.cuh"
+TILE = "csrc/backward/mma/tile.cuh"
+STREAMED = "csrc/backward/mma/streamed_tiles.cuh"
+PAIRS = "csrc/backward/mma/two_roles.cuh"
+TRIOS = "csrc/backward/mma/three_roles.cuh"
+ROWS = "csrc/device/backward_rows.cuh"
+SCALES = "csrc/backward/mma/scales.cuh"
+SIMT = "csrc/backward/simt/bwd_simt.cuh"
+SIMT_ROWS = "csrc/backward/simt/bwd_simt.cu"
+SHAPES = "csrc/backward_shapes.h"
 OWNED = "csrc/device/owned_tile.cuh"
 MASK = "csrc/device/mask.cuh"
 REDUCE = "csrc/reductions/reduce.cu"
@@ -756,7 +756,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm80-workspace-of-stored-inputs",
-        path="csrc/backward/bwd_sm80.cu",
+        path="csrc/backward/mma/bwd_sm80.cu",
         old="backward::workspace_bytes(p, p.forward.dtype == DType::kFloat32);",
         new="backward::workspace_bytes(p, false);",
         why="the workspace has no place for converted inputs",
@@ -764,7 +764,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm80-no-tile-for-little-memory",
-        path="csrc/backward/bwd_sm80.cuh",
+        path="csrc/backward/mma/bwd_sm80.cuh",
         old="        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kKeys>(80),\n",
         new="",
         why="the deterministic pass has no instance for d = 256 in 99 KiB",
@@ -772,7 +772,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm75-workspace-of-float32-alone",
-        path="csrc/backward/bwd_sm75.cu",
+        path="csrc/backward/mma/bwd_sm75.cu",
         old="backward::workspace_bytes(p, p.forward.dtype != DType::kFloat16);",
         new="backward::workspace_bytes(p, p.forward.dtype == DType::kFloat32);",
         why="the workspace has no place for converted bf16",
@@ -780,7 +780,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm75-operands-not-resident",
-        path="csrc/backward/bwd_sm75.cu",
+        path="csrc/backward/mma/bwd_sm75.cu",
         old="    shape<Pass::kQueries, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),\n",
         new="",
         why="the deterministic pass of converted inputs has no instance for d = 256",

@@ -13,7 +13,7 @@ FAULTS = [
     # ----------------------------------------------------------------------------------------- wgmma_sm90: the kernel
     Fault(
         name="wgmma-vote-one-row",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="(holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));",
         new="holds(0) || (General && rows_left_ <= 0));",
         why="the vote asks only one of a lane's two rows: weights of the other overflow",
@@ -21,7 +21,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-vote-other-row",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="(holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));",
         new="holds(1) || (General && rows_left_ <= 8));",
         why="the vote asks only the second of a lane's two rows",
@@ -29,7 +29,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-estimate-immoderate",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
         const bool moderate = factor > 0.f && all_moderate(top, factor);
         if (moderate) m_[0]""",
@@ -41,7 +41,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-estimate-first-row-twice",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;",
         new="if (moderate) m_[0] = m_[1] = fmaxf(top[0], top[1]) * factor;",
         why="two rows begin with one maximum: where one lies far below, its weights vanish",
@@ -49,7 +49,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-again-without-softcap",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
                     multiply_qk_again();
                     soft_cap();""",
@@ -59,7 +59,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-again-from-values",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));",
         new="ptx::ldmatrix_x4(b, at(smem_.v[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));",
         why="a failed vote computes the scores again from V",
@@ -67,7 +67,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-sum-not-rescaled",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="            l_[h] *= rescale;\n",
         new="",
         why="row sums keep the old maximum's unit when the maximum moves",
@@ -75,7 +75,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-window-left",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="return offset < begin;",
         new="return offset <= begin;",
         why="the first key of a window is hidden",
@@ -83,7 +83,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-all-end",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="all_end = rows.mask.end(rows.first_query) - kBc + 1;",
         new="all_end = rows.mask.end(last_query) - kBc + 1;",
         why="a tile that the first rows see in part counts as one that all rows see whole",
@@ -91,7 +91,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-cut-one-row-short",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="for (int vector = max(0, count) * kVectors + lane_; vector < kAll; vector += 32)",
         new="for (int vector = max(0, count + 1) * kVectors + lane_; vector < kAll; vector += 32)",
         why="a row of the next packed sequence stays behind the keys: weights of 0 meet its NaN",
@@ -99,7 +99,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-cut-without-fence",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="        ptx::fence_proxy_async();\n",
         new="",
         why="products may not see the zeros that the producer wrote",
@@ -107,7 +107,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-packed-batch",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;",
         new="const int batch = work.sequence.index;",
         why="packed sequences but the first are looked for in batch entries that do not exist",
@@ -115,7 +115,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-v-released-early",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
             ptx::wgmma_wait<0>();
             if (key < first) release_v();
@@ -129,7 +129,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-last-wait",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
         }
         ptx::wgmma_wait<0>();
@@ -148,7 +148,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-turn-to-itself",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="ptx::named_barrier_arrive(1 + (group_ + 1) % Tile::kConsumers, 2 * Tile::kGroupThreads);",
         new="ptx::named_barrier_arrive(1 + group_, 2 * Tile::kGroupThreads);",
         why="a consumer passes its turn to itself",
@@ -156,7 +156,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-empty-arrivals",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);",
         new="ptx::barrier_init(&ring[i].empty, kWarps);",
         why="a place of the ring counts as empty when one consumer of several has released it",
@@ -164,7 +164,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-barrier-init-fence",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="        ptx::barrier_init_fence();\n",
         new="",
         why="tensor copies may not see that the barriers are ready",
@@ -172,7 +172,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-expects-one-panel",
-        path="csrc/forward/wgmma_sm90.cuh",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="ptx::barrier_arrive_expect(barrier, sizeof(Rows));",
         new="ptx::barrier_arrive_expect(barrier, sizeof(rows.panel[0]));",
         why="from d = 128 on a tile counts as full when its first panel has come",
@@ -181,7 +181,7 @@ FAULTS = [
     # ------------------------------------------------------------------------- wgmma_sm90: block, plan, items, parts, O
     Fault(
         name="wgmma-ring-parity",
-        path="csrc/forward/wgmma_sm90_block.cuh",
+        path="csrc/forward/wgmma/block.cuh",
         old="if (++stage == Stages) stage = 0, parity ^= 1;",
         new="if (++stage == Stages) stage = 0;",
         why="waits of a ring's second round are those of its first",
@@ -189,7 +189,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-odd-round-rows",
-        path="csrc/forward/wgmma_sm90_block.cuh",
+        path="csrc/forward/wgmma/block.cuh",
         old="(odd ? Tile::kConsumers - 1 - consumer : consumer);",
         new="(odd ? Tile::kConsumers - consumer : consumer);",
         why="in every other round the consumers' rows are one place too far",
@@ -197,7 +197,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-visible-first-row",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="const int first = min(mask.begin(row) / Tile::kBc, last_tile);",
         new="const int first = min(mask.begin(last_row) / Tile::kBc, last_tile);",
         why="under a window the first rows of a tile lose their first keys",
@@ -205,7 +205,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-part-remainder",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="tiles.end = tiles.first + each + (index < longer ? 1 : 0);",
         new="tiles.end = tiles.first + each;",
         why="a tile of keys is nobody's where parts are not equally long",
@@ -213,7 +213,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-single-part-is-a-part",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="            if (parts == 1) part = kWhole;\n",
         new="",
         why="an item of one part is given to the workspace, from where nobody fetches it",
@@ -221,7 +221,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-plan-empty-parity",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="ptx::barrier_wait(&slot.empty, place_.parity ^ 1);",
         new="ptx::barrier_wait(&slot.empty, place_.parity);",
         why="the planner waits for a place that nobody can empty",
@@ -229,7 +229,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-plan-own-tiles",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="min(max(rows.end, first + 1), tiles.end)",
         new="max(rows.end, first + 1)",
         why="a consumer goes beyond its part's keys",
@@ -237,7 +237,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-dealt-twice",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="tile = tiles - 1 - (item + slice / period) % tiles;",
         new="tile = tiles - 1 - (item + item / period) % tiles;",
         why="some tiles of a head are worked on twice, others never",
@@ -245,7 +245,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-mixed-heads",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="slice = first + mixed % count, tile",
         new="slice = mixed % count, tile",
         why="the mixed items are of the first heads instead of the last",
@@ -253,7 +253,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-queue-from-the-start",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="first_ = blocks + static_cast<int>(atomicAdd(queue_, 1u));",
         new="first_ = static_cast<int>(atomicAdd(queue_, 1u));",
         why="the queue begins with the items that each block had first",
@@ -261,7 +261,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-queue-pacing",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="                item_parity_ ^= 1;\n",
         new="",
         why="blocks take items from the queue before they need them",
@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-workspace-without-facts",
-        path="csrc/forward/wgmma_sm90_items.h",
+        path="csrc/forward/wgmma/items.h",
         old="(tile.head_dim + 8)",
         new="tile.head_dim",
         why="the workspace has no room for the parts' m and l",
@@ -278,7 +278,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-split-of-whole",
-        path="csrc/forward/wgmma_sm90_plan.cuh",
+        path="csrc/forward/wgmma/plan.cuh",
         old="        item = split.whole + part / split.parts;\n",
         new="        item = split.whole + part % split.items;\n",
         why="parts are of other items than the merge takes them for",
@@ -286,7 +286,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-merge-weights",
-        path="csrc/forward/wgmma_sm90_split.cuh",
+        path="csrc/forward/wgmma/split.cuh",
         old="const float weight = ptx::ex2(part_m[h] - m[h]);",
         new="const float weight = 1.f;",
         why="parts are added up as if they had one maximum",
@@ -294,7 +294,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-merge-empty-part",
-        path="csrc/forward/wgmma_sm90_split.cuh",
+        path="csrc/forward/wgmma/split.cuh",
         old="if (part_m[h] == -INFINITY) {",
         new="if (false) {",
         why="a part that a row does not see adds 0 times its NaN",
@@ -302,7 +302,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-merge-columns",
-        path="csrc/forward/wgmma_sm90_split.cuh",
+        path="csrc/forward/wgmma/split.cuh",
         old="const float4& x = part.o(column / 8 + j);",
         new="const float4& x = part.o(j);",
         why="a merging warp takes the first columns whichever are its own",
@@ -310,7 +310,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-queue-not-cleared",
-        path="csrc/forward/wgmma_sm90.cu",
+        path="csrc/forward/wgmma/wgmma_sm90.cu",
         old="        launch(clear, config, stream, static_cast<Queue*>(p.workspace));\n",
         new="",
         why="the queue begins with what the workspace holds",
@@ -318,7 +318,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-store-lanes",
-        path="csrc/forward/wgmma_sm90_output.cuh",
+        path="csrc/forward/wgmma/output.cuh",
         old="const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;",
         new="const int col = column + 8 * (j + lane % 4 / 2) + lane % 2 * 4;",
         why="lanes write the words that they swapped to each other's columns",
@@ -326,7 +326,7 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-store-no-key",
-        path="csrc/forward/wgmma_sm90_output.cuh",
+        path="csrc/forward/wgmma/output.cuh",
         old="words[i] = none ? 0 : packed<T>(",
         new="words[i] = packed<T>(",
         why="a row that sees no key is 0 / 0",
@@ -335,7 +335,7 @@ FAULTS = [
     # ---------------------------------------------------------------------------------------------------- mma.sync
     Fault(
         name="mma-vote-one-row",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;",
         new="fits &= sum[r][0] <= Element<typename Tile::T>::kLargestSum;",
         why="the vote asks only one of a lane's two rows: weights of the other overflow",
@@ -343,7 +343,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-vote-without-the-other-warp",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="        for (const int other : fits) all &= other != 0;\n",
         new="        all &= fits[thread.dim_warp] != 0;\n",
         why="warps that share rows go different ways when the weights of one overflow",
@@ -351,7 +351,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-immoderate",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));",
         new="settled = __all_sync(kWarpMask, positive);",
         why="beyond 2^24 the largest score minus m, in an FMA, is far from 0",
@@ -359,7 +359,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-hide-right",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="return offset >= end;",
         new="return offset > end;",
         why="a row sees the first key that it must not see",
@@ -367,7 +367,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-all-begin",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="const int all_begin = work.mask.begin(last_query), all_end",
         new="const int all_begin = work.mask.begin(first_query), all_end",
         why="under a window the last rows of a warp see keys left of it",
@@ -375,7 +375,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-first-v-not-cut",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="v_copy.start(smem.ring[0].v, p.v.row, sequence.seqlen_k - key);",
         new="v_copy.start(smem.ring[0].v, p.v.row);",
         why="rows of V behind the last key are read",
@@ -383,7 +383,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-output-not-rescaled",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="const float rescale_o = rescale * ptx::ex2(value.rescale);",
         new="const float rescale_o = rescale;",
         why="O keeps its unit where V's exponent moves it",
@@ -391,7 +391,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-lags-over-a-step",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="const bool may_lag = settled && key >= all_begin && key < all_end && value.rescale == 0.f;",
         new="const bool may_lag = settled && key >= all_begin && key < all_end;",
         why="a tile whose V moves O's unit takes the way on which O is not rescaled",
@@ -399,7 +399,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-store-before-use",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="            if constexpr (kStages == 1) __syncthreads();\n",
         new="",
         why="the next tile is stored over one that other warps still read",
@@ -407,7 +407,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-row-combined-by-half",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="for (int w = 1; w < Tile::kDimWarps; ++w) x[r][h] = combine(x[r][h], smem.row[w][row]);",
         new="for (int w = 1; w < Tile::kDimWarps - 1; ++w) x[r][h] = combine(x[r][h], smem.row[w][row]);",
         why="of warps that share rows only the first one's maxima and sums count",
@@ -415,7 +415,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-alternating-tiles",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="""\
             __syncthreads();  // V has landed, K has been used
 """,
@@ -425,7 +425,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-wait-one-tile-less",
-        path="csrc/forward/mma.cuh",
+        path="csrc/forward/mma/kernel.cuh",
         old="""\
         ptx::cp_async_wait<kAhead - 1>();
         __syncthreads();  // this tile has landed""",
@@ -437,7 +437,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-exponent-of-other-rows",
-        path="csrc/forward/mma_block.cuh",
+        path="csrc/forward/mma/block.cuh",
         old="return exponents[k_scale_index(p, sequence, tile.head_k) + key / kScaleRows];",
         new="return exponents[k_scale_index(p, sequence, tile.head_k) + key / Tile::kBc];",
         why="K's and V's exponents are those of other keys",
@@ -445,7 +445,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-copy-one-column-more",
-        path="csrc/forward/mma_copies.cuh",
+        path="csrc/device/copy_map.cuh",
         old="inside(column() < d) {}",
         new="inside(column() <= d) {}",
         why="eight columns behind the last are read",
@@ -453,7 +453,7 @@ FAULTS = [
     ),
     Fault(
         name="mma-stores-d-columns",
-        path="csrc/forward/mma_copies.cuh",
+        path="csrc/forward/mma/copies.cuh",
         old="if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)",
         new="if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim)",
         why="O has as many columns as Q instead of V",
@@ -461,7 +461,7 @@ FAULTS = [
     ),
     Fault(
         name="sm75-halves-of-a",
-        path="csrc/forward/mma_sm75.cuh",
+        path="csrc/device/sm75.cuh",
         old="ptx::mma_m16n8k8(d, second, b1);",
         new="ptx::mma_m16n8k8(d, second, b0);",
         why="both halves of A meet the first half of B",
@@ -469,7 +469,7 @@ FAULTS = [
     ),
     Fault(
         name="sm80-not-cut",
-        path="csrc/forward/mma_sm80.cuh",
+        path="csrc/device/sm80.cuh",
         old="copy_16(target.at(row, column), from, this->inside && row < rows);",
         new="copy_16(target.at(row, column), from, this->inside && row <= rows);",
         why="the row behind the last key is read",
@@ -478,7 +478,7 @@ FAULTS = [
     # ----------------------------------------------------------------------------------------------------- wmma_v3
     Fault(
         name="v3-vote-one-row",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum && fabsf(m[r][h]) < kModerate;",
         new="fits &= sum[r][0] <= Element<typename Tile::T>::kLargestSum && fabsf(m[r][h]) < kModerate;",
         why="the vote asks only one of a lane's two rows: weights of the other overflow",
@@ -486,7 +486,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-immoderate",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="kLargestSum && fabsf(m[r][h]) < kModerate;",
         new="kLargestSum;",
         why="of large scores the rounded product and the one in an FMA differ by more than P is rounded by",
@@ -494,7 +494,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-plain-end",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="if (pending && key >= all_begin && key + kBc <= all_end && value.rescale == 0.f) {",
         new="if (pending && key >= all_begin && key < all_end && value.rescale == 0.f) {",
         why="a tile that is masked in part takes the way without masks",
@@ -502,7 +502,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-plain-tiles-unmodified",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="""\
             modify(s, work, scale, warp_row, key);
             float sum""",
@@ -512,7 +512,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-sum-in-another-unit",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="l[r][h] = fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]);\n                continue;",
         new="l[r][h] += sum[r][h];\n                continue;",
         why="l counts weights that V's exponent has made smaller",
@@ -520,7 +520,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-output-over-keys",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="    __syncthreads();  // K/V tiles have been used; O takes their place\n",
         new="",
         why="O takes the place of tiles that other warps still read",
@@ -528,7 +528,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-wrong-v-slot",
-        path="csrc/forward/wmma_v3.cuh",
+        path="csrc/forward/wmma/wmma_v3.cuh",
         old="        const auto& v = smem.loop.v[slot ^ 1];\n",
         new="        const auto& v = smem.loop.v[slot];\n",
         why="weights meet the V of the next tile",
@@ -536,7 +536,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-output-unit",
-        path="csrc/forward/wmma_v3_block.cuh",
+        path="csrc/forward/wmma/v3_block.cuh",
         old="smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(unit.exponent) / l;",
         new="smem.inverse_l[row] = l == 0.f ? 0.f : 1.f / l;",
         why="O of converted values is left in the unit 2^u",
@@ -544,7 +544,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-copy-one-row-more",
-        path="csrc/forward/wmma_v3_block.cuh",
+        path="csrc/forward/wmma/v3_block.cuh",
         old="const bool inside = bytes && (whole || first + row < rows);",
         new="const bool inside = bytes && (whole || first + row <= rows);",
         why="the row behind the last key is read",
@@ -552,7 +552,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-query-scale-of-block",
-        path="csrc/forward/wmma_v3_block.cuh",
+        path="csrc/forward/wmma/v3_block.cuh",
         old="+ (tile.first_row + row) / kScaleRows]);",
         new="+ tile.first_row / kScaleRows]);",
         why="all warps of a block take the exponent of its first rows",
@@ -560,7 +560,7 @@ FAULTS = [
     ),
     Fault(
         name="v3-opaque-sum",
-        path="csrc/forward/wmma_v3_opaque.cuh",
+        path="csrc/forward/wmma/v3_opaque.cuh",
         old="            sum += __shfl_xor_sync(kWarpMask, sum, 1);\n",
         new="",
         why="on hardware whose fragments are laid out otherwise l is that of half a row",
@@ -569,7 +569,7 @@ FAULTS = [
     # -------------------------------------------------------------------------------- wmma_v1, wmma_v2, their parts
     Fault(
         name="v1-weights-unordered",
-        path="csrc/forward/wmma_v1.cu",
+        path="csrc/forward/wmma/wmma_v1.cu",
         old="""\
         for (int c = 0; c < kLaneScores; ++c) p_row[c] = softmax.add(s_row[c]);
         __syncwarp();
@@ -581,28 +581,28 @@ FAULTS = [
     ),
     Fault(
         name="v1-window-of-half-rows",
-        path="csrc/forward/wmma_v1.cu",
+        path="csrc/forward/wmma/wmma_v1.cu",
         old="const int begin = row_begin - key - lane % 2 * kLaneScores, end",
         new="const int begin = row_begin - key, end",
         why="the second lane of a pair hides other keys than those left of the window",
     ),
     Fault(
         name="v1-no-key",
-        path="csrc/forward/wmma_v1.cu",
+        path="csrc/forward/wmma/wmma_v1.cu",
         old="out[c] = static_cast<T>(l == 0.f ? 0.f : unnormalised[row * kD + column + c] / l);",
         new="out[c] = static_cast<T>(unnormalised[row * kD + column + c] / l);",
         why="a row that sees no key is 0 / 0",
     ),
     Fault(
         name="v2-prefetch-beyond-the-end",
-        path="csrc/forward/wmma_v2.cu",
+        path="csrc/forward/wmma/wmma_v2.cu",
         old="next.load(k + (key + kBc) * p.k.row, p.k.row, end_key - key - kBc);",
         new="next.load(k + (key + kBc) * p.k.row, p.k.row, end_key - key);",
         why="the tile ahead is read beyond the last key",
     ),
     Fault(
         name="v2-weights-over-scores",
-        path="csrc/forward/wmma_v2.cu",
+        path="csrc/forward/wmma/wmma_v2.cu",
         old="""\
         }
         __syncwarp();
@@ -614,7 +614,7 @@ FAULTS = [
     ),
     Fault(
         name="v2-last-tile-visible",
-        path="csrc/forward/wmma_v2.cu",
+        path="csrc/forward/wmma/wmma_v2.cu",
         old="!mask.all_visible(tile.first_row, last_row, key, key + kBc - 1)) {",
         new="!mask.all_visible(tile.first_row, last_row, key, key)) {",
         why="a tile is taken as visible when its first key is",
@@ -646,7 +646,7 @@ FAULTS = [
     # ------------------------------------------------------------------------------------------------- CUDA cores
     Fault(
         name="simt-v-before-it-lands",
-        path="csrc/forward/simt.cuh",
+        path="csrc/forward/simt/simt.cuh",
         old="            ptx::cp_async_wait<0>();\n            __syncthreads();  // V has landed, K has been used\n",
         new="            __syncthreads();  // V has landed, K has been used\n",
         why="with one stage V is read before its copy has landed",
@@ -654,7 +654,7 @@ FAULTS = [
     ),
     Fault(
         name="simt-window-right",
-        path="csrc/forward/simt.cuh",
+        path="csrc/forward/simt/simt.cuh",
         old="thread.key(n) >= end) s[i][n] = -INFINITY;",
         new="thread.key(n) > end) s[i][n] = -INFINITY;",
         why="a row sees the first key that it must not see",
@@ -662,7 +662,7 @@ FAULTS = [
     ),
     Fault(
         name="simt-weights-unordered",
-        path="csrc/forward/simt.cuh",
+        path="csrc/forward/simt/simt.cuh",
         old="            sync_warp();\n",
         new="",
         why="P is read by other lanes than wrote it, with nothing between",
@@ -670,7 +670,7 @@ FAULTS = [
     ),
     Fault(
         name="simt-packed-head",
-        path="csrc/forward/simt.cuh",
+        path="csrc/forward/simt/simt.cuh",
         old="p.lse[lse_index(p, sequence, head, query)] =",
         new="p.lse[lse_index(p, sequence.index, head, query)] =",
         why="the LSE of packed sequences is laid out as if they were a batch",
@@ -694,7 +694,7 @@ FAULTS = [
     ),
     Fault(
         name="rung-sum-not-rescaled",
-        path="csrc/forward/simt_rung.cuh",
+        path="csrc/forward/simt/rung.cuh",
         old="l = l * step.rescale + reduce_lanes(",
         new="l = l + reduce_lanes(",
         why="row sums keep the old maximum's unit",
@@ -702,7 +702,7 @@ FAULTS = [
     ),
     Fault(
         name="rung-tiles-of-the-first-row",
-        path="csrc/forward/simt_rung.cuh",
+        path="csrc/forward/simt/rung.cuh",
         old="end_tiles = mask.end(min(tile.first_row + Br, rows) - 1);",
         new="end_tiles = mask.end(tile.first_row);",
         why="under a causal mask the last rows lose their last tiles",
@@ -710,7 +710,7 @@ FAULTS = [
     ),
     Fault(
         name="rung-tile-still-in-use",
-        path="csrc/forward/simt_shared.cuh",
+        path="csrc/forward/simt/shared_rung.cuh",
         old="        __syncthreads();  // the tile before has been used\n",
         new="",
         why="a tile is loaded over one that others still read",
@@ -718,7 +718,7 @@ FAULTS = [
     ),
     Fault(
         name="rung-registers-not-rescaled",
-        path="csrc/forward/simt_shared.cuh",
+        path="csrc/forward/simt/shared_rung.cuh",
         old="sum = Rung::kInRegisters ? sum * step.rescale : 0.f;",
         new="sum = Rung::kInRegisters ? sum : 0.f;",
         why="O in registers keeps the old maximum's unit",
@@ -726,35 +726,35 @@ FAULTS = [
     ),
     Fault(
         name="naive-factor-upside-down",
-        path="csrc/forward/simt_naive.cu",
+        path="csrc/forward/simt/simt_naive.cu",
         old="const float before = l * ptx::ex2(m - base);",
         new="const float before = l * ptx::ex2(base - m);",
         why="the old sum grows where the maximum does",
     ),
     Fault(
         name="coalesced-lanes-part",
-        path="csrc/forward/simt_coalesced.cu",
+        path="csrc/forward/simt/simt_coalesced.cu",
         old="for (int c = lane; c - lane < p.head_dim_v; c += kLanes) {",
         new="for (int c = lane; c < p.head_dim_v; c += kLanes) {",
         why="lanes without a column leave before the shuffles",
     ),
     Fault(
         name="block-adds-unweighted",
-        path="csrc/forward/simt_block.cu",
+        path="csrc/forward/simt/simt_block.cu",
         old="if (inside) o[c] = o[c] * keep + sum * row.inverse();",
         new="if (inside) o[c] = o[c] * keep + sum;",
         why="O is divided by l in all tiles but the last",
     ),
     Fault(
         name="fa1-state-unordered",
-        path="csrc/forward/simt_fa1.cu",
+        path="csrc/forward/simt/simt_fa1.cu",
         old="            sync_warp();  // the row's lanes have read its state\n",
         new="",
         why="a row's state is written while its lanes read it",
     ),
     Fault(
         name="fa1-group",
-        path="csrc/forward/simt_fa1.cu",
+        path="csrc/forward/simt/simt_fa1.cu",
         old="head_k = head / static_cast<int>(p.heads_q / p.heads_k);",
         new="head_k = head % static_cast<int>(p.heads_k);",
         why="query heads of a group read different key heads",
@@ -762,42 +762,42 @@ FAULTS = [
     # ---------------------------------------------------------------------------------------------------- unfused
     Fault(
         name="unfused-batch",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="moved(b, type, batch * b.batch)",
         new="moved(b, type, 0)",
         why="every batch entry has the keys of the first",
     ),
     Fault(
         name="unfused-other-threads-scores",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="const int first = begin / kVector / threads * threads;",
         new="const int first = begin / kVector;",
         why="under a window the second pass reads scores that other threads kept",
     ),
     Fault(
         name="unfused-warps-unordered",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="        if (thread % lanes == 0) of_warp[warp] = own;\n        __syncthreads();\n",
         new="        if (thread % lanes == 0) of_warp[warp] = own;\n",
         why="a long row's sums are read before all warps have written theirs",
     ),
     Fault(
         name="unfused-copied-batch",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="const std::int64_t from = slice / heads * in.batch + slice % heads * in.head",
         new="const std::int64_t from = slice % heads * in.head",
         why="rows that are copied are those of the first batch entry",
     ),
     Fault(
         name="unfused-weights-over-scores",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="p = base + (in_place ? 0 : s_bytes);",
         new="p = base;",
         why="half weights are written over other rows' scores",
     ),
     Fault(
         name="unfused-group-stride",
-        path="csrc/forward/unfused.cu",
+        path="csrc/forward/unfused/unfused.cu",
         old="(dense(a, group * a.head) && dense(b, b.head) && dense(c, group * c.head));",
         new="(dense(a, group * a.head) && dense(c, group * c.head));",
         why="one call takes keys of several batch entries as evenly spaced where they are not",

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from .fault import Fault
 
-ARGUMENTS = "csrc/arguments.cpp"
-OPS_FORWARD = "csrc/ops_forward.cpp"
-OPS_BACKWARD = "csrc/ops_backward.cpp"
+ARGUMENTS = "csrc/torch/arguments.cpp"
+OPS_FORWARD = "csrc/torch/ops_forward.cpp"
+OPS_BACKWARD = "csrc/torch/ops_backward.cpp"
 REGISTRY = "csrc/registry.cpp"
-MODULE = "csrc/module.cpp"
+MODULE = "csrc/torch/module.cpp"
 TASKS = "csrc/cpu/tasks.h"
 ATTENTION = "csrc/cpu/attention.cpp"
 ALGORITHM = "csrc/cpu/attention.inl"
