@@ -50,28 +50,24 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "wmma_v3_opaque", "tiles", "profile"),
+    *("interface_hypothesis", "tiles", "profile"),
 )
 BACKWARD_TESTS = ("backward", "backward_mma", "loop_orders", "autograd", "features", "varlen", "interface_hypothesis")
-OP_TESTS = (
-    *("errors", "kernels", "torch", "features", "forward", "varlen", "numerics", "drop_in", "autograd", "backward"),
-    *("hook", "reductions", "emulated", "interface_hypothesis"),
-)
+CPU_TESTS = ("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis")
+OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
     "csrc/reductions/": ("reductions",),
     "csrc/emulator/": EMULATOR_TESTS,
+    "csrc/cpu/": CPU_TESTS,
+    "csrc/": (*OP_TESTS, "emulated"),
     "flash_wmma/emulator/": EMULATOR_TESTS,
-    "flash_wmma/_flash_attn.py": ("drop_in", "varlen"),
-    "flash_wmma/_sdpa.py": ("drop_in",),
-    "flash_wmma/_hook.py": ("hook", "drop_in"),
     "flash_wmma/_profile.py": ("profile", "hook"),
     "flash_wmma/_report.py": ("profile",),
     "flash_wmma/_occupancy.py": ("occupancy", "profile"),
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
     "flash_wmma/reductions.py": ("reductions",),
-    "flash_wmma/": (*OP_TESTS, "profile", "occupancy"),
-    "csrc/": OP_TESTS,
+    "flash_wmma/": OP_TESTS,
 }
 """Names of test files for the files that begin so; the first that fits. Kernels have those of their direction."""
 DEVICE_CODE = (
@@ -81,7 +77,7 @@ DEVICE_CODE = (
 """What kernels are made of."""
 HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
-HOST_KERNELS = ("cpu", "bwd_cpu", "wmma_v2")
+HOST_KERNELS = ("cpu", "bwd_cpu")
 """By which kernels a fault outside the kernels is seen."""
 
 
