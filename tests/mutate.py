@@ -77,7 +77,8 @@ DEVICE_CODE = (
 """What kernels are made of."""
 HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
-HOST_KERNELS = ("cpu", "bwd_cpu")
+CPU_KERNELS = ("cpu", "bwd_cpu")
+HOST_KERNELS = (*CPU_KERNELS, "wmma_v2")
 """By which kernels a fault outside the kernels is seen."""
 
 
@@ -168,7 +169,8 @@ def checks(fault: Fault) -> Iterator[Check]:
         yield kernel_check(kernel)
     if not kernels:
         named = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
-        yield Check((*files(named), *(word for kernel in HOST_KERNELS for word in ("--kernel", kernel))))
+        seen_by = CPU_KERNELS if fault.path.startswith("csrc/cpu/") else HOST_KERNELS
+        yield Check((*files(named), *(word for kernel in seen_by for word in ("--kernel", kernel))))
 
 
 def is_device_code(fault: Fault) -> bool:
