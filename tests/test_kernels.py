@@ -222,6 +222,25 @@ def test_explain_features_that_a_kernel_lacks(kernel: flash_wmma.Kernel) -> None
             assert answer.reasons[kernel.name] == f"does not support {feature}"
 
 
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize("flag", [False, True])
+def test_explain_of_a_bias_gradient(wanted: bool, flag: bool) -> None:
+    """It is asked for if the bias requires one, and deterministic if torch's flag is set, unless the call says so."""
+    name = "the gradient of a broadcast attn_bias with deterministic"
+    if "bwd_sm80" not in {kernel.name for kernel in flash_wmma.kernels("backward")}:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(1, 2, 10, 64, dtype=torch.float16)
+    bias = meta(10, 10, dtype=torch.float32).requires_grad_(wanted)
+    torch.use_deterministic_algorithms(flag)
+    try:
+        for deterministic, asked in ((None, flag), (False, False), (True, True)):
+            given = {"attn_bias": bias, "deterministic": deterministic, "device_facts": facts(80)}
+            reasons = flash_wmma.explain(q, q, q, **given).backward_reasons  # type: ignore[arg-type]
+            assert (name in reasons.get("bwd_sm80", "")) == (wanted and asked)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 def test_explain_packed_sequences(kernel: flash_wmma.Kernel) -> None:
     device = facts(90) if kernel.device == "cuda" else flash_wmma.device_facts("cpu")
     q, k, v = (meta(n, h, 64, dtype=kernel.dtypes[0]) for n, h in ((100, 4), (120, 2), (120, 2)))
