@@ -7,6 +7,7 @@
 #include "backward/mma/scales.cuh"
 #include "backward/mma/tile.cuh"
 #include "device/element.cuh"
+#include "device/quad.cuh"
 
 namespace flash_wmma::backward {
 
