@@ -29,6 +29,7 @@ import pkgutil
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
@@ -267,6 +268,8 @@ class Tree:
                 return Verdict("caught", f"a hang: {' '.join(check.arguments)}", log=str(hang.stdout))
             if done.returncode == 1 and (said := re.search(r"^(?:FAILED|ERROR) (.*)$", done.stdout, re.MULTILINE)):
                 return Verdict("caught", said[1], log=done.stdout)
+            if done.returncode in (-signal.SIGTERM, -signal.SIGKILL):
+                return Verdict("error", "the tests were killed from outside", log=done.stdout)
             if done.returncode < 0 or done.returncode > 5:
                 return Verdict("caught", f"a crash, status {done.returncode}", log=done.stdout)
             if done.returncode not in (0, 5):  # 5: no test has the kernel's name
