@@ -64,6 +64,7 @@ RACES = (
     Fault("racing_memset", "write after write", rf"lane 1 of {BLOCK_0} writes 4", "", ""),
     Fault("two_warps_read", "write after read", r"lane 0 of warp 1, block .* writes 4 bytes of arg", "writes", "reads"),
     Fault("own_atomic_last", "write after read", rf"lane 0 of {BLOCK_0} updates 4 bytes of shared", "adds", "reads"),
+    Fault("own_lane_last", "read after write", rf"lane 1 of {BLOCK_0} reads 4 bytes of shared", "reads", "adds"),
     Fault(
         "own_global_atomic_last", "write after write", r"lane 0 of warp 1, block .* writes 4 bytes", "writes", "adds"
     ),
@@ -142,7 +143,7 @@ OTHERS = (
         "uninitialised_tile", "read of uninitialised shared memory", rf"lane \d+ of {BLOCK_0} reads 4 bytes of shared"
     ),
     Fault("uninitialised_counter", "read of uninitialised shared memory", rf"lane \d+ of {BLOCK_0} updates 4 bytes"),
-    Fault("shared_out_of_bounds", OUTSIDE_SHARED, rf"lane 22 of {BLOCK_0} writes 4 bytes of shared memory at byte 264"),
+    Fault("shared_out_of_bounds", OUTSIDE_SHARED, rf"lane 31 of {BLOCK_0} writes 4 bytes of shared memory at byte 256"),
     Fault(
         "map_too_large",
         "a map of shared memory of 4096 bytes, but the launch asked for 256",

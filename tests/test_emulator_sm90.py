@@ -9,6 +9,7 @@ nvcc -std=c++17 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90a tests
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import pytest
 import torch
 from programs import FOLDER, GpuProgram, gpu_program, marked_lines
 
+import flash_wmma
 from flash_wmma.emulator import EmulatorError, Program, settings
 
 SOURCE = FOLDER / "sm90.cu"
@@ -194,9 +196,10 @@ FAULTS = [
     Fault("pipeline", "ManyBytes", deadlock(FULL, 0, 0, "0 of 1", 16)),
     Fault("pipeline", "WrongParity", deadlock(EMPTY, 0, 0, "4 of 4", 0)),
     Fault("pipeline", "StuckParity", PENDING + "8192", "product", "copy"),
-    Fault("pipeline", "FewArrivals", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "FewArrivals", rf"write after write, shared memory: {PRODUCER}, in tensor_load", "copy", "copy"),
     Fault("pipeline", "ManyArrivals", deadlock(EMPTY, 0, 0, "1 of 5", 0)),
     Fault("pipeline", "NoWait", PENDING + "8192", "product", "copy"),
+    Fault("pipeline", "OneWarpWaits", rf"read after write, shared memory: {WARPS} reads 16", "product", "copy"),
     Fault(
         "pipeline", "NoRelease", rf"more arrivals than a barrier's phase has: {PRODUCER} in barrier_arrive", "arrival"
     ),
@@ -240,6 +243,17 @@ FAULTS = [
         "copy",
         "b",
     ),
+    Fault("patch", "WaitOfOneLane", r"write after write, shared memory: lane \d+ of warp 4, block", "zeros", "copy"),
+    Fault("patch", "NoFence", UNFENCED + "12288", "product", "zeros"),
+    Fault("patch", "LateFence", UNFENCED + "12304", "product", "zeros"),
+    Fault("patch", "NoSync", rf"read after write, shared memory: {WARPS} reads 16 .* byte 12304", "product", "zeros"),
+    Fault("relay", "NoSyncBehindEmpty", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "reads"),
+    Fault("relay", "NoSyncBeforeFull", r"read after write, shared memory: lane \d+ of warp 1", "reads", "writes"),
+    Fault("relay", "NoSyncBehindFull", r"read after write, shared memory: lane \d+ of warp 1", "reads", "writes"),
+    Fault("relay", "HalfKnows", r"read after write, shared memory: lane \d+ of warp 1", "reads", "writes"),
+    Fault("relay", "NoSyncBeforeEmpty", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "reads"),
+    Fault("relay", "HalfSync", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "reads"),
+    Fault("relay", "MatrixReleased", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "matrices"),
     Fault("registers", "AccumulatorRead", "the accumulator of a product under way read: lane", "read", "product"),
     Fault(
         "registers", "AccumulatorWritten", "the accumulator of a product under way written: lane", "written", "product"
@@ -278,7 +292,7 @@ FAULTS = [
     Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
 ]
 FOUND = [fault for fault in FAULTS if fault.found is not None]
-KERNELS = ("pipeline", "handover", "registers", "budget")
+KERNELS = ("pipeline", "handover", "patch", "relay", "registers", "budget")
 
 
 def variants(kernel: str) -> list[str]:
@@ -299,7 +313,20 @@ def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
         return [a, tiles], a.float() @ tiles[:TILES].float().sum(0).T
     if kernel == "handover":
         return [a, tiles[0].clone()], a.float() @ tiles[0].float().T
+    if kernel == "patch":
+        b = tiles[0].clone()
+        b[SIDE // 2 :] = 0
+        return [a, tiles[0].clone()], a.float() @ b.float().T
+    if kernel == "relay":
+        return [], relayed("rows")
     return [], torch.ones(3 * LANES)
+
+
+def relayed(what: str) -> torch.Tensor:
+    """The sums over all tiles of what the lanes of the reading warp get."""
+    lanes = torch.arange(32)
+    words = lanes[:, None] ^ 1 if what == "rows" else (lanes[:, None] // 4 + 8 * torch.arange(4)) ^ 1
+    return sum((32.0 * tile + words).sum(1) for tile in range(TILES))
 
 
 def run(machine: Program | Machine, kernel: str, variant: str = "None") -> bool:
@@ -347,6 +374,15 @@ def test_without_a_bug_under_every_schedule(checked: Program, right: str) -> Non
             assert run(checked, right)
 
 
+@pytest.mark.parametrize("what", ["rows", "matrices"])
+@pytest.mark.parametrize("lanes", [32, 16, 1])
+def test_lanes_that_speak_for_others(machine: Machine, lanes: int, what: str) -> None:
+    """A lane that has synchronised with some waits and arrives at barriers for them; or each does, and none has."""
+    out = torch.zeros(32, device=machine.device)
+    machine.call(f"relay_{lanes}_{what}", out)
+    assert torch.equal(out.cpu(), relayed(what))
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kernel}-{fault.name}" for fault in FAULTS])
 def test_found(checked: Program, lines: dict[str, int], fault: Fault) -> None:
     if fault.found is None:
@@ -355,7 +391,7 @@ def test_found(checked: Program, lines: dict[str, int], fault: Fault) -> None:
     with pytest.raises(EmulatorError) as caught:
         run(checked, fault.kernel, fault.name)
     text = str(caught.value)
-    where = rf"emulator: sm90::{fault.kernel}<\(sm90::{fault.kernel.capitalize()}\)\d+>: "
+    where = rf"emulator: sm90::{fault.kernel}<\(sm90::{fault.kernel.capitalize()}\)\d+(, \d+, \w+)?>: "
     assert re.match(where + fault.found, text), text
     if fault.at:
         expected = [f"{SOURCE}:{lines[f'{fault.kernel} {mark}']}" for mark in (fault.at, fault.also) if mark]
@@ -451,3 +487,20 @@ def test_profile(checked: Program) -> None:
     assert counts.mma == counts.instructions["wgmma"] == 4 * 4 * TILES
     assert counts.instructions["tensor_copy"] == 1 + TILES
     assert counts.read_bytes == (1 + TILES) * SIDE * SIDE * 2
+
+
+def test_wgmma_sm90_takes_items_one_at_a_time() -> None:
+    """What a block of wgmma_sm90 takes early, it keeps from the others: each time, its planner waits until the producer
+    has nearly come to the end of the item before. No result says so, and the emulator's blocks run one after the other:
+    the first takes all that the others do not begin with, which in their turn wait once each."""
+    path = "csrc/forward/wgmma/plan.cuh"
+    source = (FOLDER.parents[1] / path).read_text().splitlines()
+    (line,) = (i for i, text in enumerate(source, 1) if "barrier_wait(&smem_.near_end" in text)
+    place, heads, sm_count = f"{path}:{line}", 2, 2
+    q, k, v = torch.randn(3, 1, heads, 520, 64).half()
+    with settings(threads=1, sm_count=sm_count):
+        launch = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", causal=True).launches[-1]
+    (waits,) = (x.counts.instructions["transaction_barrier"] for x in launch.lines if x.source == place)
+    lasting = [event for event in launch.timeline if event.source == place]
+    assert launch.grid == (sm_count, 1, 1)
+    assert len(lasting) == waits - (sm_count - 1) >= heads * math.ceil(520 / 256) - sm_count + 1

@@ -63,14 +63,14 @@ std::string where(const Worker& worker, std::uintptr_t address, bool shared) {
 
 }  // namespace
 
-void Worker::check(const Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc) {
+void Worker::check(Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc) {
     const bool shared = arena.contains(address);
     const auto text = [&](const std::string& what) {
         return what + ": " + describe(lane) + " " + verb(kind) + " " + std::to_string(bytes) + " bytes of " +
                where(*this, address, shared) + "\n  at " + source_line(pc);
     };
     Accessor who = accessor(lane);
-    if (collective) who.lane = -1;
+    if (collective) who.lane = kTogether;
     Conflict conflict;
     const bool aligned = address % static_cast<std::uintptr_t>(bytes) == 0;
     if (shared) {

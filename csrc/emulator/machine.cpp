@@ -112,10 +112,12 @@ void Worker::set_up(std::uint64_t first_block, int count) {
             warp.exited = 0;
             warp.gatherings.clear();
             warp.visiting = 0;
-            warp.floor = arena.first_epoch() - 1;
             warp.seen.clear();
-            warp.clock.reset();
-            warp.clock.know(b * warps_a_block + w, arena.first_epoch());
+            warp.clock.clear();
+            warp.clock.known.raise(b * warps_a_block + w, arena.first_epoch() - 1);
+            warp.clock_version = 1;
+            warp.news.clear();
+            warp.informed = 0;
             warp.log = {};
         }
     }
@@ -136,6 +138,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
         lane.copy_group = 0;
         lane.log.records.clear();
         lane.waited = 0;
+        lane.clock_version = 0;
         lane.log.node = &counters.root;
         start(lane.fiber, stacks.bottom(i), stacks.top(i), lane_main);
     }
@@ -272,15 +275,17 @@ std::string Worker::deadlock() const {
     return out;
 }
 
-Accessor Worker::accessor(const Lane& lane) const {
+Accessor Worker::accessor(Lane& lane) {
     const Index i = blocks[static_cast<std::size_t>(lane.block)].index;
     const std::uint64_t block = i.x + std::uint64_t{launch.grid.x} * (i.y + std::uint64_t{launch.grid.y} * i.z);
     const Warp& warp = warps[static_cast<std::size_t>(lane.warp)];
+    const Clock& clock = warp.informed ? clock_of(lane) : warp.clock;
     return {static_cast<std::uint32_t>(block),
             lane.warp,
             lane.lane,
-            &warp.clock,
-            warp.floor,
+            epochs_[static_cast<std::size_t>(lane.warp)],
+            &clock,
+            clock.known.of(lane.warp),
             warp.seen.empty() ? nullptr : &warp.seen[static_cast<std::size_t>(lane.lane) * 64]};
 }
 
@@ -367,9 +372,14 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
 
 /// What `lanes` have done so far is ordered before what they do from now on. An exit orders nothing.
 void Worker::synchronise(Warp& warp, LaneMask lanes) {
-    const std::uint32_t epoch = next_epoch(warp);
+    const auto self = static_cast<int>(&warp - warps.data());
+    const std::uint32_t epoch = epochs_[static_cast<std::size_t>(self)]++;
+    for (News& news : warp.news)
+        if (news.lanes & lanes) news.lanes |= lanes;
+    share_news(warp);
+    ++warp.clock_version;
     if (lanes == warp.exists) {
-        warp.floor = epoch;
+        warp.clock.known.raise(self, epoch);
         warp.seen.clear();
         return;
     }
@@ -424,11 +434,11 @@ void Worker::arrive(Warp& warp) {
                      "other warps in " + std::string(b.first.name) + ", at " + source_line(b.first.site)));
     b.arrived += visit.threads ? config.warp_size : __builtin_popcountll(warp.visiting);
     b.predicates += visit.predicates;
-    if (config.checks) b.clock.join(warp.clock);
     merge_logs(warp);
     b.time = std::max(b.time, warp.log.time);
     if (config.counters) counters.add(visit.pc, Instruction::kBarrier, 1);
     synchronise(warp, warp.exists);
+    if (config.checks) b.clock.join(warp.clock);
     warp.visiting = 0;
     if (!visit.wait)
         for (LaneMask rest = live(warp); rest; rest &= rest - 1)
@@ -450,7 +460,7 @@ void Worker::complete(Block& block, int id) {
             pc = lane.pc;
         }
         if (!pc) continue;
-        if (config.checks) warp.clock.join(b.clock);
+        if (config.checks) warp.clock.join(b.clock), ++warp.clock_version;
         if (config.counters) record({Event::Kind::kBarrier, 0, warp.log.time, b.time, pc}, w);
         warp.log.time = b.time;
     }
@@ -492,20 +502,74 @@ int Worker::new_agent() {
     return static_cast<int>(epochs_.size()) - 1;
 }
 
-std::uint32_t Worker::next_epoch(Warp& warp) {
-    const auto self = static_cast<int>(&warp - warps.data());
-    std::uint32_t& epoch = epochs_[static_cast<std::size_t>(self)];
-    warp.clock.know(self, ++epoch);
-    return epoch - 1;
+const Clock& Worker::clock_of(Lane& lane) {
+    const Warp& warp = warp_of(lane);
+    const LaneMask bit = LaneMask{1} << lane.lane;
+    if (!(warp.informed & bit)) return warp.clock;
+    if (lane.clock_version != warp.clock_version) {
+        lane.clock = warp.clock;
+        for (const News& news : warp.news)
+            if (news.lanes & bit) lane.clock.join(news.clock);
+        lane.clock_version = warp.clock_version;
+    }
+    return lane.clock;
+}
+
+void Worker::learn(Lane& lane, const void* from, std::uint64_t phase, const Clock& clock) {
+    Warp& warp = warp_of(lane);
+    const LaneMask bit = LaneMask{1} << lane.lane;
+    const auto is_this = [&](const News& news) { return news.from == from && news.phase == phase; };
+    if (std::none_of(warp.news.begin(), warp.news.end(), is_this)) warp.news.push_back({from, phase, 0, clock});
+    // An older phase's are part of a newer one's
+    for (News& news : warp.news)
+        if (news.from == from && news.phase <= phase) news.lanes |= bit;
+    const LaneMask lanes = std::find_if(warp.news.begin(), warp.news.end(), is_this)->lanes;
+    const auto idle = [&](const News& news) {
+        return news.from == from && news.phase < phase && !(news.lanes & ~lanes);
+    };
+    warp.news.erase(std::remove_if(warp.news.begin(), warp.news.end(), idle), warp.news.end());
+    lane.clock_version = 0;
+    share_news(warp);
+}
+
+void Worker::share_news(Warp& warp) {
+    if (warp.news.empty()) return;
+    warp.informed = 0;
+    std::size_t kept = 0;
+    for (std::size_t i = 0; i < warp.news.size(); ++i) {
+        if (live(warp) & ~warp.news[i].lanes) {
+            warp.informed |= warp.news[i].lanes;
+            if (i != kept) warp.news[kept] = std::move(warp.news[i]);
+            ++kept;
+        } else {
+            warp.clock.join(warp.news[i].clock);
+            ++warp.clock_version;
+        }
+    }
+    warp.news.resize(kept);
+}
+
+void Worker::hand_on(Lane& lane, Clock& to) {
+    const Warp& warp = warp_of(lane);
+    to.join(clock_of(lane));
+    constexpr std::size_t kRow = 64;
+    for (std::size_t l = 0; !warp.seen.empty() && l < kRow; ++l)
+        to.known.raise(lane.warp, static_cast<int>(l), warp.seen[static_cast<std::size_t>(lane.lane) * kRow + l]);
+    to.known.raise(lane.warp, lane.lane, epochs_[static_cast<std::size_t>(lane.warp)]++);
 }
 
 void Worker::release(const void* object) {
-    Warp& warp = warp_of(*t_lane);
-    sync_objects_[object].join(warp.clock);
-    next_epoch(warp);
+    if (!config.checks) return;
+    SyncObject& o = sync_objects_[object];
+    hand_on(*t_lane, o.clock);
+    ++o.releases;
 }
 
-void Worker::acquire(const void* object) { warp_of(*t_lane).clock.join(sync_objects_[object]); }
+void Worker::acquire(const void* object) {
+    if (!config.checks) return;
+    const SyncObject& o = sync_objects_[object];
+    learn(*t_lane, object, o.releases, o.clock);
+}
 
 // --- a launch --------------------------------------------------------------------------------------------------------
 

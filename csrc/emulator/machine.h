@@ -107,6 +107,8 @@ struct Lane {
     std::uint32_t register_fence;  ///< its newest wgmma.fence; 0: none
     LaneLog log;
     std::uint64_t waited;  ///< logical time, at transaction barriers, since the log was merged
+    Clock clock;           ///< the warp's, and what this lane knows beyond that; see Worker::clock_of
+    std::uint64_t clock_version;
 };
 
 /// Lanes on their way into a collective.
@@ -132,15 +134,25 @@ struct Visit {
     const void* pc;
 };
 
+/// What some lanes of a warp have learnt from an object, such as a barrier at one of its phases.
+struct News {
+    const void* from;
+    std::uint64_t phase;
+    LaneMask lanes;
+    Clock clock;
+};
+
 struct Warp {
     int block, first_lane;  ///< index into the worker's lanes
     LaneMask exists, exited;
     std::vector<Gathering> gatherings;
     Visit visit;
-    LaneMask visiting;  ///< lanes that have come to the barrier, while others have not
-    Clock clock;
-    std::uint32_t floor;              ///< newest epoch that all lanes have synchronised since
-    std::vector<std::uint32_t> seen;  ///< see Accessor, of lane l from l * 64 on; empty if floor says all
+    LaneMask visiting;                ///< lanes that have come to the barrier, while others have not
+    Clock clock;                      ///< what all its lanes know
+    std::uint64_t clock_version;      ///< grows with it
+    std::vector<News> news;           ///< what some of them know beyond that
+    LaneMask informed;                ///< those
+    std::vector<std::uint32_t> seen;  ///< see Accessor, of lane l from l * 64 on; empty if the clock says all
     WarpLog log;
 };
 
@@ -209,7 +221,7 @@ class Worker {
 
     std::string describe(const Warp& warp) const;
     std::string describe(const Lane& lane) const;
-    Accessor accessor(const Lane& lane) const;
+    Accessor accessor(Lane& lane);
     /// A lane of the warpgroup that performs a collective.
     Lane& lane_of_warpgroup(int place) {
         const Warp& warp = warps[static_cast<std::size_t>(running_leader + place / 32)];
@@ -236,8 +248,12 @@ class Worker {
 
   private:
     Fiber scheduler_;
-    std::unordered_map<const void*, Clock> sync_objects_;
-    std::vector<std::uint32_t> epochs_;  // of each agent
+    struct SyncObject {
+        Clock clock;
+        std::uint64_t releases = 0;
+    };
+    std::unordered_map<const void*, SyncObject> sync_objects_;
+    std::vector<std::uint32_t> epochs_;  // of each agent, the newest
     std::uint32_t register_fences_ = 0;
     std::size_t touched_bytes_ = 0;
     Pages<std::uint32_t> touched_;  // of each word of the stacks, the fence after which it was last touched
@@ -251,8 +267,13 @@ class Worker {
     static constexpr std::size_t kLongLog = 1 << 17;  // then the warp's lanes go in step, and are merged
     void give_way(const void* pc);
     int new_agent();
-    /// The epoch that ends.
-    std::uint32_t next_epoch(Warp& warp);
+    const Clock& clock_of(Lane& lane);
+    /// The lane knows what is in `clock`, which is that of the object in this phase.
+    void learn(Lane& lane, const void* from, std::uint64_t phase, const Clock& clock);
+    /// What each lane of the warp knows, the warp knows.
+    void share_news(Warp& warp);
+    /// The lane arrives somewhere: adds what it did before and what it knows.
+    void hand_on(Lane& lane, Clock& to);
     /// Of the lane that waits for it, which lands the phase's copies.
     bool phase_done(TransactionBarrier& barrier, unsigned parity, const Lane& lane);
     /// Of the grid's block 0: it goes into the timeline. `warp`: the worker's number.
@@ -268,7 +289,7 @@ class Worker {
     /// An access of `who`, at that line, and what it ran into.
     [[noreturn]] void stop_conflict(Access kind, const std::string& who, std::uintptr_t address, int bytes,
                                     const std::string& line, const Conflict& conflict, std::uint32_t block);
-    void check(const Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc);
+    void check(Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc);
     static void lane_main();
     void set_up(std::uint64_t first_block, int count);
     void park(Lane& lane);

@@ -12,25 +12,85 @@ namespace flash_wmma::emulator {
 
 GlobalMemory g_memory;
 
-namespace {
-constexpr std::size_t kMaxLanes = 64;
-}
+// --- clocks -------------------------------------------------------------------------------------------------------
 
-void Clock::raise(Epochs& epochs, int agent, std::uint32_t epoch) {
+void Epochs::raise(int agent, std::uint32_t epoch) {
     const auto i = static_cast<std::size_t>(agent);
-    if (epochs.size() <= i) epochs.resize(i + 1);
-    epochs[i] = std::max(epochs[i], epoch);
+    if (all_.size() <= i) all_.resize(i + 1);
+    all_[i] = std::max(all_[i], epoch);
 }
 
-void Clock::raise(Epochs& epochs, const Epochs& others) {
-    if (epochs.size() < others.size()) epochs.resize(others.size());
-    for (std::size_t i = 0; i < others.size(); ++i) epochs[i] = std::max(epochs[i], others[i]);
+void Epochs::raise(int agent, int lane, std::uint32_t epoch) {
+    const OfLane now{agent, lane, epoch};
+    lanes_.insert(std::lower_bound(lanes_.begin(), lanes_.end(), now), now);
+    tidy();
 }
 
-void Clock::lower(Epochs& epochs, const Epochs& others) {
-    epochs.resize(std::min(epochs.size(), others.size()));
-    for (std::size_t i = 0; i < epochs.size(); ++i) epochs[i] = std::min(epochs[i], others[i]);
+std::uint32_t Epochs::of(int agent, int lane) const {
+    const auto found = std::lower_bound(lanes_.begin(), lanes_.end(), OfLane{agent, lane, 0});
+    const bool own = found != lanes_.end() && found->agent == agent && found->lane == lane;
+    return own ? std::max(found->epoch, of(agent)) : of(agent);
 }
+
+bool Epochs::cover_lane(int agent, int lane, std::uint32_t epoch) const {
+    return std::any_of(lanes_.begin(), lanes_.end(), [&](const OfLane& x) {
+        return x.agent == agent && (x.lane == lane || lane == kSeveral) && epoch <= x.epoch;
+    });
+}
+
+std::vector<Epochs::OfLane> Epochs::lanes_with(const Epochs& others) const {
+    std::vector<OfLane> both(lanes_.size() + others.lanes_.size());
+    std::merge(lanes_.begin(), lanes_.end(), others.lanes_.begin(), others.lanes_.end(), both.begin());
+    return both;
+}
+
+void Epochs::join(const Epochs& others) {
+    if (all_.size() < others.all_.size()) all_.resize(others.all_.size());
+    for (std::size_t i = 0; i < others.all_.size(); ++i) all_[i] = std::max(all_[i], others.all_[i]);
+    if (!others.lanes_.empty()) lanes_ = lanes_with(others);
+    if (!lanes_.empty()) tidy();
+}
+
+void Epochs::meet(const Epochs& others) {
+    std::vector<OfLane> both = lanes_with(others);
+    for (OfLane& x : both) x.epoch = std::min(of(x.agent, x.lane), others.of(x.agent, x.lane));
+    all_.resize(std::min(all_.size(), others.all_.size()));
+    for (std::size_t i = 0; i < all_.size(); ++i) all_[i] = std::min(all_[i], others.all_[i]);
+    lanes_ = std::move(both);
+    if (!lanes_.empty()) tidy();
+}
+
+/// Leaves one entry of a lane, and none that says no more than its warp's; of all lanes of a warp makes one of the warp.
+void Epochs::tidy() {
+    constexpr std::size_t kLanes = 32;
+    std::size_t kept = 0, first = 0;  // entries, those before the agent's
+    for (const OfLane x : lanes_) {
+        if (x.epoch <= of(x.agent)) continue;
+        if (kept > first && lanes_[kept - 1].agent != x.agent) first = kept;
+        if (kept > first && lanes_[kept - 1].lane == x.lane) {
+            lanes_[kept - 1].epoch = std::max(lanes_[kept - 1].epoch, x.epoch);
+            continue;
+        }
+        lanes_[kept++] = x;
+        if (kept - first < kLanes) continue;
+        const auto begin = lanes_.begin() + static_cast<std::ptrdiff_t>(first), end = begin + kLanes;
+        const std::uint32_t least =
+            std::min_element(begin, end, [](const OfLane& a, const OfLane& b) { return a.epoch < b.epoch; })->epoch;
+        raise(x.agent, least);
+        kept = static_cast<std::size_t>(std::remove_if(begin, end, [&](const OfLane& a) { return a.epoch <= least; }) -
+                                        lanes_.begin());
+    }
+    lanes_.resize(kept);
+}
+
+bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
+    if (warp != who.warp) return who.clock->known.cover(warp, lane, epoch);
+    if (epoch <= who.floor || (lane >= 0 && lane == who.lane) || who.clock->known.cover(warp, lane, epoch)) return true;
+    // Of several lanes: since they and this one may have synchronised. A race may so be missed, none is made up.
+    return who.seen && epoch <= who.seen[lane >= 0 ? lane : who.self];
+}
+
+// --- pages --------------------------------------------------------------------------------------------------------
 
 void* map(std::size_t bytes) {
     if (bytes == 0) return nullptr;
@@ -41,13 +101,6 @@ void* map(std::size_t bytes) {
 
 void unmap(void* pages, std::size_t bytes) {
     if (pages) munmap(pages, bytes);
-}
-
-bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
-    if (warp != who.warp) return epoch <= who.clock->known(warp);
-    if (epoch <= who.floor || (lane >= 0 && lane == who.lane)) return true;
-    // Of several lanes: since they and this one may have synchronised. A race may so be missed, none is made up.
-    return who.seen && epoch <= who.seen[lane >= 0 ? lane : who.lane];
 }
 
 // --- shared memory ------------------------------------------------------------------------------------------------
@@ -73,7 +126,6 @@ void SharedArena::begin(int blocks, std::size_t bytes, int warps, bool checks) {
         readers_.clear();
     }
     reading_.clear(), row_of_.clear();
-    fenced_.assign(static_cast<std::size_t>(warps) * kMaxLanes, 0);
 }
 
 Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
@@ -88,18 +140,9 @@ Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
     return readers_[static_cast<std::size_t>(row_of_[i])];
 }
 
-void SharedArena::fence(const Accessor& who) {
-    fenced_[static_cast<std::size_t>(who.warp) * kMaxLanes + static_cast<std::size_t>(who.lane)] = who.epoch();
-}
-
 Conflict SharedArena::unfenced_writer(std::size_t g, const Accessor& who) const {
     const Writer& w = writers_[g];
-    if (!who.async_proxy || w.warp >= warps_) return {};
-    bool fenced = w.epoch <= who.clock->published(w.warp);
-    constexpr int kLanes = 32;
-    for (int l = std::max<int>(w.lane, 0); l < (w.lane < 0 ? kLanes : w.lane + 1); ++l)
-        fenced = fenced && w.epoch <= fenced_[w.warp * kMaxLanes + static_cast<std::size_t>(l)];
-    if (fenced) return {};
+    if (!who.async_proxy || w.warp >= warps_ || who.clock->published.cover(w.warp, w.lane, w.epoch)) return {};
     return {"missing fence.proxy.async", 0, w.warp, w.lane, writer_pcs_[g]};
 }
 
@@ -124,11 +167,8 @@ Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& wh
         if (const Conflict conflict = unfenced_writer(g, who)) return conflict;
         Reader& r = mine[g];
         // A lane that has synchronised with the readers before stands for them
-        const bool replaces = r.epoch <= who.floor || ordered(who, who.warp, r.who(), r.epoch);
-        r.many = replaces ? who.lane < 0 : 1;
-        r.lane = who.lane & 63;
-        r.epoch = who.epoch() & 0xffffff;
-        r.pc = pc;
+        const bool replaces = who.lane == kTogether || r.epoch <= who.floor || ordered(who, who.warp, r.lane, r.epoch);
+        r = {pc, who.epoch & 0xffffff, static_cast<std::int8_t>(replaces ? who.lane : kSeveral)};
     }
     return {};
 }
@@ -137,8 +177,8 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
     const std::size_t end = granule(address + static_cast<std::uintptr_t>(bytes) - 1) + 1;
     for (std::size_t g = granule(address); g < end; ++g) {
         Writer& w = writers_[g];
-        Writer now{
-            who.epoch(), static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0, 0};
+        Writer now{who.epoch, static_cast<std::uint16_t>(who.warp), static_cast<std::int8_t>(who.lane), atomic, 0, 0,
+                   0};
         if (w.epoch >= first_epoch_) {
             if (w.pending)
                 return {"write to an asynchronous copy's target before its wait", 0, w.warp, w.lane, writer_pcs_[g]};
@@ -149,7 +189,7 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
             } else {
                 now.several = w.several;
                 if (!ordered(who, w.warp, w.lane, w.epoch)) {
-                    if (w.warp == who.warp) now.lane = -1;
+                    if (w.warp == who.warp) now.lane = kSeveral;
                     else others_[g] = {w, writer_pcs_[g]}, now.several = 1;
                 }
             }
@@ -158,8 +198,8 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
         }
         for (std::size_t i = 0; i < reading_.size(); ++i) {
             const Reader& r = readers_[i][g];
-            if (r.epoch < first_epoch_ || ordered(who, reading_[i], r.who(), r.epoch)) continue;
-            return {"write after read", 0, reading_[i], r.who(), r.pc};
+            if (r.epoch < first_epoch_ || ordered(who, reading_[i], r.lane, r.epoch)) continue;
+            return {"write after read", 0, reading_[i], r.lane, r.pc};
         }
         w = now;
         writer_pcs_[g] = pc;
@@ -176,14 +216,14 @@ Conflict SharedArena::begin_async(std::uintptr_t address, int bytes, const Acces
 
 void SharedArena::landed(std::uintptr_t address, int bytes, const Accessor& who) {
     for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
-        writers_[g].pending = 0, writers_[g].epoch = who.epoch();
+        writers_[g].pending = 0, writers_[g].epoch = who.epoch;
 }
 
 Conflict SharedArena::begin_async(std::uintptr_t address, int bytes, const Accessor& who, int agent,
                                   std::uint32_t epoch, const void* pc) {
     const Conflict conflict = write(address, bytes, who, pc, false);
     for (std::size_t g = granule(address); g < granule(address) + static_cast<std::size_t>(bytes / kGranule); ++g)
-        writers_[g] = {epoch, static_cast<std::uint16_t>(agent), -1, 0, 1, 0, 0};
+        writers_[g] = {epoch, static_cast<std::uint16_t>(agent), kTogether, 0, 1, 0, 0};
     return conflict;
 }
 
@@ -207,21 +247,19 @@ namespace {
 // been.
 struct Record {
     std::uint32_t block;  // + 1; 0: no access
-    int warp, lane;       // lane -1: several of the warp
+    int warp, lane;       // lane, kTogether or kSeveral
     bool flag;            // of a writer: atomic; of readers: of several blocks
     std::uint32_t epoch;
 
-    static constexpr std::uint32_t kSeveral = 127;
+    static constexpr int kLanes = 64, kPacked = 128;  // less than no lane: from the top of 7 bits
     static Record unpack(std::uint64_t r) {
-        const auto lane = static_cast<std::uint32_t>(r >> 25 & 127);
+        const auto lane = static_cast<int>(r >> 25 & (kPacked - 1));
         return {static_cast<std::uint32_t>(r >> 40), static_cast<int>(r >> 32 & 255),
-                lane == kSeveral ? -1 : static_cast<int>(lane), (r >> 24 & 1) != 0,
-                static_cast<std::uint32_t>(r & 0xffffff)};
+                lane < kLanes ? lane : lane - kPacked, (r >> 24 & 1) != 0, static_cast<std::uint32_t>(r & 0xffffff)};
     }
     std::uint64_t pack() const {
         return std::uint64_t{block} << 40 | static_cast<std::uint64_t>(warp & 255) << 32 |
-               static_cast<std::uint64_t>(static_cast<std::uint32_t>(lane) & 127) << 25 | std::uint64_t{flag} << 24 |
-               (epoch & 0xffffff);
+               static_cast<std::uint64_t>(lane & (kPacked - 1)) << 25 | std::uint64_t{flag} << 24 | (epoch & 0xffffff);
     }
     bool before(const Accessor& who) const {
         return block == 0 || (block == who.block + 1 && ordered(who, warp, lane, epoch));
@@ -239,10 +277,13 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
     bool keep;
     do {
         was = Record::unpack(before);
-        now = {who.block + 1, who.warp, who.lane, atomic, who.epoch()};
+        now = {who.block + 1, who.warp, who.lane, atomic, who.epoch};
         if (readers) now.flag = was.block != 0 && (was.flag || was.block != now.block);
         keep = (readers || (atomic && was.flag)) && !was.before(who);
-        if (keep && was.block == now.block && was.warp == now.warp) now.lane = -1, keep = false;
+        if (keep && was.block == now.block && was.warp == now.warp) {
+            if (now.lane != kTogether) now.lane = kSeveral;
+            keep = false;
+        }
         after = now.pack();
     } while (before != after &&
              !__atomic_compare_exchange_n(&a.last[g], &before, after, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));

@@ -1,13 +1,14 @@
 // What is known of each piece of memory: whose it is, who wrote and read it last, and whether that was in order.
 //
-// Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that w has synchronised
-// with; a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is ordered before
-// what w does now if e <= clock_w[u], and, within one warp, if the lane is the same or the lanes have synchronised
-// since e.
+// Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that all lanes of w have
+// synchronised with; a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is
+// ordered before what w does now if e <= clock_w[u], or if the lane is the same. A transaction barrier orders lanes: who
+// arrives there hands on what its own lane did, and of the other lanes what they did before they last synchronised with
+// it; who waits there learns for its own lane. So a clock has epochs of single lanes beside those of warps.
 //
 // What runs beside the warps is an agent as they are, with epochs of its own and a number above theirs: the tensor
 // copies of a barrier, the products of a warpgroup. These reach shared memory through the asynchronous proxy, which
-// sees what a thread wrote only after a fence: a clock knows up to which epoch that is so, too.
+// sees what a lane wrote only after a fence of that lane: a clock knows up to which epoch that is so, too.
 #pragma once
 
 #include <algorithm>
@@ -21,50 +22,69 @@
 
 namespace flash_wmma::emulator {
 
-/// What is known of each agent: its newest epoch, and the newest whose writes the asynchronous proxy sees.
-class Clock {
+/// In place of a lane: all of a warp at once, as in a collective; several, one after the other.
+inline constexpr int kTogether = -1, kSeveral = -2;
+
+/// Of each agent the newest epoch: that of all its lanes, and those of single lanes that are newer.
+class Epochs {
   public:
-    void reset() { known_.clear(), published_.clear(); }
-    std::uint32_t known(int agent) const { return at(known_, agent); }
-    std::uint32_t published(int agent) const { return at(published_, agent); }
-    void know(int agent, std::uint32_t epoch) { raise(known_, agent, epoch); }
-    /// fence.proxy.async of one of the agent's lanes.
-    void publish(int agent) { raise(published_, agent, known(agent)); }
-    void join(const Clock& other) { raise(known_, other.known_), raise(published_, other.published_); }
-    /// Leaves what both know.
-    void meet(const Clock& other) { lower(known_, other.known_), lower(published_, other.published_); }
+    void clear() { all_.clear(), lanes_.clear(); }
+    std::uint32_t of(int agent) const {
+        const auto i = static_cast<std::size_t>(agent);
+        return i < all_.size() ? all_[i] : 0;
+    }
+    /// Whether what that lane did in `epoch` is among them; of several lanes, whether one's is.
+    bool cover(int agent, int lane, std::uint32_t epoch) const {
+        return epoch <= of(agent) || (!lanes_.empty() && cover_lane(agent, lane, epoch));
+    }
+    void raise(int agent, std::uint32_t epoch);
+    void raise(int agent, int lane, std::uint32_t epoch);
+    void join(const Epochs& others);
+    /// Leaves what is among both.
+    void meet(const Epochs& others);
 
   private:
-    using Epochs = std::vector<std::uint32_t>;
-    Epochs known_, published_;
-    static std::uint32_t at(const Epochs& epochs, int agent) {
-        const auto i = static_cast<std::size_t>(agent);
-        return i < epochs.size() ? epochs[i] : 0;
-    }
-    static void raise(Epochs& epochs, int agent, std::uint32_t epoch);
-    static void raise(Epochs& epochs, const Epochs& others);
-    static void lower(Epochs& epochs, const Epochs& others);
+    struct OfLane {
+        int agent, lane;
+        std::uint32_t epoch;
+        bool operator<(const OfLane& x) const { return agent != x.agent ? agent < x.agent : lane < x.lane; }
+    };
+    std::vector<std::uint32_t> all_;
+    std::vector<OfLane> lanes_;  // in order
+    std::uint32_t of(int agent, int lane) const;
+    bool cover_lane(int agent, int lane, std::uint32_t epoch) const;
+    std::vector<OfLane> lanes_with(const Epochs& others) const;
+    void tidy();
+};
+
+/// What somebody knows: the epochs that are ordered before, and those whose writes the asynchronous proxy sees.
+struct Clock {
+    Epochs known, published;
+    void clear() { known.clear(), published.clear(); }
+    void join(const Clock& other) { known.join(other.known), published.join(other.published); }
+    void meet(const Clock& other) { known.meet(other.known), published.meet(other.published); }
 };
 
 /// Who accesses.
 struct Accessor {
     std::uint32_t block;        ///< in the grid
-    int warp, lane;             ///< warp in the cluster, or agent; lane -1: any of the warp's, as in a collective
-    const Clock* clock;         ///< the warp's
-    std::uint32_t floor;        ///< newest epoch of the warp that all its lanes have synchronised since
-    const std::uint32_t* seen;  ///< for each lane of the warp its newest epoch that this lane knows; null: as floor
+    int warp, lane;             ///< warp in the cluster, or agent; lane or kTogether
+    std::uint32_t epoch;        ///< of the warp
+    const Clock* clock;         ///< the lane's
+    std::uint32_t floor;        ///< of the warp in that clock
+    const std::uint32_t* seen;  ///< for each lane of the warp its newest epoch that this lane knows; null: floor
+    int self = lane;            ///< the lane whose clock that is
     bool async_proxy = false;
-    std::uint32_t epoch() const { return clock->known(warp); }
 };
 
-/// Whether what `warp` did in `epoch`, its lane `lane` (-1: several), comes before what `who` does now.
+/// Whether what `lane` of `warp` did in `epoch` comes before what `who` does now.
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch);
 
 /// What an access ran into: nothing if `kind` is null.
 struct Conflict {
     const char* kind = nullptr;  ///< "read after write" ...
     std::uint32_t block = 0;     ///< of the other access
-    int warp = 0, lane = 0;      ///< warp or agent; lane -1: several
+    int warp = 0, lane = 0;      ///< warp or agent; lane, kTogether or kSeveral
     const void* pc = nullptr;
     explicit operator bool() const { return kind; }
 };
@@ -95,7 +115,7 @@ class SharedArena {
   public:
     static constexpr std::size_t kBytesPerBlock = 256 << 10, kBase = 1024;
 
-    /// Room for `blocks` blocks of `bytes` bytes, poisoned, and for the clocks of `warps` warps.
+    /// Room for `blocks` blocks of `bytes` bytes, poisoned. Agents from `warps` on are no warps.
     void begin(int blocks, std::size_t bytes, int warps, bool checks);
     char* of_block(int block) const { return base_ + static_cast<std::size_t>(block) * kBytesPerBlock; }
     bool contains(std::uintptr_t a) const { return a - reinterpret_cast<std::uintptr_t>(base_) < size_; }
@@ -117,15 +137,12 @@ class SharedArena {
     void landed(std::uintptr_t address, int bytes);
     /// The bytes of a barrier, written by `who`: from now on nothing but a barrier.
     Conflict make_barrier(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
-    /// fence.proxy.async of a lane: what it wrote is for the asynchronous proxy to see. That of others is not, even if
-    /// they are in order with it.
-    void fence(const Accessor& who);
 
   private:
     struct Writer {
         std::uint32_t epoch;  // 0 or before first_epoch_: never written by these blocks
         std::uint16_t warp;
-        std::int8_t lane;  // -1: any of the warp's, as in a collective
+        std::int8_t lane;  // or kTogether, or kSeveral
         std::uint8_t atomic : 1, pending : 1;
         std::uint8_t several : 1;  // atomic, and another warp's was not ordered before it: see others_
         std::uint8_t barrier : 1;
@@ -136,8 +153,8 @@ class SharedArena {
     };
     struct Reader {  // of one warp
         const void* pc;
-        std::uint32_t epoch : 24, many : 1, lane : 6;
-        int who() const { return many ? -1 : static_cast<int>(lane); }
+        std::uint32_t epoch : 24;
+        std::int32_t lane : 8;  // or kTogether, or kSeveral
     };
     Pages<char> memory_;
     char* base_ = nullptr;
@@ -147,7 +164,6 @@ class SharedArena {
     Pages<Writer> writers_;
     std::vector<Pages<Reader>> readers_;  // of each agent that has read
     std::vector<int> reading_, row_of_;   // those agents; where an agent's are, or -1
-    std::vector<std::uint32_t> fenced_;   // of each lane of each warp, the epoch of its newest fence.proxy.async
     Pages<const void*> writer_pcs_;
     Pages<Other> others_;  // the last atomic writer of another warp
 

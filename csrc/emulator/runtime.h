@@ -75,8 +75,8 @@ int barrier(int id, int threads, int predicate, bool wait, const char* name, Sit
 /// Parks the lane until ready(argument).
 void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
 
-/// Happens-before through an object (an mbarrier, a flag): what the releasing warp did before is visible to whoever
-/// acquires it later.
+/// Happens-before through an object (an mbarrier, a flag): what the releasing lane did before, and others of its warp
+/// before they last synchronised with it, is visible to each lane that acquires it later.
 void release(const void* object);
 void acquire(const void* object);
 

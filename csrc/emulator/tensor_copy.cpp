@@ -60,7 +60,8 @@ TransactionBarrier& Worker::transaction_barrier(const void* address, const char*
     if (found == barriers.end())
         stop(finding("a barrier that is not initialised", describe(*t_lane) + " in " + use, source_line(site)));
     TransactionBarrier& b = found->second;
-    if (config.checks && !ordered(accessor(*t_lane), b.warp, b.lane, b.epoch))
+    if (config.checks && !warp_of(*t_lane).clock.known.cover(b.warp, b.lane, b.epoch) &&
+        !ordered(accessor(*t_lane), b.warp, b.lane, b.epoch))
         stop(finding("a barrier that may not be initialised yet", describe(*t_lane) + " in " + use, source_line(site),
                      describe(warps[static_cast<std::size_t>(b.warp)]) + ", at " + source_line(b.site) +
                          ": nothing orders the two"));
@@ -68,7 +69,7 @@ TransactionBarrier& Worker::transaction_barrier(const void* address, const char*
 }
 
 void Worker::barrier_init(void* address, unsigned arrivals, Site site, const void* pc) {
-    const Lane& lane = *t_lane;
+    Lane& lane = *t_lane;
     const auto at = reinterpret_cast<std::uintptr_t>(address);
     const auto refuse_init = [&](const std::string& why) {
         stop(finding(why, describe(lane) + " in barrier_init", source_line(site)));
@@ -87,7 +88,7 @@ void Worker::barrier_init(void* address, unsigned arrivals, Site site, const voi
     TransactionBarrier& b = barriers[address];
     b.arrivals = b.outstanding = arrivals;
     b.agent = new_agent();
-    b.warp = lane.warp, b.lane = lane.lane, b.epoch = who.epoch(), b.site = site;
+    b.warp = lane.warp, b.lane = lane.lane, b.epoch = who.epoch, b.site = site;
 }
 
 void Worker::barrier_init_fence() {
@@ -97,10 +98,12 @@ void Worker::barrier_init_fence() {
 void Worker::fence_proxy_async() {
     barrier_init_fence();
     if (!config.checks) return;
-    Warp& warp = warp_of(*t_lane);
-    arena.fence(accessor(*t_lane));
-    warp.clock.publish(t_lane->warp);
-    next_epoch(warp);
+    // What this lane wrote, as far as this lane knows; that of others is not, even if they are in order with it
+    Lane& lane = *t_lane;
+    const std::uint32_t epoch = epochs_[static_cast<std::size_t>(lane.warp)]++;
+    Clock clock;
+    clock.published.raise(lane.warp, lane.lane, epoch);
+    learn(lane, &lane, epoch, clock);
 }
 
 void Worker::end_phase(TransactionBarrier& b) {
@@ -126,11 +129,7 @@ void Worker::barrier_arrive(void* address, unsigned bytes, Site site, const void
         stop(finding("a phase of more bytes than a barrier counts",
                      describe(*t_lane) + " in " + kName + ", " + std::to_string(b.bytes) + " bytes in all",
                      source_line(site)));
-    if (config.checks) {
-        Warp& warp = warp_of(*t_lane);
-        b.arrived.join(warp.clock);
-        next_epoch(warp);
-    }
+    if (config.checks) hand_on(*t_lane, b.arrived);
     if (--b.outstanding == 0 && b.bytes == 0) end_phase(b);
 }
 
@@ -145,7 +144,7 @@ bool Worker::phase_done(TransactionBarrier& b, unsigned parity, const Lane& lane
         b.bytes -= b.copies.front().bytes;
         if (config.checks) {
             b.arrived.join(b.copies.front().clock);
-            b.arrived.know(b.agent, b.copies.front().epoch);
+            b.arrived.known.raise(b.agent, b.copies.front().epoch);
         }
         b.copies.pop_front();
         if (b.bytes == 0) end_phase(b);
@@ -177,7 +176,7 @@ void Worker::barrier_wait(void* address, unsigned parity, Site site, const void*
             record({Event::Kind::kTransactionBarrier, 0, arrived, b.completed_at, pc}, lane.warp);
         until = std::max(until, b.completed_at);
     }
-    if (config.checks) warp_of(lane).clock.join(b.completed);
+    if (config.checks) learn(lane, &b, b.phase, b.completed);
 }
 
 std::string Worker::state_of_barrier(const Lane& lane) const {
@@ -197,7 +196,7 @@ std::string Worker::state_of_barrier(const Lane& lane) const {
 void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                          const void* pc) {
     constexpr const char* kName = "tensor_load";
-    const Lane& lane = *t_lane;
+    Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(shared);
     TransactionBarrier& b = transaction_barrier(barrier, kName, site);
     const std::uint64_t now = time_of(lane);
@@ -220,9 +219,7 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
     if (config.checks) {
         copy.epoch = ++epochs_[static_cast<std::size_t>(b.agent)];
         check_tensor_load(copy, b, pc);
-        Warp& warp = warp_of(lane);
-        copy.clock = warp.clock;
-        next_epoch(warp);
+        hand_on(lane, copy.clock);
     }
     if (config.counters) {
         std::uint64_t sectors = 0, bytes = 0;
@@ -240,7 +237,7 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
 }
 
 void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
-    const Lane& lane = *t_lane;
+    Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(copy.to);
     const std::string line = source_line(copy.site);
     Accessor who = accessor(lane);

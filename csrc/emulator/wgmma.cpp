@@ -173,9 +173,16 @@ void Worker::multiply(void* const* arguments) {
     if (config.checks) {
         clock = warps[static_cast<std::size_t>(running_leader)].clock;
         for (int w = 1; w < kWarps; ++w) clock.meet(warps[static_cast<std::size_t>(running_leader + w)].clock);
-        clock.know(group.agent, epochs_[static_cast<std::size_t>(group.agent)]);
     }
-    const Accessor who{accessor(*t_lane).block, group.agent, -1, &clock, 0, nullptr, true};
+    const Accessor who{accessor(*t_lane).block,
+                       group.agent,
+                       kTogether,
+                       epochs_[static_cast<std::size_t>(group.agent)],
+                       &clock,
+                       0,
+                       nullptr,
+                       kTogether,
+                       true};
     if (!first.a) check_matrix(first, true, who);
     check_matrix(first, false, who);
 
@@ -320,10 +327,12 @@ void Worker::wait_for_products(int pending) {
             ranges.end());
     }
     if (!config.checks || !done || group.agent < 0) return;
-    for (int w = running_leader; w < running_leader + kWarps; ++w)
-        warps[static_cast<std::size_t>(w)].clock.know(
-            group.agent,
-            epochs_[static_cast<std::size_t>(group.agent)] - static_cast<std::uint32_t>(group.groups - done) - 1);
+    for (int w = running_leader; w < running_leader + kWarps; ++w) {
+        Warp& warp = warps[static_cast<std::size_t>(w)];
+        warp.clock.known.raise(group.agent, epochs_[static_cast<std::size_t>(group.agent)] -
+                                                static_cast<std::uint32_t>(group.groups - done) - 1);
+        ++warp.clock_version;
+    }
 }
 
 void Worker::set_registers(int count) {

@@ -96,6 +96,19 @@ __global__ void own_atomic_last(float* out, const float*, int) {
 }
 const Entry kOwnAtomicLast("own_atomic_last", run<own_atomic_last<true>, own_atomic_last<false>, 1, 64, Exchange>);
 
+/// The same of two lanes of a warp.
+template <bool Right>
+__global__ void own_lane_last(float* out, const float*, int) {
+    auto& smem = shared_memory<Exchange>();
+    const unsigned lane = threadIdx.x;
+    if (lane == 0) smem.words[0] = 0;
+    __syncwarp();
+    if (lane < 2) atomicAdd(&smem.words[0], 1.f);  // fault: own_lane_last adds
+    if constexpr (Right) __syncwarp();
+    if (lane == 1) out[0] = smem.words[0];  // fault: own_lane_last reads
+}
+const Entry kOwnLaneLast("own_lane_last", run<own_lane_last<true>, own_lane_last<false>, 1, 32, Exchange>);
+
 template <bool Right>
 __global__ void own_global_atomic_last(float* out, const float*, int) {
     const unsigned t = threadIdx.x;
@@ -433,9 +446,9 @@ template <bool Right>
 __global__ void shared_out_of_bounds(float* out, const float* in, int) {
     auto& smem = shared_memory<Exchange>();
     float* words = smem.words;
-    words[threadIdx.x * (Right ? 2 : 3)] = in[threadIdx.x];  // fault: shared_out_of_bounds
+    words[2 * threadIdx.x + (Right ? 1 : 2)] = in[threadIdx.x];  // fault: shared_out_of_bounds
     __syncwarp();
-    out[threadIdx.x] = words[threadIdx.x * (Right ? 2 : 3)];
+    out[threadIdx.x] = words[2 * threadIdx.x + (Right ? 1 : 2)];
 }
 const Entry kSharedOutOfBounds("shared_out_of_bounds",
                                run<shared_out_of_bounds<true>, shared_out_of_bounds<false>, 1, 32, Exchange>);

@@ -137,6 +137,7 @@ enum class Pipeline {
     kFewArrivals,  // the barrier counts fewer than come
     kManyArrivals,
     kNoWait,            // for the copy
+    kOneWarpWaits,      // for it
     kNoRelease,         // the producer does not wait for the consumers
     kEarlyRelease,      // before the product is asked for
     kReleaseOfPending,  // before the product's wait
@@ -201,7 +202,8 @@ __global__ void pipeline(float* out, const __grid_constant__ TensorMap a_map, co
     for (int i = 0; i < kTiles; ++i) {
         const int s = i % kStages;
         const unsigned parity = kFault == Pipeline::kStuckParity ? 0 : static_cast<unsigned>(i / kStages % 2);
-        if (kFault != Pipeline::kNoWait) ptx::barrier_wait(&smem.full[s], parity);
+        const bool waits = kFault == Pipeline::kOneWarpWaits ? thread < 32 : kFault != Pipeline::kNoWait;
+        if (waits) ptx::barrier_wait(&smem.full[s], parity);
         if (kFault == Pipeline::kEarlyRelease) release(s);
         if (kFault != Pipeline::kNoFence) ptx::wgmma_fence();
         const ptx::SharedMatrix<Major::K> a(smem.a);
@@ -308,6 +310,165 @@ const Entry kHandover(
         constexpr int kFaults = static_cast<int>(Handover::kCopiedOver) + 1;
         run_handover(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
     });
+
+// --- a patch: a warp completes a tile that a copy has brought --------------------------------------------------------
+
+enum class Patch {
+    kNone,
+    kWaitOfOneLane,  // for the copy
+    kNoFence,
+    kLateFence,  // behind the warp's synchronisation
+    kNoSync,     // of the warp, before the one lane that says so
+};
+
+struct PatchMemory {
+    alignas(1024) half a[kSide * kSide];
+    alignas(1024) half b[kSide * kSide];
+    ptx::Barrier loaded, full;
+};
+
+/// The warp's lanes come together, which orders no memory.
+__device__ void meet() { __shfl_sync(0xffffffffu, 0, 0); }
+
+/// out (64 x 64) = A B^T, both 64 x 64 by rows; of B the second half of the rows counts as zeros.
+template <Patch kFault>
+__global__ void patch(float* out, const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap b_map) {
+    auto& smem = shared_memory<PatchMemory>();
+    const int thread = static_cast<int>(threadIdx.x), lane = thread % 32;
+    if (thread == 0) {
+        ptx::barrier_init(&smem.loaded, 1);
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    if (thread >= kGroup) {
+        if (lane == 0) {
+            ptx::barrier_arrive_expect(&smem.loaded, 2 * kPanelBytes);
+            ptx::tensor_load(smem.a, &a_map, &smem.loaded, {0, 0, 0, 0});
+            ptx::tensor_load(smem.b, &b_map, &smem.loaded, {0, 0, 0, 0});  // fault: patch copy
+        }
+        if (kFault != Patch::kWaitOfOneLane || lane == 0) ptx::barrier_wait(&smem.loaded, 0);
+        meet();
+        for (int i = lane; i < kSide * kSide / 16; i += 32)
+            reinterpret_cast<uint4*>(smem.b + kSide * kSide / 2)[i] = uint4{};  // fault: patch zeros
+        if (kFault != Patch::kNoFence && kFault != Patch::kLateFence) ptx::fence_proxy_async();
+        if (kFault == Patch::kNoSync) meet();
+        else __syncwarp();
+        if (kFault == Patch::kLateFence) ptx::fence_proxy_async();
+        meet();
+        if (lane == 0) ptx::barrier_arrive(&smem.full);
+        return;
+    }
+    ptx::barrier_wait(&smem.full, 0);
+    float d[kSide / 2];
+    ptx::wgmma_fence();
+    const ptx::SharedMatrix<Major::K> rows(smem.a), columns(smem.b);
+    for (int k = 0; k < 4; ++k)
+        ptx::wgmma<half, kSide>(d, rows + 32 * k, columns + 32 * k, k > 0);  // fault: patch product
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    const int warp = thread / 32, g = lane / 4, t = lane % 4;
+    for (int j = 0; j < kSide / 8; ++j)
+        for (int i = 0; i < 4; ++i) out[(16 * warp + g + 8 * (i / 2)) * kSide + 8 * j + 2 * t + i % 2] = d[4 * j + i];
+}
+template <int... kFaults>
+void run_patch(float* out, const half* a, const half* b, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&patch<Patch::kNone>) kKernels[] = {patch<static_cast<Patch>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(kGroup + 32), sizeof(PatchMemory)}, nullptr, out, map_of(a, kSide, kSide),
+           map_of(b, kSide, kSide));
+}
+const Entry kPatch(
+    "patch", +[](float* out, const half* a, const half* b, int fault) {
+        constexpr int kFaults = static_cast<int>(Patch::kNoSync) + 1;
+        run_patch(out, a, b, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- a relay: a warp writes what another reads, one lane of a group speaks for all -----------------------------------
+
+enum class Relay {
+    kNone,
+    kNoSyncBehindEmpty,  // of the writers, when one lane knows that the place is free
+    kNoSyncBeforeFull,   // when all have written
+    kNoSyncBehindFull,   // of the readers, when one lane knows that there is something
+    kHalfKnows,          // the same, when half of them know
+    kNoSyncBeforeEmpty,  // when all have read
+    kHalfSync,           // the same, of both halves of the warp
+    kMatrixReleased,     // the same: what all read is an ldmatrix, of one row
+};
+
+struct RelayMemory {
+    uint4 rows[32];
+    ptx::Barrier full, empty;
+};
+
+/// out[lane]: a sum over tiles of what row lane ^ 1 holds, or of the lane's elements of four 8 x 8 matrices.
+template <Relay kFault, int kGroupLanes, bool kMatrix>
+__global__ void relay(float* out) {
+    auto& smem = shared_memory<RelayMemory>();
+    const unsigned lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        ptx::barrier_init(&smem.full, 32 / kGroupLanes);
+        ptx::barrier_init(&smem.empty, 32 / kGroupLanes);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    const bool speaks = lane % kGroupLanes == 0;
+    const auto sync = [&](Relay fault) {
+        meet();
+        if (kFault == fault) return;
+        constexpr bool kHalf = kFault == Relay::kHalfSync;
+        const unsigned lanes = kHalf && fault == Relay::kNoSyncBeforeEmpty ? 16 : kGroupLanes;
+        if (lanes > 1) __syncwarp(0xffffffffu >> (32 - lanes) << lane / lanes * lanes);
+        meet();
+    };
+    unsigned sum = 0;
+    for (unsigned tile = 0; tile < kTiles; ++tile) {
+        if (threadIdx.x < 32) {
+            if (speaks) ptx::barrier_wait(&smem.empty, tile % 2 ^ 1);
+            sync(Relay::kNoSyncBehindEmpty);
+            const unsigned x = 32 * tile + lane;
+            smem.rows[lane] = uint4{x, x, x, x};  // fault: relay writes
+            sync(Relay::kNoSyncBeforeFull);
+            if (speaks) ptx::barrier_arrive(&smem.full);
+            continue;
+        }
+        if (kFault == Relay::kHalfKnows ? lane < 16 : speaks) ptx::barrier_wait(&smem.full, tile % 2);
+        sync(kFault == Relay::kHalfKnows ? kFault : Relay::kNoSyncBehindFull);
+        if (kMatrix) {
+            std::uint32_t words[4];
+            const uint4* row = smem.rows + (kFault == Relay::kMatrixReleased ? 0 : lane ^ 1);
+            ptx::ldmatrix_x4(words, row);  // fault: relay matrices
+            sum += words[0] + words[1] + words[2] + words[3];
+        } else {
+            sum += smem.rows[lane ^ 1].x;  // fault: relay reads
+        }
+        sync(kFault == Relay::kMatrixReleased ? kFault : Relay::kNoSyncBeforeEmpty);
+        if (speaks) ptx::barrier_arrive(&smem.empty);
+    }
+    if (threadIdx.x >= 32) out[lane] = static_cast<float>(sum);
+}
+template <int... kFaults>
+void run_relay(float* out, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&relay<Relay::kNone, 32, false>) kKernels[] = {
+        relay<static_cast<Relay>(kFaults), 32, static_cast<Relay>(kFaults) == Relay::kMatrixReleased>...};
+    launch(kKernels[fault], {dim3(1), dim3(64), sizeof(RelayMemory)}, nullptr, out);
+}
+const Entry kRelay(
+    "relay", +[](float* out, int fault) {
+        constexpr int kFaults = static_cast<int>(Relay::kMatrixReleased) + 1;
+        run_relay(out, fault, std::make_integer_sequence<int, kFaults>());
+    });
+/// Groups of so many lanes; groups of one synchronise nowhere.
+template <int kGroupLanes, bool kMatrix>
+void run_groups(float* out) {
+    launch(relay<Relay::kNone, kGroupLanes, kMatrix>, {dim3(1), dim3(64), sizeof(RelayMemory)}, nullptr, out);
+}
+const Entry kRelay32("relay_32_rows", run_groups<32, false>);
+const Entry kRelay16("relay_16_rows", run_groups<16, false>);
+const Entry kRelay1("relay_1_rows", run_groups<1, false>);
+const Entry kRelayMatrix32("relay_32_matrices", run_groups<32, true>);
+const Entry kRelayMatrix16("relay_16_matrices", run_groups<16, true>);
+const Entry kRelayMatrix1("relay_1_matrices", run_groups<1, true>);
 
 // --- registers of products -------------------------------------------------------------------------------------------
 
