@@ -316,7 +316,7 @@ inline char* swizzled(char* p, int units) {
 /// The text of a finding: what, who, where, and where the others are.
 std::string finding(const std::string& kind, const std::string& who, const std::string& line,
                     const std::string& others = "");
-/// "csrc/forward/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
+/// "csrc/forward/wmma/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
 std::string source_line(const void* pc);
 std::string function_name(const void* function);
 /// The function of that instruction before `pc`, and those that it is inlined into, outwards.
