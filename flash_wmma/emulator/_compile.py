@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
+
+from .._errors import EmulatorError
+from .._sources import CSRC, kernel_sources
 
 Mode = Literal["fast", "checked"]
-Direction = Literal["forward", "backward"]
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_dir()), _PACKAGE / "csrc")
-"""The C++ sources: in the package where it is installed, beside it in a source folder."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 _COMMON = [
@@ -50,10 +49,6 @@ _CHECKED = [
     # An access of 16 bytes stays one, and addresses of code follow the order of the source.
     *("-fno-tree-sra", "-fno-ipa-sra", "-fno-reorder-blocks", "-fno-reorder-blocks-and-partition"),
 ]
-
-
-class EmulatorError(RuntimeError):
-    """What the emulator found wrong with a kernel, or why a kernel could not be compiled for it."""
 
 
 def cache_folder() -> Path:
@@ -96,23 +91,6 @@ def compiler() -> tuple[str, str]:
     if "clang" in version:
         raise EmulatorError(f"running a CUDA kernel on the CPU needs g++, {path} is {version}")
     return path, version
-
-
-@functools.cache
-def kernel_sources(direction: Direction | None = None) -> dict[str, tuple[Path, ...]]:
-    """The sources of each CUDA kernel (of that direction), by its name: the file that states it and those whose names
-    begin as its does."""
-    folders = (direction,) if direction else get_args(Direction)
-    files = sorted(p for folder in folders for p in (CSRC / folder).glob("*.cu"))
-    stated = {path: re.findall(r'/\*name=\*/\s*"(\w+)"', path.read_text()) for path in files}
-    return {
-        name: (
-            path,
-            *(p for p in files if not stated[p] and p.parent == path.parent and p.stem.startswith(f"{path.stem}_")),
-        )
-        for path, names in stated.items()
-        for name in names
-    }
 
 
 def _run(command: list[str]) -> None:
