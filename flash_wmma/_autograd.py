@@ -80,13 +80,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, call: Call, *tensors: Tensor | None
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        """``call`` and ``tensors``: as ``Call.split`` gives them."""
-        out, lse = _ops.forward(q, k, v, call.joined(tensors))
+        """``call``: without its attn_bias, which autograd has to see."""
+        if attn_bias is not None:
+            call = call._replace(attn_bias=attn_bias)
+        out, lse = _ops.forward(q, k, v, call)
         # The lengths' tensors too, so that torch notices when one is overwritten before backward reads it
+        ctx.call, tensors = call.split()
         ctx.save_for_backward(q, k, v, out, lse, *tensors)
-        ctx.call = call
         ctx.set_materialize_grads(False)
         return out, lse
 
@@ -95,11 +97,10 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        bias_grad = bool(tensors) and ctx.needs_input_grad[4]
+        bias_grad = ctx.needs_input_grad[3]
         compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else _gradients
         dq, dk, dv, dbias = compute(dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors))
-        of_tensors = (dbias if bias_grad else None, *[None] * (len(tensors) - 1)) if tensors else ()
-        return dq, dk, dv, None, *of_tensors
+        return dq, dk, dv, dbias if bias_grad else None, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -111,5 +112,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is q or v is k else v
-    call, tensors = call.split()
-    return Attention.apply(q, k, v, call, *tensors)  # type: ignore[no-any-return]
+    attn_bias = call.attn_bias
+    if attn_bias is not None:
+        call = call._replace(attn_bias=None)
+    return Attention.apply(q, k, v, attn_bias, call)  # type: ignore[no-any-return]

@@ -79,8 +79,7 @@ class Call(NamedTuple):
         )
 
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
-        """The call without its tensors, and these, attn_bias first: autograd must see each of them. Of a call that has
-        none: itself and ()."""
+        """The call without its tensors, and these, which autograd saves. Of a call that has none: itself and ()."""
         lengths = self.lengths
         if self.attn_bias is None and self.alibi_slopes is None and lengths is None:
             return self, ()

@@ -74,7 +74,7 @@ def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
     device = query.device
     kernel = kernel_for(device.type, query.dtype)
     asked = Question(device.type, device.index, query.dtype, kernel, gradient=True, deterministic=deterministic)
-    largest = largest_head_dim(asked)
+    largest = largest_head_dim(*asked)
     return 0 < max(query.shape[-1], value.shape[-1]) <= largest
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,15 +34,17 @@ class Question(NamedTuple):
     bias_gradient: bool = False
     deterministic: bool = False
 
-    def __str__(self) -> str:
+    @property
+    def features(self) -> str:
         """What is asked for beyond attention alone."""
         gradient = "gradient of attn_bias" if self.bias_gradient else "gradient"
-        features = {"causal": self.causal, "attn_bias": self.attn_bias, "d_v": self.other_d_v, gradient: self.gradient}
-        return " ".join(name for name, asked in features.items() if asked)
+        asked = {"causal": self.causal, "attn_bias": self.attn_bias, "d_v": self.other_d_v, gradient: self.gradient}
+        return " ".join(name for name, wanted in asked.items() if wanted)
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_largest_head_dim(asked: Question) -> int:
+def _largest_head_dim(*question: Any) -> int:
+    asked = Question(*question)
     try:
         kernels = native().kernels("forward")
     except ImportError:  # forward works without the table, and says itself what it cannot run
@@ -73,9 +75,10 @@ def _cached_largest_head_dim(asked: Question) -> int:
     return largest
 
 
-def largest_head_dim(asked: Question) -> int:
-    """Up to which head dim the kernel runs what is asked; 0 if it does not."""
-    return _cached_largest_head_dim(asked)
+def largest_head_dim(*question: Any) -> int:
+    """Up to which head dim the kernel of a :class:`Question` runs what is asked; 0 if it does not. The question comes
+    unpacked, since torch.compile takes no such record for a constant."""
+    return _largest_head_dim(*question)
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
@@ -167,14 +170,15 @@ def left_to_torch(
         kernel_for(kind, dtype),
         causal=is_causal,
         attn_bias=attn_mask is not None,
-        other_d_v=bool(d != dv),
         gradient=recorded,
         bias_gradient=recorded and attn_mask is not None and attn_mask.requires_grad,
         deterministic=recorded and torch.are_deterministic_algorithms_enabled(),
     )
-    largest = largest_head_dim(asked)
+    if d != dv:  # a branch, since torch.compile takes no traced comparison for a constant
+        asked = asked._replace(other_d_v=True)
+    largest = largest_head_dim(*asked)
     if d < 1 or dv < 1 or d > largest or dv > largest:
-        features = str(asked)
+        features = asked.features
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
 
