@@ -7,17 +7,17 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import _autocast, _autograd, _checks, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
-from ._call import PLAIN, Call
+from ._call import Call
 from ._errors import raise_library_error
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse). The op is called first, and the arguments are checked after it failed: a good call pays nothing."""
     try:
-        if call is not PLAIN:
+        if not call.only_band:
             if call.backward_kernel != "auto":
                 _checks.backward_kernel(call.backward_kernel)
-            if call.kernel == "math":
+            if call.kernel_name == "math":
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):
                     return _math.attend(q, k, v, call)
@@ -27,7 +27,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
                 q, k, v, call = _checked(q, k, v, call)
         if forward_ad._current_level >= 0:
             _checks.no_tangent(q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes)
-        if _autograd.wanted(q, k, v, call.attn_bias):
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (call.attn_bias is not None and call.attn_bias.requires_grad)
+        ):
             return _autograd.attend(q, k, v, call)
         return _ops.forward(q, k, v, call)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:

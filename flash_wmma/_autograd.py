@@ -27,13 +27,6 @@ _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch
 _TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
 
 
-def wanted(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> bool:
-    """Whether a gradient may be asked for."""
-    return torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (attn_bias is not None and attn_bias.requires_grad)
-    )
-
-
 def _gradients(
     dout: Tensor,
     dlse: Tensor | None,
@@ -49,7 +42,7 @@ def _gradients(
     deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
     op = _backward if call.lengths is None else _backward_varlen
     try:
-        return op(dout, dlse, q, k, v, out, lse, *call.backward_arguments(bias_grad, deterministic))  # type: ignore[no-any-return]
+        return op(dout, dlse, q, k, v, out, lse, *_ops.backward_arguments(call, bias_grad, deterministic))  # type: ignore[no-any-return]
     except (RuntimeError, ValueError) as error:
         only_warn = asked is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
         if only_warn and str(error).startswith("kernel"):

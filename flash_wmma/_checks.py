@@ -165,7 +165,7 @@ def _lengths(q: Tensor, given: Lengths) -> int:
 
 def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     """The tensors of a call, but for what the lengths of packed sequences are."""
-    dtypes = MATH_DTYPES if call.kernel == "math" else DTYPES
+    dtypes = MATH_DTYPES if call.kernel_name == "math" else DTYPES
     if call.lengths is None:
         inputs(q, k, v, "(B, N, H, d)" if call.out_bnhd else "(B, H, N, d)", dtypes)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
@@ -218,35 +218,13 @@ def no_tangent(**named: Tensor | None) -> None:
             raise NotImplementedError(f"{name}: got a dual tensor: {FORWARD_MODE}")
 
 
-def band(causal: object, window: object) -> None:
-    """The two arguments that bound the visible keys."""
-    allowed = "False, True, 'top_left', 'bottom_right'"
-    if not isinstance(causal, int | float | str):
-        refuse("causal", repr(causal), allowed, TypeError)
-    if causal not in (False, True, "top_left", "bottom_right"):
-        refuse("causal", repr(causal), allowed)
-    allowed = "None or a pair (left, right) of int or None"
-    if window is None:
-        return
-    if not isinstance(window, tuple | list):
-        refuse("window", repr(window), allowed, TypeError)
-    if len(window) != 2:
-        refuse("window", repr(window), allowed)
-    for bound in window:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
-            refuse("window", repr(window), allowed, TypeError)
-        if bound is not None and not -(2**63) <= bound < 2**63:
-            refuse("window", repr(window), allowed + ", below 2**63")
-
-
 def options(call: Call) -> None:
-    """What a call has beside tensors."""
-    band(call.causal, call.window)
+    """What a call has beside tensors, but for its band, which ``call_of`` has checked."""
     scale: object = call.scale
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
         refuse("scale", repr(scale), "None or a float", TypeError)
     cap(call.softcap)
-    kernel: object = call.kernel
+    kernel: object = call.kernel_name
     if not isinstance(kernel, str):
         refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
     batch_invariant: object = call.batch_invariant

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _autocast, _checks
-from ._call import Call, Causal, Window
+from ._call import Causal, Window, call_of
 from ._device import DeviceFacts
 from ._device import device_facts as facts_of
 from ._errors import refuse
@@ -102,7 +102,7 @@ def explain(
             return Explanation(kernel=None, instance=None, reasons={}, device=device, left_to_torch=why)
     _checks.tensors(q=q, k=k, v=v)
     _checks.device(q)
-    call = Call(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant)
+    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant)
     q, k, v, call = _autocast.cast(q, k, v, call)
     is_packed = q.dim() == 3
     _checks.inputs(q, k, v, "(total, H, d)" if is_packed else "(B, H, N, d)")

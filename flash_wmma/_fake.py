@@ -53,7 +53,7 @@ def _forward_varlen(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
     _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths))
     total, heads = q.shape[:2]
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)

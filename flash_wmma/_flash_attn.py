@@ -12,7 +12,7 @@ from torch import Tensor
 
 from . import _checks
 from ._attention import attend
-from ._call import Call, Lengths
+from ._call import Lengths, call_of
 from ._errors import refuse
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -96,7 +96,7 @@ def flash_attn_func(
         if not isinstance(t, Tensor) or t.dim() != 4:
             _checks.tensors(**{name: t})
             refuse(f"{name}.shape", tuple(t.shape), "(B, N, H, d)")
-    call = Call(
+    call = call_of(
         causal=bool(causal),
         scale=softmax_scale,
         window=_window(window_size),
@@ -215,7 +215,7 @@ def flash_attn_varlen_func(
         _refuse_dropout(dropout_p)
     if block_table is not None:
         _not_yet("block_table", "a paged cache")
-    call = Call(
+    call = call_of(
         causal=bool(causal),
         scale=softmax_scale,
         window=_window(window_size),
@@ -223,7 +223,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=deterministic or None,
         bottom_right=True,
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q, max_seqlen_k),
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
     out, lse = attend(q, k, v, call)

@@ -7,7 +7,7 @@ from typing import Literal, overload
 from torch import Tensor
 
 from ._attention import attend
-from ._call import Call, Causal, Lengths, Window, call_of
+from ._call import Causal, Lengths, Window, call_of
 
 
 @overload
@@ -227,18 +227,18 @@ def forward_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
         ValueError: with ``validate``, lengths that decrease, end beyond a tensor, or exceed max_seqlen.
     """
-    call = Call(
-        causal=causal,
-        scale=scale,
-        window=window,
-        attn_bias=attn_bias,
-        alibi_slopes=alibi_slopes,
-        softcap=softcap,
-        kernel=kernel,
-        batch_invariant=batch_invariant,
-        backward_kernel=backward_kernel,
-        deterministic=deterministic,
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
+    call = call_of(
+        causal,
+        scale,
+        window,
+        attn_bias,
+        alibi_slopes,
+        softcap,
+        kernel,
+        batch_invariant,
+        backward_kernel,
+        deterministic,
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
     out, lse = attend(q, k, v, call)

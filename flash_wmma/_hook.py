@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.library import Library
 
 from . import _ops
-from ._call import Call, Lengths
+from ._call import Call, Lengths, call_of
 from ._library import ops
-from ._sdpa import Question, backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
+from ._sdpa import backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
 
 NAME = "flash_wmma"
 
@@ -46,7 +46,7 @@ def _attend(
     scale: float | None,
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    call = Call(
+    call = call_of(
         causal=is_causal,
         scale=scale,
         attn_bias=attn_mask,
@@ -73,8 +73,8 @@ def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
     device = query.device
     kernel = kernel_for(device.type, query.dtype)
-    asked = Question(device.type, device.index, query.dtype, kernel, gradient=True, deterministic=deterministic)
-    largest = largest_head_dim(*asked)
+    what = (device.type, device.index, query.dtype, kernel)
+    largest = largest_head_dim(*what, gradient=True, deterministic=deterministic)
     return 0 < max(query.shape[-1], value.shape[-1]) <= largest
 
 
@@ -91,7 +91,9 @@ def _gradients(
     """Of query, key and value, with those strides."""
     kernel = backward_kernel_for(kernel_for(query.device.type, query.dtype))
     call = call._replace(backward_kernel=kernel)
-    arguments = call.backward_arguments(bias_grad=False, deterministic=torch.are_deterministic_algorithms_enabled())
+    arguments = _ops.backward_arguments(
+        call, bias_grad=False, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
     op = ops.backward if call.lengths is None else ops.backward_varlen
     gradients = op(grad_out, None, query, key, value, out, logsumexp, *arguments)
     return tuple(_laid_out(t, stride) for t, stride in zip(gradients, strides, strict=False))
@@ -151,7 +153,7 @@ def _cpu_backward(original: Any) -> Any:
         why = left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, True, differentiable=False)
         if why or not _has_gradient(query, value, dropout_p):
             return original.call_boxed(keyset, *tensors, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-        call = Call(causal=is_causal, scale=scale, attn_bias=attn_mask)
+        call = call_of(causal=is_causal, scale=scale, attn_bias=attn_mask)
         strides = [torch.empty_permuted(t.shape, (0, 2, 1, 3), device="meta").stride() for t in (query, key, value)]
         return _gradients(*tensors, call, strides)
 
@@ -210,7 +212,7 @@ def _cuda_backward(original: Any) -> Any:
             lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
             options = (dropout_p, is_causal, philox_seed, philox_offset)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale)
-        call = Call(causal=is_causal, scale=scale, bottom_right=True)
+        call = call_of(causal=is_causal, scale=scale, bottom_right=True)
         return _gradients(*tensors, call, _like(query, key, value))
 
     return backward
@@ -265,13 +267,13 @@ def _cuda_packed(original: Any) -> Any:
                 alibi_slopes=alibi_slopes,
                 **others,
             )
-        call = Call(
+        call = call_of(
             causal=is_causal,
             scale=scale,
             window=(window_size_left, window_size_right),
             alibi_slopes=alibi_slopes,
             bottom_right=True,
-            lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, max_q, max_k),
+            lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k),
         )
         out, lse = _ops.forward(query, key, value, call)
         return out, lse, *_unused(query)
@@ -309,12 +311,12 @@ def _cuda_packed_backward(original: Any) -> Any:
         if cum_seq_q is None or cum_seq_k is None or not _has_gradient(query, value, dropout_p):
             options = (dropout_p, is_causal, rng_state, unused)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale, **windows)
-        call = Call(
+        call = call_of(
             causal=is_causal,
             scale=scale,
             window=(window_size_left, window_size_right),
             bottom_right=True,
-            lengths=Lengths(cum_seq_q, cum_seq_k, None, max_q, max_k),
+            lengths=Lengths(cum_seq_q, cum_seq_k, None, None, max_q, max_k),
         )
         return _gradients(*tensors, call, _like(query, key, value))
 

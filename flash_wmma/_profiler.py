@@ -6,7 +6,7 @@ from torch import Tensor
 
 from . import _checks
 from ._attention import attend
-from ._call import Call, Causal, Window
+from ._call import Causal, Window, call_of
 from ._errors import EmulatorError, refuse
 from ._figures import launches_of
 from ._profile import Profile
@@ -55,7 +55,7 @@ def profile(
         TypeError, ValueError, NotImplementedError: as :func:`flash_wmma.forward`; or no CUDA kernel has that name.
         EmulatorError: there is no g++, or the emulator found the kernel at fault.
     """
-    call = Call(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel)
+    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel)
     _checks.tensors(q=q, k=k, v=v)
     _checks.call_tensors(q, k, v, call)
     _checks.options(call)

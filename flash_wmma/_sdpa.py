@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,74 +10,72 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._attention import attend
-from ._call import Call, call_of
+from ._call import band, call_of
 from ._checks import DTYPES
 from ._device import device_facts
 from ._native import native
 from ._registry import Problem, choose, choose_backward
 
 
-class Question(NamedTuple):
-    """Calls that one kernel runs, or none, up to some head dim."""
-
-    device: str
-    """``"cpu"`` or ``"cuda"``."""
-    device_index: int | None
-    dtype: torch.dtype
-    kernel: str
-    """Its name, or ``"auto"``."""
-    causal: bool = False
-    attn_bias: bool = False
-    other_d_v: bool = False
-    gradient: bool = False
-    bias_gradient: bool = False
-    deterministic: bool = False
-
-    @property
-    def features(self) -> str:
-        """What is asked for beyond attention alone."""
-        gradient = "gradient of attn_bias" if self.bias_gradient else "gradient"
-        asked = {"causal": self.causal, "attn_bias": self.attn_bias, "d_v": self.other_d_v, gradient: self.gradient}
-        return " ".join(name for name, wanted in asked.items() if wanted)
-
-
 @functools.lru_cache(maxsize=1024)
-def _largest_head_dim(*question: Any) -> int:
-    asked = Question(*question)
+def _largest_head_dim(
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    kernel: str,
+    causal: bool,
+    attn_bias: bool,
+    other_d_v: bool,
+    gradient: bool,
+    bias_gradient: bool,
+    deterministic: bool,
+) -> int:
     try:
         kernels = native().kernels("forward")
     except ImportError:  # forward works without the table, and says itself what it cannot run
         return 1 << 30
     try:
-        device = device_facts(asked.device if asked.device_index is None else f"{asked.device}:{asked.device_index}")
+        facts = device_facts(device if index is None else f"{device}:{index}")
     except RuntimeError:  # a build without CUDA kernels
         return 0
     largest = 0
     for d in {kernel["head_dims"][1] for kernel in kernels}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
         problem = Problem(
-            dtype=str(asked.dtype).removeprefix("torch."),
-            sizes=sizes | {"head_dim_v": d // 2 if asked.other_d_v else d},
-            band=Call(causal=asked.causal).band,
-            attn_bias=asked.attn_bias,
+            dtype=str(dtype).removeprefix("torch."),
+            sizes=sizes | {"head_dim_v": d // 2 if other_d_v else d},
+            band=band(causal, None),
+            attn_bias=attn_bias,
         )
-        runs = choose(asked.kernel, problem, device)["kernel"]
-        if runs and asked.gradient:
+        runs = choose(kernel, problem, facts)["kernel"]
+        if runs and gradient:
             runs = choose_backward(
-                backward_kernel_for(asked.kernel),
+                backward_kernel_for(kernel),
                 problem,
-                device,
-                bias_strides=(1, 1, 1, 1) if asked.bias_gradient else None,
-                deterministic=asked.deterministic,
+                facts,
+                bias_strides=(1, 1, 1, 1) if bias_gradient else None,
+                deterministic=deterministic,
             )["kernel"]
         largest = max(largest, d if runs else 0)
     return largest
 
 
-def largest_head_dim(*question: Any) -> int:
-    """Up to which head dim the kernel of a :class:`Question` runs what is asked; 0 if it does not. The question comes
-    unpacked, since torch.compile takes no such record for a constant."""
-    return _largest_head_dim(*question)
+def largest_head_dim(
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    kernel: str,
+    causal: bool = False,
+    attn_bias: bool = False,
+    other_d_v: bool = False,
+    gradient: bool = False,
+    bias_gradient: bool = False,
+    deterministic: bool = False,
+) -> int:
+    """Up to which head dim ``kernel`` (or "auto") runs this; 0 if it does not."""
+    return _largest_head_dim(
+        device, index, dtype, kernel, causal, attn_bias, other_d_v, gradient, bias_gradient, deterministic
+    )
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
@@ -163,22 +160,28 @@ def left_to_torch(
         sizes, full = attn_mask.shape, (batch, heads, nq, nk)
         if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
-    asked = Question(
+    other_d_v = bias_gradient = deterministic = False
+    if d != dv:  # a branch, since torch.compile takes no traced comparison for a constant
+        other_d_v = True
+    if recorded:
+        bias_gradient = attn_mask is not None and attn_mask.requires_grad
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    largest = largest_head_dim(
         kind,
         device.index,
         dtype,
         kernel_for(kind, dtype),
         causal=is_causal,
         attn_bias=attn_mask is not None,
+        other_d_v=other_d_v,
         gradient=recorded,
-        bias_gradient=recorded and attn_mask is not None and attn_mask.requires_grad,
-        deterministic=recorded and torch.are_deterministic_algorithms_enabled(),
+        bias_gradient=bias_gradient,
+        deterministic=deterministic,
     )
-    if d != dv:  # a branch, since torch.compile takes no traced comparison for a constant
-        asked = asked._replace(other_d_v=True)
-    largest = largest_head_dim(*asked)
     if d < 1 or dv < 1 or d > largest or dv > largest:
-        features = asked.features
+        gradient = "gradient of attn_bias" if bias_gradient else "gradient"
+        asked = {"causal": is_causal, "attn_bias": attn_mask is not None, "d_v": other_d_v, gradient: recorded}
+        features = " ".join(name for name, wanted in asked.items() if wanted)
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
 
