@@ -19,8 +19,8 @@ import report
 import torch
 
 import flash_wmma
-from flash_wmma._library import ops
 from flash_wmma._figures import Launch, launches_of
+from flash_wmma._library import ops
 from flash_wmma.emulator._compile import CSRC
 from flash_wmma.emulator._runtime import alone, take_profile
 

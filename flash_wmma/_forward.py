@@ -2,51 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from ._attention import attend
 from ._call import Causal, Lengths, Window, call_of
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+
+class Options(TypedDict, total=False):
+    """What :func:`forward` and :func:`forward_varlen` have in common, for type checkers."""
+
+    causal: Causal
+    scale: float | None
+    window: Window | None
+    attn_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float
+    kernel: str
+    batch_invariant: bool
+    backward_kernel: str
+    deterministic: bool | None
+
+
+class VarlenOptions(Options, total=False):
+    """What :func:`forward_varlen` adds."""
+
+    seqused_k: Tensor | None
+    validate: bool
+
 
 @overload
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
-    return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
-    return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -132,19 +129,8 @@ def forward_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_k: Tensor | None = ...,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
     return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
-    validate: bool = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -158,19 +144,8 @@ def forward_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_k: Tensor | None = ...,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
     return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
-    validate: bool = ...,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
