@@ -112,7 +112,7 @@ def forward(
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
     """
-    call = call_of(
+    call = call_of(  # by position, which costs the host less than by name
         causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, backward_kernel, deterministic
     )
     out, lse = attend(q, k, v, call)

@@ -39,7 +39,7 @@ def _largest_head_dim(
     except RuntimeError:  # a build without CUDA kernels
         return 0
     largest = 0
-    for d in {kernel["head_dims"][1] for kernel in kernels}:
+    for d in {row["head_dims"][1] for row in kernels}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
         problem = Problem(
             dtype=str(dtype).removeprefix("torch."),
