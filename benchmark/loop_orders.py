@@ -18,8 +18,8 @@ from collections.abc import Sequence
 import torch
 
 import flash_wmma
+from flash_wmma._figures import Launch, launches_of
 from flash_wmma._library import ops
-from flash_wmma._profile import Launch, launches_of
 from flash_wmma.emulator._compile import CSRC
 from flash_wmma.emulator._runtime import alone, take_profile
 from harness import report

@@ -6,7 +6,8 @@ from . import (
     reductions,
 )
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
-from ._explain import DeviceFacts, Explanation, device_facts, explain
+from ._device import DeviceFacts, device_facts
+from ._explain import Explanation, explain
 from ._flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -18,7 +19,8 @@ from ._flash_attn import (
 from ._forward import forward, forward_varlen
 from ._module import MultiheadAttention
 from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
-from ._profile import Profile, profile
+from ._profile import Profile
+from ._profiler import profile
 from ._sdpa import scaled_dot_product_attention
 from ._table import FunctionFacts, Instance, Kernel, function_facts, kernels
 from ._version import __version__

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import flash_wmma
-from flash_wmma import _table
+from flash_wmma._table import not_built
 from flash_wmma.emulator._settings import SMEM_OPTIN
 
 CARDS = {  # multiprocessors of a usual card
@@ -40,7 +40,7 @@ def _kernel_lines() -> list[str]:
         lines.append(f"  {'':12} {where}; {dtypes}; d {low if low == high else f'{low} to {high}'}")
         features = ", ".join(sorted(k.features)) or "dense attention alone"
         lines.append(f"  {'':12} {features}; {len(k.instances)} instances")
-    missing = _table.not_built()
+    missing = not_built()
     for reason in dict.fromkeys(missing.values()):
         lines.append(f"  not compiled: {', '.join(name for name, why in missing.items() if why == reason)}: {reason}")
     return lines

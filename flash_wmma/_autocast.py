@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._call import Call
 from ._checks import DTYPES
 from ._library import ops
 
@@ -32,13 +33,15 @@ def suspended(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
 
 
-def cast(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def cast(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
     """The differentiable inputs as the ops will see them: what autograd saves must have been cast."""
     if not _enabled(q.device):
-        return q, k, v, attn_bias
+        return q, k, v, call
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v))
-    return q, k, v, _half(attn_bias, dtype)
+    if call.attn_bias is not None:
+        call = call._replace(attn_bias=_half(call.attn_bias, dtype))
+    return q, k, v, call
 
 
 def _register(name: str, device: str, key: str) -> None:

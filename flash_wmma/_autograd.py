@@ -1,8 +1,8 @@
 """Gradients of the ops: what eager code and ``torch.compile`` record for inputs that require one.
 
 A ``torch.autograd.Function`` and not ``torch.library.register_autograd``: that one costs every call a trip through
-Python, and ``torch.compile`` traces this one as well. Each argument of its ``apply`` costs host time, so that all but
-the tensors comes in one tuple (benchmark/host_cost.py measures a call).
+Python, and ``torch.compile`` traces this one as well. Each argument of its ``apply`` costs host time, so that only
+tensors stand beside the call (benchmark/host_cost.py measures a call).
 """
 
 from __future__ import annotations
@@ -13,30 +13,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _autocast, _checks
+from . import _autocast, _ops
+from ._call import Call
+from ._errors import raise_library_error
 from ._library import ops
 
-_forward = ops.forward.default
-_forward_varlen = ops.forward_varlen.default
 _backward = ops.backward.default
 _backward_varlen = ops.backward_varlen.default
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
-Options = tuple[tuple[Any, ...], tuple[Any, ...], str, bool | None]
-"""The op's arguments before and after (attn_bias, alibi_slopes), empty for its defaults; backward_kernel and
-deterministic as the caller gave them."""
-
-_NO_BAND = (None, -1, -1, False)
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
-
-
-def wanted(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None) -> bool:
-    """Whether a gradient may be asked for."""
-    return torch.is_grad_enabled() and (
-        q.requires_grad or k.requires_grad or v.requires_grad or (attn_bias is not None and attn_bias.requires_grad)
-    )
 
 
 def _gradients(
@@ -47,30 +35,20 @@ def _gradients(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
     bias_grad: bool,
-    lengths: tuple[Any, ...] | None,
-    options: Options,
+    call: Call,
 ) -> Gradients:
-    before, after, kernel, asked = options
+    asked = call.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
-    arguments = before[:4]
-    if after or bias_grad or deterministic or kernel != "auto":
-        forward_kernel = after[-1] if after else "auto"
-        rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel, forward_kernel)
-        arguments = (*(arguments or _NO_BAND), attn_bias, alibi_slopes, *rest)
+    op = _backward if call.lengths is None else _backward_varlen
     try:
-        if lengths is None:
-            return _backward(dout, dlse, q, k, v, out, lse, *arguments)  # type: ignore[no-any-return]
-        return _backward_varlen(dout, dlse, q, k, v, out, lse, *lengths, *arguments)  # type: ignore[no-any-return]
+        return op(dout, dlse, q, k, v, out, lse, *_ops.backward_arguments(call, bias_grad, deterministic))  # type: ignore[no-any-return]
     except (RuntimeError, ValueError) as error:
         only_warn = asked is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
         if only_warn and str(error).startswith("kernel"):
             warnings.warn(f"flash_wmma: gradients that may differ from run to run, since {error}", stacklevel=2)
-            options = (before, after, kernel, False)
-            return _gradients(dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, lengths, options)
-        _checks.library(error)
+            return _gradients(dout, dlse, q, k, v, out, lse, bias_grad, call._replace(deterministic=False))
+        raise_library_error(error)
         raise
 
 
@@ -95,59 +73,39 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        attn_bias: Tensor | None,
-        alibi_slopes: Tensor | None,
-        lengths: tuple[Any, ...] | None,
-        options: Options,
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        before, after, _, _ = options
-        if lengths is not None:
-            cu_seqlens_q, cu_seqlens_k, seqused_k, *longest = lengths
-            packed = (cu_seqlens_q, cu_seqlens_k, seqused_k, None, *longest)
-            out, lse = _forward_varlen(q, k, v, *packed, *before, attn_bias, alibi_slopes, *after)
-        elif after:
-            out, lse = _forward(q, k, v, *before, attn_bias, alibi_slopes, *after)
-        else:
-            out, lse = _forward(q, k, v, *before)
+        """``call``: without its attn_bias, which autograd has to see."""
+        if attn_bias is not None:
+            call = call._replace(attn_bias=attn_bias)
+        out, lse = _ops.forward(q, k, v, call)
         # The lengths' tensors too, so that torch notices when one is overwritten before backward reads it
-        ctx.save_for_backward(q, k, v, out, lse, attn_bias, alibi_slopes, *(() if lengths is None else lengths[:3]))
-        ctx.longest, ctx.options = None if lengths is None else lengths[3:], options
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, attn_bias, alibi_slopes, *lengths = ctx.saved_tensors
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
         bias_grad = ctx.needs_input_grad[3]
         compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else _gradients
-        packed = None if ctx.longest is None else (*lengths, *ctx.longest)
-        dq, dk, dv, dbias = compute(
-            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options
-        )
-        return dq, dk, dv, dbias if bias_grad else None, None, None, None
+        dq, dk, dv, dbias = compute(dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors))
+        return dq, dk, dv, dbias if bias_grad else None, None
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    lengths: tuple[Any, ...] | None,
-    options: Options,
-) -> tuple[Tensor, Tensor]:
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of :class:`Attention`, recorded."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError(_TRANSFORMS)
     if torch._C._is_any_autocast_enabled():
-        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+        q, k, v, call = _autocast.cast(q, k, v, call)
     # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is q or v is k else v
-    return Attention.apply(q, k, v, attn_bias, alibi_slopes, lengths, options)  # type: ignore[no-any-return]
+    attn_bias = call.attn_bias
+    if attn_bias is not None:
+        call = call._replace(attn_bias=None)
+    return Attention.apply(q, k, v, attn_bias, call)  # type: ignore[no-any-return]

@@ -11,33 +11,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+
+from ._call import Call, Lengths
+from ._errors import refuse
+from ._registry import backward_kernel_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATH_DTYPES = (*DTYPES, torch.float64)
 """What ``kernel="math"`` takes."""
 MAX_SEQLEN = 2**30
 
-INTERRUPTED = "emulator: interrupted"
-"""What the library says when ``KeyboardInterrupt`` was raised while it asked Python for a kernel, and the emulator when
-Ctrl-C was pressed while a kernel ran."""
-
 FORWARD_MODE = (
     'forward-mode differentiation is not built: pass kernel="math", plain torch ops, which have every derivative, or '
     "torch.autograd.forward_ad.unpack_dual(...).primal"
 )
 """What is said to who differentiates forward."""
-
-Causal = bool | Literal["top_left", "bottom_right"]
-Window = tuple[int | None, int | None]
-
-
-def refuse(argument: str, got: object, allowed: str, error: type[Exception] = ValueError) -> NoReturn:
-    raise error(f"{argument}: got {got}, allowed: {allowed}")
 
 
 def _shape(sizes: Sequence[int]) -> str:
@@ -140,8 +132,8 @@ def cap(softcap: object) -> None:
         refuse("softcap", softcap, allowed)
 
 
-def lengths(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> None:
-    """cu_seqlens (B + 1), or with ``batch`` seqused_k (B): int32."""
+def _int32(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> None:
+    """cu_seqlens (B + 1), or with ``batch`` seqused_k (B)."""
     for name, t in named.items():
         if t is None:
             continue
@@ -154,50 +146,42 @@ def lengths(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> N
             refuse(f"{name}.shape", _shape(t.shape), expected)
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-) -> None:
-    """The tensors of ``forward_varlen``, but for what the lengths are."""
-    inputs(q, k, v, "(total, H, d)", dtypes)
+def _lengths(q: Tensor, given: Lengths) -> int:
+    """Of packed sequences, but for what the lengths are. Returns the number of sequences."""
+    cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    lengths(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    _int32(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] != batch + 1:
         refuse("cu_seqlens_k.shape", _shape(cu_seqlens_k.shape), f"cu_seqlens_q's, {_shape(cu_seqlens_q.shape)}")
-    lengths(q, batch=batch, seqused_k=seqused_k)
-    for name, n in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_k", max_seqlen_k)):
+    _int32(q, batch=batch, seqused_k=given.seqused_k)
+    for name, n in (("max_seqlen_q", given.max_seqlen_q), ("max_seqlen_k", given.max_seqlen_k)):
         if isinstance(n, bool) or not isinstance(n, int | torch.SymInt):
             refuse(name, repr(n), "an int", TypeError)
         if isinstance(n, int) and not 0 <= n <= MAX_SEQLEN:
             refuse(name, n, "0 to 2**30")
-    bias(attn_bias, q, (batch, q.shape[1], max_seqlen_q, max_seqlen_k))
-    slopes(alibi_slopes, q, batch)
+    return batch
 
 
-def sequences(
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    total_q: int,
-    total_k: int,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-) -> None:
+def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """The tensors of a call, but for what the lengths of packed sequences are."""
+    dtypes = MATH_DTYPES if call.kernel_name == "math" else DTYPES
+    if call.lengths is None:
+        inputs(q, k, v, "(B, N, H, d)" if call.out_bnhd else "(B, H, N, d)", dtypes)
+        batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
+    else:
+        inputs(q, k, v, "(total, H, d)", dtypes)
+        batch, seqlen_q, seqlen_k = _lengths(q, call.lengths), call.lengths.max_seqlen_q, call.lengths.max_seqlen_k
+    bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
+    slopes(call.alibi_slopes, q, batch)
+
+
+def sequences(given: Lengths, total_q: int, total_k: int) -> None:
     """What the lengths are. Waits for the device."""
     keys: list[int] = []
     for name, t, total, longest in (
-        ("q", cu_seqlens_q, total_q, max_seqlen_q),
-        ("k", cu_seqlens_k, total_k, max_seqlen_k),
+        ("q", given.cu_seqlens_q, total_q, given.max_seqlen_q),
+        ("k", given.cu_seqlens_k, total_k, given.max_seqlen_k),
     ):
         ends = t.tolist()
         if ends[0] != 0:
@@ -211,8 +195,8 @@ def sequences(
         if lengths and max(lengths) > longest:
             refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
         keys = lengths
-    if seqused_k is not None:
-        for b, used in enumerate(seqused_k.tolist()):
+    if given.seqused_k is not None:
+        for b, used in enumerate(given.seqused_k.tolist()):
             if not 0 <= used <= keys[b]:
                 refuse("seqused_k", f"{used} at {b}", f"0 to the keys of the sequence, {keys[b]}")
 
@@ -234,37 +218,16 @@ def no_tangent(**named: Tensor | None) -> None:
             raise NotImplementedError(f"{name}: got a dual tensor: {FORWARD_MODE}")
 
 
-def band(causal: object, window: object) -> None:
-    """The two arguments that bound the visible keys."""
-    allowed = "False, True, 'top_left', 'bottom_right'"
-    if not isinstance(causal, int | float | str):
-        refuse("causal", repr(causal), allowed, TypeError)
-    if causal not in (False, True, "top_left", "bottom_right"):
-        refuse("causal", repr(causal), allowed)
-    allowed = "None or a pair (left, right) of int or None"
-    if window is None:
-        return
-    if not isinstance(window, tuple | list):
-        refuse("window", repr(window), allowed, TypeError)
-    if len(window) != 2:
-        refuse("window", repr(window), allowed)
-    for bound in window:
-        if bound is not None and (isinstance(bound, bool) or not isinstance(bound, int | torch.SymInt)):
-            refuse("window", repr(window), allowed, TypeError)
-        if bound is not None and not -(2**63) <= bound < 2**63:
-            refuse("window", repr(window), allowed + ", below 2**63")
-
-
-def options(
-    causal: object, scale: object, window: object, softcap: object, kernel: object, batch_invariant: object = False
-) -> None:
-    """What dense and packed attention have in common, but for tensors."""
-    band(causal, window)
+def options(call: Call) -> None:
+    """What a call has beside tensors, but for its band, which ``call_of`` has checked."""
+    scale: object = call.scale
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
         refuse("scale", repr(scale), "None or a float", TypeError)
-    cap(softcap)
+    cap(call.softcap)
+    kernel: object = call.kernel_name
     if not isinstance(kernel, str):
         refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
+    batch_invariant: object = call.batch_invariant
     if not isinstance(batch_invariant, bool):
         refuse("batch_invariant", repr(batch_invariant), "a bool", TypeError)
 
@@ -275,8 +238,6 @@ def backward_kernel(name: object) -> None:
         refuse("backward_kernel", repr(name), "'auto' or a name of flash_wmma.kernels('backward')", TypeError)
     if name == "auto":
         return
-    from ._table import backward_kernel_names  # which refuses with the words of this module
-
     names = backward_kernel_names()
     if names and name not in names:
         refuse("backward_kernel", repr(name), ", ".join(map(repr, ("auto", *names))))
@@ -286,34 +247,3 @@ def device(q: Tensor) -> None:
     """One that kernels are for."""
     if q.device.type not in ("cpu", "cuda", "meta"):
         refuse("q.device", q.device, "cpu, cuda")
-
-
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    dtypes: tuple[torch.dtype, ...] = DTYPES,
-    layout: str = "(B, H, N, d)",
-) -> None:
-    """The tensors of ``forward``."""
-    inputs(q, k, v, layout, dtypes)
-    bias(attn_bias, q, (q.shape[0], q.shape[1], q.shape[2], k.shape[2]))
-    slopes(alibi_slopes, q, q.shape[0])
-
-
-def library(error: Exception) -> None:
-    """What the library said, whatever torch has made of it: its refusal to choose a kernel is a ``ValueError``, what
-    the emulator found an ``EmulatorError``, what torch's allocator did not have a ``torch.OutOfMemoryError``."""
-    message = str(error)
-    if message == INTERRUPTED:
-        raise KeyboardInterrupt from None
-    if message.startswith("kernel"):
-        raise ValueError(message) from None
-    if "aoti_torch_empty_strided" in message:  # torch's C functions make it a RuntimeError, older ones without a word
-        raise torch.OutOfMemoryError(f"out of memory: {message.splitlines()[0]}") from None
-    if message.startswith("emulator: "):
-        from .emulator import EmulatorError
-
-        raise EmulatorError(message) from None

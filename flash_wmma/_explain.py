@@ -8,30 +8,14 @@ import torch
 from torch import Tensor
 
 from . import _autocast, _checks
-from ._checks import Causal, Window
-from ._forward import band
-from ._native import native
+from ._call import Causal, Window, call_of
+from ._device import DeviceFacts
+from ._device import device_facts as facts_of
+from ._errors import refuse
+from ._registry import Problem, choose, choose_backward
 from ._sdpa import left_to_torch
 from ._table import Instance, instance_of, kernel_named, not_built
 from .emulator import current
-
-
-@dataclass(frozen=True)
-class DeviceFacts:
-    """What the choice of a kernel may depend on."""
-
-    arch: int
-    """Compute capability, 10 * major + minor: 90 for 9.0. 0 stands for the CPU."""
-    sm_count: int = 0
-    """Multiprocessors."""
-    smem_optin: int = 0
-    """Bytes of shared memory that a block may opt in to."""
-    warp_size: int = 32
-
-    def __str__(self) -> str:
-        if not self.arch:
-            return "CPU"
-        return f"sm_{self.arch}, {self.sm_count} multiprocessors, {self.smem_optin} bytes of shared memory a block"
 
 
 @dataclass(frozen=True)
@@ -66,22 +50,6 @@ class Explanation:
         if self.left_to_torch:
             lines.append(f"SDPA     is left to torch: {self.left_to_torch}")
         return "\n".join(lines)
-
-
-def device_facts(device: torch.device | str | int = "cuda") -> DeviceFacts:
-    """The facts of a CUDA device, or of the CPU.
-
-    Raises:
-        ValueError: the device is neither.
-        RuntimeError: no CUDA kernels in this build, or CUDA reports an error.
-    """
-    device = torch.device(device)
-    if device.type == "cpu":
-        return DeviceFacts(arch=0, warp_size=0)
-    if device.type != "cuda":
-        _checks.refuse("device", device, "cpu, cuda")
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return DeviceFacts(*native().device_facts(index))
 
 
 def explain(
@@ -130,28 +98,28 @@ def explain(
     if all(isinstance(t, Tensor) for t in given) and q.device.type != "meta":
         why = left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa)
         if why and _beyond_forward(q):
-            device = device_facts or _facts(q.device)
+            device = device_facts or facts_of(q.device)
             return Explanation(kernel=None, instance=None, reasons={}, device=device, left_to_torch=why)
     _checks.tensors(q=q, k=k, v=v)
     _checks.device(q)
-    q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
+    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant)
+    q, k, v, call = _autocast.cast(q, k, v, call)
     is_packed = q.dim() == 3
+    _checks.inputs(q, k, v, "(total, H, d)" if is_packed else "(B, H, N, d)")
     if is_packed:
-        _checks.inputs(q, k, v, "(total, H, d)")
         seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
-        _checks.bias(attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
-        _checks.slopes(alibi_slopes, q, batch)
     else:
-        _checks.dense(q, k, v, attn_bias, alibi_slopes)
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
-    _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
+    _checks.bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
+    _checks.slopes(alibi_slopes, q, batch)
+    _checks.options(call)
     _checks.backward_kernel(backward_kernel)
     not_built()  # in a build without CUDA: has the kernels' facts
     if device_facts is None:
         if q.device.type == "meta":
-            _checks.refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
-        device_facts = _facts(q.device)
+            refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
+        device_facts = facts_of(q.device)
     on_cpu = device_facts.arch == 0
     emulated = kernel != "auto" and kernel_named(kernel, "forward").device == "cuda" and on_cpu
     if emulated:
@@ -167,27 +135,32 @@ def explain(
         "total_q": q.shape[0],
         "total_k": k.shape[0],
     }
-    problem = (
-        str(q.dtype).removeprefix("torch."),
-        sizes,
-        band(causal, window),
-        is_packed,
-        attn_bias is not None,
-        alibi_slopes is not None,
-        softcap,
-        batch_invariant,
+    problem = Problem(
+        dtype=str(q.dtype).removeprefix("torch."),
+        sizes=sizes,
+        band=call.band,
+        packed=is_packed,
+        attn_bias=attn_bias is not None,
+        alibi_slopes=alibi_slopes is not None,
+        softcap=softcap,
+        batch_invariant=batch_invariant,
     )
-    facts = (device_facts.arch, device_facts.sm_count, device_facts.smem_optin, device_facts.warp_size)
-    answer = native().explain(kernel, *problem, facts)
+    answer = choose(kernel, problem, device_facts)
+    backward_device = device_facts
     if backward_kernel != "auto" and kernel_named(backward_kernel, "backward").device == "cuda" and on_cpu:
-        now = _emulated_facts()
-        facts = (now.arch, now.sm_count, now.smem_optin, now.warp_size)
+        backward_device = _emulated_facts()
     elif emulated:
-        facts = (0, 0, 0, 0)
+        backward_device = facts_of("cpu")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    asked = (_bias_strides(attn_bias), deterministic, kernel)
-    gradients = native().explain_backward(backward_kernel, *problem, facts, *asked)
+    gradients = choose_backward(
+        backward_kernel,
+        problem,
+        backward_device,
+        bias_strides=_bias_strides(call.attn_bias),
+        deterministic=deterministic,
+        forward_kernel=kernel,
+    )
     tile = answer["instance"]
     return Explanation(
         kernel=answer["kernel"],
@@ -220,6 +193,3 @@ def _emulated_facts() -> DeviceFacts:
     """The device that the emulator stands for."""
     now = current()
     return DeviceFacts(now.arch, now.sm_count, now.shared_memory, now.warp_size)
-
-
-_facts = device_facts

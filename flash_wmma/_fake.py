@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _library  # noqa: F401  (the ops must exist before their fakes)
+from ._call import Call, Lengths
 
 
 def _forward(
@@ -24,7 +25,7 @@ def _forward(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    _checks.dense(q, k, v, attn_bias, alibi_slopes)
+    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes))
     batch, heads, n = q.shape[:3]
     if out_bnhd:
         out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)
@@ -52,7 +53,8 @@ def _forward_varlen(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    _checks.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k, attn_bias, alibi_slopes)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths))
     total, heads = q.shape[:2]
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 

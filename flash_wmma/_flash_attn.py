@@ -11,7 +11,9 @@ from typing import NoReturn
 from torch import Tensor
 
 from . import _checks
-from ._forward import dense, packed
+from ._attention import attend
+from ._call import Lengths, call_of
+from ._errors import refuse
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
 
@@ -22,18 +24,18 @@ def _not_yet(option: str, why: str) -> NoReturn:
 
 def _refuse_dropout(dropout_p: object) -> NoReturn:
     if not isinstance(dropout_p, int | float):
-        _checks.refuse("dropout_p", repr(dropout_p), "a float", TypeError)
+        refuse("dropout_p", repr(dropout_p), "a float", TypeError)
     if not 0 <= dropout_p <= 1:
-        _checks.refuse("dropout_p", dropout_p, "0 to 1")
+        refuse("dropout_p", dropout_p, "0 to 1")
     _not_yet("dropout_p", "dropout")
 
 
 def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
     allowed = "a pair (left, right) of int, -1 for no bound"
     if not isinstance(window_size, tuple | list):
-        _checks.refuse("window_size", repr(window_size), allowed, TypeError)
+        refuse("window_size", repr(window_size), allowed, TypeError)
     if len(window_size) != 2:
-        _checks.refuse("window_size", repr(window_size), allowed)
+        refuse("window_size", repr(window_size), allowed)
     left, right = window_size
     if isinstance(left, int) and isinstance(right, int) and left < 0 and right < 0:
         return None
@@ -49,7 +51,7 @@ def _unpacked(name: str, t: Tensor, dim: int, n: int, layout: str) -> tuple[Tens
     """The views of a tensor that holds ``n`` of q, k, v at dimension ``dim``."""
     _checks.tensors(**{name: t})
     if t.dim() != dim + 3 or t.shape[dim] != n:
-        _checks.refuse(f"{name}.shape", tuple(t.shape), layout)
+        refuse(f"{name}.shape", tuple(t.shape), layout)
     return t.unbind(dim)
 
 
@@ -93,22 +95,18 @@ def flash_attn_func(
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != 4:
             _checks.tensors(**{name: t})
-            _checks.refuse(f"{name}.shape", tuple(t.shape), "(B, N, H, d)")
-    out, lse = dense(
-        q.transpose(1, 2),
-        k.transpose(1, 2),
-        v.transpose(1, 2),
-        "bottom_right" if causal else False,
-        softmax_scale,
-        _window(window_size),
-        None,
-        alibi_slopes,
-        softcap,
-        "auto",
-        False,
-        True,
+            refuse(f"{name}.shape", tuple(t.shape), "(B, N, H, d)")
+    call = call_of(
+        causal=bool(causal),
+        scale=softmax_scale,
+        window=_window(window_size),
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
         deterministic=deterministic or None,
+        bottom_right=True,
+        out_bnhd=True,
     )
+    out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), call)
     return _result(out.transpose(1, 2), lse, return_attn_probs)
 
 
@@ -217,27 +215,18 @@ def flash_attn_varlen_func(
         _refuse_dropout(dropout_p)
     if block_table is not None:
         _not_yet("block_table", "a paged cache")
-    out, lse = packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        None,
-        "bottom_right" if causal else False,
-        softmax_scale,
-        _window(window_size),
-        None,
-        alibi_slopes,
-        softcap,
-        "auto",
-        False,
-        validate,
-        True,
+    call = call_of(
+        causal=bool(causal),
+        scale=softmax_scale,
+        window=_window(window_size),
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
         deterministic=deterministic or None,
+        bottom_right=True,
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k),
+        validate=validate,
     )
+    out, lse = attend(q, k, v, call)
     return _result(out, lse, return_attn_probs)
 
 

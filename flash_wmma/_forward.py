@@ -1,133 +1,49 @@
-"""Attention: the public functions, with or without gradients."""
+"""``forward`` and ``forward_varlen``."""
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _fake, _math  # noqa: F401  (_fake registers the fake kernels)
-from ._checks import Causal, Window
-from ._library import ops
+from ._attention import attend
+from ._call import Causal, Lengths, Window, call_of
 
-_op = ops.forward.default
-_op_varlen = ops.forward_varlen.default
-
-_NO_BAND = (None, -1, -1, False, False)
-_BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": False, "bottom_right": True}
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
-def band(causal: Causal, window: Window | None) -> tuple[int, int, bool]:
-    """The op's (window_left, window_right, bottom_right); a negative bound excludes nothing."""
-    if window is None:
-        left = right = None
-    else:
-        if not isinstance(window, tuple | list) or any(isinstance(bound, bool) for bound in window):
-            raise TypeError("window")
-        left, right = window
-    bottom_right = _BOTTOM_RIGHT[causal]
-    return -1 if left is None else left, 0 if causal else -1 if right is None else right, bottom_right
+class Options(TypedDict, total=False):
+    """What :func:`forward` and :func:`forward_varlen` have in common, for type checkers."""
+
+    causal: Causal
+    scale: float | None
+    window: Window | None
+    attn_bias: Tensor | None
+    alibi_slopes: Tensor | None
+    softcap: float
+    kernel: str
+    batch_invariant: bool
+    backward_kernel: str
+    deterministic: bool | None
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    causal: Causal,
-    scale: float | None,
-    window: Window | None,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    kernel: str,
-    batch_invariant: bool,
-    flash_attn: bool,
-    backward_kernel: str = "auto",
-    deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of :func:`forward`. By ``flash_attn``'s conventions out is (B, N, H, d) in memory, and a window is
-    aligned to the last key even without ``causal``."""
-    try:
-        if backward_kernel != "auto":
-            _checks.backward_kernel(backward_kernel)
-        if kernel == "math":
-            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-            _checks.dense(q, k, v, attn_bias, alibi_slopes, _checks.MATH_DTYPES)
-            _checks.options(causal, scale, window, softcap, kernel)
-            left, right, bottom_right = band(causal, window)
-            options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)
-            with _autocast.suspended(q.device):
-                return _math.dense(q, k, v, *options)
-        if alibi_slopes is not None and torch.is_grad_enabled():
-            _checks.no_gradient(alibi_slopes=alibi_slopes)
-        if forward_ad._current_level >= 0:
-            _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        # Every argument that is handed to the op costs host time: defaults are left out.
-        before: tuple[Any, ...] = ()
-        after: tuple[Any, ...] = ()
-        if causal is not False or scale is not None or window is not None or flash_attn:
-            left, right, bottom_right = band(causal, window)
-            before = (scale, left, right, bottom_right or flash_attn, flash_attn)
-        if not (attn_bias is alibi_slopes is None and softcap == 0 and kernel == "auto" and not batch_invariant):
-            before = before or _NO_BAND
-            after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
-        if _autograd.wanted(q, k, v, attn_bias):
-            recorded = (before, after, backward_kernel, deterministic)
-            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, None, recorded)
-        if after:
-            return _op(q, k, v, *before, attn_bias, alibi_slopes, *after)  # type: ignore[no-any-return]
-        return _op(q, k, v, *before)  # type: ignore[no-any-return]
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        _checks.tensors(q=q, k=k, v=v)
-        _checks.device(q)
-        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-        dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
-        layout = "(B, N, H, d)" if flash_attn else "(B, H, N, d)"
-        _checks.dense(q, k, v, attn_bias, alibi_slopes, dtypes, layout)
-        _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
-        _checks.library(error)
-        raise
+class VarlenOptions(Options, total=False):
+    """What :func:`forward_varlen` adds."""
+
+    seqused_k: Tensor | None
+    validate: bool
 
 
 @overload
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
-    return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = ..., **options: Unpack[Options]
 ) -> Tensor: ...
 
 
 @overload
 def forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
-    return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -196,99 +112,11 @@ def forward(
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
     """
-    out, lse = dense(
-        q,
-        k,
-        v,
-        causal,
-        scale,
-        window,
-        attn_bias,
-        alibi_slopes,
-        softcap,
-        kernel,
-        batch_invariant,
-        False,
-        backward_kernel,
-        deterministic,
+    call = call_of(  # by position, which costs the host less than by name
+        causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, backward_kernel, deterministic
     )
+    out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
-
-
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    seqused_k: Tensor | None,
-    causal: Causal,
-    scale: float | None,
-    window: Window | None,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-    kernel: str,
-    batch_invariant: bool,
-    validate: bool,
-    flash_attn: bool,
-    backward_kernel: str = "auto",
-    deterministic: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of :func:`forward_varlen`; with ``flash_attn`` a window is aligned to the last key, always."""
-    try:
-        if backward_kernel != "auto":
-            _checks.backward_kernel(backward_kernel)
-        if kernel != "math":
-            if alibi_slopes is not None and torch.is_grad_enabled():
-                _checks.no_gradient(alibi_slopes=alibi_slopes)
-            if forward_ad._current_level >= 0:
-                _checks.no_tangent(q=q, k=k, v=v, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-        if validate or kernel == "math":
-            q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-            dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
-            _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
-            _checks.sequences(cu_seqlens_q, cu_seqlens_k, seqused_k, q.shape[0], k.shape[0], max_seqlen_q, max_seqlen_k)
-        left, right, bottom_right = band(causal, window)
-        bottom_right = bottom_right or flash_attn
-        if kernel == "math":
-            _checks.options(causal, scale, window, softcap, kernel)
-            options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)
-            with _autocast.suspended(q.device):
-                return _math.packed(q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_k, *options)
-        before = (scale, left, right, bottom_right)
-        after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
-        if _autograd.wanted(q, k, v, attn_bias):
-            recorded = (before, after, backward_kernel, deterministic)
-            return _autograd.attend(q, k, v, attn_bias, alibi_slopes, lengths, recorded)
-        return _op_varlen(  # type: ignore[no-any-return]
-            q,
-            k,
-            v,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            seqused_k,
-            None,
-            max_seqlen_q,
-            max_seqlen_k,
-            *before,
-            attn_bias,
-            alibi_slopes,
-            *after,
-        )
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        _checks.tensors(q=q, k=k, v=v)
-        _checks.device(q)
-        q, k, v, attn_bias = _autocast.cast(q, k, v, attn_bias)
-        dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
-        lengths = (cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-        _checks.packed(q, k, v, *lengths, attn_bias, alibi_slopes, dtypes)
-        _checks.options(causal, scale, window, softcap, kernel, batch_invariant)
-        _checks.library(error)
-        raise
 
 
 @overload
@@ -301,19 +129,8 @@ def forward_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_k: Tensor | None = ...,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
     return_lse: Literal[False] = ...,
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
-    validate: bool = ...,
+    **options: Unpack[VarlenOptions],
 ) -> Tensor: ...
 
 
@@ -327,19 +144,8 @@ def forward_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
-    seqused_k: Tensor | None = ...,
-    causal: Causal = ...,
-    scale: float | None = ...,
-    window: Window | None = ...,
-    attn_bias: Tensor | None = ...,
-    alibi_slopes: Tensor | None = ...,
-    softcap: float = ...,
-    kernel: str = ...,
     return_lse: Literal[True],
-    batch_invariant: bool = ...,
-    backward_kernel: str = ...,
-    deterministic: bool | None = ...,
-    validate: bool = ...,
+    **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -396,15 +202,7 @@ def forward_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
         ValueError: with ``validate``, lengths that decrease, end beyond a tensor, or exceed max_seqlen.
     """
-    out, lse = packed(
-        q,
-        k,
-        v,
-        cu_seqlens_q,
-        cu_seqlens_k,
-        max_seqlen_q,
-        max_seqlen_k,
-        seqused_k,
+    call = call_of(
         causal,
         scale,
         window,
@@ -413,9 +211,10 @@ def forward_varlen(
         softcap,
         kernel,
         batch_invariant,
-        validate,
-        False,
         backward_kernel,
         deterministic,
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None, max_seqlen_q, max_seqlen_k),
+        validate=validate,
     )
+    out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out

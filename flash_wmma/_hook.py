@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
+from . import _ops
+from ._call import Call, Lengths, call_of
 from ._library import ops
 from ._sdpa import backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
 
@@ -44,18 +46,18 @@ def _attend(
     scale: float | None,
     bottom_right: bool,
 ) -> tuple[Tensor, Tensor]:
-    bnhd = not query.is_contiguous()
-    kernel = kernel_for(query.device.type, query.dtype)
-    band = (-1, 0 if is_causal else -1, bottom_right)
-    out, lse = ops.forward(query, key, value, scale, *band, bnhd, attn_mask, kernel_name=kernel)
+    call = call_of(
+        causal=is_causal,
+        scale=scale,
+        attn_bias=attn_mask,
+        kernel=kernel_for(query.device.type, query.dtype),
+        bottom_right=bottom_right,
+        out_bnhd=not query.is_contiguous(),
+    )
+    out, lse = _ops.forward(query, key, value, call)
     if out.shape == query.shape:
         out = _laid_out(out, torch.empty_like(query, device="meta").stride())
     return out, lse
-
-
-def _window(is_causal: bool, left: int | None, right: int | None) -> tuple[int, int]:
-    """The ops' bounds."""
-    return -1 if left is None else left, 0 if is_causal else -1 if right is None else right
 
 
 def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -71,16 +73,30 @@ def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
     deterministic = torch.are_deterministic_algorithms_enabled()
     device = query.device
     kernel = kernel_for(device.type, query.dtype)
-    largest = largest_head_dim(device.type, device.index, query.dtype, kernel, "gradient", deterministic)
+    what = (device.type, device.index, query.dtype, kernel)
+    largest = largest_head_dim(*what, gradient=True, deterministic=deterministic)
     return 0 < max(query.shape[-1], value.shape[-1]) <= largest
 
 
-def _gradients(op: Any, *arguments: Any, strides: list[tuple[int, ...]]) -> tuple[Tensor, ...]:
+def _gradients(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    call: Call,
+    strides: list[tuple[int, ...]],
+) -> tuple[Tensor, ...]:
     """Of query, key and value, with those strides."""
-    query = arguments[2]
     kernel = backward_kernel_for(kernel_for(query.device.type, query.dtype))
-    rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled(), kernel)
-    return tuple(_laid_out(t, stride) for t, stride in zip(op(*arguments, *rest), strides, strict=False))
+    call = call._replace(backward_kernel=kernel)
+    arguments = _ops.backward_arguments(
+        call, bias_grad=False, deterministic=torch.are_deterministic_algorithms_enabled()
+    )
+    op = ops.backward if call.lengths is None else ops.backward_varlen
+    gradients = op(grad_out, None, query, key, value, out, logsumexp, *arguments)
+    return tuple(_laid_out(t, stride) for t, stride in zip(gradients, strides, strict=False))
 
 
 def _like(*tensors: Tensor) -> list[tuple[int, ...]]:
@@ -137,9 +153,9 @@ def _cpu_backward(original: Any) -> Any:
         why = left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, True, differentiable=False)
         if why or not _has_gradient(query, value, dropout_p):
             return original.call_boxed(keyset, *tensors, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
-        band = (scale, -1, 0 if is_causal else -1, False)
+        call = call_of(causal=is_causal, scale=scale, attn_bias=attn_mask)
         strides = [torch.empty_permuted(t.shape, (0, 2, 1, 3), device="meta").stride() for t in (query, key, value)]
-        return _gradients(ops.backward, grad_out, None, *tensors[1:], *band, attn_mask, strides=strides)
+        return _gradients(*tensors, call, strides)
 
     return backward
 
@@ -196,9 +212,8 @@ def _cuda_backward(original: Any) -> Any:
             lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
             options = (dropout_p, is_causal, philox_seed, philox_offset)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale)
-        band = (scale, -1, 0 if is_causal else -1, True)
-        strides = _like(query, key, value)
-        return _gradients(ops.backward, grad_out, None, *tensors[1:], *band, None, strides=strides)
+        call = call_of(causal=is_causal, scale=scale, bottom_right=True)
+        return _gradients(*tensors, call, _like(query, key, value))
 
     return backward
 
@@ -252,9 +267,15 @@ def _cuda_packed(original: Any) -> Any:
                 alibi_slopes=alibi_slopes,
                 **others,
             )
-        lengths = (cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k)
-        band = (scale, *_window(is_causal, window_size_left, window_size_right), True)
-        out, lse = ops.forward_varlen(query, key, value, *lengths, *band, None, alibi_slopes)
+        call = call_of(
+            causal=is_causal,
+            scale=scale,
+            window=(window_size_left, window_size_right),
+            alibi_slopes=alibi_slopes,
+            bottom_right=True,
+            lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k),
+        )
+        out, lse = _ops.forward(query, key, value, call)
         return out, lse, *_unused(query)
 
     return forward
@@ -290,9 +311,14 @@ def _cuda_packed_backward(original: Any) -> Any:
         if cum_seq_q is None or cum_seq_k is None or not _has_gradient(query, value, dropout_p):
             options = (dropout_p, is_causal, rng_state, unused)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale, **windows)
-        band = (scale, *_window(is_causal, window_size_left, window_size_right), True)
-        arguments = (*tensors[1:], cum_seq_q, cum_seq_k, None, max_q, max_k, *band, None)
-        return _gradients(ops.backward_varlen, grad_out, None, *arguments, strides=_like(query, key, value))
+        call = call_of(
+            causal=is_causal,
+            scale=scale,
+            window=(window_size_left, window_size_right),
+            bottom_right=True,
+            lengths=Lengths(cum_seq_q, cum_seq_k, None, None, max_q, max_k),
+        )
+        return _gradients(*tensors, call, _like(query, key, value))
 
     return backward
 

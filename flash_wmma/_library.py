@@ -24,16 +24,3 @@ library = ctypes.CDLL(str(PATH))
 torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
 
 ops = torch.ops.flash_wmma
-
-# How the library asks for a CUDA kernel that is to run on CPU tensors: the emulator is loaded when it is first needed.
-_Resolver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
-
-
-@_Resolver  # type: ignore[untyped-decorator]
-def _emulated(name: bytes, direction: bytes, target: int) -> int:
-    from .emulator._runtime import Target, fill
-
-    return fill(name, direction, Target.from_address(target))
-
-
-library.flash_wmma_set_emulator_resolver(_emulated)

@@ -11,6 +11,8 @@ import math
 import torch
 from torch import Tensor
 
+from ._call import Call, Lengths
+
 
 def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device) -> Tensor:
     """(Nq, Nk): true where the band lets the query see the key."""
@@ -24,35 +26,32 @@ def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device
     return seen
 
 
-def dense(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    scale: float | None,
-    left: int,
-    right: int,
-    bottom_right: bool,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_wmma.forward``, computed in float32 (float64 for float64 inputs)."""
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of a call, computed in float32 (float64 for float64 inputs). With packed sequences it waits for the
+    device."""
+    if call.lengths is None:
+        return _dense(q, k, v, call)
+    return _packed(q, k, v, call, call.lengths)
+
+
+def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // max(k.shape[1], 1)
     keys, values = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
     nq, nk = q.shape[2], k.shape[2]
-    hidden = ~_visible(nq, nk, left, right, bottom_right, q.device)
-    scores = q.to(dtype) @ keys.transpose(2, 3) * (1 / math.sqrt(max(q.shape[3], 1)) if scale is None else scale)
-    if softcap:
-        scores = softcap * torch.tanh(scores / softcap)
-    if attn_bias is not None and attn_bias.dtype == torch.bool:
-        hidden = hidden | ~attn_bias
-    elif attn_bias is not None:
-        scores = scores + attn_bias.to(dtype)
-    if alibi_slopes is not None:
+    hidden = ~_visible(nq, nk, *call.band, q.device)
+    scale = 1 / math.sqrt(max(q.shape[3], 1)) if call.scale is None else call.scale
+    scores = q.to(dtype) @ keys.transpose(2, 3) * scale
+    if call.softcap:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.attn_bias is not None and call.attn_bias.dtype == torch.bool:
+        hidden = hidden | ~call.attn_bias
+    elif call.attn_bias is not None:
+        scores = scores + call.attn_bias.to(dtype)
+    if call.alibi_slopes is not None:
         place = torch.arange(nq, device=q.device)[:, None] + nk - nq
         distance = (place - torch.arange(nk, device=q.device)).abs()
-        scores = scores - alibi_slopes.to(dtype)[..., None, None] * distance
+        scores = scores - call.alibi_slopes.to(dtype)[..., None, None] * distance
     scores = scores.masked_fill(hidden, -math.inf)
     # A query that sees nothing: its scores are put aside, so that no derivative of any order meets inf - inf.
     empty = scores.detach().isneginf().all(dim=3, keepdim=True)
@@ -62,23 +61,9 @@ def dense(
     return out.to(q.dtype), lse.float() if dtype == torch.float32 else lse
 
 
-def packed(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    seqused_k: Tensor | None,
-    scale: float | None,
-    left: int,
-    right: int,
-    bottom_right: bool,
-    attn_bias: Tensor | None,
-    alibi_slopes: Tensor | None,
-    softcap: float,
-) -> tuple[Tensor, Tensor]:
-    """(out, lse) of ``flash_wmma.forward_varlen``, one sequence after the other. It waits for the device."""
-    begins_q, begins_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tuple[Tensor, Tensor]:
+    """One sequence after the other."""
+    begins_q, begins_k, seqused_k = lengths.cu_seqlens_q.tolist(), lengths.cu_seqlens_k.tolist(), lengths.seqused_k
     outs, lses, done = [], [], 0
     dtype = torch.promote_types(q.dtype, torch.float32)
 
@@ -93,14 +78,15 @@ def packed(
         rest(rows.start - done)
         done = rows.stop
         one, its_keys, its_values = (t.transpose(0, 1)[None] for t in (q[rows], k[keys], v[keys]))
-        bias, slopes = attn_bias, alibi_slopes
+        bias, slopes = call.attn_bias, call.alibi_slopes
         if bias is not None:
             bias = bias[b : b + 1] if bias.dim() == 4 and bias.shape[0] > 1 else bias
             for dim, n in ((-2, one.shape[2]), (-1, its_keys.shape[2])):
                 bias = bias.narrow(dim, 0, n) if bias.dim() >= -dim and bias.shape[dim] > 1 else bias
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b : b + 1]
-        out, lse = dense(one, its_keys, its_values, scale, left, right, bottom_right, bias, slopes, softcap)
+        its_call = call._replace(attn_bias=bias, alibi_slopes=slopes, lengths=None)
+        out, lse = _dense(one, its_keys, its_values, its_call)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     rest(q.shape[0] - done)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from . import _checks
-from ._checks import Causal
+from ._call import Causal
+from ._errors import refuse
 from ._forward import forward
 
 
@@ -41,10 +41,10 @@ class MultiheadAttention(nn.Module):
     ) -> None:
         super().__init__()
         if num_heads < 1 or embed_dim % num_heads != 0:
-            _checks.refuse("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
+            refuse("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
         shared = num_heads if num_kv_heads is None else num_kv_heads
         if shared < 1 or num_heads % shared != 0:
-            _checks.refuse("num_kv_heads", num_kv_heads, f"a divisor of num_heads, {num_heads}")
+            refuse("num_kv_heads", num_kv_heads, f"a divisor of num_heads, {num_heads}")
         self.heads = (num_heads, shared, shared)
         self.head_dim = embed_dim // num_heads
         self.causal: Causal = causal

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from . import _checks
 from ._build import compiled_kernel
+from ._errors import refuse
 
 
 class _Multiprocessor(NamedTuple):
@@ -92,10 +92,10 @@ def theoretical_occupancy(arch: int, threads: int, registers: int | None, smem_b
         ValueError: no limits are known for ``arch``, or a number is out of range.
     """
     if arch not in _MULTIPROCESSORS:
-        _checks.refuse("arch", arch, ", ".join(map(str, _MULTIPROCESSORS)))
+        refuse("arch", arch, ", ".join(map(str, _MULTIPROCESSORS)))
     for name, number, least in (("threads", threads, 1), ("registers", registers, 1), ("smem_bytes", smem_bytes, 0)):
         if number is not None and number < least:
-            _checks.refuse(name, number, f"{least} or more")
+            refuse(name, number, f"{least} or more")
     sm = _MULTIPROCESSORS[arch]
     warps = -(-threads // _WARP)
     reserved, unit = (1024, 128) if arch >= 80 else (0, 256)

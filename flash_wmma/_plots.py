@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from ._profile import Event, Launch, Line, Request
+from ._figures import Event, Launch, Line, Request
 
 _BANKS = 32
 _SECTOR = 32

@@ -9,10 +9,9 @@ import sys
 import textwrap
 from collections.abc import Iterator, Sequence
 from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    from ._profile import Counts, Launch, Profile
+from ._figures import Counts, Launch
 
 _WIDTH = 160
 """Columns of text, where no terminal says otherwise."""
@@ -46,10 +45,14 @@ def _accesses(counts: Counts) -> Iterator[tuple[str, list[str]]]:
             yield f"global {kind.replace('_', ' ')}", [f"{device.requests:,}", "", "", f"{device.sectors:,}", *ratios]
 
 
-def _memory_table(profile: Profile) -> _Table:
-    parts = [(launch.name, launch.counts) for launch in profile.launches]
+def _total(launches: Sequence[Launch]) -> Counts:
+    return sum((launch.counts for launch in launches), Counts.of(()))
+
+
+def _memory_table(launches: Sequence[Launch]) -> _Table:
+    parts = [(launch.name, launch.counts) for launch in launches]
     if len(parts) > 1:
-        parts.append(("total", profile.counts))
+        parts.append(("total", _total(launches)))
     rows = [
         ["" if i else name, access, *figures]
         for name, counts in parts
@@ -90,32 +93,40 @@ def _facts(launch: Launch) -> list[str]:
     ]
 
 
-def _traffic(profile: Profile) -> list[str]:
+def _traffic(counts: Counts, ideal_read: int | None, ideal_written: int | None) -> list[str]:
     def beside(moved: int, ideal: int | None) -> str:
         if ideal is None:
             return f"{moved:,} bytes"
         return f"{moved:,} bytes ({moved / ideal:.3g} x the ideal {ideal:,})" if ideal else f"{moved:,} bytes (ideal 0)"
 
-    counts = profile.counts
     return [
         "global memory, as the multiprocessors access it, without caches",
-        f"  read          {beside(counts.read_bytes, profile.ideal_read_bytes)}",
-        f"  written       {beside(counts.written_bytes, profile.ideal_written_bytes)}",
+        f"  read          {beside(counts.read_bytes, ideal_read)}",
+        f"  written       {beside(counts.written_bytes, ideal_written)}",
     ]
 
 
-def _parts(profile: Profile) -> Iterator[str | _Table]:
-    inputs = f": {profile.inputs}" if profile.inputs else ""
-    yield f"{profile.kernel} in the emulator, as on sm_{profile.arch}{inputs}"
-    if not profile.launches:
-        yield "nothing was launched"
-        return
-    for launch in profile.launches:
-        yield "\n".join(_facts(launch))
-    yield "\n".join(_traffic(profile))
-    yield _memory_table(profile)
-    for launch in profile.launches:
-        yield _line_table(launch)
+class Report(NamedTuple):
+    """What is shown."""
+
+    title: str
+    launches: Sequence[Launch]
+    ideal_read_bytes: int | None
+    """``None``: unknown."""
+    ideal_written_bytes: int | None
+
+    def parts(self) -> Iterator[str | _Table]:
+        """From top to bottom."""
+        yield self.title
+        if not self.launches:
+            yield "nothing was launched"
+            return
+        for launch in self.launches:
+            yield "\n".join(_facts(launch))
+        yield "\n".join(_traffic(_total(self.launches), self.ideal_read_bytes, self.ideal_written_bytes))
+        yield _memory_table(self.launches)
+        for launch in self.launches:
+            yield _line_table(launch)
 
 
 def _plain(table: _Table) -> str:
@@ -136,10 +147,10 @@ def _rich(module: str) -> Any:
         return None
 
 
-def renderable(profile: Profile) -> Any:
+def renderable(report: Report) -> Any:
     """For rich, which has to be there: tables with what costs most in colour."""
     parts = []
-    for part in _parts(profile):
+    for part in report.parts():
         if isinstance(part, str):
             parts.append(_rich("text").Text(part + "\n"))
             continue
@@ -156,12 +167,12 @@ def renderable(profile: Profile) -> Any:
     return _rich("console").Group(*parts)
 
 
-def text(profile: Profile) -> str:
+def text(report: Report) -> str:
     """Without colours, so that it can be written to a file."""
     console = _rich("console")
     if console is None:
-        return "\n\n".join(part if isinstance(part, str) else _plain(part) for part in _parts(profile))
+        return "\n\n".join(part if isinstance(part, str) else _plain(part) for part in report.parts())
     width = shutil.get_terminal_size((_WIDTH, 24)).columns if sys.stdout.isatty() else _WIDTH
     out = io.StringIO()
-    console.Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable(profile))
+    console.Console(file=out, width=width, color_system=None, legacy_windows=False).print(renderable(report))
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()

@@ -9,19 +9,29 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from . import _checks
-from ._forward import dense
+from ._attention import attend
+from ._call import band, call_of
+from ._checks import DTYPES
+from ._device import device_facts
 from ._native import native
+from ._registry import Problem, choose, choose_backward
 
 
 @functools.lru_cache(maxsize=1024)
-def _cached_largest_head_dim(
-    device: str, index: int | None, dtype: torch.dtype, kernel: str, features: str, deterministic: bool
+def _largest_head_dim(
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    kernel: str,
+    causal: bool,
+    attn_bias: bool,
+    other_d_v: bool,
+    gradient: bool,
+    bias_gradient: bool,
+    deterministic: bool,
 ) -> int:
-    from ._explain import device_facts  # which takes the reasons of this module into its answers
-
     try:
-        table = native()
+        kernels = native().kernels("forward")
     except ImportError:  # forward works without the table, and says itself what it cannot run
         return 1 << 30
     try:
@@ -29,34 +39,43 @@ def _cached_largest_head_dim(
     except RuntimeError:  # a build without CUDA kernels
         return 0
     largest = 0
-    strides = (1, 1, 1, 1) if "gradient of attn_bias" in features else None
-    for d in {kernel["head_dims"][1] for kernel in table.kernels("forward")}:
+    for d in {row["head_dims"][1] for row in kernels}:
         sizes = {"batch": 1, "heads_q": 1, "heads_k": 1, "seqlen_q": 1, "seqlen_k": 1, "head_dim": d}
-        problem = (
-            str(dtype).removeprefix("torch."),
-            sizes | {"head_dim_v": d // 2 if "d_v" in features else d},
-            (-1, 0 if "causal" in features else -1, False),
-            False,  # packed
-            "attn_bias" in features,
-            False,  # alibi_slopes
-            0.0,  # softcap
-            False,  # batch_invariant
-            (facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size),
+        problem = Problem(
+            dtype=str(dtype).removeprefix("torch."),
+            sizes=sizes | {"head_dim_v": d // 2 if other_d_v else d},
+            band=band(causal, None),
+            attn_bias=attn_bias,
         )
-        runs = table.explain(kernel, *problem)["kernel"]
-        if "gradient" in features:
-            backward = backward_kernel_for(kernel)
-            runs = runs and table.explain_backward(backward, *problem, strides, deterministic)["kernel"]
+        runs = choose(kernel, problem, facts)["kernel"]
+        if runs and gradient:
+            runs = choose_backward(
+                backward_kernel_for(kernel),
+                problem,
+                facts,
+                bias_strides=(1, 1, 1, 1) if bias_gradient else None,
+                deterministic=deterministic,
+            )["kernel"]
         largest = max(largest, d if runs else 0)
     return largest
 
 
 def largest_head_dim(
-    device: str, index: int | None, dtype: torch.dtype, kernel: str, features: str, deterministic: bool = False
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    kernel: str,
+    causal: bool = False,
+    attn_bias: bool = False,
+    other_d_v: bool = False,
+    gradient: bool = False,
+    bias_gradient: bool = False,
+    deterministic: bool = False,
 ) -> int:
-    """Up to which head dim ``kernel`` (or "auto") runs; 0 if it does not. ``features``: of "causal", "attn_bias",
-    "d_v", "gradient", "gradient of attn_bias"."""
-    return _cached_largest_head_dim(device, index, dtype, kernel, features, deterministic)
+    """Up to which head dim ``kernel`` (or "auto") runs this; 0 if it does not."""
+    return _largest_head_dim(
+        device, index, dtype, kernel, causal, attn_bias, other_d_v, gradient, bias_gradient, deterministic
+    )
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
@@ -122,7 +141,7 @@ def left_to_torch(
         dtype = torch.get_autocast_dtype(kind)
     elif key.dtype != dtype or value.dtype != dtype:
         return "the inputs are of several dtypes"
-    if dtype not in _checks.DTYPES:
+    if dtype not in DTYPES:
         return f"the dtype is {dtype}"
     q, k, v = query.shape, key.shape, value.shape
     if len(q) != 4 or len(k) != 4 or len(v) != 4:
@@ -133,7 +152,6 @@ def left_to_torch(
         return "the shapes are not (B, Hq, Nq, d), (B, Hk, Nk, d) and (B, Hk, Nk, d_v)"
     if heads_k != heads and (not enable_gqa or heads_k == 0 or heads % heads_k != 0):
         return "key has other heads than query" + (", and not a divisor of them" if enable_gqa else "")
-    features = "causal" if is_causal else ""
     if attn_mask is not None:
         if is_causal:
             return "both attn_mask and is_causal are given"
@@ -142,17 +160,28 @@ def left_to_torch(
         sizes, full = attn_mask.shape, (batch, heads, nq, nk)
         if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
-        features = "attn_bias"
-    kernel = kernel_for(kind, dtype)
-    if d != dv:
-        features += " d_v"
+    other_d_v = bias_gradient = deterministic = False
+    if d != dv:  # a branch, since torch.compile takes no traced comparison for a constant
+        other_d_v = True
     if recorded:
-        features += " gradient" + " of attn_bias" * (attn_mask is not None and attn_mask.requires_grad)
+        bias_gradient = attn_mask is not None and attn_mask.requires_grad
         deterministic = torch.are_deterministic_algorithms_enabled()
-        largest = largest_head_dim(kind, device.index, dtype, kernel, features.strip(), deterministic)
-    else:
-        largest = largest_head_dim(kind, device.index, dtype, kernel, features)
+    largest = largest_head_dim(
+        kind,
+        device.index,
+        dtype,
+        kernel_for(kind, dtype),
+        causal=is_causal,
+        attn_bias=attn_mask is not None,
+        other_d_v=other_d_v,
+        gradient=recorded,
+        bias_gradient=bias_gradient,
+        deterministic=deterministic,
+    )
     if d < 1 or dv < 1 or d > largest or dv > largest:
+        gradient = "gradient of attn_bias" if bias_gradient else "gradient"
+        asked = {"causal": is_causal, "attn_bias": attn_mask is not None, "d_v": other_d_v, gradient: recorded}
+        features = " ".join(name for name, wanted in asked.items() if wanted)
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
 
@@ -206,5 +235,11 @@ def scaled_dot_product_attention(
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     device = query.device.type
     kernel = "auto" if torch.is_autocast_enabled(device) else kernel_for(device, query.dtype)
-    options = (bool(is_causal), scale, None, attn_mask, None, 0.0, kernel, False, False, backward_kernel_for(kernel))
-    return dense(query, key, value, *options)[0]
+    call = call_of(
+        causal=bool(is_causal),
+        scale=scale,
+        attn_bias=attn_mask,
+        kernel=kernel,
+        backward_kernel=backward_kernel_for(kernel),
+    )
+    return attend(query, key, value, call)[0]

@@ -8,9 +8,10 @@ from typing import Any, get_args
 
 import torch
 
-from . import _checks
+from ._errors import EmulatorError, refuse
 from ._native import native
-from .emulator import Direction, EmulatorError, kernel_library, kernel_sources
+from ._sources import Direction, kernel_sources
+from .emulator import kernel_library
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def kernels(direction: Direction = "forward") -> list[Kernel]:
         ValueError: no such direction.
     """
     if direction not in get_args(Direction):
-        _checks.refuse("direction", repr(direction), ", ".join(map(repr, get_args(Direction))))
+        refuse("direction", repr(direction), ", ".join(map(repr, get_args(Direction))))
     return list(_kernels(direction))
 
 
@@ -141,27 +142,8 @@ def kernel_named(name: str, *directions: Direction) -> Kernel:
     """
     table = {kernel.name: kernel for direction in directions or get_args(Direction) for kernel in _kernels(direction)}
     if name not in table:
-        _checks.refuse("kernel", repr(name), ", ".join(map(repr, ("auto", *table))))
+        refuse("kernel", repr(name), ", ".join(map(repr, ("auto", *table))))
     return table[name]
-
-
-@functools.cache
-def _backward_kernel_names() -> tuple[str, ...]:
-    built = {facts["name"] for facts in native().kernels("backward")}
-    return tuple(sorted(built.union(kernel_sources("backward"))))
-
-
-def backward_kernel_names() -> tuple[str, ...]:
-    """What ``backward_kernel`` may be, but for ``"auto"``: nothing is compiled to learn it. Empty without ``_C``, since
-    nobody else knows what is built."""
-    try:
-        return _backward_kernel_names()
-    except ImportError:
-        return ()
-
-
-# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
-backward_kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def function_facts(kernel: str, instance: Instance) -> FunctionFacts | None:
@@ -173,6 +155,6 @@ def function_facts(kernel: str, instance: Instance) -> FunctionFacts | None:
     """
     instances = kernel_named(kernel).instances
     if instance not in instances:
-        _checks.refuse("instance", instance, f"one of {kernel}'s")
+        refuse("instance", instance, f"one of {kernel}'s")
     facts = native().function_facts(kernel, instances.index(instance))
     return None if facts is None else FunctionFacts(**facts)

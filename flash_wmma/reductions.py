@@ -16,8 +16,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import _checks
+from ._errors import refuse
 from ._library import ops
+from ._sources import CSRC
+from .emulator import Mode, Program, current
 
 __all__ = ["max", "row_max", "row_softmax", "row_sum", "sum"]
 
@@ -28,22 +30,22 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 def _check(x: Tensor, kernel: str, *, matrix: bool, maximum: bool = False, softmax: bool = False) -> None:
     """What the functions want of x and kernel."""
     if not isinstance(x, Tensor):
-        _checks.refuse("x", type(x).__name__, "torch.Tensor", TypeError)
+        refuse("x", type(x).__name__, "torch.Tensor", TypeError)
     if x.is_nested or x.layout is not torch.strided:
-        _checks.refuse("x.layout", "nested" if x.is_nested else x.layout, "torch.strided")
+        refuse("x.layout", "nested" if x.is_nested else x.layout, "torch.strided")
     dtypes = DTYPES[:3] if softmax else DTYPES
     if x.dtype not in dtypes:
-        _checks.refuse("x.dtype", x.dtype, ", ".join(map(str, dtypes)))
+        refuse("x.dtype", x.dtype, ", ".join(map(str, dtypes)))
     if x.device.type not in ("cpu", "cuda", "meta"):
-        _checks.refuse("x.device", x.device, "cpu, cuda")
+        refuse("x.device", x.device, "cpu, cuda")
     if matrix and x.dim() != 2:
-        _checks.refuse("x.shape", tuple(x.shape), "(N, C)")
+        refuse("x.shape", tuple(x.shape), "(N, C)")
     if maximum and (x.shape[1] == 0 if matrix else x.numel() == 0):
-        _checks.refuse("x.shape", tuple(x.shape), "at least one element to take the maximum of")
+        refuse("x.shape", tuple(x.shape), "at least one element to take the maximum of")
     if not isinstance(kernel, str):
-        _checks.refuse("kernel", repr(kernel), "'auto', 'shuffle'", TypeError)
+        refuse("kernel", repr(kernel), "'auto', 'shuffle'", TypeError)
     if kernel not in ("auto", "shuffle"):
-        _checks.refuse("kernel", repr(kernel), "'auto', 'shuffle'")
+        refuse("kernel", repr(kernel), "'auto', 'shuffle'")
     if x.requires_grad and torch.is_grad_enabled():
         raise NotImplementedError("x: got a tensor that requires grad, which no kernel computes; pass x.detach()")
 
@@ -157,21 +159,14 @@ def _emulate(x: Tensor, kernel: str) -> bool:
 
 
 @functools.cache
-def _program(mode: str) -> object:
-    from .emulator._compile import CSRC
-    from .emulator._program import Program
-
-    return Program(CSRC / "reductions" / "reductions_emulated.cpp", mode=mode)  # type: ignore[arg-type]
+def _program(mode: Mode) -> Program:
+    return Program(CSRC / "reductions" / "reductions_emulated.cpp", mode=mode)
 
 
 def _emulated(x: Tensor, reduction: int | None) -> Tensor:
     """Maxima or sums of the rows of x (N, C), or its softmax, by the CUDA sources."""
-    from .emulator import current
-    from .emulator._program import Program
-
     settings = current()
     program = _program(settings.mode)
-    assert isinstance(program, Program)
     x = x.detach().resolve_neg()
     if x.shape[1] > 1 and x.stride(1) != 1:
         x = x.contiguous()

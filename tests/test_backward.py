@@ -34,7 +34,7 @@ from reference import (
 from torch import Tensor
 
 import flash_wmma
-from flash_wmma._forward import band
+from flash_wmma._call import band
 from flash_wmma._library import ops
 
 BackwardTarget = tuple[flash_wmma.Kernel, torch.dtype]

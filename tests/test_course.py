@@ -124,7 +124,7 @@ def test_definitions(quote: ModuleType) -> None:
     assert ast.get_docstring(ast.parse(forward).body[0]) == inspect.getdoc(flash_wmma.forward)
     program = quote.definition("flash_wmma/emulator/_program.py", "Program")
     assert "def call(self" in program and "def __init__(self" in program and "ctypes" not in program
-    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_explain.py", "DeviceFacts")
+    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_device.py", "DeviceFacts")
     with pytest.raises(ValueError, match="no function or class nothing"):
         quote.definition("flash_wmma/_forward.py", "nothing")
 

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 import flash_wmma
-from flash_wmma import CompiledKernel, Profile, _build, _profile
+from flash_wmma import CompiledKernel, Profile, _build, _figures
 from flash_wmma.__main__ import main
-from flash_wmma._profile import Request
+from flash_wmma._figures import Request
 from flash_wmma.emulator import _runtime
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
@@ -148,12 +148,12 @@ def test_figures_are_the_emulators() -> None:
 def test_lines_add_up(name: str, request: pytest.FixtureRequest) -> None:
     profile: Profile = request.getfixturevalue(name)
     for launch in profile.launches:
-        summed = sum((line.counts for line in launch.lines), _profile.Counts.of(()))
+        summed = sum((line.counts for line in launch.lines), _figures.Counts.of(()))
         assert summed == launch.counts
         for line in launch.lines:
             if line.source.startswith("csrc"):
                 assert line.text
-    assert sum((launch.counts for launch in profile.launches), _profile.Counts.of(())) == profile.counts
+    assert sum((launch.counts for launch in profile.launches), _figures.Counts.of(())) == profile.counts
 
 
 def test_functions_apart(v3_float32: Profile) -> None:
@@ -309,7 +309,7 @@ def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> Non
     events = sorted(launch.timeline, key=lambda event: event.arrived)
     assert all(event.arrived <= event.released for event in events)
 
-    def asked(function: str) -> list[_profile.Event]:
+    def asked(function: str) -> list[_figures.Event]:
         return [e for e in events if e.kind in ("tensor_copy", "product") and function in e.calls]
 
     # One warp asks for the copies of each panel, of each tile once
@@ -355,7 +355,7 @@ def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> Non
     ],
 )
 def test_plain_names(function: str, name: str) -> None:
-    assert _profile._plain_name(function) == name
+    assert _figures._plain_name(function) == name
 
 
 # ------------------------------------------------------------------------------------------------------ occupancy
@@ -392,7 +392,7 @@ def test_occupancy_of_an_architecture_without_known_limits() -> None:
     ],
 )
 def test_function_names(name: str, function: str) -> None:
-    assert _profile._function(name) == function
+    assert _figures._function(name) == function
 
 
 # ----------------------------------------------------------------------------------------------------------- text
@@ -538,9 +538,9 @@ def test_lines_that_there_are_not(v2: Profile) -> None:
 
 def test_a_number_in_two_files() -> None:
     request = Request("shared_load", "shared", 4, (0,) * 32)
-    lines = tuple(_profile.Line(f"csrc/{f}.cu:7", "", _profile.Counts.of(()), (request,)) for f in "ab")
-    launch = _profile.Launch(
-        "f", 1, (1, 1, 1), (32, 1, 1), 0, 1, None, _profile.Counts.of(()), lines=lines, timeline=()
+    lines = tuple(_figures.Line(f"csrc/{f}.cu:7", "", _figures.Counts.of(()), (request,)) for f in "ab")
+    launch = _figures.Launch(
+        "f", 1, (1, 1, 1), (32, 1, 1), 0, 1, None, _figures.Counts.of(()), lines=lines, timeline=()
     )
     profile = Profile("k", "", 90, (launch,), None, None)
     with pytest.raises(ValueError, match=r"line: got 7, allowed: csrc/a\.cu:7, csrc/b\.cu:7"):

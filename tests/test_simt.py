@@ -9,7 +9,7 @@ from reference import Mask, check, normal, reference, run
 
 import flash_wmma
 from flash_wmma import _sdpa
-from flash_wmma._profile import Counts
+from flash_wmma._figures import Counts
 from flash_wmma.emulator import settings
 
 pytestmark = pytest.mark.skipif(on_gpu(), reason="the emulator counts them")

@@ -4,11 +4,11 @@
 only runs; ``checked`` also raises :class:`EmulatorError` at races, accesses out of bounds, deadlocks and the like.
 """
 
-from ._compile import Direction, EmulatorError, Mode, compiler, kernel_library, kernel_sources
+from .._errors import EmulatorError
+from .._sources import Direction, kernel_sources
+from ._compile import Mode, compiler, kernel_library
 from ._program import Program
 from ._settings import Settings, current, settings
-
-EmulatorError.__module__ = __name__  # as it is caught, and as tracebacks call it
 
 __all__ = [
     "Direction",

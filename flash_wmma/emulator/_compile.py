@@ -20,14 +20,13 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal
+
+from .._errors import EmulatorError
+from .._sources import CSRC, kernel_sources
 
 Mode = Literal["fast", "checked"]
-Direction = Literal["forward", "backward"]
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-CSRC = next((p for p in (_PACKAGE / "csrc", _PACKAGE.parent / "csrc") if p.is_dir()), _PACKAGE / "csrc")
-"""The C++ sources: in the package where it is installed, beside it in a source folder."""
 _CPUINFO = Path("/proc/cpuinfo")
 
 _COMMON = [
@@ -51,10 +50,6 @@ _CHECKED = [
     # An access of 16 bytes stays one, and addresses of code follow the order of the source.
     *("-fno-tree-sra", "-fno-ipa-sra", "-fno-reorder-blocks", "-fno-reorder-blocks-and-partition"),
 ]
-
-
-class EmulatorError(RuntimeError):
-    """What the emulator found wrong with a kernel, or why a kernel could not be compiled for it."""
 
 
 def cache_folder() -> Path:
@@ -97,15 +92,6 @@ def compiler() -> tuple[str, str]:
     if "clang" in version:
         raise EmulatorError(f"running a CUDA kernel on the CPU needs g++, {path} is {version}")
     return path, version
-
-
-@functools.cache
-def kernel_sources(direction: Direction | None = None) -> dict[str, tuple[Path, ...]]:
-    """The sources of each CUDA kernel (of that direction), by its name: ``NAME.cu`` in its family's folder, and its
-    instances beneath, ``instances/NAME_*.cu``."""
-    directions = (direction,) if direction else get_args(Direction)
-    kernels = sorted(path for d in directions for path in (CSRC / d).glob("*/*.cu"))
-    return {path.stem: (path, *sorted(path.parent.glob(f"instances/{path.stem}_*.cu"))) for path in kernels}
 
 
 def _run(command: list[str]) -> None:

@@ -10,9 +10,10 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._profile import Profile, launches_of
-from ._compile import EmulatorError, Mode, build
+from .._errors import INTERRUPTED, EmulatorError, refuse
+from .._figures import launches_of
+from .._profile import Profile
+from ._compile import Mode, build
 from ._runtime import alone, configure, take_profile
 from ._settings import current, settings
 
@@ -27,13 +28,13 @@ def argument_of(name: str, value: object) -> Argument:
     """A tensor's address, an integer or a floating number."""
     if isinstance(value, Tensor):
         if value.device.type != "cpu":
-            _checks.refuse(f"{name}.device", value.device, "cpu")
+            refuse(f"{name}.device", value.device, "cpu")
         return Argument(pointer=value.data_ptr())
     if isinstance(value, int):
         return Argument(integer=value)
     if isinstance(value, float):
         return Argument(real=value)
-    return _checks.refuse(name, type(value).__name__, "torch.Tensor, int, float", TypeError)
+    return refuse(name, type(value).__name__, "torch.Tensor, int, float", TypeError)
 
 
 def call_entry(library: ctypes.CDLL, name: str, arguments: Sequence[Argument]) -> str | None:
@@ -66,19 +67,19 @@ def _check(name: str, i: int, value: Tensor | int | float, parameter: str) -> No
     element = parameter.removesuffix("*").removesuffix(" const")
     shown = f"const {element}*" if parameter.endswith(" const*") else parameter
 
-    def refuse(got: object, error: type[Exception] = TypeError) -> NoReturn:
+    def mismatch(got: object, error: type[Exception] = TypeError) -> NoReturn:
         raise error(f"argument {i}: got {got}, {name} takes {shown}")
 
     if not isinstance(value, Tensor):
         kind = float if parameter in ("float", "double") else int
         if parameter.endswith("*") or not isinstance(value, kind):
-            refuse(type(value).__name__)
+            mismatch(type(value).__name__)
     elif not parameter.endswith("*"):
-        refuse("Tensor")
+        mismatch("Tensor")
     elif value.dtype != _DTYPES.get(element, value.dtype) or value.itemsize != _UNSIGNED.get(element, value.itemsize):
-        refuse(str(value.dtype).removeprefix("torch."))
+        mismatch(str(value.dtype).removeprefix("torch."))
     elif element != "void" and not value.is_contiguous():
-        refuse(f"strides {value.stride()}, not contiguous", ValueError)
+        mismatch(f"strides {value.stride()}, not contiguous", ValueError)
 
 
 class Program:
@@ -143,7 +144,7 @@ class Program:
                 error = call_entry(self._entries, name, rows)
             finally:
                 configure([])
-        if error == _checks.INTERRUPTED:
+        if error == INTERRUPTED:
             raise KeyboardInterrupt
         if error is not None:
             raise EmulatorError(error)
@@ -164,7 +165,7 @@ class Program:
             EmulatorError: as :meth:`call`.
         """
         if self.mode != "checked":
-            _checks.refuse("mode", repr(self.mode), "'checked' in a program that is profiled")
+            refuse("mode", repr(self.mode), "'checked' in a program that is profiled")
         arch = current().arch
         return Profile(
             kernel=name,

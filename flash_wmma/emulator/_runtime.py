@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from .. import _checks
+from .._errors import INTERRUPTED, EmulatorError
 from .._library import library
-from ._compile import EmulatorError, kernel_library, kernel_sources, runtime
+from .._sources import kernel_sources
+from ._compile import kernel_library, runtime
 from ._settings import Settings, current
 
 
@@ -111,10 +112,22 @@ def fill(name: bytes, direction: bytes, target: Target) -> int:
         target.config = Config.of(now)
         return DONE
     except KeyboardInterrupt:
-        target.error = _checks.INTERRUPTED.encode()
+        target.error = INTERRUPTED.encode()
         return FAILED
     except BaseException as error:
         kept = Target.error.size - len(PREFIX) - 1
         said = str(error) if isinstance(error, EmulatorError) else f"{type(error).__name__}: {error}"
         target.error = PREFIX + said.encode(errors="replace")[-kept:]
         return FAILED
+
+
+_Resolver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+@_Resolver  # type: ignore[untyped-decorator]
+def _resolve(name: bytes, direction: bytes, target: int) -> int:
+    """``EmulatorResolver`` (csrc/emulation.h): the library asks it for a CUDA kernel that is to run on CPU tensors."""
+    return fill(name, direction, Target.from_address(target))
+
+
+library.flash_wmma_set_emulator_resolver(_resolve)

@@ -11,7 +11,7 @@ from typing import Any, get_args
 
 import torch
 
-from .. import _checks
+from .._errors import refuse
 from ._compile import Mode
 
 SMEM_OPTIN = {70: 96, 75: 64, 80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 120: 99}
@@ -50,21 +50,21 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.mode not in get_args(Mode):
-            _checks.refuse("mode", repr(self.mode), "'fast', 'checked'")
+            refuse("mode", repr(self.mode), "'fast', 'checked'")
         if not isinstance(self.counters, bool):
-            _checks.refuse("counters", repr(self.counters), "True, False", TypeError)
+            refuse("counters", repr(self.counters), "True, False", TypeError)
         for name, (least, most) in _RANGES.items():
             value = getattr(self, name)
             if value is None and name in ("smem_optin", "threads"):
                 continue
             if not isinstance(value, int) or isinstance(value, bool):
-                _checks.refuse(name, repr(value), "an int", TypeError)
+                refuse(name, repr(value), "an int", TypeError)
             if not least <= value <= most:
-                _checks.refuse(name, value, f"{least} … {most}")
+                refuse(name, value, f"{least} … {most}")
         if self.arch not in SMEM_OPTIN:
-            _checks.refuse("arch", self.arch, ", ".join(map(str, SMEM_OPTIN)))
+            refuse("arch", self.arch, ", ".join(map(str, SMEM_OPTIN)))
         if self.warp_size not in (32, 64):
-            _checks.refuse("warp_size", self.warp_size, "32, 64")
+            refuse("warp_size", self.warp_size, "32, 64")
 
     @property
     def shared_memory(self) -> int:
@@ -84,7 +84,7 @@ def current() -> Settings:
     """The settings in force: ``FLASH_WMMA_EMULATOR`` gives the mode unless :func:`settings` does."""
     mode = os.environ.get("FLASH_WMMA_EMULATOR") or "fast"
     if mode not in get_args(Mode):
-        _checks.refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
+        refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
     fields: dict[str, Any] = {"mode": mode}
     for changes in _changes.get():
         fields.update(changes)

@@ -1,0 +1,55 @@
+"""A call of attention, from its arguments to its results, with or without gradients."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import _autocast, _autograd, _checks, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
+from ._call import Call
+from ._errors import raise_library_error
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse). The op is called first, and the arguments are checked after it failed: a good call pays nothing."""
+    try:
+        if not call.only_band:
+            if call.backward_kernel != "auto":
+                _checks.backward_kernel(call.backward_kernel)
+            if call.kernel_name == "math":
+                q, k, v, call = _checked(q, k, v, call)
+                with _autocast.suspended(q.device):
+                    return _math.attend(q, k, v, call)
+            if call.alibi_slopes is not None and torch.is_grad_enabled():
+                _checks.no_gradient(alibi_slopes=call.alibi_slopes)
+            if call.validate:
+                q, k, v, call = _checked(q, k, v, call)
+        if forward_ad._current_level >= 0:
+            _checks.no_tangent(q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes)
+        if torch.is_grad_enabled() and (
+            q.requires_grad
+            or k.requires_grad
+            or v.requires_grad
+            or (call.attn_bias is not None and call.attn_bias.requires_grad)
+        ):
+            return _autograd.attend(q, k, v, call)
+        return _ops.forward(q, k, v, call)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        _checks.tensors(q=q, k=k, v=v)
+        _checks.device(q)
+        q, k, v, call = _autocast.cast(q, k, v, call)
+        _checks.call_tensors(q, k, v, call)
+        _checks.options(call)
+        raise_library_error(error)
+        raise
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """As autocast wants them, and without fault. Packed sequences: waits for the device."""
+    q, k, v, call = _autocast.cast(q, k, v, call)
+    _checks.call_tensors(q, k, v, call)
+    _checks.options(call)
+    if call.lengths is not None:
+        _checks.sequences(call.lengths, q.shape[0], k.shape[0])
+    return q, k, v, call

@@ -1,0 +1,192 @@
+"""One call of attention as one value: every argument but q, k and v.
+
+The public functions make a :class:`Call` with :func:`call_of`. Checks, autocast, the ops, their gradients and plain
+torch ops take it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ._errors import refuse
+
+Causal = bool | Literal["top_left", "bottom_right"]
+Window = tuple[int | None, int | None]
+
+_new = tuple.__new__
+_BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": False, "bottom_right": True}
+
+
+class Lengths(NamedTuple):
+    """Where packed sequences lie: the arguments of the op ``forward_varlen`` after v, up to scale."""
+
+    cu_seqlens_q: Tensor
+    cu_seqlens_k: Tensor
+    seqused_k: Tensor | None
+    page_table: Tensor | None
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+
+class Call(NamedTuple):
+    """What a call asks for. The fields up to kernel_name are the arguments of the op ``forward`` after v, in the order
+    of its schema (csrc/ops.cpp). Without out_bnhd they are the rest of ``forward_varlen``'s."""
+
+    scale: float | None = None
+    window_left: int = -1
+    window_right: int = -1
+    bottom_right: bool = False
+    out_bnhd: bool = False
+    """The caller's tensors are (B, N, H, d), and so is out in memory."""
+    attn_bias: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    rng_state: Tensor | None = None
+    dropout_p: float = 0.0
+    num_splits: int = 1
+    batch_invariant: bool = False
+    kernel_name: str = "auto"
+
+    backward_kernel: str = "auto"
+    deterministic: bool | None = None
+    lengths: Lengths | None = None
+    """Of packed sequences."""
+    validate: bool = False
+    """Look at what the lengths are."""
+    only_band: bool = False
+    """Nothing is asked for but a scale, a band and the layout of out, as far as :func:`call_of` knows."""
+
+    @property
+    def band(self) -> tuple[int, int, bool]:
+        """Which keys a query sees."""
+        return self.window_left, self.window_right, self.bottom_right
+
+    def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
+        """The call without its tensors, and these, which autograd saves. Of a call that has none: itself and ()."""
+        lengths = self.lengths
+        if self.attn_bias is None and self.alibi_slopes is None and lengths is None:
+            return self, ()
+        tensors = [self.attn_bias, self.alibi_slopes]
+        if lengths is not None:
+            tensors += [lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k]
+        return self.joined([None] * len(tensors)), tuple(tensors)
+
+    def joined(self, tensors: Sequence[Any]) -> Call:
+        """The call with the tensors that :meth:`split` gave."""
+        if not tensors:
+            return self
+        attn_bias, alibi_slopes, *of_lengths = tensors
+        lengths = self.lengths
+        if lengths is not None:
+            cu_seqlens_q, cu_seqlens_k, seqused_k = of_lengths
+            lengths = lengths._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
+        return self._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths)
+
+
+PLAIN = Call(only_band=True)
+"""The call of nothing but q, k and v. Who is given it may leave out what looks for more."""
+
+
+def call_of(
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    kernel: str = "auto",
+    batch_invariant: bool = False,
+    backward_kernel: str = "auto",
+    deterministic: bool | None = None,
+    bottom_right: bool = False,
+    out_bnhd: bool = False,
+    lengths: Lengths | None = None,
+    validate: bool = False,
+) -> Call:
+    """The call of these arguments of ``forward`` and ``forward_varlen``. With ``bottom_right`` a window is aligned to
+    the last key even without ``causal``. Of causal and window everything is checked here, of the others nothing.
+
+    Raises:
+        TypeError, ValueError: causal or window.
+    """
+    try:
+        only_band = (
+            attn_bias is None
+            and alibi_slopes is None
+            and lengths is None
+            and softcap == 0
+            and kernel == backward_kernel == "auto"
+            and not batch_invariant
+        )
+    except (RuntimeError, TypeError, ValueError):  # of a tensor, say: the checks will name it
+        only_band = False
+    left = right = -1
+    if causal is False and window is None:
+        if only_band and scale is None and deterministic is None and not (bottom_right or out_bnhd):
+            return PLAIN
+    elif causal is True and window is None:
+        right = 0
+    else:
+        left, right, aligned = band(causal, window)
+        bottom_right = bottom_right or aligned
+    sinks = rng_state = None
+    dropout_p, num_splits = 0.0, 1
+    return _new(  # Call(...) takes twice the time
+        Call,
+        (
+            scale,
+            left,
+            right,
+            bottom_right,
+            out_bnhd,
+            attn_bias,
+            alibi_slopes,
+            softcap,
+            sinks,
+            rng_state,
+            dropout_p,
+            num_splits,
+            batch_invariant,
+            kernel,
+            backward_kernel,
+            deterministic,
+            lengths,
+            validate,
+            only_band,
+        ),
+    )
+
+
+def band(causal: Any, window: Any) -> tuple[int, int, bool]:
+    """The ops' (window_left, window_right, bottom_right); a negative bound excludes nothing.
+
+    Raises:
+        TypeError, ValueError: causal or window.
+    """
+    try:
+        bottom_right = _BOTTOM_RIGHT[causal]
+    except (KeyError, TypeError):
+        error = ValueError if isinstance(causal, int | float | str) else TypeError
+        refuse("causal", repr(causal), "False, True, 'top_left', 'bottom_right'", error)
+    if window is None:
+        return -1, 0 if causal else -1, bottom_right
+    allowed = "None or a pair (left, right) of int or None"
+    if not isinstance(window, tuple | list):
+        refuse("window", repr(window), allowed, TypeError)
+    if len(window) != 2:
+        refuse("window", repr(window), allowed)
+    bounds: list[Any] = list(window)
+    for bound in bounds:
+        if bound is None:
+            continue
+        if isinstance(bound, bool) or not (isinstance(bound, int | torch.SymInt) or hasattr(bound, "__index__")):
+            refuse("window", repr(window), allowed, TypeError)
+        if not -(2**63) <= bound < 2**63:
+            refuse("window", repr(window), allowed + ", below 2**63")
+    left, right = window
+    return -1 if left is None else left, 0 if causal else -1 if right is None else right, bottom_right

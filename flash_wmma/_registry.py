@@ -1,0 +1,80 @@
+"""What the library's registry of kernels (csrc/registry.h) answers: names, and which kernel it takes for a problem."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import astuple
+from typing import Any, NamedTuple
+
+from ._device import DeviceFacts
+from ._native import native
+from ._sources import kernel_sources
+
+
+@functools.cache
+def _backward_kernel_names() -> tuple[str, ...]:
+    built = {facts["name"] for facts in native().kernels("backward")}
+    return tuple(sorted(built.union(kernel_sources("backward"))))
+
+
+def backward_kernel_names() -> tuple[str, ...]:
+    """What ``backward_kernel`` may be, but for ``"auto"``: nothing is compiled to learn it. Empty without ``_C``, since
+    nobody else knows what is built."""
+    try:
+        return _backward_kernel_names()
+    except ImportError:
+        return ()
+
+
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+backward_kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class Problem(NamedTuple):
+    """What the choice of a kernel depends on, beside the device."""
+
+    dtype: str
+    """``"float16"``."""
+    sizes: dict[str, int]
+    """Batch, heads, lengths and head dims, by their names in csrc/module.cpp."""
+    band: tuple[int, int, bool] = (-1, -1, False)
+    """(window_left, window_right, bottom_right) of the ops."""
+    packed: bool = False
+    attn_bias: bool = False
+    alibi_slopes: bool = False
+    softcap: float = 0.0
+    batch_invariant: bool = False
+
+
+def choose(kernel: str, problem: Problem, device: DeviceFacts) -> dict[str, Any]:
+    """Which forward kernel runs (``"kernel"``, ``None`` if none can), its tile (``"instance"``), and why not the others
+    (``"reasons"``), if ``kernel`` is asked for."""
+    answer: dict[str, Any] = native().explain(kernel, **problem._asdict(), device_facts=astuple(device))
+    return answer
+
+
+def choose_backward(
+    kernel: str,
+    problem: Problem,
+    device: DeviceFacts,
+    *,
+    bias_strides: tuple[int, ...] | None,
+    deterministic: bool,
+    forward_kernel: str = "auto",
+) -> dict[str, Any]:
+    """Likewise for the gradients.
+
+    Args:
+        bias_strides: of the bias's gradient (b, h, i, j) as far as they matter: 0 where it is broadcast. ``None``: it
+            is not asked for.
+        forward_kernel: what forward was called with.
+    """
+    answer: dict[str, Any] = native().explain_backward(
+        kernel,
+        **problem._asdict(),
+        device_facts=astuple(device),
+        dbias_strides=bias_strides,
+        deterministic=deterministic,
+        forward_kernel=forward_kernel,
+    )
+    return answer
