@@ -16,6 +16,9 @@ MODULE = "flash_wmma/_module.py"
 EXPLAIN = "flash_wmma/_explain.py"
 HOOK = "flash_wmma/_hook.py"
 PROFILE = "flash_wmma/_profile.py"
+PROFILER = "flash_wmma/_profiler.py"
+OPS = "flash_wmma/_ops.py"
+CALL = "flash_wmma/_call.py"
 
 QKVPACKED = """    q, k, v = _unpacked("qkv", qkv, 2, 3, "(B, N, 3, H, d)")
     return flash_attn_func(
@@ -101,14 +104,9 @@ FAULTS = [
     Fault(
         name="varlen-window-from-the-first-key",
         path=FLASH_ATTN,
-        old="""        validate,
-        True,
-        deterministic=deterministic or None,
-""",
-        new="""        validate,
-        False,
-        deterministic=deterministic or None,
-""",
+        old="""        bottom_right=True,
+        lengths=""",
+        new="        lengths=",
         why="the varlen stand-in aligns a window without causal to the first key",
     ),
     Fault(
@@ -128,39 +126,44 @@ FAULTS = [
     # ---- forward and forward_varlen
     Fault(
         name="scale-alone-is-lost",
-        path=FORWARD,
-        old="if causal is not False or scale is not None or window is not None or flash_attn:",
-        new="if causal is not False or window is not None or flash_attn:",
+        path=CALL,
+        old="        if only_band and scale is None and deterministic is None",
+        new="        if only_band and deterministic is None",
         why="a scale without a mask is taken for the default",
     ),
     Fault(
         name="batch-invariant-alone-is-lost",
-        path=FORWARD,
-        old='softcap == 0 and kernel == "auto" and not batch_invariant):',
-        new='softcap == 0 and kernel == "auto"):',
+        path=CALL,
+        old="""            and kernel == backward_kernel == "auto"
+            and not batch_invariant
+""",
+        new="""            and kernel == backward_kernel == "auto"
+""",
         why="batch_invariant without another option does not reach the op",
     ),
     Fault(
         name="varlen-not-batch-invariant",
         path=FORWARD,
-        old="""        before = (scale, left, right, bottom_right)
-        after = (softcap, None, None, 0.0, 1, batch_invariant, kernel)
-""",
-        new="""        before = (scale, left, right, bottom_right)
-        after = (softcap, None, None, 0.0, 1, False, kernel)
-""",
+        old="""        batch_invariant,
+        backward_kernel,
+        deterministic,
+        lengths=""",
+        new="""        False,
+        backward_kernel,
+        deterministic,
+        lengths=""",
         why="forward_varlen drops batch_invariant",
     ),
     Fault(
         name="causal-keeps-the-right-bound",
-        path=FORWARD,
+        path=CALL,
         old="0 if causal else -1 if right is None else right, bottom_right",
         new="-1 if right is None and not causal else right or 0, bottom_right",
         why="causal with a window (left, 3) sees three keys ahead",
     ),
     Fault(
         name="top-left-at-the-bottom",
-        path=FORWARD,
+        path=CALL,
         old='"top_left": False, "bottom_right": True}',
         new='"top_left": True, "bottom_right": True}',
         why='causal="top_left" is aligned to the last key',
@@ -168,71 +171,51 @@ FAULTS = [
     Fault(
         name="seqused-lost-in-forward",
         path=FORWARD,
-        old="""            cu_seqlens_k,
-            seqused_k,
-            None,
-            max_seqlen_q,
-""",
-        new="""            cu_seqlens_k,
-            None,
-            None,
-            max_seqlen_q,
-""",
+        old="Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None,",
+        new="Lengths(cu_seqlens_q, cu_seqlens_k, None, None,",
         why="forward_varlen without gradients sees the keys that are not in use",
     ),
     Fault(
         name="forward-not-deterministic",
         path=FORWARD,
-        old="""        batch_invariant,
-        False,
-        backward_kernel,
-        deterministic,
-    )
+        old="""kernel, batch_invariant, backward_kernel, deterministic
 """,
-        new="""        batch_invariant,
-        False,
-        backward_kernel,
-    )
+        new="""kernel, batch_invariant, backward_kernel
 """,
         why="forward drops deterministic",
     ),
     Fault(
         name="varlen-not-deterministic",
         path=FORWARD,
-        old="""        validate,
-        False,
-        backward_kernel,
-        deterministic,
-    )
-""",
-        new="""        validate,
-        False,
-        backward_kernel,
-    )
-""",
+        old="""        deterministic,
+        lengths=""",
+        new="        lengths=",
         why="forward_varlen drops deterministic",
     ),
     Fault(
         name="math-window-from-the-first-key",
-        path=FORWARD,
-        old="            options = (scale, left, right, bottom_right or flash_attn, attn_bias, alibi_slopes, softcap)",
-        new="            options = (scale, left, right, bottom_right, attn_bias, alibi_slopes, softcap)",
-        why='dense(kernel="math") ignores flash_attn',
-        harmless='flash_attn is only ever set with kernel="auto"',
+        path=MATH,
+        old="*call.band, q.device",
+        new="*call.band[:2], False, q.device",
+        why='kernel="math" ignores bottom_right',
     ),
     # ---- gradients
     Fault(
         name="backward-takes-any-kernel",
-        path=AUTOGRAD,
-        old="rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, kernel, forward_kernel)",
-        new='rest = (after[0] if after else 0.0, None, None, 0.0, bias_grad, deterministic, "auto", forward_kernel)',
+        path=OPS,
+        old="""        call.backward_kernel,
+""",
+        new="""        "auto",
+""",
         why="backward_kernel is checked and then dropped",
     ),
     Fault(
         name="backward-without-softcap",
-        path=AUTOGRAD,
-        old="rest = (after[0] if after else 0.0,",
-        new="rest = (0.0,",
+        path=OPS,
+        old="""        call.softcap,
+        call.sinks,""",
+        new="""        0.0,
+        call.sinks,""",
         why="the gradients are those without softcap",
     ),
     Fault(
@@ -245,15 +228,15 @@ FAULTS = [
     Fault(
         name="lse-without-gradient",
         path=AUTOGRAD,
-        old="            dout, dlse, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options\n",
-        new="            dout, None, q, k, v, out, lse, attn_bias, alibi_slopes, bias_grad, packed, ctx.options\n",
+        old="compute(dout, dlse, q,",
+        new="compute(dout, None, q,",
         why="the gradient of lse is dropped",
     ),
     Fault(
         name="seqused-lost-in-backward",
-        path=AUTOGRAD,
-        old="packed = None if ctx.longest is None else (*lengths, *ctx.longest)",
-        new="packed = None if ctx.longest is None else (*lengths[:2], None, *ctx.longest)",
+        path=OPS,
+        old="lengths.cu_seqlens_k, lengths.seqused_k)",
+        new="lengths.cu_seqlens_k, None)",
         why="backward_varlen sees the keys that are not in use",
     ),
     Fault(
@@ -273,8 +256,8 @@ FAULTS = [
     Fault(
         name="warn-only-forgets-the-kernel",
         path=AUTOGRAD,
-        old="            options = (before, after, kernel, False)\n",
-        new='            options = (before, after, "auto", False)\n',
+        old="call._replace(deterministic=False))",
+        new='call._replace(deterministic=False, backward_kernel="auto"))',
         why="the second attempt under warn_only drops backward_kernel",
     ),
     # ---- fake kernels
@@ -347,8 +330,11 @@ FAULTS = [
     Fault(
         name="sdpa-without-scale",
         path=SDPA,
-        old="options = (bool(is_causal), scale, None,",
-        new="options = (bool(is_causal), None, None,",
+        old="""        causal=bool(is_causal),
+        scale=scale,
+""",
+        new="""        causal=bool(is_causal),
+""",
         why="the stand-in drops scale",
     ),
     Fault(
@@ -427,15 +413,19 @@ FAULTS = [
     Fault(
         name="explain-without-softcap",
         path=EXPLAIN,
-        old="        alibi_slopes is not None,\n        softcap,\n",
-        new="        alibi_slopes is not None,\n        0.0,\n",
+        old="""        softcap=softcap,
+        batch_invariant=""",
+        new="""        softcap=0.0,
+        batch_invariant=""",
         why="explain names a kernel that has no softcap",
     ),
     Fault(
         name="explain-not-batch-invariant",
         path=EXPLAIN,
-        old="        softcap,\n        batch_invariant,\n    )\n",
-        new="        softcap,\n        False,\n    )\n",
+        old="""        batch_invariant=batch_invariant,
+    )""",
+        new="""        batch_invariant=False,
+    )""",
         why="explain says a tile that batch_invariant does not take",
     ),
     Fault(
@@ -454,52 +444,55 @@ FAULTS = [
     ),
     Fault(
         name="profile-without-causal",
-        path=PROFILE,
-        old="            causal=causal,\n",
-        new="",
+        path=PROFILER,
+        old="call_of(causal, scale,",
+        new="call_of(False, scale,",
         why="profile drops causal",
     ),
     Fault(
         name="profile-without-softcap",
-        path=PROFILE,
-        old="            softcap=softcap,\n",
-        new="",
+        path=PROFILER,
+        old="alibi_slopes, softcap, kernel)",
+        new="alibi_slopes, 0.0, kernel)",
         why="profile drops softcap",
     ),
     # ---- behind torch's own attention
     Fault(
         name="hook-without-slopes",
         path=HOOK,
-        old="ops.forward_varlen(query, key, value, *lengths, *band, None, alibi_slopes)",
-        new="ops.forward_varlen(query, key, value, *lengths, *band)",
+        old="""            alibi_slopes=alibi_slopes,
+            bottom_right=True,""",
+        new="            bottom_right=True,",
         why="what stands for _flash_attention_forward drops alibi_slopes",
     ),
     Fault(
         name="hook-uses-all-keys",
         path=HOOK,
-        old="        lengths = (cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k)\n",
-        new="        lengths = (cum_seq_q, cum_seq_k, None, None, max_q, max_k)\n",
+        old="Lengths(cum_seq_q, cum_seq_k, seqused_k, None,",
+        new="Lengths(cum_seq_q, cum_seq_k, None, None,",
         why="what stands for _flash_attention_forward drops seqused_k",
     ),
     Fault(
         name="hook-right-bound",
         path=HOOK,
-        old="0 if is_causal else -1 if right is None else right",
-        new="0 if is_causal else -1",
+        old="""            window=(window_size_left, window_size_right),
+            alibi_slopes""",
+        new="""            window=(window_size_left, None),
+            alibi_slopes""",
         why="torch's window_size_right is ignored",
     ),
     Fault(
         name="hook-without-scale",
         path=HOOK,
-        old="        band = (scale, -1, 0 if is_causal else -1, False)\n",
-        new="        band = (None, -1, 0 if is_causal else -1, False)\n",
+        old="call_of(causal=is_causal, scale=scale, attn_bias=attn_mask)",
+        new="call_of(causal=is_causal, attn_bias=attn_mask)",
         why="the CPU's gradients behind torch's attention drop scale",
     ),
     Fault(
         name="hook-not-deterministic",
         path=HOOK,
-        old="rest = (None, 0.0, None, None, 0.0, False, torch.are_deterministic_algorithms_enabled(), kernel)",
-        new="rest = (None, 0.0, None, None, 0.0, False, False, kernel)",
+        old="bias_grad=False, deterministic=torch.are_deterministic_algorithms_enabled()",
+        new="bias_grad=False, deterministic=False",
         why="gradients behind torch's attention ignore torch's flag",
     ),
 ]
