@@ -3,7 +3,7 @@
 python tests/mutate.py                        every fault, two at a time on two cores
 python tests/mutate.py --only vote-one-row    that one, with what the test printed; may be repeated
 python tests/mutate.py --path csrc/cpu        those in files that begin so
-python tests/mutate.py --sample 10            ten, others each day
+python tests/mutate.py --sample 10            ten that are known to be caught, others each day
 python tests/mutate.py --list                 their names and places, nothing is run
 
 Each fault is put into a copy of the repository. What it changes is compiled there: the kernels for the emulator,
@@ -11,8 +11,9 @@ libflash_wmma.so where C++ of the host changed. Then the tests that concern the 
 fault that a compiler refuses by a static assertion counts as caught; one that does not compile otherwise is an error,
 and so is one whose place is not in the file exactly once.
 
-The results lie in build/mutations.json. A fault that was caught is not tried again as long as its file and its text
-stay as they are (--again: it is). The exit status is 1 if a fault survives whose record gives no reason for that.
+The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught is
+not tried again as long as its file and its text stay as they are (--again: it is). The exit status is 1 if a fault
+survives whose record gives no reason for that.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from flash_wmma.emulator import kernel_sources
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "build" / "mutations.json"
+RECORD = ROOT / "docs" / "data" / "mutations.json"
 TIMEOUT = 900
 """Seconds for the tests of one kernel. What takes longer hangs."""
 
@@ -358,7 +360,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="that fault; may be repeated")
     parser.add_argument("--path", default="", help="faults in files that begin so")
-    parser.add_argument("--sample", type=int, metavar="N", help="N of them, others each day")
+    parser.add_argument("--sample", type=int, metavar="N", help="N that are known to be caught, others each day")
+    parser.add_argument("--record", action="store_true", help="write what is known to docs/data, and run nothing")
     parser.add_argument("--again", action="store_true", help="also those that are known to be caught")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time")
@@ -379,10 +382,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for fault in faults:
             print(f"{fault.name} ({fault.path}): {fault.why}" + f" [harmless: {fault.harmless}]" * bool(fault.harmless))
         return 0
+    if options.record:
+        record(faults, Results())
+        return 0
     if options.sample is not None:
         today = random.Random(datetime.date.today().toordinal())
-        real = [fault for fault in faults if not (fault.harmless or fault.survives)]
-        faults = today.sample(real, min(options.sample, len(real)))
+        known = json.loads(RECORD.read_text())
+        caught = [fault for fault in faults if known.get(fault.name, {}).get("outcome") == "caught"]
+        faults = today.sample(caught, min(options.sample, len(caught)))
 
     results = Results()
     again = options.again or options.only or options.sample is not None
@@ -392,6 +399,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, verdict in verdicts.items():
             print(f"--- {name}\n{verdict.log[-4000:]}")
     return summary(faults, results)
+
+
+def record(faults: Sequence[Fault], results: Results) -> None:
+    """Writes docs/data/mutations.json: what became of each fault that was tried as it is now."""
+    known = {fault.name: results.known.get(fault.name, {}) for fault in faults}
+    rows = {
+        fault.name: {"path": fault.path, **{key: known[fault.name][key] for key in ("outcome", "by", "seconds")}}
+        for fault in faults
+        if known[fault.name].get("digest") == digest(fault)
+    }
+    RECORD.write_text(json.dumps(rows, indent=1) + "\n")
+    print(f"{len(rows)} of {len(faults)} faults were tried as they are now: {RECORD.relative_to(ROOT)}")
 
 
 def summary(faults: Sequence[Fault], results: Results) -> int:

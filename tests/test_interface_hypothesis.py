@@ -46,6 +46,7 @@ EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 48, 63, 64, 65, 96)
 HEAD_DIMS = (1, 8, 16, 20, 33, 40, 64, 65)
 OPTIONS = ("kernel", "causal", "window", "scale", "softcap", "return_lse", "batch_invariant")
 SPACED = ("contiguous", "strided", "repeated", "expanded")
+SLOPES = (*itertools.product((1, 2), SPACED[:2]), (2, "repeated"), (1, "expanded"))
 BIAS_LAYOUTS = ("contiguous", "bnhd", "sliced", "odd", "transposed", "poisoned_batch")
 
 # ------------------------------------------------------------------------------------------------------------ the call
@@ -232,7 +233,7 @@ def calls(draw: Draw, kernels: list[str], dtype: torch.dtype, backward: list[str
         scale=sometimes(draw, st.floats(-2, 2, width=16)),
         softcap=sometimes(draw, st.floats(0.5, 50, width=16), 0.0, "softcap" in has),
         bias=bias,
-        slopes=sometimes(draw, st.tuples(st.integers(1, 2), st.sampled_from(SPACED)), None, "alibi_slopes" in has),
+        slopes=sometimes(draw, st.sampled_from(SLOPES), None, "alibi_slopes" in has),
         return_lse=gradients is None or gradients.dlse is not None or draw(st.booleans()),
         batch_invariant=draw(st.booleans()),
         packed=packed,
