@@ -34,7 +34,7 @@ class Lengths(NamedTuple):
 
 class Call(NamedTuple):
     """What a call asks for. The fields up to kernel_name are the arguments of the op ``forward`` after v, in the order
-    of its schema (csrc/ops.cpp). Without out_bnhd they are the rest of ``forward_varlen``'s."""
+    of its schema (csrc/torch/ops.cpp). Without out_bnhd they are the rest of ``forward_varlen``'s."""
 
     scale: float | None = None
     window_left: int = -1

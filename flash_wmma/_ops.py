@@ -1,6 +1,6 @@
 """The ops, given a call.
 
-The records have the order of the ops' schemas (csrc/ops.cpp), so that parts of them are the ops' arguments. Every
+The records have the order of the ops' schemas (csrc/torch/ops.cpp), so that parts of them are the ops' arguments. Every
 argument that is handed to an op costs host time: those at the end that have their defaults are left out.
 """
 

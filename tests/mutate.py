@@ -11,8 +11,8 @@ libflash_wmma.so where C++ of the host changed. Then the tests that concern the 
 fault that a compiler refuses by a static assertion counts as caught; one that does not compile otherwise is an error,
 and so is one whose place is not in the file exactly once.
 
-The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught is
-not tried again as long as its file and its text stay as they are (--again: it is). The exit status is 1 if a fault
+The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught
+is not tried again as long as its file and its text stay as they are (--again: it is). The exit status is 1 if a fault
 survives whose record gives no reason for that.
 """
 

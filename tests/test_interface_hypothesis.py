@@ -498,7 +498,7 @@ def search(request: pytest.FixtureRequest, examples: int, some: st.SearchStrateg
 def test_any_call(target: Target, request: pytest.FixtureRequest) -> None:
     """Of a forward kernel, with the gradients that follow of themselves."""
     kernel, dtype = target
-    examples = 40 if not emulated(kernel) else 6 if early_rung(kernel.name) else 15
+    examples = 40 if not emulated(kernel) else 4 if early_rung(kernel.name) else 15
     search(request, examples, calls([kernel.name], dtype, [None, "auto"]))
 
 
@@ -508,4 +508,4 @@ def test_any_gradient(backward_target: Target, request: pytest.FixtureRequest) -
     forward = [forward_kernel(k.name) for k in flash_wmma.kernels() if {"varlen", "attn_bias"} <= k.features]
     forward = [k for k in forward if k.device == kernel.device and emulated(k) <= emulated(kernel)]
     names = [k.name for k in forward if dtype in k.dtypes and not obstacle(k, dtype)]
-    search(request, 12 if emulated(kernel) else 40, calls(names, dtype, [kernel.name]))
+    search(request, 10 if emulated(kernel) else 40, calls(names, dtype, [kernel.name]))
