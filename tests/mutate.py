@@ -53,7 +53,7 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90"),
 )
 BACKWARD_TESTS = ("backward", "backward_mma", "loop_orders", "autograd", "features", "varlen", "interface_hypothesis")
 CPU_TESTS = ("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis")

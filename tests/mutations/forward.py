@@ -266,7 +266,6 @@ FAULTS = [
         new="",
         why="blocks take items from the queue before they need them",
         kernels=WGMMA,
-        harmless="who works on an item changes no result, and the emulator has no time that blocks could lose",
     ),
     Fault(
         name="wgmma-workspace-without-facts",
