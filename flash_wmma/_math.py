@@ -1,7 +1,7 @@
 """``kernel="math"``: attention written out in plain torch ops.
 
 It stores the score matrix and is slow. In return it has whatever torch's ops have: gradients of gradients,
-forward-mode differentiation, ``torch.func``, float64. ``flash_wmma._forward`` calls it with autocast suspended.
+forward-mode differentiation, ``torch.func``, float64. ``flash_wmma._attention`` calls it with autocast suspended.
 """
 
 from __future__ import annotations
