@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "device/element.cuh"
 #include "device/mask.cuh"
+#include "device/register_tile.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile.cuh"
 
@@ -139,9 +140,11 @@ __device__ __forceinline__ void meet(const Thread<Tile>& thread) {
 
 /// Accumulators of the warp: S of its rows and keys, O of its rows and columns.
 template <class Tile>
-using Scores = float[Tile::kRowTiles][Tile::kWarpKeys / 8][4];
+using Scores = RegisterTile<Tile::kWarpRows, Tile::kWarpKeys>;
 template <class Tile>
-using Output = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
+using Output = RegisterTile<Tile::kWarpRows, Tile::kWarpColumns>;
+template <class Tile>
+using PerRow = RowValues<Tile::kWarpRows>;
 
 /// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
 template <class Tile>

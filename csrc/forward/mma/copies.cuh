@@ -23,42 +23,38 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
 
 /// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
 template <class Out, class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o,
-                                        const float (&factor)[Tile::kRowTiles][2], const Thread<Tile>& thread) {
+__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o, const PerRow<Tile>& factor,
+                                        const Thread<Tile>& thread) {
     const ForwardParams& p = work.p;
     const int lane_row = ptx::opaque(thread.row());
+    factor.each([&](int i, float row_factor) {
+        const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + lane_row);
+        const bool inside = query < work.sequence.seqlen_q;
+        Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
+        const auto value = [&](int c, int e) { return o.block[i / 2][c][i % 2 * 2 + e] * row_factor; };
+        if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
+            for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
+                const int column = thread.warp_column() + 8 * c;
+                if (inside && column < p.head_dim_v)
+                    *reinterpret_cast<float2*>(out + column + thread.column()) = make_float2(value(c, 0), value(c, 1));
+            }
+        } else {
 #pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + lane_row);
-            const bool inside = query < work.sequence.seqlen_q;
-            Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
-            const auto value = [&](int c, int e) { return o[r][c][2 * h + e] * factor[r][h]; };
-            if constexpr (std::is_same_v<Out, float>) {
+            for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
+                std::uint32_t words[4];
 #pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
-                    const int column = thread.warp_column() + 8 * c;
-                    if (inside && column < p.head_dim_v)
-                        *reinterpret_cast<float2*>(out + column + thread.column()) =
-                            make_float2(value(c, 0), value(c, 1));
+                for (int w = 0; w < 4; ++w) {
+                    const int tile = min(c + w, Tile::kWarpColumns / 8 - 1);
+                    words[w] = packed<Out>(value(tile, 0), value(tile, 1));
                 }
-            } else {
-#pragma unroll
-                for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
-                    std::uint32_t words[4];
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) {
-                        const int tile = min(c + i, Tile::kWarpColumns / 8 - 1);
-                        words[i] = packed<Out>(value(tile, 0), value(tile, 1));
-                    }
-                    transpose_in_quad(words, thread.lane % 4);
-                    const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
-                    if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
-                        *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
-                }
+                transpose_in_quad(words, thread.lane % 4);
+                const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
+                if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
+                    *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
+    });
 }
 
 }  // namespace flash_wmma::mma

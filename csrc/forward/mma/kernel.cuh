@@ -72,10 +72,7 @@ struct QOperand {
 template <class Tile>
 __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile>& q, Smem<Tile>& smem,
                                             const typename SharedMemory<Tile>::KeyRows& k, const Thread<Tile>& thread) {
-#pragma unroll
-    for (auto& row_tile : s)
-#pragma unroll
-        for (auto& tile : row_tile) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
+    s.clear();
     // Of ldmatrix's four: the second along d of the first 8 keys. Otherwise the lanes are as for Q and V, with the same
     // offsets in the same registers.
     constexpr int kSecond = Tile::Machine::kPairsB ? 1 : 2;
@@ -93,8 +90,8 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
             ptx::ldmatrix_x4(b, k_lane.of(k, 16 * j, 16 * c));
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) {
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j], a[r], b[0], b[kSecond]);
-                Tile::Machine::template multiply<typename Tile::T>(s[r][2 * j + 1], a[r], b[3 - kSecond], b[3]);
+                Tile::Machine::template multiply<typename Tile::T>(s.block[r][2 * j], a[r], b[0], b[kSecond]);
+                Tile::Machine::template multiply<typename Tile::T>(s.block[r][2 * j + 1], a[r], b[3 - kSecond], b[3]);
             }
         }
     }
@@ -123,31 +120,25 @@ __device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>
             ptx::ldmatrix_x4_trans(b, v_lane.of(v, 16 * j, 16 * c));
 #pragma unroll
             for (int r = 0; r < Tile::kRowTiles; ++r) {
-                Tile::Machine::template multiply<typename Tile::T>(o[r][2 * c], a[r], b[0], b[1]);
-                Tile::Machine::template multiply<typename Tile::T>(o[r][2 * c + 1], a[r], b[2], b[3]);
+                Tile::Machine::template multiply<typename Tile::T>(o.block[r][2 * c], a[r], b[0], b[1]);
+                Tile::Machine::template multiply<typename Tile::T>(o.block[r][2 * c + 1], a[r], b[2], b[3]);
             }
         }
     }
 }
 
-/// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
+/// P = exp2(S * factor + offset) in place; returns this lane's part of the sums over the rows.
 template <class Tile>
-__device__ __forceinline__ void weigh(Scores<Tile>& s, float (&sum)[Tile::kRowTiles][2], float factor,
-                                      const float (&offset)[Tile::kRowTiles][2]) {
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            sum[r][h] = 0.f;
-#pragma unroll
-            for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    float& score = s[r][j][2 * h + e];
-                    score = ptx::ex2(fmaf(score, factor, offset[r][h]));
-                    sum[r][h] += score;
-                }
-        }
+__device__ __forceinline__ PerRow<Tile> weigh(Scores<Tile>& s, float factor, const PerRow<Tile>& offset) {
+    PerRow<Tile> sums;
+    sums.each([&](int i, float& sum) {
+        sum = 0.f;
+        s.each_in_row(i, [&](float& x, int) {
+            x = ptx::ex2(fmaf(x, factor, offset[i]));
+            sum += x;
+        });
+    });
+    return sums;
 }
 
 /// P from the accumulators of the first product to the operand of the second: an accumulator's 16x8 tile is half of a
@@ -155,21 +146,15 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, float (&sum)[Tile::kRowTi
 template <class Tile>
 __device__ __forceinline__ void hand_over(Weights<Tile>& weights, const Scores<Tile>& p, Smem<Tile>& smem,
                                           const Thread<Tile>& thread) {
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const std::uint32_t pair = packed<typename Tile::T>(p[r][j][2 * h], p[r][j][2 * h + 1]);
-                if constexpr (Tile::kDimWarps == 1) {
-                    weights[r][j / 2][j % 2 * 2 + h] = pair;
-                } else {
-                    const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
-                    auto* to = smem.p.at(row, thread.warp_key() + 8 * j) + thread.column();
-                    *reinterpret_cast<std::uint32_t*>(to) = pair;
-                }
-            }
+    p.each_pair([&](float x, float y, int i, int j) {
+        const std::uint32_t pair = packed<typename Tile::T>(x, y);
+        if constexpr (Tile::kDimWarps == 1) {
+            weights[i / 2][j / 2][j % 2 * 2 + i % 2] = pair;
+        } else {
+            const int row = thread.warp_row() + 8 * i + thread.row();
+            *reinterpret_cast<std::uint32_t*>(smem.p.at(row, thread.warp_key() + 8 * j) + thread.column()) = pair;
+        }
+    });
 }
 
 /// Whether it holds in every lane of the warps that share these rows, which meet.
@@ -188,29 +173,21 @@ __device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Th
 
 /// Combines (maximum or sum) the values of each row over the lanes, and over the warps that share it, which meet.
 template <class Tile, class Combine>
-__device__ __forceinline__ void combine_rows(float (&x)[Tile::kRowTiles][2], Smem<Tile>& smem,
-                                             const Thread<Tile>& thread, Combine combine) {
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            x[r][h] = combine(x[r][h], __shfl_xor_sync(kWarpMask, x[r][h], 1));
-            x[r][h] = combine(x[r][h], __shfl_xor_sync(kWarpMask, x[r][h], 2));
-            const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
-            if constexpr (Tile::kDimWarps > 1)
-                if (thread.lane % 4 == 0) smem.row[thread.dim_warp][row] = x[r][h];
-        }
+__device__ __forceinline__ void combine_rows(PerRow<Tile>& values, Smem<Tile>& smem, const Thread<Tile>& thread,
+                                             Combine combine) {
+    const auto row = [&](int i) { return thread.warp_row() + 8 * i + thread.row(); };
+    values.each([&](int i, float& x) {
+        x = over_quad(x, combine);
+        if constexpr (Tile::kDimWarps > 1)
+            if (thread.lane % 4 == 0) smem.row[thread.dim_warp][row(i)] = x;
+    });
     if constexpr (Tile::kDimWarps > 1) {
         meet(thread);
+        values.each([&](int i, float& x) {
+            x = smem.row[0][row(i)];
 #pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
-                x[r][h] = smem.row[0][row];
-#pragma unroll
-                for (int w = 1; w < Tile::kDimWarps; ++w) x[r][h] = combine(x[r][h], smem.row[w][row]);
-            }
+            for (int w = 1; w < Tile::kDimWarps; ++w) x = combine(x, smem.row[w][row(i)]);
+        });
     }
 }
 
@@ -224,72 +201,55 @@ __device__ __forceinline__ void hide(Scores<Tile>& s, const Work<Tile>& work, in
                            (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
     const Thread<Tile> thread(kAnew ? ptx::opaque(tid) : tid);
     const int first_key = key + thread.warp_key() + thread.column();
-    const auto each = [&](auto hidden) {
+    const auto hide_where = [&](auto hidden) {
 #pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const auto hides = hidden(work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row()).query);
-#pragma unroll
-                for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (hides(8 * j + e)) s[r][j][2 * h + e] = -INFINITY;
-            }
+        for (int i = 0; i < s.kRows; ++i) {
+            const auto hides = hidden(work.tile.row(thread.warp_row() + 8 * i + thread.row()).query);
+            s.each_in_row(i, [&](float& x, int column) {
+                if (hides(column)) x = -INFINITY;
+            });
+        }
     };
     if (left)
-        each([&](int query) {
+        hide_where([&](int query) {
             return [begin = work.mask.begin(query) - first_key](int offset) { return offset < begin; };
         });
     if (right)
-        each([&](int query) { return [end = work.mask.end(query) - first_key](int offset) { return offset >= end; }; });
+        hide_where(
+            [&](int query) { return [end = work.mask.end(query) - first_key](int offset) { return offset >= end; }; });
 }
 
 /// Each row's maximum of its scores in this tile. Warps that share rows meet.
 template <class Tile>
-__device__ __forceinline__ void row_maximum(float (&top)[Tile::kRowTiles][2], const Scores<Tile>& s, Smem<Tile>& smem,
-                                            const Thread<Tile>& thread) {
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            top[r][h] = -INFINITY;
-#pragma unroll
-            for (int j = 0; j < Tile::kWarpKeys / 8; ++j)
-                top[r][h] = fmaxf(top[r][h], fmaxf(s[r][j][2 * h], s[r][j][2 * h + 1]));
-        }
+__device__ __forceinline__ PerRow<Tile> row_maximum(const Scores<Tile>& s, Smem<Tile>& smem,
+                                                    const Thread<Tile>& thread) {
+    PerRow<Tile> top = s.row_maximum();
     combine_rows<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
+    return top;
 }
 
 /// Whether the rows' maxima are below 2^24: then a product that is rounded, as m is, and one that is not, as in an FMA,
 /// differ by less than 1. -inf (no visible key yet) counts as such, NaN does not.
 template <class Tile>
-__device__ __forceinline__ bool all_moderate(const float (&m)[Tile::kRowTiles][2]) {
+__device__ __forceinline__ bool all_moderate(const PerRow<Tile>& m) {
     constexpr float kLimit = 1 << 24;
     bool all = true;
 #pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) all &= m[r][h] == -INFINITY || fabsf(m[r][h]) < kLimit;
+    for (const float x : m.of) all &= x == -INFINITY || fabsf(x) < kLimit;
     return all;
 }
 
 /// S *= factor.
 template <class Tile>
 __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
-#pragma unroll
-    for (auto& row_tile : s)
-#pragma unroll
-        for (auto& tile : row_tile)
-#pragma unroll
-            for (float& score : tile) score = __fmul_rn(score, factor);
+    s.each([&](float& x, int, int) { x = __fmul_rn(x, factor); });
 }
 
 // spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
 // addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
-    constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles, kStages = Tile::kStages, kAhead = Tile::kAhead;
+    constexpr int kBc = Tile::kBc, kStages = Tile::kStages, kAhead = Tile::kAhead;
     constexpr bool kPackedToo = kProblems != kDense, kModifies = kProblems == kAny;
     constexpr bool kMayScale = kModifies && std::is_same_v<typename Tile::T, half>;  // converted inputs
     using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
@@ -344,13 +304,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
-    float m[kRowTiles][2], l[kRowTiles][2];  // of rows thread.row() and + 8 of each 16; l is this lane's part
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r) {
-        m[r][0] = m[r][1] = -INFINITY, l[r][0] = l[r][1] = 0.f;
-#pragma unroll
-        for (auto& tile : o[r]) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
-    }
+    PerRow<Tile> m, l;  // l is this lane's part
+    m.each([&](int i, float& x) { x = -INFINITY, l[i] = 0.f; });
+    o.clear();
 
     bool settled = false;                  // whether m is set, and moderate
     int slot = 0, previous = kStages - 1;  // of this tile and of the one before, in the ring
@@ -370,7 +326,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         const bool sees = key >= some_begin && key < some_end;
         ValueUnit::Step value{0.f, 0.f};
         Weights<Tile> weights;
-        float sum[kRowTiles][2];
+        PerRow<Tile> sum;
         if (sees) {
             const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
@@ -385,24 +341,20 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     // Asked anew which thread this is, so that nothing of this waits in registers through other tiles
                     const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
                     const ScoreMod<kModifies> mod(p, sequence, work.tile);
-                    const auto at = [&](int i, int j, int e) -> float& { return s[i / 2][j][2 * (i % 2) + e]; };
+                    const auto at = [&](int i, int j, int e) -> float& { return s.at(i, j, e); };
                     const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
-                    mod.template apply<2 * kRowTiles, Tile::kWarpKeys / 8>(at, scale, query,
+                    mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query,
                                                                            key + here.warp_key() + here.column());
                 }
             };
             if (ScoreMod<kModifies>::active(p)) factor = 1.f;
 
             Scores<Tile> s;
-            float top[kRowTiles][2], offset[kRowTiles][2];
+            PerRow<Tile> top, offset;
             // P and its sums. Lagged: with the old m, and false if a weight may have overflowed. Otherwise, and true: S
             // masked, m exact, O and l rescaled to it.
             const auto weigh_tile = [&](bool lagged) {
-                if (lagged)
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) offset[r][h] = value.weight - m[r][h];
+                if (lagged) offset.each([&](int i, float& x) { x = value.weight - m[i]; });
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
                 if (!lagged) {
@@ -412,47 +364,36 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                         factor = 1.f;
                     }
                     hide<Tile, kProblems>(s, work, key, key < all_begin, key >= all_end);
-                    row_maximum<Tile>(top, s, smem, thread);
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int h = 0; h < 2; ++h) {
-                            const float before = m[r][h];
-                            m[r][h] = fmaxf(before, top[r][h] * factor);
-                            const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];  // no visible key yet
-                            const float rescale = ptx::ex2(before - base);
-                            const float rescale_o = rescale * ptx::ex2(value.rescale);
-                            l[r][h] *= rescale;
-                            offset[r][h] = value.weight - base;
-#pragma unroll
-                            for (auto& tile : o[r]) tile[2 * h] *= rescale_o, tile[2 * h + 1] *= rescale_o;
-                        }
+                    top = row_maximum<Tile>(s, smem, thread);
+                    m.each([&](int i, float& x) {
+                        const float before = x;
+                        x = fmaxf(before, top[i] * factor);
+                        const float base = x == -INFINITY ? 0.f : x;  // no visible key yet
+                        const float rescale = ptx::ex2(before - base);
+                        const float rescale_o = rescale * ptx::ex2(value.rescale);
+                        l[i] *= rescale;
+                        offset[i] = value.weight - base;
+                        o.scale_row(i, rescale_o);
+                    });
                     settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
                     if (!settled) {  // products are rounded, as m is, before m is subtracted
                         multiply_by<Tile>(s, factor);
                         factor = 1.f;
-#pragma unroll
-                        for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                            for (int h = 0; h < 2; ++h) {
-                                const float base = m[r][h] == -INFINITY ? 0.f : m[r][h];
-                                offset[r][h] = value.weight;
-#pragma unroll
-                                for (auto& tile : s[r]) tile[2 * h] -= base, tile[2 * h + 1] -= base;
-                            }
+                        m.each([&](int i, float& x) {
+                            const float base = x == -INFINITY ? 0.f : x;
+                            offset[i] = value.weight;
+                            s.each_in_row(i, [&](float& score, int) { score -= base; });
+                        });
                     }
                 }
-                weigh<Tile>(s, sum, factor, offset);
+                sum = weigh<Tile>(s, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 if (!lagged) {
                     meet(thread);
                     return true;
                 }
-                bool fits = true;  // false for a NaN too
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum;
+                const bool fits =  // false for a NaN too
+                    sum.all([](float x) { return x <= Element<typename Tile::T>::kLargestSum; });
                 return all_agree<Tile>(fits, smem, thread);
             };
             // A tile that every row sees, not the first
@@ -474,11 +415,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             ptx::cp_async_commit();
         }
         if (sees) {
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h)
-                    l[r][h] = kMayScale ? fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]) : l[r][h] + sum[r][h];
+            l.each([&](int i, float& x) { x = kMayScale ? fmaf(sum[i], ptx::ex2(-value.weight), x) : x + sum[i]; });
             multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         }
 
@@ -494,18 +431,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     }
 
     combine_rows<Tile>(l, smem, thread, [](float x, float y) { return x + y; });
-    float inverse_l[kRowTiles][2];  // times O's unit; 0 for a row that saw no key
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float sum = l[r][h], lse = (m[r][h] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
-            inverse_l[r][h] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
-            const auto [query, head] = work.tile.row(thread.warp_row() + 16 * r + 8 * h + thread.row());
-            if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
-                p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
-                    lse;
-        }
+    PerRow<Tile> inverse_l;  // times O's unit; 0 for a row that saw no key
+    l.each([&](int i, float sum) {
+        const float lse = (m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
+        inverse_l[i] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
+        const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
+        if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
+            p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
+    });
     using T = typename Tile::T;  // converted inputs: O is what they were
     if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
     else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
