@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/element.cuh"
 #include "device/mask.cuh"
 #include "device/register_tile.cuh"
@@ -72,9 +73,6 @@ struct SharedMemoryWithExchange : SharedMemory<Tile> {
 };
 template <class Tile>
 using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
 
 /// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
 /// row() + 8, columns column() and column() + 1 of each (ptx.cuh).

@@ -32,6 +32,7 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
+#include "device/lagged_softmax.cuh"
 #include "device/score_mod.cuh"
 #include "device/value_unit.cuh"
 #include "forward/mma/block.cuh"
@@ -127,20 +128,6 @@ __device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>
     }
 }
 
-/// P = exp2(S * factor + offset) in place; returns this lane's part of the sums over the rows.
-template <class Tile>
-__device__ __forceinline__ PerRow<Tile> weigh(Scores<Tile>& s, float factor, const PerRow<Tile>& offset) {
-    PerRow<Tile> sums;
-    sums.each([&](int i, float& sum) {
-        sum = 0.f;
-        s.each_in_row(i, [&](float& x, int) {
-            x = ptx::ex2(fmaf(x, factor, offset[i]));
-            sum += x;
-        });
-    });
-    return sums;
-}
-
 /// P from the accumulators of the first product to the operand of the second: an accumulator's 16x8 tile is half of a
 /// 16x16 operand, element for element.
 template <class Tile>
@@ -228,17 +215,6 @@ __device__ __forceinline__ PerRow<Tile> row_maximum(const Scores<Tile>& s, Smem<
     return top;
 }
 
-/// Whether the rows' maxima are below 2^24: then a product that is rounded, as m is, and one that is not, as in an FMA,
-/// differ by less than 1. -inf (no visible key yet) counts as such, NaN does not.
-template <class Tile>
-__device__ __forceinline__ bool all_moderate(const PerRow<Tile>& m) {
-    constexpr float kLimit = 1 << 24;
-    bool all = true;
-#pragma unroll
-    for (const float x : m.of) all &= x == -INFINITY || fabsf(x) < kLimit;
-    return all;
-}
-
 /// S *= factor.
 template <class Tile>
 __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
@@ -304,11 +280,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
-    PerRow<Tile> m, l;  // l is this lane's part
-    m.each([&](int i, float& x) { x = -INFINITY, l[i] = 0.f; });
+    LaggedSoftmax<Tile::kWarpRows> softmax;
     o.clear();
 
-    bool settled = false;                  // whether m is set, and moderate
     int slot = 0, previous = kStages - 1;  // of this tile and of the one before, in the ring
     for (int left = tiles; left > 0; --left, key -= kBc) {
         ptx::cp_async_wait<kAhead - 1>();
@@ -354,7 +328,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             // P and its sums. Lagged: with the old m, and false if a weight may have overflowed. Otherwise, and true: S
             // masked, m exact, O and l rescaled to it.
             const auto weigh_tile = [&](bool lagged) {
-                if (lagged) offset.each([&](int i, float& x) { x = value.weight - m[i]; });
+                if (lagged) offset.each([&](int i, float& x) { x = value.weight - softmax.m[i]; });
                 multiply_qk<Tile>(s, q, smem, k, thread);
                 modify(s);
                 if (!lagged) {
@@ -365,39 +339,31 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     }
                     hide<Tile, kProblems>(s, work, key, key < all_begin, key >= all_end);
                     top = row_maximum<Tile>(s, smem, thread);
-                    m.each([&](int i, float& x) {
-                        const float before = x;
-                        x = fmaxf(before, top[i] * factor);
-                        const float base = x == -INFINITY ? 0.f : x;  // no visible key yet
-                        const float rescale = ptx::ex2(before - base);
-                        const float rescale_o = rescale * ptx::ex2(value.rescale);
-                        l[i] *= rescale;
+                    top.each([&](int i, float x) {
+                        const auto [base, rescale] = softmax.raise(i, x * factor);
                         offset[i] = value.weight - base;
-                        o.scale_row(i, rescale_o);
+                        o.scale_row(i, rescale * ptx::ex2(value.rescale));
                     });
-                    settled = __all_sync(kWarpMask, positive && all_moderate<Tile>(m));
-                    if (!settled) {  // products are rounded, as m is, before m is subtracted
+                    softmax.settled = __all_sync(kWarpMask, positive && softmax.moderate());
+                    if (!softmax.settled) {  // products are rounded, as m is, before m is subtracted
                         multiply_by<Tile>(s, factor);
                         factor = 1.f;
-                        m.each([&](int i, float& x) {
-                            const float base = x == -INFINITY ? 0.f : x;
-                            offset[i] = value.weight;
-                            s.each_in_row(i, [&](float& score, int) { score -= base; });
+                        offset.each([&](int i, float& x) {
+                            x = value.weight;
+                            s.each_in_row(i, [&](float& score, int) { score -= softmax.base(softmax.m[i]); });
                         });
                     }
                 }
-                sum = weigh<Tile>(s, factor, offset);
+                sum = weigh(s, factor, offset);
                 hand_over<Tile>(weights, s, smem, thread);
                 if (!lagged) {
                     meet(thread);
                     return true;
                 }
-                const bool fits =  // false for a NaN too
-                    sum.all([](float x) { return x <= Element<typename Tile::T>::kLargestSum; });
-                return all_agree<Tile>(fits, smem, thread);
+                return all_agree<Tile>(softmax.template fits<typename Tile::T>(sum), smem, thread);
             };
             // A tile that every row sees, not the first
-            const bool may_lag = settled && key >= all_begin && key < all_end && value.rescale == 0.f;
+            const bool may_lag = softmax.settled && key >= all_begin && key < all_end && value.rescale == 0.f;
             // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
             if constexpr (kModifies && !Tile::Machine::kThroughRegisters) {
                 for (bool lagged = may_lag; !weigh_tile(lagged);) lagged = false;
@@ -415,7 +381,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             ptx::cp_async_commit();
         }
         if (sees) {
-            l.each([&](int i, float& x) { x = kMayScale ? fmaf(sum[i], ptx::ex2(-value.weight), x) : x + sum[i]; });
+            softmax.l.each([&](int i, float& x) { x = kMayScale ? fmaf(sum[i], ptx::ex2(-value.weight), x) : x + sum[i]; });
             multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
         }
 
@@ -430,10 +396,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         slot = slot + 1 == kStages ? 0 : slot + 1;
     }
 
-    combine_rows<Tile>(l, smem, thread, [](float x, float y) { return x + y; });
+    combine_rows<Tile>(softmax.l, smem, thread, [](float x, float y) { return x + y; });
     PerRow<Tile> inverse_l;  // times O's unit; 0 for a row that saw no key
-    l.each([&](int i, float sum) {
-        const float lse = (m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
+    softmax.l.each([&](int i, float sum) {
+        const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
         inverse_l[i] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
         const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
         if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
