@@ -108,6 +108,9 @@ struct Work {
         tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
     }
 
+    /// The first key of the last tile.
+    __device__ int last_key() const { return (first_tile + tiles - 1) * Tile::kBc; }
+
     /// Rows [first, ...) of this sequence in q, k or v.
     __device__ const typename Tile::T* q_rows(int first) const {
         return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);

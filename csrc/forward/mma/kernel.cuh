@@ -37,6 +37,7 @@
 #include "device/value_unit.cuh"
 #include "forward/mma/block.cuh"
 #include "forward/mma/copies.cuh"
+#include "forward/mma/key_value_ring.cuh"
 #include "forward/mma/problems.h"
 #include "forward_shapes.h"
 
@@ -225,47 +226,30 @@ __device__ __forceinline__ void multiply_by(Scores<Tile>& s, float factor) {
 // addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
-    constexpr int kBc = Tile::kBc, kStages = Tile::kStages, kAhead = Tile::kAhead;
+    constexpr int kBc = Tile::kBc;
     constexpr bool kPackedToo = kProblems != kDense, kModifies = kProblems == kAny;
     constexpr bool kMayScale = kModifies && std::is_same_v<typename Tile::T, half>;  // converted inputs
-    using Copy = typename Tile::Machine::template Copy<Tile, kBc>;
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
     const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     const Work<Tile> work(p, assigned);
     const Sequence& sequence = work.sequence;
-    const int tiles = work.tiles;
-    int key = (work.first_tile + tiles - 1) * kBc;  // first of the tile that is worked on
 
-    // Q, and as many K/V tiles as copies run ahead; the first one may reach beyond the sequence's end
-    Copy k_copy(work.key_rows(p.k, key), p.k.row, p.head_dim), v_copy(work.key_rows(p.v, key), p.v.row, p.head_dim_v);
-    if (tiles > 0) {
-        k_copy.start(smem.ring[0].k, p.k.row, sequence.seqlen_k - key);
-        v_copy.start(smem.ring[0].v, p.v.row, sequence.seqlen_k - key);
-    }
+    int key = work.last_key();  // first of the tile that is worked on
+    KeyValueRing<Tile> ring(smem, work, key);
+    QOperand<Tile> q;
+    ring.start(key);
     copy_q<Tile>(smem, work, thread);
     ptx::cp_async_commit();
-    QOperand<Tile> q;
     if constexpr (Tile::kQSharesRing) {
         meet(thread);
         q.load(smem, thread);
         __syncthreads();
     }
-    if (tiles > 0) {
-        k_copy.finish(smem.ring[0].k);
-        v_copy.finish(smem.ring[0].v);
-    }
-#pragma unroll
-    for (int i = 1; i < kAhead; ++i) {
-        if (i < tiles) {
-            k_copy.start(smem.ring[i].k, p.k.row);
-            v_copy.start(smem.ring[i].v, p.v.row);
-        }
-        ptx::cp_async_commit();
-    }
+    ring.run_ahead();
     if constexpr (!Tile::kQSharesRing) {
-        ptx::cp_async_wait<kAhead - 1>();
+        ptx::cp_async_wait<Tile::kAhead - 1>();
         meet(thread);
         q.load(smem, thread);
     }
@@ -283,26 +267,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     LaggedSoftmax<Tile::kWarpRows> softmax;
     o.clear();
 
-    int slot = 0, previous = kStages - 1;  // of this tile and of the one before, in the ring
-    for (int left = tiles; left > 0; --left, key -= kBc) {
-        ptx::cp_async_wait<kAhead - 1>();
-        __syncthreads();  // this tile has landed, the one before has been used
-        const bool copy = left > kAhead;
-        auto& target = smem.ring[previous];
-        if constexpr (Tile::kAlternates) {
-            if (left < tiles) v_copy.start(target.v, p.v.row);
-        } else if (copy) {
-            k_copy.start(target.k, p.k.row);
-            v_copy.start(target.v, p.v.row);
-        }
-        ptx::cp_async_commit();
-
+    for (int left = work.tiles; left > 0; ring.end_tile(left), --left, key -= kBc) {
+        ring.begin_tile(left);
         const bool sees = key >= some_begin && key < some_end;
         ValueUnit::Step value{0.f, 0.f};
         Weights<Tile> weights;
         PerRow<Tile> sum;
         if (sees) {
-            const auto& k = smem.ring[slot].k;
             float factor = q_scale;  // from s to log2 units
             if constexpr (kMayScale)
                 if (p.exponents.k) {
@@ -329,7 +300,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             // masked, m exact, O and l rescaled to it.
             const auto weigh_tile = [&](bool lagged) {
                 if (lagged) offset.each([&](int i, float& x) { x = value.weight - softmax.m[i]; });
-                multiply_qk<Tile>(s, q, smem, k, thread);
+                multiply_qk<Tile>(s, q, smem, ring.k(), thread);
                 modify(s);
                 if (!lagged) {
                     const bool positive = factor > 0.f;
@@ -374,26 +345,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             }
         }
 
-        if constexpr (Tile::kAlternates) {
-            ptx::cp_async_wait<0>();
-            __syncthreads();  // V has landed, K has been used
-            if (copy) k_copy.start(target.k, p.k.row);
-            ptx::cp_async_commit();
-        }
+        ring.between_products(left);
         if (sees) {
             softmax.l.each([&](int i, float& x) { x = kMayScale ? fmaf(sum[i], ptx::ex2(-value.weight), x) : x + sum[i]; });
-            multiply_pv<Tile>(o, weights, smem, smem.ring[slot].v, thread);
+            multiply_pv<Tile>(o, weights, smem, ring.v(), thread);
         }
-
-        if constexpr (Tile::Machine::kThroughRegisters) {
-            if constexpr (kStages == 1) __syncthreads();
-            if (copy) {
-                k_copy.finish(target.k);
-                v_copy.finish(target.v);
-            }
-        }
-        previous = slot;
-        slot = slot + 1 == kStages ? 0 : slot + 1;
     }
 
     combine_rows<Tile>(softmax.l, smem, thread, [](float x, float y) { return x + y; });
