@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "device/constants.cuh"
 #include "device/element.cuh"
+#include "device/lagged_softmax.cuh"
 #include "device/mask.cuh"
 #include "device/register_tile.cuh"
 #include "device/swizzle.cuh"
@@ -71,6 +72,8 @@ struct SharedMemoryWithExchange : SharedMemory<Tile> {
     float row[Tile::kDimWarps][Tile::kBr];
     int fits[Tile::kRowWarps][Tile::kDimWarps];
 };
+template <class Tile>
+using KeyRows = typename SharedTiles<Tile>::KeyRows;
 template <class Tile>
 using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
 
@@ -146,6 +149,8 @@ template <class Tile>
 using Output = RegisterTile<Tile::kWarpRows, Tile::kWarpColumns>;
 template <class Tile>
 using PerRow = RowValues<Tile::kWarpRows>;
+template <class Tile>
+using Softmax = LaggedSoftmax<Tile::kWarpRows>;
 
 /// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
 template <class Tile>

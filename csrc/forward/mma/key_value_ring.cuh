@@ -12,8 +12,6 @@ namespace flash_wmma::mma {
 template <class Tile>
 class KeyValueRing {
   public:
-    using KeyRows = typename SharedMemory<Tile>::KeyRows;
-
     __device__ __forceinline__ KeyValueRing(Smem<Tile>& smem, const Work<Tile>& work, int key)
         : work_(work),
           smem_(smem),
@@ -40,8 +38,8 @@ class KeyValueRing {
         }
     }
 
-    __device__ __forceinline__ const KeyRows& k() const { return smem_.ring[slot_].k; }
-    __device__ __forceinline__ const KeyRows& v() const { return smem_.ring[slot_].v; }
+    __device__ __forceinline__ const KeyRows<Tile>& k() const { return smem_.ring[slot_].k; }
+    __device__ __forceinline__ const KeyRows<Tile>& v() const { return smem_.ring[slot_].v; }
 
     /// Waits until the tile (if K and V alternate, its K) has landed; starts the next copy.
     __device__ __forceinline__ void begin_tile(int left) {
