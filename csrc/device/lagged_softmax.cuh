@@ -45,6 +45,11 @@ struct LaggedSoftmax {
         return {next, rescale};
     }
 
+    /// Adds the sums of a tile's weights to l.
+    __device__ __forceinline__ void add(const RowValues<Rows>& sums) {
+        l.each([&](int i, float& x) { x += sums[i]; });
+    }
+
     /// Whether every m is moderate. -inf (no visible key yet) is, NaN is not.
     __device__ __forceinline__ bool moderate() const {
         constexpr float kLimit = 1 << 24;

@@ -74,7 +74,13 @@ struct RegisterTile {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) f(block[r][j][2 * h], block[r][j][2 * h + 1], 2 * r + h, j);
     }
+    /// The element in row i and column 8 j + e.
     __device__ __forceinline__ float& at(int i, int j, int e) { return block[i / 2][j][i % 2 * 2 + e]; }
+    __device__ __forceinline__ float at(int i, int j, int e) const { return block[i / 2][j][i % 2 * 2 + e]; }
+
+    /// The accumulators as wgmma takes them, those of 16 rows.
+    __device__ __forceinline__ float (&flat())
+        [Rows * Columns / 32] { return reinterpret_cast<float (&)[Rows * Columns / 32]>(block); }
 
     __device__ __forceinline__ void clear() {
         each([](float& x, int, int) { x = 0.f; });
@@ -83,14 +89,16 @@ struct RegisterTile {
         each_in_row(i, [&](float& x, int) { x *= factor; });
     }
 
-    /// The maximum of the lane's part of each row.
+    /// Each row's maximum in the whole quad, of the lane's blocks 0, Step, 2 Step, ...
+    template <int Step = 1>
     __device__ __forceinline__ RowValues<Rows> row_maximum() const {
         RowValues<Rows> top;
         top.each([&](int i, float& x) {
             x = -INFINITY;
 #pragma unroll
-            for (int j = 0; j < Columns / 8; ++j)
+            for (int j = 0; j < Columns / 8; j += Step)
                 x = fmaxf(x, fmaxf(block[i / 2][j][i % 2 * 2], block[i / 2][j][i % 2 * 2 + 1]));
+            x = over_quad(x, [](float y, float z) { return fmaxf(y, z); });
         });
         return top;
     }

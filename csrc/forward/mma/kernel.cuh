@@ -127,7 +127,7 @@ class Weigher {
         if (!positive) round_products(s, tile);
         hide(s, tile.key, tile.key < visible_.all_begin, tile.key >= visible_.all_end);
         PerRow<Tile> top = s.row_maximum();
-        combine_rows<Tile>(top, smem_, thread_, [](float x, float y) { return fmaxf(x, y); });
+        combine_warps<Tile>(top, smem_, thread_, [](float x, float y) { return fmaxf(x, y); });
         top.each([&](int i, float x) {
             const auto [base, rescale] = softmax_.raise(i, x * tile.factor);
             offset[i] = tile.value.weight - base;
@@ -246,7 +246,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         }
     }
 
-    combine_rows<Tile>(softmax.l, smem, thread, [](float x, float y) { return x + y; });
+    const auto add = [](float x, float y) { return x + y; };
+    softmax.l.each([&](int, float& l) { l = over_quad(l, add); });
+    combine_warps<Tile>(softmax.l, smem, thread, add);
     PerRow<Tile> inverse_l;  // times O's unit; 0 for a row that saw no key
     softmax.l.each([&](int i, float sum) {
         const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf

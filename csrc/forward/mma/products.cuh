@@ -125,17 +125,15 @@ __device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Th
     return all;
 }
 
-/// Combines (maximum or sum) the values of each row over the lanes, and over the warps that share it, which meet.
+/// Combines (maximum or sum) the values of each row over the warps that share the rows, which meet.
 template <class Tile, class Combine>
-__device__ __forceinline__ void combine_rows(PerRow<Tile>& values, Smem<Tile>& smem, const Thread<Tile>& thread,
-                                             Combine combine) {
-    const auto row = [&](int i) { return thread.warp_row() + 8 * i + thread.row(); };
-    values.each([&](int i, float& x) {
-        x = over_quad(x, combine);
-        if constexpr (Tile::kDimWarps > 1)
-            if (thread.lane % 4 == 0) smem.row[thread.dim_warp][row(i)] = x;
-    });
+__device__ __forceinline__ void combine_warps(PerRow<Tile>& values, Smem<Tile>& smem, const Thread<Tile>& thread,
+                                              Combine combine) {
     if constexpr (Tile::kDimWarps > 1) {
+        const auto row = [&](int i) { return thread.warp_row() + 8 * i + thread.row(); };
+        values.each([&](int i, float x) {
+            if (thread.lane % 4 == 0) smem.row[thread.dim_warp][row(i)] = x;
+        });
         meet(thread);
         values.each([&](int i, float& x) {
             x = smem.row[0][row(i)];

@@ -4,6 +4,7 @@
 #include <ptx_sm90.cuh>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/mask.cuh"
 #include "device/tile.cuh"
 
@@ -93,9 +94,6 @@ struct SharedMemory {
 struct Maps {
     TensorMap q, k, v;
 };
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
 
 /// A place in the ring, and how often the ring has come round.
 template <int Stages>

@@ -2,34 +2,34 @@
 #pragma once
 
 #include "device/element.cuh"
+#include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
 #include "forward/wgmma/block.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// O / l of the columns from `column` on, in wgmma's layout, and, beside the first, the LSE; l is each lane's part. The
-/// lanes that share a row swap words until each has 16 neighbouring bytes, or once, for 8.
-template <class T, bool SwapsOnce, int Size>
+/// O / l of the columns from `column` on, and, beside the first, the LSE. The lanes that share a row swap words until
+/// each has 16 neighbouring bytes, or once, for 8.
+template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
-                                           int column, const float (&o)[Size], const float (&m)[2], const float (&l)[2],
-                                           int lane) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-        const float sum = over_quad(l[h], [](float x, float y) { return x + y; });
+                                           int column, const RegisterTile<16, Columns>& o,
+                                           const LaggedSoftmax<16>& softmax, int lane) {
+    softmax.l.each([&](int i, float l) {
+        const float sum = over_quad(l, [](float x, float y) { return x + y; });
         const bool none = sum == 0.f;  // the row saw no key
         const float inverse = 1.f / sum;
-        const int query = first_query + lane / 4 + 8 * h;
+        const int query = first_query + lane / 4 + 8 * i;
         const bool inside = query < sequence.seqlen_q;
         if (lane % 4 == 0 && inside && column == 0)
-            p.lse[lse_index(p, sequence, head, query)] = none ? -INFINITY : (m[h] + log2f(sum)) * kLn2;
+            p.lse[lse_index(p, sequence, head, query)] = none ? -INFINITY : (softmax.m[i] + log2f(sum)) * kLn2;
         T* const out = row_of<T>(p.o, sequence.index, head, sequence.first_q + query);
         constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
 #pragma unroll
-        for (int j = 0; j < Size / 4; j += kWords) {
+        for (int j = 0; j < Columns / 8; j += kWords) {
             std::uint32_t words[kWords];
 #pragma unroll
-            for (int i = 0; i < kWords; ++i)
-                words[i] = none ? 0 : packed<T>(o[4 * (j + i) + 2 * h] * inverse, o[4 * (j + i) + 2 * h + 1] * inverse);
+            for (int w = 0; w < kWords; ++w)
+                words[w] = none ? 0 : packed<T>(o.at(i, j + w, 0) * inverse, o.at(i, j + w, 1) * inverse);
             if constexpr (SwapsOnce) {
                 pair_in_quad(words, lane % 4);
                 const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
                     *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
-    }
+    });
 }
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -35,12 +35,12 @@ struct PartRows {
 
 /// A warp gives what it has of its rows.
 template <class Tile>
-__device__ __forceinline__ void give(const PartRows<Tile>& to, const float (&o)[Tile::kD / 2], const float (&m)[2],
-                                     const float (&l)[2]) {
+__device__ __forceinline__ void give(const PartRows<Tile>& to, const RegisterTile<16, Tile::kD>& o,
+                                     const LaggedSoftmax<16>& softmax) {
 #pragma unroll
     for (int i = 0; i < PartRows<Tile>::kVectors; ++i)
-        to.o(i) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
-    to.facts() = make_float4(m[0], m[1], l[0], l[1]);
+        to.o(i) = make_float4(o.block[0][i][0], o.block[0][i][1], o.block[0][i][2], o.block[0][i][3]);
+    to.facts() = make_float4(softmax.m[0], softmax.m[1], softmax.l[0], softmax.l[1]);
 }
 
 constexpr int kMergeWarps = 4, kMergeColumns = 32;  // of a block, of a warp
@@ -65,7 +65,10 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // stored by the block itself; no rows
 
     constexpr int kVectors = kMergeColumns / 8;
-    float m[2] = {-INFINITY, -INFINITY}, l[2] = {}, o[4 * kVectors] = {};
+    LaggedSoftmax<16> softmax;
+    auto &m = softmax.m, &l = softmax.l;
+    RegisterTile<16, kMergeColumns> o;
+    o.clear();
     for (int i = 0; i < parts; ++i) {
         const float4 facts = PartRows<Tile>(p, first_part + i, row, lane).facts();
         m[0] = fmaxf(m[0], facts.x), m[1] = fmaxf(m[1], facts.y);
@@ -85,12 +88,12 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) {
                 const float4& x = part.o(column / 8 + j);
-                o[4 * j + 2 * h] = fmaf(h ? x.z : x.x, weight, o[4 * j + 2 * h]);
-                o[4 * j + 2 * h + 1] = fmaf(h ? x.w : x.y, weight, o[4 * j + 2 * h + 1]);
+                o.at(h, j, 0) = fmaf(h ? x.z : x.x, weight, o.at(h, j, 0));
+                o.at(h, j, 1) = fmaf(h ? x.w : x.y, weight, o.at(h, j, 1));
             }
         }
     }
-    store_rows<typename Tile::T, false>(p, a.sequence, a.tile.head, a.tile.first_row + row, column, o, m, l, lane);
+    store_rows<typename Tile::T, false>(p, a.sequence, a.tile.head, a.tile.first_row + row, column, o, softmax, lane);
 }
 
 template <class Tile>

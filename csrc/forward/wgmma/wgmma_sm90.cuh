@@ -36,6 +36,8 @@
 #include <algorithm>
 
 #include "device/element.cuh"
+#include "device/hide_keys.cuh"
+#include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
 #include "device/score_mod.cuh"
 #include "forward/wgmma/block.cuh"
@@ -218,7 +220,8 @@ class Consumer {
   private:
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
-    static constexpr int kBc = Tile::kBc, kScores = kBc / 2, kOutputs = Tile::kD / 2;  // registers of S and O
+    using PerRow = RowValues<Tile::kWarpRows>;
+    static constexpr int kBc = Tile::kBc;
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
     struct Rows {
@@ -299,7 +302,7 @@ class Consumer {
                 k_rows(smem_.k[k_.stage].panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                ptx::wgmma<T, kBc>(s_, q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
+                ptx::wgmma<T, kBc>(s_.flat(), q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
         }
         ptx::wgmma_commit();
     }
@@ -311,15 +314,15 @@ class Consumer {
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_, weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !Tile::kSetsO);
+            ptx::wgmma<T, Tile::kD>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
+                                    step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
 
     /// S of this warp's rows once more, without the warpgroup.
     __device__ __forceinline__ void multiply_qk_again() {
         const auto at = [](const T* panel, int r, int vector) { return panel + 64 * r + 8 * (vector ^ r % 8); };
-#pragma unroll
-        for (float& score : s_) score = 0.f;
+        s_.clear();
         const int q_row = Tile::kWarpRows * warp_ + lane_ % 16, k_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll 1
         for (int step = 0; step < Tile::kD / 16; ++step) {
@@ -330,10 +333,7 @@ class Consumer {
             for (int j = 0; j < kBc / 16; ++j) {
                 ptx::ldmatrix_x4(b, at(smem_.k[k_.stage].panel[step / 4], 16 * j + k_row, vector + lane_ / 8 % 2));
 #pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    float (&d)[4] = *reinterpret_cast<float (*)[4]>(s_ + 8 * j + 4 * h);
-                    ptx::mma_m16n8k16<T>(d, a, {b[2 * h], b[2 * h + 1]});
-                }
+                for (int h = 0; h < 2; ++h) ptx::mma_m16n8k16<T>(s_.block[0][2 * j + h], a, {b[2 * h], b[2 * h + 1]});
             }
         }
     }
@@ -343,72 +343,21 @@ class Consumer {
     __device__ __forceinline__ void soft_cap() {
         if (!General || p_.softcap == 0.f) return;
         const float to_x = p_.scale / p_.softcap, from_x = kLog2e * p_.softcap;
-#pragma unroll
-        for (float& score : s_) score = from_x * ScoreMod<true>::tanh(score * to_x);
+        s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
     /// where `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
-        const auto each = [&](auto hidden) {
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const auto hides = hidden(rows.first_query + row() + 8 * h);
-#pragma unroll
-                for (int j = 0; j < kBc / 8; ++j)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e)
-                        if (hides(8 * j + e)) s_[4 * j + 2 * h + e] = -INFINITY;
-            }
-        };
-        const int first_key = key + column();
-        if (left)
-            each([&](int query) {
-                return [begin = rows.mask.begin(query) - first_key](int offset) { return offset < begin; };
-            });
-        if (right)
-            each([&](int query) {
-                return [end = rows.mask.end(query) - first_key](int offset) { return offset >= end; };
-            });
-    }
-
-    /// Each row's maximum of its scores in this tile.
-    __device__ __forceinline__ void row_maximum(float (&top)[2]) const {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            top[h] = -INFINITY;
-#pragma unroll
-            for (int j = 0; j < kBc / 8; ++j) top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
-            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
-        }
+        hide_keys(s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
     __device__ __forceinline__ bool estimate_maximum(float factor) {
-        float top[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-            for (int j = 0; j < kBc / 8; j += 4)
-                top[h] = fmaxf(top[h], fmaxf(s_[4 * j + 2 * h], s_[4 * j + 2 * h + 1]));
-            top[h] = over_quad(top[h], [](float x, float y) { return fmaxf(x, y); });
-        }
+        const PerRow top = s_.template row_maximum<4>();
         const bool moderate = factor > 0.f && all_moderate(top, factor);
-        if (moderate) m_[0] = top[0] * factor, m_[1] = top[1] * factor;
+        if (moderate) softmax_.m.each([&](int i, float& m) { m = top[i] * factor; });
         return moderate;
-    }
-
-    /// P = exp2(S * factor + offset) in place; `sum` is this lane's part of the sums over the rows.
-    __device__ __forceinline__ void weigh(float (&sum)[2], float factor, const float (&offset)[2]) {
-        sum[0] = sum[1] = 0.f;
-#pragma unroll
-        for (int j = 0; j < kBc / 8; ++j)
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-                float& score = s_[4 * j + i];
-                score = ptx::ex2(fmaf(score, factor, offset[i / 2]));
-                sum[i / 2] += score;
-            }
     }
 
     /// Whether all of the warp's rows say so: `holds` is asked for each of a lane's two. Behind a packed sequence lie
@@ -421,7 +370,7 @@ class Consumer {
 
     /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ
     /// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
-    __device__ __forceinline__ bool all_moderate(const float (&x)[2], float factor) const {
+    __device__ __forceinline__ bool all_moderate(const PerRow& x, float factor) const {
         constexpr float kLimit = 1 << 24;
         return all_rows([&](int h) { return x[h] == -INFINITY || fabsf(x[h] * factor) < kLimit; });
     }
@@ -430,43 +379,32 @@ class Consumer {
     /// whether m is moderate.
     template <class Hide>
     __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
-        float top[2], offset[2], sum[2];
+        PerRow top, offset;
         bool moderate, rounded = false;
 #pragma unroll 1
         for (;;) {
             hide_band();
-            row_maximum(top);
+            top = s_.row_maximum();
             moderate = factor > 0.f && all_moderate(top, factor);
             if (moderate || rounded) break;
-#pragma unroll
-            for (float& score : s_) score *= factor;  // products are rounded first, so that the largest is m to the bit
+            // products are rounded first, so that the largest is m to the bit
+            s_.each([&](float& x, int, int) { x *= factor; });
             factor = 1.f;
             rounded = true;
         }
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            const float before = m_[h];
-            m_[h] = fmaxf(before, top[h] * factor);
-            const float base = m_[h] == -INFINITY ? 0.f : m_[h];  // no visible key yet
-            offset[h] = rounded ? 0.f : -base;
-            if (rounded)
-#pragma unroll
-                for (int j = 0; j < kBc / 8; ++j) s_[4 * j + 2 * h] -= base, s_[4 * j + 2 * h + 1] -= base;
-            const float rescale = ptx::ex2(before - base);
-            l_[h] *= rescale;
-            if (begun || !Tile::kSetsO)
-#pragma unroll
-                for (int j = 0; j < Tile::kD / 8; ++j) o_[4 * j + 2 * h] *= rescale, o_[4 * j + 2 * h + 1] *= rescale;
-        }
-        weigh(sum, factor, offset);
-        l_[0] += sum[0], l_[1] += sum[1];
-        return !rounded && all_moderate(m_, 1.f);
+        top.each([&](int i, float x) {
+            const auto [base, rescale] = softmax_.raise(i, x * factor);
+            offset[i] = rounded ? 0.f : -base;
+            if (rounded) s_.each_in_row(i, [&, base = base](float& score, int) { score -= base; });
+            if (begun || !Tile::kSetsO) o_.scale_row(i, rescale);
+        });
+        softmax_.add(weigh(s_, factor, offset));
+        return !rounded && all_moderate(softmax_.m, 1.f);
     }
 
     /// P as the second product's operand: its layout is that of S, in pairs.
     __device__ __forceinline__ void pack_weights() {
-#pragma unroll
-        for (int i = 0; i < kScores / 2; ++i) weights_[i / 4][i % 4] = packed<T>(s_[2 * i], s_[2 * i + 1]);
+        s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
     /// All of the rows' work but the product asked for before, the first with K, and the last with V.
@@ -479,26 +417,22 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
-        if (!Tile::kSetsO)
-#pragma unroll
-            for (float& x : o_) x = 0.f;
-        m_[0] = m_[1] = -INFINITY, l_[0] = l_[1] = 0.f;
-        bool settled = false;  // whether m is set, and moderate
+        if (!Tile::kSetsO) o_.clear();
+        softmax_ = {};
         for (int key = first;; key -= kBc) {
             ptx::wgmma_wait<1>();
             soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= all_begin && key < all_end;
-            if (key == first && free) settled = estimate_maximum(factor);
-            const bool plain = settled && free;
+            if (key == first && free) softmax_.settled = estimate_maximum(factor);
+            const bool plain = softmax_.settled && free;
             bool done = false;
             if (plain) {
-                const float offset[2] = {-m_[0], -m_[1]};
-                float sum[2];
-                weigh(sum, factor, offset);
-                constexpr float kLargest = Element<T>::kLargestSum;
-                done = all_rows([&](int h) { return sum[h] <= kLargest; });
-                if (done) l_[0] += sum[0], l_[1] += sum[1];
+                PerRow offset;
+                offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+                const PerRow sums = weigh(s_, factor, offset);
+                done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
+                if (done) softmax_.add(sums);
             }
             ptx::wgmma_wait<0>();
             if (key < first) release_v();
@@ -507,7 +441,8 @@ class Consumer {
                     multiply_qk_again();
                     soft_cap();
                 }
-                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+                softmax_.settled =
+                    weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
             }
             release_k();
             pack_weights();
@@ -523,9 +458,9 @@ class Consumer {
     /// O / l and the LSE to global memory, or what there is of them to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
         if (rows.part == kWhole)
-            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, m_, l_, lane_);
+            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_);
         else if (rows.first_query < rows.sequence.seqlen_q)
-            give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, m_, l_);
+            give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_);
     }
 
     const ForwardParams& p_;
@@ -535,11 +470,11 @@ class Consumer {
     Place k_, v_;
     RingPlace<Tile::kQStages> q_;
 
-    float s_[kScores];  // scores, then weights, in wgmma's layout (ptx_sm90.cuh)
+    RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
-    float o_[kOutputs];
-    float m_[2], l_[2];  // of rows row() and + 8; l is this lane's part
-    int rows_left_;      // from row() on in the sequence
+    RegisterTile<Tile::kWarpRows, Tile::kD> o_;
+    LaggedSoftmax<Tile::kWarpRows> softmax_;
+    int rows_left_;  // from row() on in the sequence
 };
 
 /// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
