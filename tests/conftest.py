@@ -50,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpu: needs a CUDA device; of the kernels, it is given CUDA's")
     config.addinivalue_line("markers", "needs(*what): what a case needs of the kernel to be made (tests/needs.py)")
-    config.addinivalue_line("markers", "long: takes the emulator too long")
+    config.addinivalue_line("markers", "long: takes too long in the emulator")
     try:
         flash_wmma.build_info()
     except ImportError:
@@ -143,8 +143,6 @@ def name(dtype: torch.dtype) -> str:
 NO_CUDA_KERNEL = pytest.param(
     None, id="cuda", marks=pytest.mark.skip(reason="no CUDA kernel: built without, and no g++ for the emulator")
 )
-
-
 NO_KERNEL = object()
 """In place of a kernel, where --kernel names none that the test is for."""
 

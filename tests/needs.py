@@ -5,6 +5,7 @@ What a kernel claims is its own record in flash_wmma.kernels(): features, dtypes
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,18 +14,18 @@ import pytest
 
 import flash_wmma
 
-FEATURES = {
-    feature
-    for direction in ("forward", "backward")
-    for kernel in flash_wmma.kernels(direction)
-    for feature in kernel.features
-}
+
+@functools.cache
+def features() -> frozenset[str]:
+    """All that any kernel has."""
+    kernels = [*flash_wmma.kernels("forward"), *flash_wmma.kernels("backward")]
+    return frozenset().union(*(kernel.features for kernel in kernels))
 
 
 def needs(*what: str | Callable[..., bool]) -> pytest.MarkDecorator:
     """Marks a test of which those cases are made that meet all of this: features of the kernel, by name, and functions
     of the case, whose arguments name what they ask for: `kernel`, `dtype` or a parameter of the test."""
-    unknown = {need for need in what if isinstance(need, str)} - FEATURES
+    unknown = {need for need in what if isinstance(need, str)} - features()
     assert not unknown, f"no kernel has {unknown}"
     return pytest.mark.needs.with_args(*what)
 
