@@ -9,6 +9,7 @@
 //     fragments, in registers (shared_maximum.cuh, which also says how rows far below that maximum stay exact).
 //   * The division by l is the last step: O passes through shared memory and lanes write neighbouring 16-byte pieces of
 //     a row.
+//
 // Global memory is read 16 bytes per lane, one tile ahead: K and V are under way in registers while the tensor cores
 // and the softmax work on the tile in shared memory. float inputs are rounded to half on the way, without a scale:
 // values beyond half's range (65504) become infinite. `auto` never takes this kernel.
