@@ -27,11 +27,11 @@ from harness.sweep import BACKWARD_KERNELS, PEERS, parse_arguments, run
 from harness.timing import Contender, Method, measure
 
 PRODUCTS = 2.5
-"""Of backward, to forward's two: five."""
+"""Backward's five products relative to forward's two."""
 
 
 def backward_kernel(library: ModuleType, name: str) -> Implementation:
-    """Attention whose gradients that kernel computes, deterministic ones if the name ends in " split"."""
+    """Attention whose gradients this kernel computes: deterministic ones if the name ends in " split"."""
     kernel, _, split = name.partition(" ")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:

@@ -132,7 +132,7 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
 def emulated_apart(
     library: ModuleType, device: torch.device, names: Sequence[str] | None
 ) -> tuple[Sequence[str] | None, list[str]]:
-    """The kernels to time, as `flash_wmma_kernels` takes them, and on the CPU those for CUDA, which are emulated."""
+    """The kernels to time, as `flash_wmma_kernels` takes them; on the CPU also the CUDA kernels, which are emulated."""
     if device.type != "cpu":
         return names, []
     cuda = kernel_names(library)
@@ -205,7 +205,7 @@ def show_error(cell: Cell) -> str:
 
 
 def show_sanity(row: Row, names: Sequence[str]) -> str:
-    """The worst that is known of the library's own kernels in this row."""
+    """The worst result of the library's own kernels in this row."""
     cells = {name: row.cells[name] for name in names}
     wrong = [name for name, cell in cells.items() if cell.right is False]
     if wrong:

@@ -5,15 +5,15 @@
     python benchmark/builds.py BEFORE AFTER --forward mma_sm80 --backward --features dense packed bias
     python benchmark/builds.py BEFORE --dtype bf16 --json builds.json
 
-BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries, as `git worktree add` and there
-`./dev build` make one. Each build runs in a process of its own (`harness/build_worker.py`), and while one is timed the
-other waits, so that power and clocks are alike for both: in every round each build times the kernel for some 30
-milliseconds by the method of `harness/timing.py`, and who begins alternates.
+BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries: `git worktree add` and then
+`./dev build` in the worktree make one. Each build runs in a process of its own (`harness/build_worker.py`), and while
+one is timed the other waits, so that power and clocks are alike for both. In every round each build times the kernel
+for some 30 milliseconds by the method of `harness/timing.py`; the builds alternate in beginning a round.
 
 The problems are those of forward.py and backward.py: for every d and N the batch is 16,384 / N and the heads are
 2048 / d. A row's speed is that of AFTER relative to BEFORE: the median of the ratios round by round. The results of
-both builds are compared, and whether they agree to the bit is said. Exit status: 0, however fast the builds are; 1 if
-results differ or a kernel fails; 2 if the program cannot run as asked.
+both builds are compared, and the program says whether they agree to the bit. Exit status: 0, however fast the builds
+are; 1 if results differ or a kernel fails; 2 if the program cannot run as asked.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ RESULTS = {"forward": ("out",), "backward": ("dq", "dk", "dv")}
 
 
 class NotRun(Exception):
-    """A build did not run a case. `refusal`: it does not take such a problem."""
+    """A build did not run a case. `refusal`: whether the build does not take such a problem."""
 
     def __init__(self, reason: str, refusal: bool) -> None:
         super().__init__(reason)
@@ -57,7 +57,7 @@ class NotRun(Exception):
 
 
 class Build:
-    """A process that runs one build's kernels, as `harness/build_worker.py` says."""
+    """A process that runs one build's kernels by `harness/build_worker.py`."""
 
     def __init__(self, name: str, folder: Path, device: str | None, seed: int) -> None:
         self.name, self.folder, self._seed = name, folder.resolve(), seed
@@ -73,7 +73,7 @@ class Build:
         )
 
     def hello(self) -> dict[str, Any]:
-        """What the process says of itself, once it has started."""
+        """What the process says about its build, once it has started."""
         facts = self._read()
         if Path(facts["package"]) != self.folder / "flash_wmma":
             raise CannotRun(f"{self.name}: Python took {facts['package']}, not the package in {self.folder}")
@@ -107,10 +107,10 @@ class Row:
     """A case in both builds. Without times a build did not run it, and `reason` says why."""
 
     case: Case
-    before_ms: list[float] = field(default_factory=list)  #: one a round
+    before_ms: list[float] = field(default_factory=list)  #: one per round
     after_ms: list[float] = field(default_factory=list)
-    speed: float | None = None  #: of after relative to before
-    differences: dict[str, float] = field(default_factory=dict)  #: of results that do not have the same bits
+    speed: float | None = None  #: speed of after relative to before
+    differences: dict[str, float] = field(default_factory=dict)  #: errors of the results that differ in bits
     repeatable: bool = True  #: a second call of one build has the same bits
     right: bool | None = None  #: None: neither build takes such a problem
     reason: str | None = None
@@ -142,7 +142,7 @@ def compare(case: Case, before: Build, after: Build, rounds: int, on_round: Call
 
 
 def check(row: Row, before: Build, after: Build) -> int:
-    """Compares the results of both builds. How often a turn repeats the call: not at all if both builds refuse it."""
+    """Compares the results of both builds. Returns how often a turn repeats the call: 0 if a build refuses it."""
     checks, refusals = [], []
     for build in (before, after):
         try:
@@ -173,7 +173,7 @@ def differences(case: Case, before: Build, after: Build, which: Sequence[int]) -
 
 
 def cases(options: argparse.Namespace) -> list[Case]:
-    """In the tables' order: causal last, since both masks share a cell."""
+    """The cases in the tables' order: causal last, since both masks share a cell."""
     found = []
     for direction, feature in itertools.product(("forward", "backward"), options.features):
         for kernel, d, n in itertools.product(getattr(options, direction), options.head_dims, options.lengths):
@@ -185,7 +185,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
-    """Of each direction and feature: d and N by kernel, in a cell not causal / causal."""
+    """A table per direction and feature: d and N by kernel, in a cell not causal / causal."""
     found: dict[tuple[str, str], dict[tuple[int, int], dict[str, list[str]]]] = {}
     for row in rows:
         case, problem = row.case, row.case.problem
@@ -202,7 +202,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def summary(rows: Sequence[Row]) -> list[str]:
-    """Of every kernel and of all: the mean speed, the smallest, and what became of the results."""
+    """For every kernel and for all: the mean speed, the smallest, and whether the results agree."""
     groups: dict[str, list[Row]] = {}
     for row in rows:
         groups.setdefault(row.case.kernel, []).append(row)

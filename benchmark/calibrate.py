@@ -4,8 +4,8 @@
     python benchmark/calibrate.py measure gpu.json    on a machine with a GPU and ncu
     python benchmark/calibrate.py compare gpu.json    anywhere: runs the same launches in the emulator, prints a table
 
-Launches of the kernels, and of the micro-kernels in tests/emulator/micro.cu. For those, ``measure`` takes the folder
-with micro.so, which nvcc makes of it anywhere:
+The launches are those of the kernels and of the micro-kernels in tests/emulator/micro.cu. For the micro-kernels
+``measure`` takes the folder with micro.so, which nvcc makes of that file anywhere:
 
     nvcc -std=c++17 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
         -o FOLDER/micro.so tests/emulator/micro.cu
@@ -41,10 +41,10 @@ Counts = dict[str, float]
 
 
 class Metric(NamedTuple):
-    """One figure of both sides."""
+    """One figure, of the GPU and of the emulator."""
 
     ncu: str
-    classes: tuple[str, ...]  # of the emulator's counts
+    classes: tuple[str, ...]  # in the emulator's counts
     field: str
 
 
@@ -121,11 +121,11 @@ OTHER_DTYPES = {
     "products": (torch.float32, torch.int32),
     "atomics": (torch.int32, torch.int32),
 }
-"""Of the out and in of entries that do not take float, by the beginning of their names."""
+"""The types of out and in of entries that do not take float, by the beginning of their names."""
 
 
 def micro_arguments(entry: str, device: str) -> list[torch.Tensor | int]:
-    """Most take (out, in) of float."""
+    """Arguments of an entry. Most entries take (out, in) of float."""
     out = torch.zeros(65536).to(device)
     if entry == "divergent_loop" or entry.startswith("accumulator"):
         return [out]
@@ -148,7 +148,7 @@ def run_micro(library: Path, entry: str) -> None:
 
 
 PREPARES = "convert"
-"""What the name of a kernel has that is launched before another one of the same call."""
+"""A part of the name of every kernel that is launched before another one of the same call."""
 
 
 def ncu(arguments: list[str]) -> list[list[Counts]]:
@@ -228,7 +228,7 @@ def compare(path: Path) -> None:
 
 
 def side_by_side(pairs: Sequence[tuple[str, Counts, Counts]]) -> Table:
-    """What a request takes, by the GPU and by the emulator: a row a kernel's launch."""
+    """The cost of a request, by the GPU and by the emulator: a row per launch of a kernel."""
 
     def quotient(counts: Counts, kind: str, what: str) -> str:
         requests = counts[f"{kind} requests"]

@@ -1,4 +1,4 @@
-"""What masks, biases, grouped heads and packed sequences cost, against the peer that has the same.
+"""The cost of masks, biases, grouped heads and packed sequences, against a peer with the same feature.
 
     python benchmark/features.py                       # mma_sm80, fp16, d = 64; needs the GPU
     python benchmark/features.py --kernel mma_sm75 --dtype bf16 --json features.json
@@ -11,7 +11,7 @@ Every row is one problem of 16,384 tokens and hidden size 2048, and one peer:
     ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take
     varlen              FlashAttention-2 on the same packed sequences, of lengths 1 to 4096
 
-The outputs that are timed are compared with the peer's where both compute the same. The method is harness/timing.py's.
+The timed outputs are compared with the peer's if both compute the same. The method is harness/timing.py's.
 """
 
 from __future__ import annotations

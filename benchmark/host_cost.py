@@ -7,7 +7,7 @@ when all is queued. A sample is the mean of ``--calls`` calls; contenders take t
 ratios round by round. On the CPU one thread runs, so that no other one is woken.
 
     forward             inputs that require no gradient
-    recorded forward    inputs that do: forward and what autograd keeps of it
+    recorded forward    inputs that require gradients: forward and autograd's record of it
     forward + backward  torch.autograd.grad of q, k and v
 """
 
@@ -37,7 +37,7 @@ ROWS = ("forward", "recorded forward", "forward + backward")
 
 
 def contenders(device: torch.device) -> dict[str, tuple[Attention, Callable[[], AbstractContextManager[object]]]]:
-    """Each one's function, and a context that is entered before its turn."""
+    """The function of each contender, and a context that is entered before its turn."""
     found: dict[str, tuple[Attention, Callable[[], AbstractContextManager[object]]]] = {
         "flash_wmma": (flash_wmma.forward, nullcontext),
         "flash_wmma, SDPA's form": (flash_wmma.scaled_dot_product_attention, nullcontext),
@@ -59,7 +59,7 @@ def call_of(row: str, attend: Attention, tensors: Sequence[Tensor], dout: Tensor
 
 
 def microseconds(call: Callable[[], object], calls: int, device: torch.device) -> float:
-    """Of one call."""
+    """Microseconds of one call."""
     start = time.perf_counter()
     for _ in range(calls):
         call()

@@ -11,12 +11,12 @@ This is a MODEL, not a measurement: no Turing card was involved. It knows instru
 nothing of latency, dependencies, occupancy, bank conflicts, DRAM, barriers, prologue or epilogue, so that a real kernel
 is slower than its bound.
 
-The path of a plain tile. Of all back edges the loop's is the one whose body holds the most HMMA; its body is taken as a
-graph of basic blocks without that edge. A way through it, from the loop's head to the back edge, is a plain tile's if
-it executes exactly the HMMA that the tile's shape asks for (Bc keys, all of d, both products, once: the shape stands in
-the function's name) and copies the next K/V tile (the most LDG and STS.128 of any such way). Of those the shortest is
-taken: the exact path, for masked tiles, finds a maximum besides, by FMNMX and SHFL, and a way with either is refused.
---blocks prints the way's basic blocks, to be looked at.
+The path of a plain tile. The loop's back edge is the one whose body holds the most HMMA; the body is taken as a graph
+of basic blocks without that edge. A way through the graph, from the loop's head to the back edge, is a plain tile's if
+it executes exactly the HMMA that the tile's shape asks for (Bc keys, all of d, both products, once; the function's name
+gives the shape) and copies the next K/V tile (the most LDG and STS.128 of any such way). The shortest of these ways is
+taken. The exact path, for masked tiles, also finds a maximum, by FMNMX and SHFL: a way with either is refused.
+--blocks prints the way's basic blocks for inspection.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Card:
     name: str
     sms: int
     boost_ghz: float
-    hmma_cycles: int  #: of an HMMA.1688.F32 on a sub-partition
+    hmma_cycles: int  #: cycles of an HMMA.1688.F32 on a sub-partition
 
     @property
     def tensor_tflops(self) -> float:
@@ -83,7 +83,7 @@ class Instruction:
 
     @property
     def target(self) -> int | None:
-        """Where a branch goes, if that is known."""
+        """The target of a branch, if it is known."""
         found = re.search(r"\b0x([0-9a-f]+)\b", self.operands) if self.base in ("BRA", "BRX") else None
         return int(found[1], 16) if found else None
 
@@ -113,9 +113,9 @@ def functions(sass: str) -> Iterator[tuple[str, list[Instruction]]]:
             yield head[1] or head[2], code
 
 
-# Which pipe executes an instruction: Nsight Compute's documentation ("Pipelines"). FP32 and integer multiplication are
-# the FMA pipe's, other integer and logic instructions the ALU's, special functions and conversions the XU's. A
-# conversion from fp32 to fp16 is the XU's as well (F2F): by the ALU, as F2FP, it is done from Ampere on.
+# The pipe that executes an instruction, from Nsight Compute's documentation ("Pipelines"): FMA executes FP32 and
+# integer multiplication, ALU other integer and logic instructions, XU special functions and conversions. XU also
+# converts fp32 to fp16 (F2F); from Ampere on ALU does so (F2FP).
 FP32 = {"FFMA", "FADD", "FMUL", "FFMA32I", "FADD32I", "FMUL32I"}
 IMAD = {"IMAD", "IMUL", "IDP"}
 CONVERSIONS = {"F2F", "F2I", "I2F", "FRND", "POPC", "FLO", "BREV"}
@@ -127,7 +127,7 @@ CONTROL = {
     *("BRA", "BRX", "JMP", "JMX", "CALL", "RET", "EXIT", "BSSY", "BSYNC", "BREAK", "BMOV", "WARPSYNC", "YIELD", "NOP"),
     *("BAR", "MEMBAR", "DEPBAR", "ERRBAR", "NANOSLEEP", "KILL", "BPT"),
 }
-OTHER = {"S2R", "CS2R", "LDC", "ULDC", "B2R", "R2B"}  # of units that the loop hardly uses: counted at issue alone
+OTHER = {"S2R", "CS2R", "LDC", "ULDC", "B2R", "R2B"}  # of units that the loop hardly uses: counted only at issue
 CLASSES = (
     *("HMMA", "FP32", "IMAD", "ALU", "MUFU", "F2F", "FP16", "LDSM", "LDS", "STS", "SHFL", "LDG"),
     *("uniform", "control", "other"),
@@ -186,7 +186,7 @@ def cycles(path: Iterable[Instruction], hmma_cycles: int, shared_bytes: int) -> 
 
 @dataclass(frozen=True)
 class Shape:
-    """The tile that a function's name tells of."""
+    """The tile that a function's name describes."""
 
     head_dim: int
     row_warps: int
@@ -278,13 +278,13 @@ def plain_path(code: Sequence[Instruction], hmma: int) -> Way:
     back_edges = [(i, j) for i, block in enumerate(blocks) for j in block.next if j <= i]
     if not back_edges:
         raise CannotModel("the function has no loop")
-    # Most HMMA; of loops with the same (code behind the loop that jumps back into it) the shortest
+    # The loop with most HMMA; if several have as many (code behind the loop jumps back into it), the shortest
     latch, head = max(
         back_edges,
         key=lambda e: (count(code[blocks[e[1]].begin : blocks[e[0]].end], "HMMA"), e[1] - e[0]),
     )
 
-    # Ways from the head to each block by what they have executed, the shortest of each
+    # The ways from the head to each block, by what they have executed: the shortest for each
     ways: dict[int, dict[Executed, tuple[int, list[int]]]] = {head: {(0, 0, 0): (0, [])}}
     done: dict[Executed, tuple[int, list[int]]] = {}
     for i in range(head, latch + 1):
@@ -316,10 +316,10 @@ def plain_path(code: Sequence[Instruction], hmma: int) -> Way:
 
 @dataclass(frozen=True)
 class Bound:
-    """What the model says of one instance on one card."""
+    """The model's result for one instance on one card."""
 
     card: str
-    cycles: dict[str, float]  #: of each pipe, a warp's tile on a sub-partition
+    cycles: dict[str, float]  #: per pipe, for a warp's tile on a sub-partition
     binding: str  #: the pipe with the most
     tflops: float  #: the bound
     of_tensor_peak: float

@@ -35,7 +35,7 @@ from harness.program import CannotRun, choose_device, load_library, positive
 from harness.report import ABSENT, Table, milliseconds, progress
 from harness.timing import Contender, DeviceLost, Measurement, Method, measure
 
-UNITS = {  # each kernel in the order of the course, and what multiplies in it
+UNITS = {  # each kernel in the order of the course, and the instruction that multiplies in it
     "cpu": None,
     "simt_naive": "FFMA",
     "simt_coalesced": "FFMA",
@@ -55,7 +55,7 @@ UNITS = {  # each kernel in the order of the course, and what multiplies in it
     "wgmma_sm90": "wgmma",
 }
 ASIDE = ("simt_fa1", "unfused")
-"""Kernels that no other one begins where they end: they have no rung before them and are none."""
+"""Kernels beside the ladder: they have no rung before them and are no rung before another kernel."""
 PEERS = {"fp32": ("sdpa_math", "sdpa_efficient"), "fp16": ("sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn")}
 BASELINE = ("sdpa_flash", "fp16")
 
@@ -63,7 +63,7 @@ CEILINGS = {  # TFLOP/s of each instruction alone, as measured on that card (doc
     "NVIDIA H200": {"FFMA": 50.8, "mma m16n8k8": 464.0, "mma m16n8k16": 642.0, "wgmma": 926.0}
 }
 EXPONENTIALS = {"NVIDIA H200": 3.57}
-"""10^12 a second, of ex2.f32 alone. Attention has one for 4 d operations."""
+"""10^12 per second, of ex2.f32 alone. Attention has one per 4 d operations."""
 
 MOST_ROUNDS, FEWEST_ROUNDS = 42, 3
 
@@ -92,7 +92,7 @@ class Rung:
     """Times as fast as the kernel before it."""
     over_flash: float | None = None
     ceiling: float | None = None
-    """TFLOP/s that what binds allows."""
+    """TFLOP/s that the binding unit allows."""
     binds: str | None = None
 
     @property
@@ -101,7 +101,7 @@ class Rung:
 
 
 def ceiling(card: str, name: str, head_dim: int) -> tuple[float, str] | None:
-    """What binds a kernel on that card, in TFLOP/s and in a word: its products or the exponentials."""
+    """The limit of a kernel on that card, in TFLOP/s and in a word: its products or the exponentials."""
     unit = UNITS.get(name)
     if unit is None or card not in CEILINGS:
         return None
@@ -109,7 +109,7 @@ def ceiling(card: str, name: str, head_dim: int) -> tuple[float, str] | None:
 
 
 def entries(library: ModuleType, device: torch.device) -> list[Entry]:
-    """The device's kernels in the order of the ladder, one that is no rung yet behind them, then the peers."""
+    """The device's kernels in the order of the ladder, then kernels that are no rungs yet, then the peers."""
     listed = [kernel.name for kernel in listed_kernels(library) if kernel.device == device.type]
     names = [name for name in UNITS if name in listed] + [name for name in listed if name not in UNITS]
     found = []
@@ -125,7 +125,7 @@ def entries(library: ModuleType, device: torch.device) -> list[Entry]:
 
 
 def rounds(budget_s: float, once: Measurement, method: Method) -> int:
-    """How many fit the budget, by what one round took: the warm-up and the untimed calls count too."""
+    """How many rounds fit the budget, estimated from one round; the warm-up and the untimed calls count too."""
     times = [timing.median for timing in once.timings.values()]
     a_round = sum(t * (2 if t < method.untimed_call_below_ms else 1) for t in times)
     left = 1e3 * budget_s - 2 * sum(times)
@@ -135,7 +135,7 @@ def rounds(budget_s: float, once: Measurement, method: Method) -> int:
 def climb(
     problem: Problem, contestants: Sequence[Entry], device: torch.device, card: str, budget_s: float, seed: int
 ) -> tuple[list[Rung], Method]:
-    """Times all together and checks them; the rows in the order given."""
+    """Times all contestants together and checks them. Returns the rows in the order given."""
     inputs = {
         dtype: make_inputs(problem, DTYPES[dtype], device, seed) for dtype in {entry.dtype for entry in contestants}
     }
@@ -204,7 +204,7 @@ def table(rungs: Sequence[Rung], title: str) -> Table:
 
 
 def draw(rungs: Sequence[Rung], title: str, path: Path) -> None:
-    """A bar a rung, TFLOP/s, and a mark where its ceiling is."""
+    """A bar of TFLOP/s per rung, and a mark at its ceiling."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""The global memory traffic of backward's two loop orders, counted by the emulator beside what the algorithm says.
+"""The global memory traffic of backward's two loop orders, counted by the emulator, beside the algorithm's.
 
     python benchmark/loop_orders.py [--kernel bwd_sm80] [--seq-len 512] [--head-dim 64] [--arch 90]      # no GPU
 
@@ -40,7 +40,7 @@ PASSES = {"prepare<": "prepare", "Pass)0": "fused", "Pass)1": "keys", "Pass)2": 
 
 
 def row(order: str, launch: Launch, n: int, d: int) -> list[str]:
-    """What a launch moves; a tile is as many rows as there are for each block."""
+    """The traffic of a launch. The rows of a tile are N divided by the number of blocks."""
     memory = launch.counts.global_memory
     name = next(name for part, name in PASSES.items() if part in launch.function)
     tile = n // launch.grid[0]

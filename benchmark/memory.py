@@ -14,8 +14,8 @@ Contenders, all causal:
 
 A dispatch mode sees every op that torch runs, in backward too, with the tensors that it reads and writes; views move no
 data and are left out. A square buffer is a tensor of B H T T elements. It is alive as long as its storage is, whoever
-holds it: a variable, or autograd for backward. What an op allocates for its own use, its workspace, no dispatch mode
-sees: peaks are the allocator's (on a GPU torch's memory statistics, whose history is also read for a second count of
+holds it: a variable, or autograd for backward. No dispatch mode sees the workspace that an op allocates for itself, so
+peaks are the allocator's (on a GPU torch's memory statistics, whose history is also read for a second count of
 the square buffers; on the CPU the profiler's record).
 """
 
@@ -54,7 +54,7 @@ def causal_mask(t: Tensor) -> Tensor:
 
 
 def op_by_op(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
-    """The worked example: the scores' maximum is left out, as the formula of the softmax does."""
+    """The worked example: the scores' maximum is left out, as in the formula of the softmax."""
     s = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
     x = s.masked_fill(hidden, -torch.inf)
     e = x.exp()
@@ -63,7 +63,7 @@ def op_by_op(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
 
 
 class Explicit(torch.autograd.Function):
-    """Standard attention with its gradients written out; in place wherever a buffer's content is no longer wanted."""
+    """Standard attention with its gradients written out; in place wherever a buffer is no longer needed."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, hidden: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class Explicit(torch.autograd.Function):
 
 
 def contenders(q: Tensor) -> dict[str, Attention]:
-    """By name, each a function of q, k and v."""
+    """The contenders by name, each a function of q, k and v."""
     hidden = causal_mask(q)
     return {
         "op by op": lambda q, k, v: op_by_op(q, k, v, hidden),
@@ -95,7 +95,7 @@ def contenders(q: Tensor) -> dict[str, Attention]:
 
 
 INSIDE = {"unfused": (2, 2)}
-"""Square buffers that the forward op itself reads and writes, of which torch sees nothing: S, then P."""
+"""Square buffers that the forward op itself reads and writes, which torch does not see: S, then P."""
 
 
 # ------------------------------------------------------------------------------------------------------------ recording
@@ -121,7 +121,7 @@ class Op:
 
 @dataclass
 class Record:
-    """What one contender did."""
+    """The operations of one contender."""
 
     ops: list[Op] = field(default_factory=list)
     history_squares: int | None = None  #: the most square buffers alive by the allocator's own history
@@ -130,7 +130,7 @@ class Record:
         return [op for op in self.ops if op.phase == phase]
 
     def most_alive(self, phase: str) -> int:
-        """Square buffers."""
+        """The most square buffers alive."""
         return max((len(op.alive) for op in self.of(phase)), default=0)
 
     def peak_bytes(self, phase: str) -> int:
@@ -159,7 +159,7 @@ class Recorder(TorchDispatchMode):
         self.base = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
 
     def is_square(self, t: Tensor) -> bool:
-        """Whether it has, and does not only seem to have, B H T T elements."""
+        """Whether t has B H T T elements, in memory too."""
         return t.numel() == self.square and t.untyped_storage().nbytes() >= t.nbytes
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -203,7 +203,7 @@ class Recorder(TorchDispatchMode):
 
 
 def tensors(value: Any) -> Iterator[Tensor]:
-    """Those in nested tuples, lists and dicts."""
+    """The tensors in nested tuples, lists and dicts."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -219,7 +219,7 @@ def is_written(value: object, argument: Any) -> bool:
 
 
 def moved(t: Tensor) -> int:
-    """Bytes of its elements; of a broadcast one those that there are."""
+    """Bytes of its elements; for a broadcast tensor, those in memory."""
     return min(t.nbytes, t.untyped_storage().nbytes())
 
 
@@ -403,7 +403,7 @@ def measured(
     records, expected = {}, None
     for name, attention in contenders(q).items():
         out = attention(q, k, v)
-        out.backward(do)  # lazily made state, cuBLAS's for instance, is no part of the record
+        out.backward(do)  # so that lazily made state, such as cuBLAS's, is no part of the record
         expected = out.detach() if expected is None else expected
         assert (out.detach() - expected).abs().max() < (1e-4 if dtype == torch.float32 else 3e-2), name
         q.grad = k.grad = v.grad = None

@@ -4,7 +4,7 @@
     ./dev ncu wmma_v2 [--dtype fp16] [--batch 2] [--heads 4] [--length 2048] [--head-dim 64] [--causal] [--json FILE]
 
 The kernel runs a few times first; then one call is profiled, with every launch that belongs to it (a conversion of the
-inputs, say). Clocks are left alone, so durations are those of a card that runs as it does in use.
+inputs, say). Clocks are not locked, so durations are those of a card in normal use.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
 
 
 def run_kernel(args: argparse.Namespace) -> None:
-    """What runs under ncu."""
+    """Runs the kernel, under ncu."""
     import torch
 
     call = call_of(args)

@@ -41,7 +41,7 @@ ROWS: dict[str, Pair] = {
 def measured(name: str, pair: Pair, x: Tensor, method: timing.Method) -> dict[str, Any]:
     """A row of the table."""
     ours, theirs = pair
-    if not x.dtype.is_floating_point:  # a graph's output is filled with NaN first, which integers have not
+    if not x.dtype.is_floating_point:  # a graph's output is filled with NaN first, and integers have no NaN
         method = replace(method, graph="off")
     found = timing.measure(
         {"flash_wmma": timing.Contender(lambda: ours(x)), "torch": timing.Contender(lambda: theirs(x))},
@@ -51,7 +51,7 @@ def measured(name: str, pair: Pair, x: Tensor, method: timing.Method) -> dict[st
     for failure in found.failures.values():
         raise failure
     a, b = found.outputs["flash_wmma"].double(), found.outputs["torch"].double()
-    if "sum" in name and x.dtype != torch.int32:  # an error is measured by what was added
+    if "sum" in name and x.dtype != torch.int32:  # an error is relative to the sum of absolute values
         allowed: Any = 1e-5 * x.abs().double().sum() / b.numel() + 1e-2 * b.abs()
         assert ((a - b).abs() <= allowed).all(), name
     else:

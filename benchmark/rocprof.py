@@ -4,8 +4,8 @@
     ./dev rocprof simt [--batch 2] [--heads 4] [--length 2048] [--head-dim 64] [--causal] [--json FILE]
 
 The kernel runs a few times; the figures are those of the last call, of every launch that belongs to it. The derived
-ones take an instruction as one of 64 lanes that move 4 bytes each: with fewer active lanes less is done, and an
-instruction that moves 16 bytes a lane moves four times as much as they say.
+figures assume instructions of 64 lanes that move 4 bytes each: with fewer active lanes less is done, and an instruction
+that moves 16 bytes per lane moves four times as much as they say.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ COUNTERS = {
     "lds_active": "SQ_LDS_IDX_ACTIVE",
     "lds_conflicts": "SQ_LDS_BANK_CONFLICT",
 }
-"""As many as the hardware counts in one run."""
+"""No more than the hardware counts in one run."""
 CALLS = 4
-LANES, BYTES = 64, 4  # of an instruction; that a lane moves
+LANES, BYTES = 64, 4  # lanes of an instruction; bytes that a lane moves
 
 
 def parse(text: str, calls: int = CALLS) -> list[tuple[str, Launch]]:
-    """rocprof's CSV (one row a dispatch): this project's launches of the last of so many equal calls.
+    """Reads rocprof's CSV (one row per dispatch): this project's launches of the last of `calls` equal calls.
 
     A launch has COUNTERS' keys, and "duration" in ns.
     """
@@ -101,7 +101,7 @@ def profile(arguments: list[str]) -> list[tuple[str, Launch]]:
 
 
 def run_kernel(args: argparse.Namespace) -> None:
-    """What runs under rocprof."""
+    """Runs the kernel, under rocprof."""
     import torch
 
     call = call_of(args)

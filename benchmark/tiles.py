@@ -142,7 +142,7 @@ class SimtShape(Shape):
 
 
 def wmma_shapes(head_dim: int) -> Iterator[WmmaShape]:
-    """What may be fast, then what the padding and the register handover are worth."""
+    """Shapes that may be fast, then shapes that show the worth of the padding and of the register handover."""
     for warps, row_tiles, bc, blocks in itertools.product((2, 4, 8), (1, 2), (16, 32, 64), (1, 2, 3, 4)):
         o_registers = row_tiles * head_dim // 2
         if o_registers > 128 or (bc == 16 and head_dim < 128):
@@ -158,7 +158,7 @@ def wmma_shapes(head_dim: int) -> Iterator[WmmaShape]:
 
 
 def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
-    """What may be fast: with registers for S, O, Q's steps and, on Turing, the K/V tile on its way; 8 warps an SM."""
+    """Shapes that may be fast: registers for S, O, Q's steps and, on Turing, the next K/V tile; 8 warps per SM."""
     turing = machine == "Sm75"
     layouts = itertools.product((2, 4, 8), (1, 2), (1, 2), (16, 32, 64), (1, 2) if turing else (1, 2, 3))
     for row_warps, dim_warps, row_tiles, bc, stages in layouts:
@@ -181,7 +181,7 @@ def mma_shapes(head_dim: int, machine: str) -> Iterator[MmaShape]:
 
 
 def simt_shapes(head_dim: int) -> Iterator[SimtShape]:
-    """What may be fast: with registers for S, O and a step's operands, in an SM's shared memory, 8 warps or more."""
+    """Shapes that may be fast: registers for S, O and a step's operands; they fit shared memory; 8 warps or more."""
     layouts = itertools.product((4, 8), (8, 16), (4, 8), (16, 32, 64), (1, 2), (1, 2, 3))
     for warps, lane_columns, rows, bc, stages, blocks in layouts:
         if head_dim % (4 * lane_columns) or bc % lane_columns or not 8 <= warps * blocks <= 16:
@@ -199,7 +199,7 @@ MOST_REGISTERS = 255
 
 
 def registers_of_a_thread(threads: int) -> int:
-    """What an SM's 64 Ki registers leave to each of so many threads."""
+    """The registers that an SM's 64 Ki leave to each of so many threads."""
     return min(65536 // threads, MOST_REGISTERS)
 
 
@@ -294,7 +294,7 @@ class Library:
             raise RuntimeError(f"shape {index}: launch failed")
 
     def facts(self, index: int) -> tuple[int, int, int]:
-        """Registers a thread, bytes of local memory a thread, bytes of shared memory a block."""
+        """Registers per thread, bytes of local memory per thread, bytes of shared memory per block."""
         numbers = [ctypes.c_int() for _ in range(3)]
         self._native.facts(index, *(ctypes.byref(n) for n in numbers))
         registers, local_bytes, smem_bytes = (n.value for n in numbers)

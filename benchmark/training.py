@@ -55,7 +55,7 @@ def sdpa(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """This library's."""
+    """This library's attention."""
     import flash_wmma
 
     return flash_wmma.forward(q, k, v, causal=causal)
@@ -69,7 +69,7 @@ IMPLEMENTATIONS: dict[str, Callable[[Tensor, Tensor, Tensor, bool], Tensor]] = {
 
 
 def seconds(call: Callable[[], object], device: torch.device) -> float:
-    """Of one call: the device's, without the host's, or on the CPU both."""
+    """Seconds of one call: the device's time, without the host's; on the CPU both."""
     if device.type == "cpu":
         begin = time.perf_counter()
         call()
@@ -84,7 +84,7 @@ def seconds(call: Callable[[], object], device: torch.device) -> float:
 
 
 def peak_memory(device: torch.device) -> float:
-    """In MB."""
+    """The peak in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
@@ -128,12 +128,12 @@ def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, An
 
 
 def out_of_memory(error: RuntimeError) -> bool:
-    """Whether that is what it says: on the CPU torch has no exception of its own for it."""
+    """Whether the error says that memory ran out: on the CPU torch has no exception of its own for that."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def run(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What the file holds."""
+    """The content of the file."""
     try:
         with sdpa_kernel(BACKENDS[arguments.sdpa_backend]) if arguments.sdpa_backend else nullcontext():
             return measure(arguments, device)
@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, device: torch.device) -> dict[str, Any]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line; exits with a message where it is wrong."""
+    """The command line; exits with a message if it is wrong."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (("batch_size", 32), ("seq_len", 1024), ("num_heads", 32), ("emb_dim", 2048)):

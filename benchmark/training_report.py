@@ -5,10 +5,10 @@
     python benchmark/training_report.py --tiny --json training.json                 # sizes for a CPU
     python benchmark/training_report.py --from docs/data/training.json --plots docs/images
 
-The grid is a centre and, from there, each of seq_len, batch_size, num_heads, emb_dim and causal alone; then one
+The grid is a centre and variations of it in one parameter: seq_len, batch_size, num_heads, emb_dim or causal; then one
 sequence that grows until memory ends. The implementations of a configuration run one after the other, in an order that
-rotates; the centre is run ``--rounds`` times, of which tables and plots show the median, and ratios are of the same
-round. The processes are forked from one that has imported torch and has not yet touched the device.
+rotates. The centre is run ``--rounds`` times; tables and plots show the median, and ratios are within a round. The
+processes are forked from one that has imported torch and has not yet touched the device.
 
 Two figures are written, ``training_speed.png`` (time, TFLOP/s and peak memory over each parameter) and
 ``training_memory.png``; ``--memory`` measures and draws the second alone.
@@ -45,7 +45,7 @@ TIMEOUT_S = 300
 
 @dataclass(frozen=True)
 class Configuration:
-    """What training.py is told, but for the implementation."""
+    """The arguments of training.py, except the implementation."""
 
     batch_size: int
     seq_len: int
@@ -66,7 +66,7 @@ class Grid:
 
     centre: Configuration
     axes: Mapping[str, Sequence[int | bool]]
-    growing: Sequence[Configuration]  #: in seq_len, for memory alone
+    growing: Sequence[Configuration]  #: growing in seq_len, for memory only
 
     def along(self, axis: str) -> list[Configuration]:
         return [replace(self.centre, **{axis: value}) for value in self.axes[axis]]
@@ -101,18 +101,18 @@ TINY = Grid(
 
 Result = dict[str, Any]
 Results = dict[Configuration, dict[str, list[Result]]]
-"""Of each configuration and contender what training.py wrote, one entry a round."""
+"""The output of training.py by configuration and contender, one entry per round."""
 
 
 def child(arguments: list[str], notes: str) -> None:
-    """A process's work: one configuration."""
+    """The work of one process: one configuration."""
     with Path(notes).open("w") as stream, contextlib.redirect_stderr(stream):
         sys.argv[1:] = arguments
         runpy.run_path(str(Path(__file__).with_name("training.py")), run_name="__main__")
 
 
 def measured(context: Any, arguments: list[str], folder: Path) -> Result:
-    """What training.py writes, from a process of its own; a process that ends without a result is an ``"error"``."""
+    """The output of training.py in a process of its own; a process that ends without a result is an ``"error"``."""
     output, notes = folder / "output.json", folder / "notes.txt"
     for file in (output, notes):
         file.unlink(missing_ok=True)
@@ -150,7 +150,7 @@ def run(
     results: Results,
     keep: Callable[[Results], None],
 ) -> None:
-    """What ``results`` lacks of the grid, with a progress bar; ``keep`` is handed what there is after each round."""
+    """Measures the part of the grid that ``results`` lacks, with a progress bar; calls ``keep`` after each round."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["harness.contenders", "flash_wmma"])
     plan = [(c, order) for c, order in rounds(grid, names, centre_rounds) if c not in results]
@@ -166,7 +166,7 @@ def run(
 
 
 def median(results: Sequence[Result], read: Callable[[Result], float | None]) -> float | None:
-    """Over the rounds, of what is there."""
+    """The median over the rounds that have a result."""
     values = [value for result in results if "error" not in result and (value := read(result)) is not None]
     return statistics.median(values) if values else None
 
@@ -195,7 +195,7 @@ PANELS: list[tuple[str, Callable[[Result], float | None]]] = [
 
 
 def ratio(ours: Sequence[Result], theirs: Sequence[Result], name: str) -> float | None:
-    """How many times faster we are in a pass: the median over the rounds."""
+    """How many times faster `ours` is than `theirs` in a pass: the median over the rounds."""
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if "error" not in a and "error" not in b]
     return statistics.median(b[name]["time(s)"] / a[name]["time(s)"] for a, b in pairs) if pairs else None
 
@@ -372,7 +372,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def described() -> dict[str, Any]:
-    """Where it was measured."""
+    """The machine and the software of the measurement."""
     import torch
 
     import flash_wmma

@@ -2,8 +2,8 @@
 //
 // Shapes, as a kernel sees them: q (B, Hq, Nq, d), k (B, Hk, Nk, d), v (B, Hk, Nk, d_v), o (B, Hq, Nq, d_v),
 // lse (B, Hq, Nq). Query head h reads key/value head h / (Hq / Hk). The last dimension of q, k, v and o is contiguous,
-// every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: the ops pad or copy what
-// is not so. Strides count elements. A pointer that a kernel does not need is null.
+// every row of q, k and v starts on a 16-byte boundary and d and d_v are multiples of 8: the ops pad or copy other
+// tensors. Strides count elements. A pointer that a kernel does not need is null.
 //
 // The score of query i and key j, in flash-attn's order (its softcap comes before its ALiBi) and SDPA's (its mask is
 // added to the scaled scores):
@@ -57,32 +57,34 @@ struct Bias {
     std::int64_t batch, head, query, key;
 };
 
-/// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides it.
+/// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides
+/// this number.
 inline constexpr int kScaleRows = 64;
 
 /// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,
 /// at [(b * H + h) * ceil(N / kScaleRows) + i / kScaleRows]; packed sequences: tile.cuh, q_scale_index. Null: the
-/// inputs are stored as they are. A V tile of zeros has the exponent +inf: it adds nothing to O, whatever its weights
-/// are multiplied by.
-/// A kernel that converts does so itself, into its workspace, before its own launch.
+/// inputs were not converted. A V tile of zeros has the exponent +inf: it adds nothing to O, whatever its weights are
+/// multiplied by.
+/// A kernel that converts its inputs does so in its workspace, before its own launch.
 struct Exponents {
     const float *q, *k, *v;
 };
 
-/// What backward has of converted inputs beside Exponents, in the same places: dout's exponents; of the rows of dout
-/// and of v, log2 of a bound of their Euclidean norms. A tile of zeros has -inf throughout, in its Exponents too.
+/// More facts of converted inputs for backward, at the same indices as Exponents: dout's exponents, and log2 of an
+/// upper bound on the Euclidean norms of the rows of dout and of v. A tile of zeros has -inf here and in backward's
+/// Exponents.
 struct BackwardExponents {
     const float *dout, *dout_norm, *v_norm;
 };
 
 /// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
 ///
-/// What cu_seqlens hold is known on the device alone, so a kernel clamps it and reads and writes nothing outside
-/// whatever it is: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
-/// clamp(cu_seqlens[b + 1], begin, total), and of its keys the first max(seqused_k[b], 0). Rows behind the last
-/// sequence are written as o 0, lse -inf, like those of a sequence without keys. If cu_seqlens begin above 0 or
-/// decrease, or a sequence is longer than seqlen_q or seqlen_k say, what the rows hold that this concerns is
-/// unspecified; a bias is then read within its bounds.
+/// Only the device knows the contents of cu_seqlens. A kernel therefore clamps them and, whatever they are, reads and
+/// writes nothing out of bounds: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
+/// clamp(cu_seqlens[b + 1], begin, total), and only its first max(seqused_k[b], 0) keys are used. Rows behind the last
+/// sequence get o = 0 and lse = -inf, like the rows of a sequence without keys. If cu_seqlens begin above 0 or
+/// decrease, or a sequence is longer than seqlen_q or seqlen_k, the values of the rows concerned are unspecified; a
+/// bias is still read within its bounds.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
     std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
@@ -113,7 +115,7 @@ struct ForwardParams {
 
     Rows q, k, v, o;
     float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
-    std::int64_t lse_batch, lse_head;  ///< its strides; a head's rows are adjacent
+    std::int64_t lse_batch, lse_head;  ///< strides of lse; a head's rows are adjacent
     float scale;
     Band band;
 
@@ -131,7 +133,8 @@ struct ForwardParams {
     void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
 };
 
-/// The gradient of an additive bias, fp32, one element for each of the bias's own: strides are 0 where it is broadcast.
+/// The gradient of an additive bias, fp32, one element per element of the bias: a stride is 0 where the bias is
+/// broadcast.
 struct BiasGradient {
     float* data;
     std::int64_t batch, head, query, key;
@@ -144,19 +147,19 @@ struct BiasGradient {
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 ///
-/// dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
-/// and a kernel writes the rows of the sequences alone (of dk and dv: of the keys in use).
+/// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
+/// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).
 struct BackwardParams {
-    /// What forward was given, as the ops give it to a forward kernel; o and lse are inputs here, with rows of dout's
-    /// alignment. exponents, partials and workspace are null.
+    /// The params of forward, as the ops give them to a forward kernel, except that o and lse are inputs. Rows of o are
+    /// aligned like those of dout. exponents, partials and workspace are null.
     ForwardParams forward;
     BackwardExponents exponents;  ///< null, unless a kernel has converted its inputs
-    Rows dout;                    ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable as q, k and v are
+    Rows dout;                    ///< (B, Hq, Nq, d_v) in forward.out_dtype, readable like q, k and v
     Rows dq, dk, dv;              ///< in the shapes of q, k, v and in forward.out_dtype; dense, 16-byte aligned
     const float* dlse;            ///< with lse's shape and strides, or null: zeros
     BiasGradient dbias;           ///< zeroed by the ops; null data: not asked for
-    bool deterministic;           ///< the same to the bit from run to run: nothing is summed by atomics
-    bool exact;                   ///< only by a kernel that multiplies numbers of forward.dtype as they are
+    bool deterministic;           ///< bitwise the same from run to run: nothing is summed by atomics
+    bool exact;                   ///< only a kernel that multiplies forward.dtype unconverted may run
     void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
 };
 

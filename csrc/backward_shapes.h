@@ -14,7 +14,8 @@ struct Problem;
 /// What a launch computes (backward/mma/kernel.cuh).
 enum class Pass { kFused, kKeys, kQueries };
 
-/// What an instance takes: plain problems; packed sequences and ScoreMods too; both kinds, of converted inputs.
+/// The problems that an instance takes: plain ones; also packed sequences and ScoreMods; all of these, with converted
+/// inputs.
 enum class Problems { kPlain, kGeneral, kConverted };
 
 /// A tile shape of a pass and its launch.
@@ -26,12 +27,12 @@ struct Shape {
     int resident = 1;  ///< blocks that an SM's shared memory must hold for the shape to pay
 };
 
-/// Of the shapes for this pass, kind of problem and dtype of the products that fit the device, the first in the table
-/// that holds d and d_v.
+/// The first shape in the table for this pass, kind of problem and dtype of the products that holds d and d_v and fits
+/// the device.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    constexpr int kReserved = 1024;  // of a block, beside what it asks for
+    constexpr int kReserved = 1024;  // bytes that a block takes beyond those it asks for
     const bool converted = p.dtype != dtype, plain = !is_general(p);
     const auto takes = [&](Problems problems) {
         if (converted) return problems == Problems::kConverted;

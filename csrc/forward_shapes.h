@@ -9,28 +9,28 @@
 
 namespace flash_wmma {
 
-/// A tile shape and its launch. It is faster than the next shapes of the same head dim in the table if there are at
-/// least `blocks_per_sm` blocks an SM, and if the shared memory of one holds `resident` of them.
+/// A tile shape and its launch. It is faster than the later shapes of the same head dim in the table if there are at
+/// least `blocks_per_sm` blocks per SM and an SM's shared memory holds `resident` blocks.
 struct Shape {
     Instance facts;
-    int problems;  ///< that it is for, as its kernel numbers them (or false, and true for what is_general says)
+    int problems;  ///< problems it is for, as its kernel numbers them (or is_general: false or true)
     float blocks_per_sm;
     int resident;
     void (*launch)(const ForwardParams&, Stream);
-    int lanes = 0;  ///< that a warp has at least
+    int lanes = 0;  ///< least lanes per warp that it runs with
 };
 
-/// Whether the device has the lanes a warp, and an SM's shared memory, which is 1 KiB more than a block may opt in to,
-/// holds the shape's resident blocks, each of which takes 1 KiB more than it asks for.
+/// Whether the device's warps have enough lanes and an SM's shared memory holds the shape's resident blocks. An SM has
+/// 1 KiB more than a block may opt in to; a block takes 1 KiB more than it asks for.
 inline bool fits(const Shape& shape, const DeviceFacts& device) {
     constexpr int kReserved = 1024;
     return shape.lanes <= device.warp_size &&
            shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
 }
 
-/// The least head dim that holds d and d_v; of its shapes, in the order of the table, the first that fits the device
-/// and that fills it, or else the last that fits. `batch_invariant` leaves the number of heads and sequences out of the
-/// choice.
+/// Takes the least head dim that holds d and d_v. Among its shapes that fit the device, chooses the first in the table
+/// that fills the device, or else the last. With `batch_invariant` it chooses the first that fits, whatever the number
+/// of heads and sequences.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, int problems, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);

@@ -51,7 +51,7 @@ constexpr FeatureName kFeatureNames[] = {
 const ForwardParams& problem(const ForwardParams& p) { return p; }
 const ForwardParams& problem(const BackwardParams& p) { return p.forward; }
 
-/// Whether only kernels that convert nothing will do.
+/// Whether only a kernel that converts nothing may run.
 bool exact(const ForwardParams&) { return false; }
 bool exact(const BackwardParams& p) { return p.exact; }
 
@@ -132,7 +132,7 @@ unsigned features_of(const BackwardParams& p) {
 
 namespace {
 
-/// Whether the kernel multiplies numbers of that dtype as they are: it has no instances to choose among, or one of them
+/// Whether the kernel multiplies numbers of that dtype unconverted: it has no instances to choose among, or one of them
 /// reads the dtype and does not round it.
 template <class Params>
 bool is_exact(const Kernel<Params>& kernel, DType dtype) {
@@ -196,7 +196,7 @@ void unknown(const std::string& name, const std::vector<const KernelFacts*>& ker
 
 namespace {
 
-/// What "auto" takes; null if none can run it.
+/// The kernel that "auto" takes; null if none can run params.
 template <class Params>
 const Kernel<Params>* best(const Kernels<Params>& kernels, const Params& params, const DeviceFacts& device) {
     const Kernel<Params>* taken = nullptr;
@@ -204,7 +204,7 @@ const Kernel<Params>* best(const Kernels<Params>& kernels, const Params& params,
     for (const Kernel<Params>* kernel : kernels) {
         if (kernel->auto_rank <= taken_rank) continue;
         if ((kernel->min_arch == 0) != (device.arch == 0)) continue;  // a refusal in words takes longer than a launch
-        const int rank = kernel->yields && kernel->yields(params, device) ? 1 : kernel->auto_rank;  // 1: before nothing
+        const int rank = kernel->yields && kernel->yields(params, device) ? 1 : kernel->auto_rank;  // 1: the lowest
         if (rank <= taken_rank || !refusal(*kernel, params, device).empty()) continue;
         taken = kernel;
         taken_rank = rank;

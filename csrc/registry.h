@@ -32,8 +32,8 @@ enum Feature : unsigned {
     kPagedKv = 1u << 9,
     kSplitKv = 1u << 10,
     kDeterministic = 1u << 11,              ///< backward: BackwardParams::deterministic
-    kBiasGradient = 1u << 12,               ///< backward: dbias, summed over what the bias is broadcast over
-    kDeterministicBiasGradient = 1u << 13,  ///< backward: that sum, of a broadcast bias, under kDeterministic
+    kBiasGradient = 1u << 12,               ///< backward: dbias, summed over the bias's broadcast dimensions
+    kDeterministicBiasGradient = 1u << 13,  ///< backward: kBiasGradient of a broadcast bias, with kDeterministic
 };
 
 /// One compiled instance of a kernel template.
@@ -42,14 +42,14 @@ struct Instance {
     int min_arch;          ///< least arch it is compiled for
     int head_dim;          ///< the largest d it takes
     int br, bc;            ///< rows of the Q tile and of the K/V tile
-    int warps, stages;     ///< warps a block; K/V tiles in flight
-    int smem_bytes;        ///< dynamic shared memory a block
+    int warps, stages;     ///< warps per block; K/V tiles in flight
+    int smem_bytes;        ///< dynamic shared memory per block
     const void* function;  ///< the __global__ function; null on the CPU
 };
 
-/// What a kernel is, whatever it computes.
+/// Facts of a forward or backward kernel.
 struct KernelFacts {
-    const char* name;  ///< no two kernels share one, forward or backward
+    const char* name;  ///< unique among all kernels, forward and backward
     const char* summary;
     int min_arch;           ///< 0: a CPU kernel
     int bf16_min_arch;      ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
@@ -69,11 +69,11 @@ struct Kernel : KernelFacts {
     std::int64_t (*workspace_bytes)(const Params&, const DeviceFacts&);
     /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
     void (*launch)(const Params&, const DeviceFacts&, Stream);
-    /// The last arch it has code for, where that is of one architecture (sm_90a).
+    /// The last arch that it has code for, if its code is for one architecture only (sm_90a).
     int max_arch = 1 << 30;
-    /// Whether fp32 inputs are rounded to half on their way into the products, by instances that read fp32.
+    /// Whether its instances that read fp32 round it to half on the way into the products.
     bool rounds_float32 = false;
-    /// Whether `auto` leaves these params to a kernel of lower rank, which is faster there; null: never.
+    /// Whether `auto` leaves these params to a kernel of lower rank that is faster for them; null: never.
     bool (*yields)(const Params&, const DeviceFacts&) = nullptr;
 };
 using KernelInfo = Kernel<ForwardParams>;
@@ -88,12 +88,12 @@ struct KernelTable {
     Kernels<ForwardParams> forward;
     Kernels<BackwardParams> backward;
 
-    /// Those for these params.
+    /// The kernels for these params.
     const Kernels<ForwardParams>& of(const ForwardParams&) const { return forward; }
     const Kernels<BackwardParams>& of(const BackwardParams&) const { return backward; }
-    /// Those of a direction, "forward" or "backward".
+    /// The kernels of a direction, "forward" or "backward".
     std::vector<const KernelFacts*> facts(const std::string& direction) const;
-    /// Adds a kernel, unless its name is there.
+    /// Adds a kernel, unless one of that name is there.
     void add(const KernelInfo& kernel);
     void add(const BackwardKernelInfo& kernel);
 };
@@ -103,13 +103,13 @@ struct Registration {
     explicit Registration(const BackwardKernelInfo& kernel);
 };
 
-/// What the driver says of one compiled function on the present device.
+/// The driver's facts about one compiled function on the present device.
 struct FunctionFacts {
     int binary_version, ptx_version;  ///< 10 * major + minor; they differ when PTX was compiled at load
     int registers, local_bytes, static_smem_bytes, max_threads;
 };
 
-/// The CUDA runtime, as the rest of the library sees it; null functions do not occur. Absent from a CPU-only build.
+/// The CUDA runtime, as the rest of the library sees it; no function is null. Absent from a CPU-only build.
 struct DeviceRuntime {
     DeviceFacts (*facts)(int device);
     FunctionFacts (*function_facts)(const void* function);
@@ -135,18 +135,18 @@ bool is_cpu_kernel(const std::string& name);
 /// "float32" and so on.
 const char* dtype_name(DType dtype);
 
-/// What the set Feature bits are called: the Python argument's name where there is one.
+/// The names of the set Feature bits: the Python argument's name where there is one.
 std::vector<std::string> feature_names(unsigned features);
 
 /// The features that these params use, as Feature bits.
 unsigned features_of(const ForwardParams& params);
 unsigned features_of(const BackwardParams& params);
 
-/// Whether the forward kernel of that name, for "auto" the one that it takes, multiplies fp32 inputs as they are.
+/// Whether the forward kernel of that name (for "auto": the kernel that it takes) multiplies fp32 inputs unconverted.
 bool is_exact(const std::string& name, const ForwardParams& params, const DeviceFacts& device,
               const KernelTable& kernels = registry::kernels());
 
-/// Throws std::invalid_argument: none of these kernels, nor of those named beside them, is called `name`.
+/// Throws std::invalid_argument: `name` is neither among these kernels nor among the names in `others`.
 [[noreturn]] void unknown(const std::string& name, const std::vector<const KernelFacts*>& kernels,
                           const std::string& others = "");
 

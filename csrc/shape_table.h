@@ -1,5 +1,4 @@
-// What the kernels' tables of tile shapes have in common, whatever else a table says of a shape: any struct whose
-// member `facts` is its Instance.
+// Functions for the kernels' tables of tile shapes. A Shape is any struct whose member `facts` is its Instance.
 #pragma once
 
 #include <initializer_list>
@@ -9,7 +8,7 @@
 
 namespace flash_wmma {
 
-/// The parts of a table, one behind the other.
+/// The parts of a table as one.
 template <class Shape>
 std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
     std::vector<Shape> all;
@@ -25,7 +24,7 @@ std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
     return instances;
 }
 
-/// Packed sequences and ScoreMods, which plain instances do without.
+/// Whether p has packed sequences or ScoreMods, which plain instances do not handle.
 inline bool is_general(const ForwardParams& p) {
     const Sequences& s = p.sequences;
     return p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;

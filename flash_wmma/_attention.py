@@ -46,7 +46,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """As autocast wants them, and without fault. Packed sequences: waits for the device."""
+    """The arguments, cast for autocast and checked. With packed sequences it waits for the device."""
     q, k, v, call = _autocast.cast(q, k, v, call)
     _checks.call_tensors(q, k, v, call)
     _checks.options(call)

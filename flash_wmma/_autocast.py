@@ -20,7 +20,7 @@ _library = torch.library.Library("flash_wmma", "IMPL")  # type: ignore[no-untype
 
 
 def _half(x: Any, dtype: torch.dtype) -> Any:
-    """A bias in what was the inputs' dtype becomes theirs."""
+    """A half-precision bias becomes the inputs' new dtype."""
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 
@@ -29,12 +29,12 @@ def _enabled(device: torch.device) -> bool:
 
 
 def suspended(device: torch.device) -> AbstractContextManager[Any]:
-    """In it torch's ops compute in their inputs' dtypes."""
+    """A context in which torch's ops compute in their inputs' dtypes."""
     return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
-    """The differentiable inputs as the ops will see them: what autograd saves must have been cast."""
+    """The differentiable inputs as the ops will see them: autograd must save the cast tensors."""
     if not _enabled(q.device):
         return q, k, v, call
     dtype = torch.get_autocast_dtype(q.device.type)

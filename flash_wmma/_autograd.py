@@ -1,8 +1,8 @@
 """Gradients of the ops: what eager code and ``torch.compile`` record for inputs that require one.
 
-A ``torch.autograd.Function`` and not ``torch.library.register_autograd``: that one costs every call a trip through
-Python, and ``torch.compile`` traces this one as well. Each argument of its ``apply`` costs host time, so that only
-tensors stand beside the call (benchmark/host_cost.py measures a call).
+This is a ``torch.autograd.Function``, not ``torch.library.register_autograd``: the latter costs every call a trip
+through Python, and ``torch.compile`` traces a ``Function`` as well. Each argument of ``apply`` costs host time, so that
+it takes only tensors and the call (benchmark/host_cost.py measures a call).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _gradients(
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The gradients where they are recorded themselves (``create_graph=True``): to go on from them is refused."""
+    """The gradients if they are recorded themselves (``create_graph=True``): differentiating them again is refused."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Gradients:
@@ -75,7 +75,7 @@ class Attention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        """``call``: without its attn_bias, which autograd has to see."""
+        """``call`` comes without its attn_bias, which autograd has to see."""
         if attn_bias is not None:
             call = call._replace(attn_bias=attn_bias)
         out, lse = _ops.forward(q, k, v, call)

@@ -44,19 +44,19 @@ def build_info() -> BuildInfo:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """What ptxas made of one CUDA kernel for one architecture; no GPU is asked. The registers are enough for the
-    functions that it calls, whose stack and spills are not in here."""
+    """ptxas's figures of one CUDA kernel for one architecture; no GPU is asked. The registers suffice for the functions
+    that the kernel calls; the stack and spills of these functions are not included."""
 
     registers: int
-    """A thread."""
+    """Per thread."""
     stack_bytes: int
-    """A thread: arrays that are indexed, and what a call saves."""
+    """Per thread: indexed arrays, and registers that a call saves."""
     spill_store_bytes: int
-    """A thread: written to local memory for want of registers."""
+    """Per thread: written to local memory for lack of registers."""
     spill_load_bytes: int
-    """A thread: read back."""
+    """Per thread: read back."""
     static_smem_bytes: int
-    """A block, in addition to the dynamic shared memory of the launch."""
+    """Per block, in addition to the dynamic shared memory of the launch."""
 
 
 @functools.cache
@@ -71,8 +71,8 @@ def compiled_kernels() -> Mapping[str, Mapping[str, CompiledKernel]]:
 
 
 def compiled_kernel(function: str, arch: int) -> CompiledKernel | None:
-    """The machine code of that kernel that runs on ``arch`` (10 * major + minor). ``None``: it has none; it runs there
-    from PTX, which the driver compiles, or not at all."""
+    """The machine code of that kernel that runs on ``arch`` (10 * major + minor). ``None``: there is none; the kernel
+    runs there from PTX, which the driver compiles, or not at all."""
     codes = compiled_kernels().get(function, {})
     earlier = range(arch, arch // 10 * 10 - 1, -1)  # machine code also runs on later minors of its major
     return next((codes[code] for code in (f"sm_{arch}a", *(f"sm_{a}" for a in earlier)) if code in codes), None)

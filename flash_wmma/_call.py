@@ -22,7 +22,7 @@ _BOTTOM_RIGHT: dict[Causal, bool] = {False: False, True: False, "top_left": Fals
 
 
 class Lengths(NamedTuple):
-    """Where packed sequences lie: the arguments of the op ``forward_varlen`` after v, up to scale."""
+    """Where packed sequences lie: the arguments of the op ``forward_varlen`` between v and scale."""
 
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
@@ -55,11 +55,11 @@ class Call(NamedTuple):
     backward_kernel: str = "auto"
     deterministic: bool | None = None
     lengths: Lengths | None = None
-    """Of packed sequences."""
+    """For packed sequences."""
     validate: bool = False
-    """Look at what the lengths are."""
+    """Check the values of the lengths."""
     only_band: bool = False
-    """Nothing is asked for but a scale, a band and the layout of out, as far as :func:`call_of` knows."""
+    """The call asks only for a scale, a band and the layout of out, as far as :func:`call_of` knows."""
 
     @property
     def band(self) -> tuple[int, int, bool]:
@@ -67,7 +67,7 @@ class Call(NamedTuple):
         return self.window_left, self.window_right, self.bottom_right
 
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
-        """The call without its tensors, and these, which autograd saves. Of a call that has none: itself and ()."""
+        """The call without its tensors, and the tensors, which autograd saves. For a call without: itself and ()."""
         lengths = self.lengths
         if self.attn_bias is None and self.alibi_slopes is None and lengths is None:
             return self, ()
@@ -89,7 +89,7 @@ class Call(NamedTuple):
 
 
 PLAIN = Call(only_band=True)
-"""The call of nothing but q, k and v. Who is given it may leave out what looks for more."""
+"""The call with only q, k and v. Functions that are given it may skip their search for more."""
 
 
 def call_of(
@@ -109,7 +109,7 @@ def call_of(
     validate: bool = False,
 ) -> Call:
     """The call of these arguments of ``forward`` and ``forward_varlen``. With ``bottom_right`` a window is aligned to
-    the last key even without ``causal``. Of causal and window everything is checked here, of the others nothing.
+    the last key even without ``causal``. Only causal and window are checked here, but fully.
 
     Raises:
         TypeError, ValueError: causal or window.
@@ -123,7 +123,7 @@ def call_of(
             and kernel == backward_kernel == "auto"
             and not batch_invariant
         )
-    except (RuntimeError, TypeError, ValueError):  # of a tensor, say: the checks will name it
+    except (RuntimeError, TypeError, ValueError):  # for example of a tensor: the checks will name it
         only_band = False
     left = right = -1
     if causal is False and window is None:

@@ -1,4 +1,4 @@
-"""What arguments may be, and the words that say what was wrong with them.
+"""Checks of arguments, and the messages about wrong ones.
 
 Every message names the argument, what it was, and what is allowed: ``TypeError`` where a type is wrong, ``ValueError``
 where a value is, ``NotImplementedError`` where the value is right but no kernel does it yet.
@@ -22,14 +22,14 @@ from ._registry import backward_kernel_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATH_DTYPES = (*DTYPES, torch.float64)
-"""What ``kernel="math"`` takes."""
+"""The dtypes that ``kernel="math"`` takes."""
 MAX_SEQLEN = 2**30
 
 FORWARD_MODE = (
     'forward-mode differentiation is not built: pass kernel="math", plain torch ops, which have every derivative, or '
     "torch.autograd.forward_ad.unpack_dual(...).primal"
 )
-"""What is said to who differentiates forward."""
+"""The message about forward-mode differentiation."""
 
 
 def _shape(sizes: Sequence[int]) -> str:
@@ -37,7 +37,7 @@ def _shape(sizes: Sequence[int]) -> str:
 
 
 def tensors(**named: object) -> None:
-    """Each is a dense tensor."""
+    """Each must be a dense tensor."""
     for name, t in named.items():
         if not isinstance(t, Tensor):
             refuse(name, type(t).__name__, "torch.Tensor", TypeError)
@@ -124,7 +124,7 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
 
 
 def cap(softcap: object) -> None:
-    """0 or a positive number, of which float32 has the inverse."""
+    """0 or a positive number whose inverse is a float32."""
     allowed = "0 (none) or a positive float, 1e-30 to 1e30"
     if isinstance(softcap, bool) or not isinstance(softcap, int | float | torch.SymFloat):
         refuse("softcap", repr(softcap), allowed, TypeError)
@@ -147,7 +147,7 @@ def _int32(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> No
 
 
 def _lengths(q: Tensor, given: Lengths) -> int:
-    """Of packed sequences, but for what the lengths are. Returns the number of sequences."""
+    """The arguments of packed sequences, except the values of the lengths. Returns the number of sequences."""
     cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     _int32(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
@@ -164,7 +164,7 @@ def _lengths(q: Tensor, given: Lengths) -> int:
 
 
 def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
-    """The tensors of a call, but for what the lengths of packed sequences are."""
+    """The tensors of a call, except the values of packed sequences' lengths."""
     dtypes = MATH_DTYPES if call.kernel_name == "math" else DTYPES
     if call.lengths is None:
         inputs(q, k, v, "(B, N, H, d)" if call.out_bnhd else "(B, H, N, d)", dtypes)
@@ -177,7 +177,7 @@ def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
 
 
 def sequences(given: Lengths, total_q: int, total_k: int) -> None:
-    """What the lengths are. Waits for the device."""
+    """The values of the lengths. Waits for the device."""
     keys: list[int] = []
     for name, t, total, longest in (
         ("q", given.cu_seqlens_q, total_q, given.max_seqlen_q),
@@ -202,7 +202,7 @@ def sequences(given: Lengths, total_q: int, total_k: int) -> None:
 
 
 def no_gradient(**named: Tensor | None) -> None:
-    """None requires grad: of these no kernel has a gradient."""
+    """These tensors must not require grad: no kernel computes their gradients."""
     for name, t in named.items():
         if t is not None and t.requires_grad:
             raise NotImplementedError(
@@ -212,14 +212,14 @@ def no_gradient(**named: Tensor | None) -> None:
 
 
 def no_tangent(**named: Tensor | None) -> None:
-    """None carries a forward-mode tangent."""
+    """These tensors must not carry a forward-mode tangent."""
     for name, t in named.items():
         if t is not None and forward_ad.unpack_dual(t).tangent is not None:  # type: ignore[no-untyped-call]
             raise NotImplementedError(f"{name}: got a dual tensor: {FORWARD_MODE}")
 
 
 def options(call: Call) -> None:
-    """What a call has beside tensors, but for its band, which ``call_of`` has checked."""
+    """The arguments of a call that are no tensors, except its band, which ``call_of`` has checked."""
     scale: object = call.scale
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
         refuse("scale", repr(scale), "None or a float", TypeError)
@@ -244,6 +244,6 @@ def backward_kernel(name: object) -> None:
 
 
 def device(q: Tensor) -> None:
-    """One that kernels are for."""
+    """A device that kernels run on."""
     if q.device.type not in ("cpu", "cuda", "meta"):
         refuse("q.device", q.device, "cpu, cuda")

@@ -30,7 +30,7 @@ class Explanation:
     """For each kernel that was considered and not taken: why."""
     device: DeviceFacts
     emulated: bool = False
-    """Whether a CUDA kernel is asked for on the CPU: ``device`` is then what the emulator stands for."""
+    """Whether a CUDA kernel is asked for on the CPU: ``device`` is then the one that the emulator stands for."""
     backward_kernel: str | None = None
     """The kernel that computes the gradients of q, k, v and an attn_bias that requires one; ``None`` if none can."""
     backward_reasons: dict[str, str] = field(default_factory=dict)
@@ -77,17 +77,17 @@ def explain(
     """Which kernel and which tile :func:`flash_wmma.forward` takes for the same arguments, and why not the others.
 
     Nothing is computed, so q (B, Hq, Nq, d), k (B, Hk, Nk, d) and v (B, Hk, Nk, d_v) may be on the ``"meta"`` device
-    if ``device_facts`` is given: it stands for a device that need not be there. For a CUDA kernel by name on the CPU it
-    is the device that the emulator stands for (:func:`flash_wmma.emulator.settings`). For packed sequences, as
-    :func:`flash_wmma.forward_varlen` takes them, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v), of
-    ``batch`` sequences, the longest of ``max_seqlen_q`` and ``max_seqlen_k`` rows (default: one of all rows).
+    if ``device_facts`` is given, which describes a device that need not be there. For a CUDA kernel named on the CPU
+    the device is the one that the emulator stands for (:func:`flash_wmma.emulator.settings`). For packed sequences, as
+    in :func:`flash_wmma.forward_varlen`, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v):
+    ``batch`` sequences, the longest of ``max_seqlen_q`` and ``max_seqlen_k`` rows (default: one sequence of all rows).
 
     ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel`` and ``deterministic``
     are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
     :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device);
-    ``dropout_p`` and ``enable_gqa`` are arguments of that function alone. Of inputs that it alone takes (float64, other
-    ranks, nested) nothing else is said. In a build without CUDA the first call compiles the kernels for the emulator,
-    as :func:`flash_wmma.kernels` does.
+    ``dropout_p`` and ``enable_gqa`` are arguments of that function alone. For inputs that only that function takes
+    (float64, other ranks, nested), nothing else is answered. In a build without CUDA the first call compiles the
+    kernels for the emulator, as :func:`flash_wmma.kernels` does.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
@@ -115,7 +115,7 @@ def explain(
     _checks.slopes(alibi_slopes, q, batch)
     _checks.options(call)
     _checks.backward_kernel(backward_kernel)
-    not_built()  # in a build without CUDA: has the kernels' facts
+    not_built()  # in a build without CUDA: loads the kernels' facts
     if device_facts is None:
         if q.device.type == "meta":
             refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
@@ -175,14 +175,14 @@ def explain(
 
 
 def _beyond_forward(q: Tensor) -> bool:
-    """Whether :func:`flash_wmma.scaled_dot_product_attention` takes it, by torch, and :func:`flash_wmma.forward` does
-    not."""
+    """Whether :func:`flash_wmma.scaled_dot_product_attention` takes q, by calling torch, and :func:`flash_wmma.forward`
+    does not."""
     return q.is_nested or q.dtype == torch.float64 or q.dim() not in (3, 4)
 
 
 def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:
-    """The strides (b, h, i, j) of the bias's gradient as far as they matter: 0 where it is broadcast. ``None``: it is
-    not asked for."""
+    """The strides (b, h, i, j) of the bias's gradient, as far as they matter: 0 where the bias is broadcast. ``None``:
+    that gradient is not asked for."""
     if attn_bias is None or not attn_bias.requires_grad:
         return None
     sizes = (1,) * (4 - attn_bias.dim()) + tuple(attn_bias.shape)

@@ -60,7 +60,7 @@ def _forward_varlen(
 
 
 def _like(t: Tensor) -> Tensor:
-    """A gradient: dense, in the order of heads and rows that the argument has."""
+    """A gradient: dense, with heads and rows in the argument's order."""
     if t.dim() == 4 and t.stride(1) < t.stride(2):
         return torch.empty_like(t.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
     return torch.empty_like(t, memory_format=torch.contiguous_format)

@@ -19,7 +19,7 @@ from ._occupancy import _MULTIPROCESSORS, Occupancy, kernel_occupancy
 SECTOR = 32
 """Bytes of global memory that move together."""
 BANKS = 32
-"""Of shared memory, each 4 bytes wide."""
+"""Banks of shared memory, each 4 bytes wide."""
 SHARED_KINDS = ("load", "store", "ldmatrix", "async_copy", "atomic")
 GLOBAL_KINDS = ("load", "store", "async_copy", "atomic")
 
@@ -45,12 +45,12 @@ class SharedRequests:
     """Passes over the memory that they take. A pass gives one 4-byte word of each of the 32 banks, to every lane that
     wants it."""
     ideal_wavefronts: int = 0
-    """The passes without bank conflicts: one a request, two where lanes access 8 bytes, four where they access 16;
-    twice as many for wavefronts of 64 lanes."""
+    """The passes without bank conflicts: one per request, two if lanes access 8 bytes, four if they access 16; twice as
+    many for wavefronts of 64 lanes."""
 
     @property
     def bank_conflicts(self) -> int:
-        """Passes more than the ideal ones, because different words of a bank were wanted at a time."""
+        """Passes beyond the ideal ones, because lanes wanted different words of a bank at the same time."""
         return self.wavefronts - self.ideal_wavefronts
 
     def __add__(self, other: SharedRequests) -> SharedRequests:
@@ -68,13 +68,13 @@ class GlobalRequests:
     requests: int = 0
     """Warp instructions."""
     sectors: int = 0
-    """Aligned pieces of 32 bytes that they touch, each counted once a request."""
+    """Aligned pieces of 32 bytes that they touch, each counted once per request."""
     ideal_sectors: int = 0
-    """The fewest sectors a request that could hold the bytes it asks for."""
+    """The fewest sectors that could hold the bytes of each request."""
 
     @property
     def sectors_per_request(self) -> float:
-        """4 for a warp that accesses 4 consecutive bytes a lane, 16 for 16 bytes. NaN without requests."""
+        """4 for a warp that accesses 4 consecutive bytes per lane, 16 for 16 bytes. NaN without requests."""
         return self.sectors / self.requests if self.requests else math.nan
 
     @property
@@ -84,7 +84,7 @@ class GlobalRequests:
 
     @property
     def bytes(self) -> int:
-        """Bytes moved: 32 a sector."""
+        """Bytes moved: 32 per sector."""
         return SECTOR * self.sectors
 
     def __add__(self, other: GlobalRequests) -> GlobalRequests:
@@ -95,7 +95,7 @@ class GlobalRequests:
 
 @dataclass(frozen=True)
 class Counts:
-    """What was counted at a source line, in a launch, or in all of a profile."""
+    """The counts of a source line, of a launch, or of a whole profile."""
 
     instructions: Mapping[str, int]
     """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a
@@ -145,7 +145,7 @@ class Counts:
 
     @property
     def bank_conflicts(self) -> int:
-        """Of all kinds together."""
+        """All kinds together."""
         return self.shared.bank_conflicts
 
     @property
@@ -155,12 +155,12 @@ class Counts:
 
     @property
     def read_bytes(self) -> int:
-        """From global memory: loads, asynchronous copies and atomics, 32 a sector."""
+        """From global memory: loads, asynchronous copies and atomics, 32 per sector."""
         return sum(self.global_memory[kind].bytes for kind in ("load", "async_copy", "atomic"))
 
     @property
     def written_bytes(self) -> int:
-        """To global memory: stores and atomics, 32 a sector."""
+        """To global memory: stores and atomics, 32 per sector."""
         return sum(self.global_memory[kind].bytes for kind in ("store", "atomic"))
 
     def __add__(self, other: Counts) -> Counts:
@@ -203,10 +203,10 @@ class Request:
     """Its class, as in :attr:`Counts.instructions`."""
     space: Literal["shared", "global"]
     bytes: int
-    """That each lane accesses."""
+    """Bytes that each lane accesses."""
     addresses: tuple[int | None, ...]
-    """Of each lane, in bytes, from the start of the block's shared memory, or of the emulated run's global memory.
-    ``None``: a lane that takes no part."""
+    """Each lane's address in bytes, from the start of the block's shared memory or of the emulated run's global memory.
+    ``None``: the lane takes no part."""
 
     @property
     def lanes(self) -> int:
@@ -215,8 +215,8 @@ class Request:
 
     @property
     def lanes_at_once(self) -> int:
-        """Lanes that shared memory serves together: fewer where they access 8 or 16 bytes, but for loads in which
-        lanes of a warp of 32 want the same in pairs."""
+        """Lanes that shared memory serves together: fewer if they access 8 or 16 bytes, except in loads in which lanes
+        of a warp of 32 read the same addresses in pairs."""
         lanes = {8: 16, 16: 8}.get(self.bytes, 32)
         if len(self.addresses) > 32:
             return lanes
@@ -229,7 +229,7 @@ class Request:
         return 2 * lanes if self.instruction == "shared_load" and lanes < 32 and paired else lanes
 
     def part(self, lane: int) -> int:
-        """Which part of the request serves the lane: neighbours together, but for 16-byte loads of 64 lanes, whose
+        """Which part of the request serves the lane: neighbours share one, except in 16-byte loads of 64 lanes, whose
         parts are lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and 24-27, and so on."""
         if len(self.addresses) > 32 and self.instruction == "shared_load" and self.bytes == 16:
             quad = lane % 32 // 4
@@ -291,33 +291,33 @@ class Line:
     """The line, without indentation; empty if its file is not there."""
     counts: Counts
     requests: tuple[Request, ...] = field(repr=False)
-    """The one with most wavefronts, or sectors, of each class that there is here."""
+    """The request with most wavefronts, or sectors, of each class that occurs in this line."""
 
 
 @dataclass(frozen=True)
 class Event:
-    """What a warp waited for, or asked for and had done beside it, in logical time: the instructions that were counted,
-    where one to shared memory takes as long as it has wavefronts, and the basic blocks. Who waits for others goes on at
-    the latest of their times."""
+    """What a warp waited for, or what ran beside the warp at its request, in logical time. A counted instruction and a
+    basic block take 1, an instruction to shared memory as much as it has wavefronts. A warp that waits for others goes
+    on at the latest of their times."""
 
     kind: Literal["barrier", "transaction_barrier", "tensor_copy", "product"]
     """Waits at barriers of the block, waits at transaction barriers that last, tensor copies, and groups of a
     warpgroup's products."""
     warp: int
-    """That waits or asks; of a product the first of its warpgroup."""
+    """The warp that waits or asks; for a product, the first of its warpgroup."""
     arrived: int
     """When the warp came to the wait, or asked for the copy or the product."""
     released: int
     """When the wait was over, or when a warp first waited for the copy's barrier, or the warpgroup for the product."""
     source: str
-    """``"csrc/forward/wgmma/wgmma_sm90.cuh:211"``; of a product, its first instruction's."""
+    """``"csrc/forward/wgmma/wgmma_sm90.cuh:211"``; for a product, that of its first instruction."""
     calls: tuple[str, ...]
     """The function there, and those that it is inlined into, outwards: ``("load", "load_k", "run", "forward")``."""
 
 
 @dataclass(frozen=True)
 class Launch:
-    """Of one function, with one grid: how often that may have happened is in :attr:`launches`."""
+    """A launch of one function with one grid; :attr:`launches` counts equal ones."""
 
     function: str
     """Demangled, without parameters: ``"flash_wmma::(anonymous namespace)::wmma_v2<__half>"``."""
@@ -327,18 +327,17 @@ class Launch:
     block: tuple[int, int, int]
     """Threads."""
     smem_bytes: int
-    """Dynamic shared memory a block."""
+    """Dynamic shared memory per block."""
     warps: int
-    """That ran, of all blocks and launches."""
+    """Warps that ran, of all blocks and launches."""
     occupancy: Occupancy | None
     """Theoretical, with the registers of this build's machine code; ``None``: the architecture's limits are unknown."""
     counts: Counts = field(repr=False)
-    """Of all lines."""
+    """The sum over all lines."""
     lines: tuple[Line, ...] = field(repr=False)
     """By file and number."""
     timeline: tuple[Event, ...] = field(repr=False)
-    """Of the first launch's block 0: what its warps waited for and had done, in the order in which the emulator ended
-    it."""
+    """Events of the first launch's block 0, in the order in which the emulator ended them."""
 
     @property
     def name(self) -> str:
@@ -363,7 +362,7 @@ def _place(source: str) -> tuple[str, int]:
 
 
 def _lines(rows: Sequence[Mapping[str, Any]], sources: Path) -> tuple[Line, ...]:
-    """Of a launch, from the rows of its classes of instruction. Those alone in which something was counted."""
+    """The lines of a launch in which something was counted, from the rows of its classes of instruction."""
     by_source: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if row["what"] != "basic_block" or row["divergent"]:
@@ -397,7 +396,7 @@ def _merged(a: Line, b: Line) -> Line:
 
 
 def _again(first: Launch, second: Launch) -> Launch:
-    """Both together, which launched the same function alike."""
+    """The sum of two launches of the same function with the same grid and block."""
     lines = {line.source: line for line in first.lines}
     for line in second.lines:
         lines[line.source] = _merged(lines[line.source], line) if line.source in lines else line
@@ -411,7 +410,7 @@ def _again(first: Launch, second: Launch) -> Launch:
 
 
 def _function(name: str) -> str:
-    """Without parameters, or what is left of them."""
+    """The name without what is left of its parameters."""
     depth = 0
     for i in range(len(name) - 1, -1, -1):
         depth += (name[i] == ")") - (name[i] == "(")
@@ -421,7 +420,7 @@ def _function(name: str) -> str:
 
 
 def _plain_name(function: str) -> str:
-    """Without namespaces, templates' arguments and parameters."""
+    """The name without namespaces, template arguments and parameters."""
     name = function.replace("(anonymous namespace)::", "")
     while (shorter := re.sub(r"<[^<>]*>", "", name)) != name:
         name = shorter

@@ -80,7 +80,7 @@ def flash_attn_func(
         window_size: (left, right): query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right; -1: no bound.
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap).
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the scores.
-        deterministic: gradients that are the same to the bit from run to run; the forward pass always is.
+        deterministic: compute gradients that are bitwise the same from run to run. The forward pass always is.
         return_attn_probs: also return lse and an empty tensor, which stands where flash-attn puts dropout's pattern.
 
     Returns:
@@ -88,7 +88,7 @@ def flash_attn_func(
 
     Raises:
         NotImplementedError: dropout, or alibi_slopes that require grad.
-        TypeError, ValueError: as :func:`flash_wmma.forward`, whose names of the arguments the message uses.
+        TypeError, ValueError: as :func:`flash_wmma.forward`; messages use that function's argument names.
     """
     if dropout_p != 0:
         _refuse_dropout(dropout_p)
@@ -194,14 +194,14 @@ def flash_attn_varlen_func(
         k: (total_k, Hk, d); Hq is a multiple of Hk.
         v: (total_k, Hk, d_v).
         cu_seqlens_q: (B + 1), int32: sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        cu_seqlens_k: (B + 1), int32, likewise of k and v.
-        max_seqlen_q: at least the length of every sequence's queries.
-        max_seqlen_k: likewise of its keys.
+        cu_seqlens_k: (B + 1), int32, the same for k and v.
+        max_seqlen_q: at least the number of queries of every sequence.
+        max_seqlen_k: the same for keys.
         block_table: a paged cache; not built yet.
-        validate: look at the lengths and raise if they are wrong, which waits for the device; flash-attn has no such
-            argument. Without it they are clamped, and nothing outside the tensors is read.
+        validate: check the lengths and raise if they are wrong, which waits for the device; flash-attn has no such
+            argument. Without it the lengths are clamped, and nothing outside the tensors is read.
 
-    The others are those of :func:`flash_attn_func`, with Nq and Nk of each sequence.
+    The other arguments are those of :func:`flash_attn_func`, with Nq and Nk of each sequence.
 
     Returns:
         out (total_q, Hq, d_v), contiguous, 0 in the rows after the last sequence; with ``return_attn_probs`` (out, lse

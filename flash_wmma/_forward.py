@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class Options(TypedDict, total=False):
-    """What :func:`forward` and :func:`forward_varlen` have in common, for type checkers."""
+    """The options that :func:`forward` and :func:`forward_varlen` share, for type checkers."""
 
     causal: Causal
     scale: float | None
@@ -29,7 +29,7 @@ class Options(TypedDict, total=False):
 
 
 class VarlenOptions(Options, total=False):
-    """What :func:`forward_varlen` adds."""
+    """The options that :func:`forward_varlen` adds."""
 
     seqused_k: Tensor | None
     validate: bool
@@ -73,33 +73,33 @@ def forward(
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
         k: (B, Hk, Nk, d), q's dtype and device. Hq is a multiple of Hk: query head h reads head h // (Hq // Hk).
-        v: (B, Hk, Nk, d_v), likewise. ``wmma_v1`` and ``wmma_v2`` want d_v = d.
+        v: (B, Hk, Nk, d_v), likewise. ``wmma_v1`` and ``wmma_v2`` need d_v = d.
         causal: ``True`` or ``"top_left"``: query i sees keys j <= i. ``"bottom_right"``: j <= i + Nk - Nq, so that the
             last query sees every key.
         scale: factor on the scores; default 1 / sqrt(d).
-        window: (left, right): query i, shifted as ``causal`` says, sees that many keys before and after its own place.
-            ``None`` or a negative number bounds nothing. With ``causal`` the right bound is 0.
-        attn_bias: what broadcasts to (B, Hq, Nq, Nk), any strides, read where it lies: float32 or q's dtype, added to
-            the scaled scores, where -inf hides the key; or bool, ``True`` where the query sees the key.
+        window: (left, right): a query sees that many keys before and after its own position, which is shifted as
+            ``causal`` says. ``None`` or a negative number bounds nothing. With ``causal`` the right bound is 0.
+        attn_bias: broadcastable to (B, Hq, Nq, Nk), any strides, read in place. float32 or q's dtype: added to the
+            scaled scores, -inf hides the key. bool: ``True`` where the query sees the key.
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the score of query i and key j,
-            whatever ``causal`` is aligned to (flash-attn's ALiBi, https://arxiv.org/abs/2108.12409).
+            whatever the alignment of ``causal`` (flash-attn's ALiBi, https://arxiv.org/abs/2108.12409).
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap), before anything is added.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
-            :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is none of them but plain torch ops, which store
+            :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
             the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
             ``torch.func``, the gradient of alibi_slopes.
         return_lse: also return the logarithm of the softmax's denominator.
-        batch_invariant: take tiles and splits from (Nq, Nk, d) and the device alone, so that a batch entry's result
-            does not depend, to the bit, on the others.
-        backward_kernel: as ``kernel``, of ``flash_wmma.kernels("backward")``, for the gradients. An unknown name is
-            refused here, what the kernel cannot run when the gradients are computed.
-        deterministic: gradients that are the same to the bit from run to run; default
-            ``torch.are_deterministic_algorithms_enabled()`` when they are computed. Forward always is.
+        batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
+            bitwise independent of the other entries.
+        backward_kernel: like ``kernel``, for the gradients: ``"auto"`` or one of ``flash_wmma.kernels("backward")``. An
+            unknown name is refused at once, a call that the kernel cannot run when the gradients are computed.
+        deterministic: compute gradients that are bitwise the same from run to run; default
+            ``torch.are_deterministic_algorithms_enabled()`` at that time. The forward pass is always deterministic.
 
     Returns:
         out (B, Hq, Nq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, Nq), float32, natural
-        logarithm. A query that sees no key has out 0 and lse -inf. Bitwise the same from run to run.
+        logarithm. A query that sees no key has out 0 and lse -inf. Results are bitwise the same from run to run.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -174,9 +174,9 @@ def forward_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`forward` for sequences of different lengths, packed one after the other without padding.
 
-    Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and those that cu_seqlens_k says of k and v; it
-    may be empty. Nothing is read outside the tensors whatever the lengths are: they are clamped where the kernel runs,
-    without waiting for the device.
+    Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the rows cu_seqlens_k[b] to
+    cu_seqlens_k[b + 1] of k and v; it may be empty. Whatever the lengths are, nothing is read outside the tensors: the
+    kernel clamps the lengths, so that the call does not wait for the device.
 
     Args:
         q: (total_q, Hq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -184,15 +184,15 @@ def forward_varlen(
         v: (total_k, Hk, d_v), likewise.
         cu_seqlens_q: (B + 1), int32, from 0 on, not decreasing.
         cu_seqlens_k: (B + 1), int32, likewise.
-        max_seqlen_q: at least the length of every sequence's queries; what a longer one gives is unspecified.
-        max_seqlen_k: likewise of its keys.
-        seqused_k: (B), int32: only the first that many keys of each sequence are used.
+        max_seqlen_q: at least the number of queries of every sequence; the results of a longer one are unspecified.
+        max_seqlen_k: the same for keys.
+        seqused_k: (B), int32: sequence b uses only its first seqused_k[b] keys.
         causal, scale, window, softcap, kernel, batch_invariant, backward_kernel, deterministic: as for :func:`forward`;
             Nq and Nk are the sequence's.
-        attn_bias: what broadcasts to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
+        attn_bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         return_lse: also return the logarithm of the softmax's denominator.
-        validate: look at the lengths and raise if they are wrong. It waits for the device.
+        validate: check the lengths and raise if they are wrong, which waits for the device.
 
     Returns:
         out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32. A query

@@ -1,8 +1,8 @@
 """These kernels behind torch's own attention: ``torch.nn.attention.activate_flash_attention_impl("flash_wmma")``.
 
-The registry, where torch has one, only keeps the name; activating puts these kernels in place of torch's for its
-flash-attention operators, forward and backward, restoring takes them out again. What no kernel here covers still runs
-torch's. Either's backward takes out and lse from either's forward.
+The registry, if torch has one, only keeps the name. Activating puts these kernels in place of torch's in its
+flash-attention operators, forward and backward; restoring takes them out again. Calls that no kernel here covers still
+run torch's. The backward of either takes out and lse from the forward of either.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
-    """Whether a kernel here computes it."""
+    """Whether a kernel here computes the gradient of such a call."""
     if dropout_p != 0:
         return False
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -88,7 +88,7 @@ def _gradients(
     call: Call,
     strides: list[tuple[int, ...]],
 ) -> tuple[Tensor, ...]:
-    """Of query, key and value, with those strides."""
+    """The gradients of query, key and value, with those strides."""
     kernel = backward_kernel_for(kernel_for(query.device.type, query.dtype))
     call = call._replace(backward_kernel=kernel)
     arguments = _ops.backward_arguments(
@@ -177,7 +177,7 @@ def _cuda(original: Any) -> Any:
         why = left_to_torch(query, key, value, None, dropout_p, is_causal, True, differentiable=False)
         if why or return_debug_mask:
             return original.call_boxed(keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
-        # torch aligns it to the last key where it calls this operator itself (nn/attention/bias.py)
+        # torch aligns the causal mask to the last key where it calls this operator itself (nn/attention/bias.py)
         out, lse = _attend(query, key, value, is_causal, None, scale, bottom_right=True)
         return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
 
@@ -219,7 +219,7 @@ def _cuda_backward(original: Any) -> Any:
 
 
 def _cuda_packed(original: Any) -> Any:
-    """``_flash_attention_forward``, of which ``torch.nn.attention.varlen`` takes the form with packed sequences."""
+    """``_flash_attention_forward`` with packed sequences, as ``torch.nn.attention.varlen`` calls it."""
 
     def forward(
         keyset: torch._C.DispatchKeySet,

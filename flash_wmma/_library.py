@@ -19,7 +19,7 @@ if not PATH.exists():
     raise ImportError(f"flash_wmma is not built: {PATH} is missing. In the source folder run: pip install .")
 
 library = ctypes.CDLL(str(PATH))
-"""It, for the functions that are no ops."""
+"""The library, for its functions that are no ops."""
 
 torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
 

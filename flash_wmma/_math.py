@@ -53,7 +53,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         distance = (place - torch.arange(nk, device=q.device)).abs()
         scores = scores - call.alibi_slopes.to(dtype)[..., None, None] * distance
     scores = scores.masked_fill(hidden, -math.inf)
-    # A query that sees nothing: its scores are put aside, so that no derivative of any order meets inf - inf.
+    # Scores of a query that sees nothing are replaced, so that no derivative of any order meets inf - inf.
     empty = scores.detach().isneginf().all(dim=3, keepdim=True)
     scores = scores.masked_fill(empty, 0)
     out = scores.softmax(dim=3).masked_fill(empty, 0) @ values

@@ -11,7 +11,7 @@ from . import _library  # noqa: F401  (_C refers to symbols of the library, whic
 
 @functools.cache
 def native() -> ModuleType:
-    """The extension module. ``ImportError`` says what to do where this Python has none."""
+    """The extension module. ``ImportError`` says what to do if this Python has none."""
     try:
         return importlib.import_module("flash_wmma._C")
     except ImportError as error:

@@ -1,9 +1,9 @@
 """How many blocks of a kernel a multiprocessor (SM) holds at a time, and what limits their number. No GPU is asked.
 
 The limits are those of the CUDA C++ Programming Guide, "Technical Specifications per Compute Capability" (for 7.0, an
-edition for CUDA 12). How registers and shared memory are handed out stands in the toolkit's ``cuda_occupancy.h``, with
-which this agrees: registers to whole warps, 256 at a time, from the 16 K of a quarter of the SM; shared memory
-to whole blocks, 128 bytes at a time (256 before 8.0), with 1 KiB a block for the system from 8.0 on.
+edition for CUDA 12). Registers and shared memory are allocated as in the toolkit's ``cuda_occupancy.h``: registers to
+whole warps, 256 at a time, from the 16 K of a quarter of the SM; shared memory to whole blocks, 128 bytes at a time
+(256 before 8.0), with 1 KiB per block for the system from 8.0 on.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ _WARP = 32
 _QUARTERS = 4
 _REGISTERS = 64 * 1024
 _REGISTER_UNIT = 256
-_MAX_REGISTERS = 255  # a thread
-_MAX_THREADS = 1024  # a block
+_MAX_REGISTERS = 255  # per thread
+_MAX_THREADS = 1024  # per block
 
 
 @dataclass(frozen=True)
@@ -46,20 +46,20 @@ class Occupancy:
     arch: int
     """Compute capability, 10 * major + minor."""
     threads: int
-    """A block."""
+    """Per block."""
     registers: int | None
-    """A thread; ``None``: unknown."""
+    """Per thread; ``None``: unknown."""
     smem_bytes: int
-    """Shared memory a block, static and dynamic."""
+    """Shared memory per block, static and dynamic."""
     blocks: int
     """Resident blocks; 0: such a block cannot be launched."""
     warps: int
     """Resident warps."""
     max_warps: int
-    """That a multiprocessor of this architecture holds."""
+    """The most warps that a multiprocessor of this architecture holds."""
     limiters: tuple[str, ...]
     """What allows no more blocks: one or more of ``"registers"``, ``"shared memory"``, ``"threads"`` and ``"blocks"``.
-    With ``"registers unknown"``, ``blocks`` and ``warps`` are an upper bound, by the others."""
+    With ``"registers unknown"``, ``blocks`` and ``warps`` are an upper bound, by the other limits."""
 
     @property
     def percent(self) -> float:
@@ -84,9 +84,9 @@ def theoretical_occupancy(arch: int, threads: int, registers: int | None, smem_b
 
     Args:
         arch: compute capability, 10 * major + minor: 75 for 7.5.
-        threads: a block.
-        registers: a thread; ``None`` if unknown: the rest then gives an upper bound.
-        smem_bytes: shared memory a block, static and dynamic. The SM's L1 cache is taken to leave it all that it can.
+        threads: per block.
+        registers: per thread; ``None`` if unknown: the other limits then give an upper bound.
+        smem_bytes: shared memory per block, static and dynamic. The SM's L1 cache is taken to be as small as possible.
 
     Raises:
         ValueError: no limits are known for ``arch``, or a number is out of range.
@@ -125,13 +125,14 @@ def theoretical_occupancy(arch: int, threads: int, registers: int | None, smem_b
 def kernel_occupancy(function: str, arch: int, threads: int, smem_bytes: int) -> Occupancy:
     """:func:`theoretical_occupancy` of a kernel of this build, with the registers of its machine code for ``arch``.
 
-    They are unknown where it has none: the driver then compiles its PTX for a later architecture, or it does not run.
+    The registers are unknown if there is no such code: the driver then compiles PTX of an earlier architecture, or the
+    kernel does not run.
 
     Args:
         function: the kernel's demangled name without parameters, a key of :func:`flash_wmma.compiled_kernels`.
         arch: compute capability, 10 * major + minor: 75 for 7.5.
-        threads: a block.
-        smem_bytes: dynamic shared memory a block.
+        threads: per block.
+        smem_bytes: dynamic shared memory per block.
 
     Raises:
         ValueError: as :func:`theoretical_occupancy`.

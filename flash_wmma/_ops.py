@@ -1,7 +1,7 @@
 """The ops, given a call.
 
 The records have the order of the ops' schemas (csrc/torch/ops.cpp), so that parts of them are the ops' arguments. Every
-argument that is handed to an op costs host time: those at the end that have their defaults are left out.
+argument that is passed to an op costs host time: arguments at the end that have their defaults are left out.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 
 def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tuple[Any, ...]:
-    """Of ``backward``, or of ``backward_varlen``, after lse."""
+    """The arguments of ``backward``, or of ``backward_varlen``, after lse."""
     asked: tuple[Any, ...] = call
     if call.only_band and not deterministic:
         return () if call is PLAIN else asked[_BAND]

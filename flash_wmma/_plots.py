@@ -144,7 +144,7 @@ def _lanes(launch: Launch) -> dict[int, list[list[Event]]]:
 
 
 def _draw_asked(axes: Any, launch: Launch) -> None:
-    """Copies and products from being asked for to being waited for; their numbers count those of a sort."""
+    """Copies and products, from the request to the first wait; their numbers count each sort."""
     y = 0.0
     places: dict[str, float] = {}
     colors = dict(zip((_WAITS, *_FUNCTIONS.values()), ("#999999", *_COLORS), strict=False))

@@ -18,29 +18,29 @@ class Profile:
 
     kernel: str
     inputs: str
-    """What it ran on, in words."""
+    """The inputs in words."""
     arch: int
-    """The architecture that it chose its tiles for, and of the occupancy, 10 * major + minor."""
+    """The architecture that it chose its tiles for, also of the occupancy, 10 * major + minor."""
     launches: tuple[Launch, ...] = field(repr=False)
     """The functions that it launched, in order."""
     ideal_read_bytes: int | None
-    """Of q, k and v, each read once; ``None``: unknown."""
+    """Bytes of q, k and v, each read once; ``None``: unknown."""
     ideal_written_bytes: int | None
-    """Of the output and the logarithms of the softmax's denominators, each written once; ``None``: unknown."""
+    """Bytes of the output and the logarithms of the softmax's denominators, each written once; ``None``: unknown."""
 
     @property
     def counts(self) -> Counts:
-        """Of all launches."""
+        """The counts of all launches."""
         return sum((launch.counts for launch in self.launches), Counts.of(()))
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """Of all launches. A line that several functions run, such as one of a header, is there once for each."""
+        """The lines of all launches. A line that several functions run, as in a header, is there once for each."""
         return tuple(line for launch in self.launches for line in launch.lines)
 
     def at(self, line: int | str | None) -> tuple[Line, ...]:
         """The lines that ``line`` means: a number, ``"wmma_v2.cu:115"``, or the whole of :attr:`Line.source`. ``None``:
-        that with most bank conflicts, or else with most sectors beyond the ideal ones.
+        the line with most bank conflicts or, if there are none, most sectors beyond the ideal ones.
 
         Raises:
             ValueError: memory is accessed in no such line, or in several files' line of that number.
@@ -111,9 +111,9 @@ class Profile:
         return _report.renderable(self._shown())
 
     def plot_banks(self, line: int | str | None = None, path: str | Path | None = None) -> Any:
-        """Draws which lane touches which bank of shared memory, and which sector of global memory, in the request of
-        that line that needs most of them: lanes downwards, banks or sectors to the right, and, where banks conflict,
-        the pass in which a lane is served as the colour.
+        """Draws which lane touches which bank of shared memory, or which sector of global memory, in the line's request
+        with most wavefronts or sectors: lanes downwards, banks or sectors to the right. Where banks conflict, the
+        colour is the pass in which a lane is served.
 
         Args:
             line: as in :meth:`at`.
@@ -129,8 +129,8 @@ class Profile:
         return _plots.banks(self.at(line), self.kernel, path)
 
     def plot_timeline(self, path: str | Path | None = None) -> Any:
-        """Draws when the warps of block 0 run and when they wait at a barrier, over logical time (:class:`Event`). Of a
-        kernel with tensor copies or a warpgroup's products: these, and the waits, of each warp or warpgroup.
+        """Draws when the warps of block 0 run and when they wait at a barrier, over logical time (:class:`Event`). For
+        a kernel with tensor copies or warpgroup products it draws these, and the waits, of each warp or warpgroup.
 
         Args and returns: as :meth:`plot_banks`.
 

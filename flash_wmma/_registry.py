@@ -1,4 +1,4 @@
-"""What the library's registry of kernels (csrc/registry.h) answers: names, and which kernel it takes for a problem."""
+"""The answers of the library's registry of kernels (csrc/registry.h): names, and the kernel for a problem."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ def _backward_kernel_names() -> tuple[str, ...]:
 
 
 def backward_kernel_names() -> tuple[str, ...]:
-    """What ``backward_kernel`` may be, but for ``"auto"``: nothing is compiled to learn it. Empty without ``_C``, since
-    nobody else knows what is built."""
+    """The values of ``backward_kernel`` apart from ``"auto"``; nothing is compiled to find them. Empty without ``_C``,
+    since only ``_C`` knows what is built."""
     try:
         return _backward_kernel_names()
     except ImportError:
         return ()
 
 
-# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: a constant in traced calls.
 backward_kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -36,7 +36,7 @@ class Problem(NamedTuple):
     dtype: str
     """``"float16"``."""
     sizes: dict[str, int]
-    """Batch, heads, lengths and head dims, by their names in csrc/module.cpp."""
+    """Batch, heads, lengths and head dims, by their names in csrc/torch/module.cpp."""
     band: tuple[int, int, bool] = (-1, -1, False)
     """(window_left, window_right, bottom_right) of the ops."""
     packed: bool = False
@@ -47,8 +47,8 @@ class Problem(NamedTuple):
 
 
 def choose(kernel: str, problem: Problem, device: DeviceFacts) -> dict[str, Any]:
-    """Which forward kernel runs (``"kernel"``, ``None`` if none can), its tile (``"instance"``), and why not the others
-    (``"reasons"``), if ``kernel`` is asked for."""
+    """If ``kernel`` is asked for: which forward kernel runs (``"kernel"``, ``None`` if none can), its tile
+    (``"instance"``), and why the others do not (``"reasons"``)."""
     answer: dict[str, Any] = native().explain(kernel, **problem._asdict(), device_facts=astuple(device))
     return answer
 
@@ -62,12 +62,12 @@ def choose_backward(
     deterministic: bool,
     forward_kernel: str = "auto",
 ) -> dict[str, Any]:
-    """Likewise for the gradients.
+    """The same as :func:`choose`, for the gradients.
 
     Args:
-        bias_strides: of the bias's gradient (b, h, i, j) as far as they matter: 0 where it is broadcast. ``None``: it
-            is not asked for.
-        forward_kernel: what forward was called with.
+        bias_strides: strides (b, h, i, j) of the bias's gradient, as far as they matter: 0 where the bias is broadcast.
+            ``None``: that gradient is not asked for.
+        forward_kernel: the ``kernel`` that forward was called with.
     """
     answer: dict[str, Any] = native().explain_backward(
         kernel,

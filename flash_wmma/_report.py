@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from ._figures import Counts, Launch
 
 _WIDTH = 160
-"""Columns of text, where no terminal says otherwise."""
+"""Columns of text, unless a terminal has another width."""
 _SHOWN = ("mma", "wgmma", "barrier")
 """Classes that are shown line by line, beside accesses to memory."""
 
@@ -22,7 +22,7 @@ _SHOWN = ("mma", "wgmma", "barrier")
 class _Table(NamedTuple):
     title: str
     left: int
-    """So many columns, from the left, are words, and the last one may be: they are aligned to the left."""
+    """How many columns, from the left, hold words. They are aligned to the left, and so is ``source``."""
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
 
@@ -107,7 +107,7 @@ def _traffic(counts: Counts, ideal_read: int | None, ideal_written: int | None) 
 
 
 class Report(NamedTuple):
-    """What is shown."""
+    """The content of a report."""
 
     title: str
     launches: Sequence[Launch]
@@ -116,7 +116,7 @@ class Report(NamedTuple):
     ideal_written_bytes: int | None
 
     def parts(self) -> Iterator[str | _Table]:
-        """From top to bottom."""
+        """Its parts, from top to bottom."""
         yield self.title
         if not self.launches:
             yield "nothing was launched"
@@ -148,7 +148,7 @@ def _rich(module: str) -> Any:
 
 
 def renderable(report: Report) -> Any:
-    """For rich, which has to be there: tables with what costs most in colour."""
+    """For rich, which must be installed: tables, with the highest costs in colour."""
     parts = []
     for part in report.parts():
         if isinstance(part, str):
@@ -168,7 +168,7 @@ def renderable(report: Report) -> Any:
 
 
 def text(report: Report) -> str:
-    """Without colours, so that it can be written to a file."""
+    """The report without colours, so that it can be written to a file."""
     console = _rich("console")
     if console is None:
         return "\n\n".join(part if isinstance(part, str) else _plain(part) for part in report.parts())

@@ -72,13 +72,13 @@ def largest_head_dim(
     bias_gradient: bool = False,
     deterministic: bool = False,
 ) -> int:
-    """Up to which head dim ``kernel`` (or "auto") runs this; 0 if it does not."""
+    """The largest head dim with which ``kernel`` (or "auto") runs this; 0 if there is none."""
     return _largest_head_dim(
         device, index, dtype, kernel, causal, attn_bias, other_d_v, gradient, bias_gradient, deterministic
     )
 
 
-# As torch.compiler.assume_constant_result does, which would import torch._dynamo: traced calls are answered at once.
+# As torch.compiler.assume_constant_result does, which would import torch._dynamo: a constant in traced calls.
 largest_head_dim._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -95,7 +95,7 @@ def backward_kernel_for(kernel: str) -> str:
 
 
 def _wraps(t: object) -> bool:
-    """Whether a tensor is of a subclass that is made of other tensors. (Of an object: mypy takes no tensor for one.)"""
+    """Whether t is of a tensor subclass that wraps other tensors. (t is an object, since to mypy no Tensor is one.)"""
     return is_traceable_wrapper_subclass(t)
 
 
@@ -111,7 +111,7 @@ def left_to_torch(
 ) -> str:
     """Why torch's own attention computes this; empty if a kernel of this library does.
 
-    ``differentiable``: whether a gradient may be asked for, so that inputs that require one matter.
+    ``differentiable``: whether gradients may be asked for; only then do inputs that require one matter.
     """
     if dropout_p != 0:
         return "dropout_p is not 0"
@@ -161,7 +161,7 @@ def left_to_torch(
         if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
             return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
     other_d_v = bias_gradient = deterministic = False
-    if d != dv:  # a branch, since torch.compile takes no traced comparison for a constant
+    if d != dv:  # a branch, since to torch.compile a traced comparison is no constant
         other_d_v = True
     if recorded:
         bias_gradient = attn_mask is not None and attn_mask.requires_grad
@@ -198,20 +198,20 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
-    What no kernel of this library covers goes to torch's own implementation, which also raises for what is wrong:
-    dropout, forward-mode differentiation, ``torch.func``, other ranks than 4, float64, … :func:`flash_wmma.explain`
-    names the reason.
+    Calls that no kernel of this library covers go to torch's own implementation: dropout, forward-mode differentiation,
+    ``torch.func``, other ranks than 4, float64, … :func:`flash_wmma.explain` names the reason. Torch also raises the
+    errors for wrong arguments.
     float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
-    ``"highest"`` (torch's default), and otherwise by what ``auto`` takes, which multiplies float16. Where
-    ``torch.use_deterministic_algorithms(True)`` is set, the gradient of a broadcast ``attn_mask`` is the sum of that of
-    all scores, (B, Hq, Nq, Nk), which is stored, as torch's own does.
+    ``"highest"`` (torch's default), and otherwise by the kernel that ``auto`` takes, which multiplies float16. With
+    ``torch.use_deterministic_algorithms(True)`` the gradient of a broadcast ``attn_mask`` is summed from the gradient
+    of all scores, (B, Hq, Nq, Nk), which is stored, as in torch.
 
     Args:
         query: (B, Hq, Nq, d).
         key: (B, Hk, Nk, d); Hk is Hq, or with ``enable_gqa`` a divisor of it.
         value: (B, Hk, Nk, d_v).
-        attn_mask: what broadcasts to (B, Hq, Nq, Nk): bool, ``True`` where the query sees the key, or added to the
-            scores.
+        attn_mask: broadcastable to (B, Hq, Nq, Nk): bool, ``True`` where the query sees the key, or numbers added to
+            the scores.
         dropout_p: probability of dropping a weight.
         is_causal: query i sees the keys j <= i; not together with ``attn_mask``.
         scale: factor on the scores; default 1 / sqrt(d).
@@ -231,7 +231,7 @@ def scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
     if attn_mask is not None and attn_mask.requires_grad and torch.are_deterministic_algorithms_enabled():
-        # No kernel on a GPU adds up a broadcast mask's gradient in a fixed order: torch does, from that of all scores
+        # No kernel on a GPU sums a broadcast mask's gradient in a fixed order: torch does, from all scores' gradients
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
     device = query.device.type
     kernel = "auto" if torch.is_autocast_enabled(device) else kernel_for(device, query.dtype)

@@ -1,4 +1,4 @@
-"""Where the C++ sources lie, and those of each CUDA kernel."""
+"""The folder of the C++ sources, and the sources of each CUDA kernel."""
 
 from __future__ import annotations
 

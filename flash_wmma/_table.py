@@ -29,11 +29,11 @@ class Instance:
     bc: int
     """Rows of the K and V tile."""
     warps: int
-    """Warps a block."""
+    """Warps per block."""
     stages: int
     """K/V tiles in flight."""
     smem_bytes: int
-    """Dynamic shared memory a block, in bytes."""
+    """Dynamic shared memory per block, in bytes."""
 
     def __str__(self) -> str:
         tile = f"{self.br} x {self.bc} rows, d <= {self.head_dim}"
@@ -47,7 +47,7 @@ class Kernel:
     """What one kernel can do."""
 
     name: str
-    """No two kernels share one, forward or backward."""
+    """Unique among all kernels, forward and backward."""
     device: str
     """``"cpu"`` or ``"cuda"``."""
     summary: str
@@ -68,7 +68,7 @@ class Kernel:
 
 @dataclass(frozen=True)
 class FunctionFacts:
-    """What the driver says of one compiled CUDA function on the current device."""
+    """The driver's facts about one compiled CUDA function on the current device."""
 
     binary_version: int
     """Architecture of the machine code that runs, 10 * major + minor."""
@@ -77,7 +77,7 @@ class FunctionFacts:
     registers: int
     """A thread."""
     local_bytes: int
-    """Local memory a thread: spilled registers and indexed arrays."""
+    """Local memory per thread: spilled registers and indexed arrays."""
     static_smem_bytes: int
     max_threads: int
     """A block."""
@@ -90,8 +90,8 @@ def instance_of(facts: dict[str, Any]) -> Instance:
 
 @functools.cache
 def not_built() -> dict[str, str]:
-    """The CUDA kernels that are not in :func:`kernels`, each with the reason. A build without CUDA kernels has their
-    facts from their sources, which are compiled for the emulator if that has not been done."""
+    """The CUDA kernels that are not in :func:`kernels`, each with the reason. A build without CUDA kernels takes
+    their facts from their sources, which it first compiles for the emulator if needed."""
     if native().cuda_build() is not None:
         return {}
     missing = {}
@@ -122,8 +122,8 @@ def _kernels(direction: Direction) -> tuple[Kernel, ...]:
 def kernels(direction: Direction = "forward") -> list[Kernel]:
     """All kernels of a direction, ``"forward"`` or ``"backward"``, by name.
 
-    In a build without CUDA, the kernels for it run on CPU tensors alone, in the emulator: the first call compiles them,
-    if that has not been done. That needs g++; without it they are not listed.
+    In a build without CUDA, CUDA kernels run only on CPU tensors, in the emulator. The first call compiles them if
+    needed, with g++; without g++ they are not listed.
 
     Raises:
         ImportError: ``flash_wmma._C`` was not built for this Python.
@@ -150,7 +150,7 @@ def function_facts(kernel: str, instance: Instance) -> FunctionFacts | None:
     """Registers and code version of an instance of that kernel on the current CUDA device; ``None`` on the CPU.
 
     Raises:
-        ValueError: no such kernel, or the instance is not one of it.
+        ValueError: no such kernel, or the instance is not one of its.
         RuntimeError: CUDA reports an error, for instance that no code was built for the device.
     """
     instances = kernel_named(kernel).instances

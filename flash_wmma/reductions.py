@@ -5,7 +5,7 @@ attention kernel is made of. On CPU tensors they are torch's own; ``kernel="shuf
 :mod:`flash_wmma.emulator`.
 
 Results are those of torch in dtype and for NaN: a maximum, sum or softmax over NaN is NaN; the sum of int32 is int64;
-float16 and bfloat16 are summed in float32 and rounded once. They are the same to the bit from run to run on a device.
+float16 and bfloat16 are summed in float32 and rounded once. Results are bitwise the same from run to run on a device.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from .emulator import Mode, Program, current
 __all__ = ["max", "row_max", "row_softmax", "row_sum", "sum"]
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
-"""Of the arrays. In this order they are ``Type`` of csrc/reductions/reductions.h."""
+"""dtypes of the arrays, in the order of ``Type`` in csrc/reductions/reductions.h."""
 
 
 def _check(x: Tensor, kernel: str, *, matrix: bool, maximum: bool = False, softmax: bool = False) -> None:
-    """What the functions want of x and kernel."""
+    """Checks x and kernel."""
     if not isinstance(x, Tensor):
         refuse("x", type(x).__name__, "torch.Tensor", TypeError)
     if x.is_nested or x.layout is not torch.strided:
@@ -87,8 +87,8 @@ def row_max(x: Tensor, *, kernel: str = "auto") -> Tensor:
     """The largest element of each row.
 
     Args:
-        x: (N, C) with C at least 1, else as for :func:`max`. Rows may lie anywhere; where a row's elements are not
-            adjacent x is copied.
+        x: (N, C) with C at least 1, else as for :func:`max`. Rows may lie anywhere; x is copied if a row's elements
+            are not adjacent.
         kernel: as for :func:`max`.
 
     Returns:

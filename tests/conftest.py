@@ -14,11 +14,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from needs import met
 from reference import early_rung, emulated, operand_dtype
 
 import flash_wmma
@@ -46,7 +48,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "gpu: needs a CUDA device")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; of the kernels, it is given CUDA's")
+    config.addinivalue_line("markers", "needs(*what): what a case needs of the kernel to be made (tests/needs.py)")
+    config.addinivalue_line("markers", "long: takes too long in the emulator")
     try:
         flash_wmma.build_info()
     except ImportError:
@@ -139,6 +143,19 @@ def name(dtype: torch.dtype) -> str:
 NO_CUDA_KERNEL = pytest.param(
     None, id="cuda", marks=pytest.mark.skip(reason="no CUDA kernel: built without, and no g++ for the emulator")
 )
+NO_KERNEL = object()
+"""In place of a kernel, where --kernel names none that the test is for."""
+
+
+def parametrize(metafunc: pytest.Metafunc, fixture: str, rows: list[Any]) -> None:
+    """With rows of kernels; where there are none for CUDA, one visible skip says it."""
+    absent = [] if any(kernel.min_arch for kernel in flash_wmma.kernels()) else [NO_CUDA_KERNEL]
+    metafunc.parametrize(fixture, rows + absent or [NO_KERNEL])
+
+
+def no_gpu() -> str:
+    """Why this machine does not run CUDA kernels."""
+    return "built without CUDA kernels" if torch.cuda.is_available() else "no CUDA device"
 
 
 def pytest_runtest_setup() -> None:
@@ -147,19 +164,64 @@ def pytest_runtest_setup() -> None:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`kernel`: every kernel. `target`: every (kernel, dtype). `backward_target`: those of backward."""
-    without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
-    absent = [NO_CUDA_KERNEL] if without_cuda else []
-    if "kernel" in metafunc.fixturenames:
-        rows = [pytest.param(k, id=label(k), marks=marks(k)) for k in kernels_under_test(metafunc.config)]
-        metafunc.parametrize("kernel", rows + absent)
-    directions: dict[str, flash_wmma.emulator.Direction] = {"target": "forward", "backward_target": "backward"}
-    for fixture in directions.keys() & set(metafunc.fixturenames):
-        rows = [
-            pytest.param((k, dtype), id=f"{label(k)}-{name(dtype)}", marks=marks(k, dtype))
-            for k, dtype in targets(metafunc.config, directions[fixture])
-        ]
-        metafunc.parametrize(fixture, rows + absent)
+    """`kernel`: every kernel. `target`: every (kernel, dtype). `backward_target`: those of backward. A test that is
+    marked `gpu` is given CUDA's alone; without a GPU, one visible skip."""
+    directions: dict[str, flash_wmma.emulator.Direction] = {
+        "kernel": "forward",
+        "target": "forward",
+        "backward_target": "backward",
+    }
+    for fixture in [name for name in directions if name in metafunc.fixturenames]:
+        kernels = kernels_under_test(metafunc.config, directions[fixture])
+        absent = []
+        if metafunc.definition.get_closest_marker("gpu"):
+            if any(map(emulated, kernels)):
+                absent = [pytest.param(None, id="cuda", marks=pytest.mark.skip(reason=no_gpu()))]
+            kernels = [kernel for kernel in kernels if kernel.device == "cuda"]
+        if fixture == "kernel":
+            rows = [pytest.param(k, id=label(k), marks=marks(k)) for k in kernels]
+        else:
+            rows = [
+                pytest.param((k, dtype), id=f"{label(k)}-{name(dtype)}", marks=marks(k, dtype))
+                for k in kernels
+                for dtype in k.dtypes
+            ]
+        parametrize(metafunc, fixture, rows + absent)
+
+
+def case_of(item: pytest.Item) -> dict[str, Any]:
+    """The parameters of a test's case, by name."""
+    return item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+
+
+def target_of(case: dict[str, Any]) -> tuple[Any, torch.dtype | None]:
+    """The kernel that a test is given, if any, and the dtype beside it."""
+    given = next((case[name] for name in KERNEL_FIXTURES if name in case), None)
+    return given[:2] if isinstance(given, tuple) else (given, None)
+
+
+def claimed(item: pytest.Item) -> bool:
+    """Whether the kernel claims what the case needs."""
+    case = case_of(item)
+    kernel, dtype = target_of(case)
+    if kernel is NO_KERNEL:
+        return False
+    if kernel is None and not case.keys().isdisjoint(KERNEL_FIXTURES):
+        return True  # a skip, which says why
+    case = {"kernel": kernel, "dtype": dtype, **case}
+    return all(met(need, case) for mark in item.iter_markers("needs") for need in mark.args)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pycollect_makeitem(collector: pytest.Collector, name: str) -> Generator[None, Any, Any]:
+    """Of a test's cases, those are made that the kernel claims."""
+    made = yield
+    if not isinstance(made, list):
+        return made
+    kept = [item for item in made if claimed(item)]
+    if made and not kept and not collector.config.getoption("--kernel"):
+        raise collector.CollectError(f"{name}: no kernel claims what a case of it needs")
+    return kept
 
 
 def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
@@ -172,23 +234,19 @@ def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all."""
-    if config.getoption("--full"):
-        return
+    """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all. None
+    of them is one that is marked `long`."""
     cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
     for item in items:
-        parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
-        given = next((parameters[name] for name in KERNEL_FIXTURES if name in parameters), None)
-        kernel, dtype = given[:2] if isinstance(given, tuple) else (given, None)
+        kernel, dtype = target_of(case_of(item))
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
             at_most = emulated_cases(kernel, dtype)
             cases.setdefault((item.path, item.originalname, kernel.name, dtype, at_most), []).append(item)
-    left_out = {item for same in cases.values() for item in same} - {
-        same[i * len(same) // count]
-        for (*_, at_most), same in cases.items()
-        for count in [min(len(same), at_most)]
-        for i in range(count)
-    }
+    left_out = set()
+    for (*_, at_most), same in cases.items():
+        count = len(same) if config.getoption("--full") else min(len(same), at_most)
+        chosen = {same[i * len(same) // count] for i in range(count)}
+        left_out |= {item for item in same if item not in chosen or item.get_closest_marker("long")}
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
@@ -216,5 +274,5 @@ def gpu_memory() -> Iterator[Callable[[int], None]]:
 def cuda() -> torch.device:
     """A CUDA device with kernels for it."""
     if not on_gpu():
-        pytest.skip("built without CUDA kernels" if torch.cuda.is_available() else "no CUDA device")
+        pytest.skip(no_gpu())
     return torch.device("cuda")

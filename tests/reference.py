@@ -12,7 +12,6 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -109,29 +108,24 @@ def emulated(kernel: flash_wmma.Kernel) -> bool:
     return kernel.min_arch > 0 and kernel.device == "cpu"
 
 
+def on_a_cpu(kernel: flash_wmma.Kernel) -> bool:
+    """Whether the tests run it on CPU tensors."""
+    return kernel.device == "cpu"
+
+
 def early_rung(kernel_name: str) -> bool:
     """Whether it is one of the early rungs of the ladder on CUDA cores: little to go wrong, and slow to emulate."""
     return kernel_name.startswith("simt_")
 
 
-def skip_repeated(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
-    """Skips what a test of the op around the kernel would repeat for an emulated kernel: other dtypes, early rungs."""
-    if emulated(kernel) and (dtype != kernel.dtypes[0] or early_rung(kernel.name)):
-        pytest.skip("the op is the same; once is enough in the emulator")
-
-
-EMULATED_ROWS = 400
+def no_repetition(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> bool:
+    """Not what a test of the op around the kernel would repeat for an emulated kernel: other dtypes, early rungs."""
+    return not emulated(kernel) or (dtype == kernel.dtypes[0] and not early_rung(kernel.name))
 
 
 def few(kernel: flash_wmma.Kernel, number: int) -> int:
     """That many heads, batch entries or repetitions; one in the emulator, which takes a thousand times a GPU's time."""
     return 1 if emulated(kernel) else number
-
-
-def skip_large(kernel: flash_wmma.Kernel, rows: int) -> None:
-    """Skips a test whose sequences are too long for the emulator."""
-    if emulated(kernel) and rows > EMULATED_ROWS:
-        pytest.skip(f"{rows} rows: too many for the emulator")
 
 
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from far_apart import BEYOND, far_apart
+from needs import needs
 from reference import (
     DENSE,
     LAYOUTS,
@@ -27,6 +28,7 @@ from reference import (
     filled,
     head_error,
     normal,
+    on_a_cpu,
     operand_dtype,
     poisoned_memory,
     surrounded,
@@ -184,12 +186,6 @@ def judge(
         assert error(gradient, expected) <= allowed, f"{what}: {error(gradient, expected):.3e}, allowed {allowed:.3e}"
 
 
-def needs(kernel: flash_wmma.Kernel, *features: str) -> None:
-    for feature in features:
-        if feature not in kernel.features:
-            pytest.skip(f"{kernel.name} has no {feature}")
-
-
 MASKS = {
     "bottom right": Mask("bottom_right"),
     "causal": Mask(True),
@@ -199,23 +195,32 @@ MASKS = {
 }
 
 
+def has_mask(kernel: flash_wmma.Kernel, mask: str) -> bool:
+    return mask == "dense" or ("window" if "window" in mask else "causal") in kernel.features
+
+
+def as_deterministic(kernel: flash_wmma.Kernel, deterministic: bool) -> bool:
+    """Whether the kernel is deterministic, if that is asked for."""
+    return not deterministic or "deterministic" in kernel.features
+
+
+@needs(has_mask)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (1, 70), (100, 66), (65, 129)])
 def test_masks(backward_target: BackwardTarget, mask: str, nq: int, nk: int) -> None:
     """Nq != Nk, one row, and queries or keys that see nothing. Of 100 queries and 66 keys, bottom-right, some tile of
     any shape is visible but for one key of one query: the last of the first, or in the window the first of the last."""
     kernel, dtype = backward_target
-    needs(kernel, *(["window"] if "window" in mask else ["causal"] if mask != "dense" else []))
     check(kernel, inputs(kernel, dtype, nq, nk), MASKS[mask])
 
 
+@needs(
+    lambda kernel, d, dv: kernel.head_dims[0] <= min(d, dv) <= max(d, dv) <= kernel.head_dims[1],
+    lambda kernel, d, dv: d == dv or "d_v != d" in kernel.features,
+)
 @pytest.mark.parametrize(("d", "dv"), [(8, 8), (5, 5), (40, 40), (128, 128), (64, 24), (20, 64)])
 def test_head_dims(backward_target: BackwardTarget, d: int, dv: int) -> None:
     kernel, dtype = backward_target
-    low, high = kernel.head_dims
-    if not low <= min(d, dv) <= max(d, dv) <= high:
-        pytest.skip("head dim")
-    needs(kernel, *(["d_v != d"] if d != dv else []))
     check(kernel, inputs(kernel, dtype, 40, 50, d, dv, heads=(2, 1), batch=2))
 
 
@@ -239,32 +244,31 @@ def test_without_dlse_and_with_it_alone(backward_target: BackwardTarget) -> None
     check(kernel, given._replace(dout=torch.zeros_like(given.dout)))
 
 
+@needs("softcap", "alibi_slopes", "causal")
 def test_softcap_and_alibi(backward_target: BackwardTarget) -> None:
     kernel, dtype = backward_target
-    needs(kernel, "softcap", "alibi_slopes", "causal")
     given = inputs(kernel, dtype, heads=(2, 1), batch=2)
     slopes = torch.rand(given.q.shape[:2], device=kernel.device)
     check(kernel, given, Mask("bottom_right"), Modification(None, slopes, 2.0))
 
 
+@needs("d_v != d", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window", as_deterministic)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_all_options_together(backward_target: BackwardTarget, deterministic: bool) -> None:
     """For each batch entry and head its own bias and slope; in each pass the edges of both bounds of a window."""
     kernel, dtype = backward_target
-    needs(kernel, "d_v != d", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window")
-    needs(kernel, *(["deterministic"] if deterministic else []))
     given = inputs(kernel, dtype, 100, 66, d=40, dv=24, heads=(2, 1), batch=2, layout="odd")
     bias = normal((2, 2, 100, 66), "sliced", device=kernel.device, seed=5)
     slopes = torch.rand(2, 2, device=kernel.device)
     check(kernel, given, MASKS["causal window"], Modification(bias, slopes, 2.0), deterministic)
 
 
+@needs("attn_bias", "the gradient of attn_bias")
 @pytest.mark.parametrize("broadcast", list(itertools.product((False, True), repeat=4)))
 def test_bias_is_reduced_over_what_it_is_broadcast_over(
     backward_target: BackwardTarget, broadcast: tuple[bool, ...]
 ) -> None:
     kernel, dtype = backward_target
-    needs(kernel, "attn_bias", "the gradient of attn_bias")
     given = inputs(kernel, dtype, 40, 50, heads=(2, 1), batch=2)
     full = (*given.q.shape[:3], 50)
     shape = tuple(1 if one else n for one, n in zip(broadcast, full, strict=True))
@@ -272,21 +276,21 @@ def test_bias_is_reduced_over_what_it_is_broadcast_over(
     check(kernel, given, DENSE, Modification(attn_bias=bias))
 
 
+@needs("attn_bias", "the gradient of attn_bias")
 @pytest.mark.parametrize("rank", range(4))
 def test_bias_of_fewer_dimensions(backward_target: BackwardTarget, rank: int) -> None:
     kernel, dtype = backward_target
-    needs(kernel, "attn_bias", "the gradient of attn_bias")
     given = inputs(kernel, dtype, 40, 50)
     shape = (given.q.shape[1], 40, 50)[3 - rank :]
     bias = torch.randn(shape, generator=torch.Generator().manual_seed(3)).to(dtype).to(kernel.device)
     check(kernel, given, DENSE, Modification(attn_bias=bias))
 
 
+@needs("attn_bias", lambda kernel, kind: kind == "bool" or "the gradient of attn_bias" in kernel.features)
 @pytest.mark.parametrize("kind", ["bool", "infinite"])
 def test_rows_hidden_by_a_bias(backward_target: BackwardTarget, kind: str) -> None:
     """A query that sees nothing, and a key that nobody sees, have gradient 0."""
     kernel, dtype = backward_target
-    needs(kernel, "attn_bias", *(["the gradient of attn_bias"] if kind == "infinite" else []))
     given = inputs(kernel, dtype, 40, 50)
     seen = torch.rand(40, 50, generator=torch.Generator().manual_seed(1)) > 0.3
     seen[7], seen[:, 11] = False, False
@@ -296,10 +300,10 @@ def test_rows_hidden_by_a_bias(backward_target: BackwardTarget, kind: str) -> No
     assert not any(t.any() for t in (dq[:, :, 7], dk[:, :, 11], dv[:, :, 11]))
 
 
+@needs("attn_bias", "the gradient of attn_bias")
 def test_infinite_keys_stay_in_their_head(backward_target: BackwardTarget) -> None:
     """NaN, of inf in one head, reaches no other head's gradients, that of the bias neither."""
     kernel, dtype = backward_target
-    needs(kernel, "attn_bias", "the gradient of attn_bias")
     given = inputs(kernel, dtype, 40, 50)
     bias = torch.zeros(given.q.shape[0], given.q.shape[1], 40, 50, device=kernel.device)
     alone = compute(kernel, given, DENSE, Modification(attn_bias=bias))
@@ -322,11 +326,11 @@ def test_empty(backward_target: BackwardTarget, nq: int, nk: int, batch: int) ->
     assert not any(g.any() for g in gradients[:3])
 
 
+@needs("varlen", has_mask)
 @pytest.mark.parametrize(("mask", "d"), [("dense", 8), ("causal", 64), ("bottom right", 40)])
 def test_packed(backward_target: BackwardTarget, mask: str, d: int) -> None:
     """Each sequence as by itself; rows of no sequence, and keys that are not in use, have gradient 0."""
     kernel, dtype = backward_target
-    needs(kernel, "varlen", *(["causal"] if mask != "dense" else []))
     device = kernel.device
     ends_q, ends_k, used = [67, 84, 84, 149], [69, 94, 101, 154], [25, 7, 40]
     lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in (ends_q, ends_k, used)]
@@ -365,13 +369,12 @@ def test_packed(backward_target: BackwardTarget, mask: str, d: int) -> None:
             torch.testing.assert_close(packed.transpose(0, 1)[None], expected)
 
 
+@needs("varlen", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window", as_deterministic)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_packed_with_all_options(backward_target: BackwardTarget, deterministic: bool) -> None:
     """Each sequence has its own bias and slopes. The last one is longer than max_seqlen says, which concerns no other,
     and nothing outside is written."""
     kernel, dtype = backward_target
-    needs(kernel, "varlen", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window")
-    needs(kernel, *(["deterministic"] if deterministic else []))
     device, mask = kernel.device, Mask("bottom_right", (9, None))
     ends = [0, 12, 30, 80]
     lengths = torch.tensor(ends, dtype=torch.int32, device=device)
@@ -412,9 +415,9 @@ def test_packed_with_all_options(backward_target: BackwardTarget, deterministic:
         assert not dbias[b, ..., n:].any()
 
 
+@needs("deterministic")
 def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -> None:
     kernel, dtype = backward_target
-    needs(kernel, "deterministic")
     given = inputs(kernel, dtype, 130, 300, heads=(2, 1), batch=2)
     bias = torch.randn(130, 300, device=kernel.device)
     reduced = "the gradient of a broadcast attn_bias with deterministic" in kernel.features
@@ -434,13 +437,12 @@ def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
     check(kernel, given)
 
 
+@needs(on_a_cpu)
 @pytest.mark.parametrize("dim", [1, 2], ids=["head", "row"])
 @pytest.mark.parametrize("large", ["q", "k", "v", "dout", "attn_bias"])
 def test_strides_beyond_32_bits(backward_target: BackwardTarget, large: str, dim: int) -> None:
     """On a CPU, where memory that nobody touches costs nothing: the last head or row begins beyond 2^31."""
     kernel, dtype = backward_target
-    if kernel.device != "cpu":
-        pytest.skip("on a CPU alone")
     near = inputs(kernel, dtype, 20, 20, heads=(2, 2), batch=1)._replace(dlse=None)
     bias = normal((1, 2, 20, 20), dtype=dtype, seed=8)
     out, lse = ops.forward(*as_the_kernel_multiplies(kernel, near), attn_bias=bias)
@@ -455,15 +457,13 @@ def test_strides_beyond_32_bits(backward_target: BackwardTarget, large: str, dim
 
 
 @pytest.mark.gpu
+@needs(as_deterministic)
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_more_than_2_to_the_31_elements(
     backward_target: BackwardTarget, deterministic: bool, gpu_memory: Callable[[int], None]
 ) -> None:
     """Contiguous tensors whose last batch entries lie beyond 2^31 elements, inputs and gradients."""
     kernel, dtype = backward_target
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
-    needs(kernel, *(["deterministic"] if deterministic else []))
     h, n, d = 8, 128, 64
     b = BEYOND // (h * n * d) + 3
     bytes_an_element = 8 * dtype.itemsize + 2 * 4  # q, k, v, dout, out, dq, dk, dv; sums of dq, the allocator's slack
@@ -483,9 +483,9 @@ def test_more_than_2_to_the_31_elements(
         assert not t[b // 2 + 1 : b - 3].any()
 
 
-def converts(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
-    if operand_dtype(kernel, dtype) == dtype:
-        pytest.skip(f"{kernel.name} multiplies {dtype} as it is")
+def converts(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> bool:
+    """Whether the kernel multiplies another type than its inputs'."""
+    return operand_dtype(kernel, dtype) != dtype
 
 
 def scaled(t: Tensor, exponents: tuple[int, ...]) -> Tensor:
@@ -506,11 +506,11 @@ RANGES = {
 }
 
 
+@needs(converts)
 @pytest.mark.parametrize("sizes", RANGES.values(), ids=RANGES)
 def test_range_of_converted_inputs(backward_target: BackwardTarget, sizes: tuple[float, ...]) -> None:
     """None of the type's is lost."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
     given = inputs(kernel, dtype, 70, 90, heads=(1, 1))._replace(dlse=None)
     values = [t * size for t, size in zip(given[:4], sizes, strict=True)]
     gradients = check(kernel, Inputs(*values, None), moderate=given)
@@ -539,13 +539,12 @@ TILES = {
 }
 
 
+@needs(converts, "deterministic", "causal")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("which", TILES)
 def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which: str, deterministic: bool) -> None:
     """Accumulators follow the exponents."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
-    needs(kernel, "deterministic", "causal")
     moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     given = Inputs(*(scaled(t, e) for t, e in zip(moderate[:4], TILES[which], strict=True)), None)
     # Scores as large as the largest of these
@@ -556,12 +555,11 @@ def test_range_differs_from_tile_to_tile(backward_target: BackwardTarget, which:
     check_each_tile(kernel, given, gradients, Mask(True))
 
 
+@needs(converts, "deterministic")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_range_differs_from_head_to_head(backward_target: BackwardTarget, deterministic: bool) -> None:
     """And from one batch entry to the other."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
-    needs(kernel, "deterministic")
     moderate = inputs(kernel, dtype, 20, 20, 16, heads=(4, 2), batch=2)._replace(dlse=None)
     of_q, of_k = (torch.arange(2 * heads, device=kernel.device).view(2, heads, 1, 1) for heads in (4, 2))
     exponents = (of_q % 2 - 20 * (of_q // 2), 20 * of_k, 7 * of_k, -5 * of_q)
@@ -573,12 +571,11 @@ def test_range_differs_from_head_to_head(backward_target: BackwardTarget, determ
         assert head_error(gradient, true) <= 4 * eps
 
 
+@needs(converts, "deterministic", "window")
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_range_of_keys_outside_the_window(backward_target: BackwardTarget, deterministic: bool) -> None:
     """Keys of the same tile that no query of a tile sees have no part in its unit."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
-    needs(kernel, "deterministic", "window")
     mask = Mask(False, (10, 0))
     moderate = inputs(kernel, dtype, 200, 200, heads=(1, 1))._replace(dlse=None)
     large = (50, 0, 0, 0)
@@ -587,13 +584,12 @@ def test_range_of_keys_outside_the_window(backward_target: BackwardTarget, deter
     check_each_tile(kernel, given, compute(kernel, given, mask, PLAIN, deterministic), mask)
 
 
+@needs(converts, "deterministic", "attn_bias")
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("hidden", [0, 1, 2])
 def test_range_of_keys_that_a_mask_hides(backward_target: BackwardTarget, hidden: int, deterministic: bool) -> None:
     """Large keys that a mask hides take nothing of the others' precision, before them or behind them."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
-    needs(kernel, "deterministic", "attn_bias")
     moderate = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     large = tuple(50 * (tile == hidden) for tile in range(3))
     given = moderate._replace(k=scaled(moderate.k, large), v=scaled(moderate.v, large))
@@ -603,11 +599,11 @@ def test_range_of_keys_that_a_mask_hides(backward_target: BackwardTarget, hidden
     check_each_tile(kernel, given, gradients, DENSE, modification)
 
 
+@needs(converts)
 @pytest.mark.parametrize("zero", range(4))
 def test_tiles_of_zeros(backward_target: BackwardTarget, zero: int) -> None:
     """Of q, k, v or dout, among small values: nothing is lost beside them."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
     given = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     given[zero][:, :, SCALE_ROWS : 2 * SCALE_ROWS] = 0
     values = [t * size for t, size in zip(given[:4], (1e-10, 1e10, 1e-8, 1e-12), strict=True)]
@@ -615,10 +611,10 @@ def test_tiles_of_zeros(backward_target: BackwardTarget, zero: int) -> None:
     check(kernel, Inputs(*values, None), DENSE, PLAIN, deterministic, given)
 
 
+@needs(converts)
 def test_outliers_of_converted_inputs(backward_target: BackwardTarget) -> None:
     """A few values of v and of dout far above all others, in different columns, take little of dS's precision."""
     kernel, dtype = backward_target
-    converts(kernel, dtype)
     given = inputs(kernel, dtype, 140, 150, heads=(1, 1))._replace(dlse=None)
     given.v[:, :, 20, 3] *= 1000
     given.dout[:, :, 90, 7] *= 1000

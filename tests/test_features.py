@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NO_CUDA_KERNEL, marks, name, obstacle, targets
+from conftest import marks, name, obstacle, parametrize, targets
+from needs import needs
 from pairwise import every, pairwise
 from reference import (
     DENSE,
@@ -161,8 +162,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
             for case in cases
         ]
-    without_cuda = not any(kernel.device == "cuda" for kernel in flash_wmma.kernels())
-    metafunc.parametrize("case", rows + ([NO_CUDA_KERNEL] if without_cuda else []))
+    parametrize(metafunc, "case", rows)
 
 
 def test_features(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -> None:
@@ -198,11 +198,8 @@ def test_features_at_length(target: Target) -> None:
     check(*run(kernel, q, k, v, mask, None, modification), reference(kernel, q, k, v, mask, None, modification))
 
 
-def few(target: Target, feature: str, nq: int = 37, nk: int = 70, hk: int = 2) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of a kernel that has the feature."""
+def inputs(target: Target, nq: int = 37, nk: int = 70, hk: int = 2) -> tuple[Tensor, Tensor, Tensor]:
     kernel, dtype = target
-    if feature not in kernel.features:
-        pytest.skip(f"{kernel.name} has no {feature}")
     where = {"dtype": dtype, "device": kernel.device}
     return (
         normal((2, 4, nq, 64), seed=1, **where),
@@ -211,13 +208,12 @@ def few(target: Target, feature: str, nq: int = 37, nk: int = 70, hk: int = 2) -
     )
 
 
+@needs("attn_bias", lambda dtype, bias_dtype: bias_dtype in (dtype, torch.float32))
 @pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
 def test_least_finite_bias_hides_nothing(target: Target, bias_dtype: torch.dtype) -> None:
     """A row whose keys all carry it is the mean of v, as softmax has it; beside others they weigh nothing."""
-    kernel, dtype = target
-    if bias_dtype not in (dtype, torch.float32):
-        pytest.skip("neither float32 nor the inputs' dtype")
-    q, k, v = few(target, "attn_bias", 20, 150)
+    kernel, _ = target
+    q, k, v = inputs(target, 20, 150)
     bias = torch.zeros(20, 150, dtype=bias_dtype, device=kernel.device)
     bias[3] = bias[:, 70:] = torch.finfo(bias_dtype).min
     out, lse = run(kernel, q, k, v, modification=Modification(bias))
@@ -226,13 +222,14 @@ def test_least_finite_bias_hides_nothing(target: Target, bias_dtype: torch.dtype
     assert bool(lse.isfinite().all())
 
 
+@needs("attn_bias")
 @pytest.mark.parametrize("nq, nk", [(1, 1), (1, 65), (3, 700), (49, 1), (64, 64)])
 @pytest.mark.parametrize("kind", ["all false", "all -inf", "first key", "last key"])
 def test_bias_that_hides(target: Target, kind: str, nq: int, nk: int) -> None:
     """Rows that see nothing give 0 and -inf; rows that see one key give its value, to the bit (where the inputs are
     converted, a weight may be a last bit off)."""
     kernel, dtype = target
-    q, k, v = few(target, "attn_bias", nq, nk)
+    q, k, v = inputs(target, nq, nk)
     bias = torch.zeros(nq, nk, dtype=torch.bool, device=kernel.device)
     if kind == "all -inf":
         bias = torch.full((nq, nk), -math.inf, dtype=dtype, device=kernel.device)
@@ -251,13 +248,12 @@ def test_bias_that_hides(target: Target, kind: str, nq: int, nk: int) -> None:
         assert bool(lse.isneginf().all())
 
 
+@needs("attn_bias", lambda kernel: kernel.min_arch == 0)
 @pytest.mark.parametrize("nq", [1, 37])
 def test_hidden_keys_may_hold_anything(target: Target, nq: int) -> None:
     """What the bias hides does not reach a row, be it NaN or infinite."""
     kernel, _ = target
-    if kernel.min_arch:
-        pytest.skip("promised for the CPU kernel alone (docs/numerics.md)")
-    q, k, v = few(target, "attn_bias", nq)
+    q, k, v = inputs(target, nq)
     seen = torch.rand(k.shape[2], generator=torch.Generator().manual_seed(5)) > 0.3
     expected = run(kernel, q, k[:, :, seen], v[:, :, seen])
     for poison in (math.nan, math.inf):
@@ -269,20 +265,22 @@ def test_hidden_keys_may_hold_anything(target: Target, nq: int) -> None:
             torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
 
 
+@needs("attn_bias")
 def test_bias_one_column_beyond_reach(target: Target) -> None:
     """A bias that lies at the end of its memory: nothing past it is read into a result."""
     kernel, _ = target
     for nq, nk in ((1, 63), (50, 65), (64, 129)):
-        q, k, v = few(target, "attn_bias", nq, nk)
+        q, k, v = inputs(target, nq, nk)
         wide = torch.full((nq, nk + 1), math.nan, device=kernel.device)
         wide[:, :nk] = torch.randn(nq, nk, generator=torch.Generator().manual_seed(1))
         modification = Modification(wide[:, :nk])
         check(*run(kernel, q, k, v, DENSE, None, modification), reference(kernel, q, k, v, DENSE, None, modification))
 
 
+@needs("attn_bias")
 def test_bool_is_as_minus_infinity(target: Target) -> None:
     kernel, dtype = target
-    q, k, v = few(target, "attn_bias")
+    q, k, v = inputs(target)
     seen = torch.rand(37, 70, generator=torch.Generator().manual_seed(3)).to(kernel.device) > 0.5
     additive = torch.zeros(37, 70, dtype=dtype, device=kernel.device).masked_fill(~seen, -math.inf)
     for a, b in zip(
@@ -293,10 +291,11 @@ def test_bool_is_as_minus_infinity(target: Target) -> None:
         assert torch.equal(a, b)
 
 
+@needs("alibi_slopes")
 def test_alibi_as_bias(target: Target) -> None:
     """ALiBi is the bias that it says it is."""
     kernel, _ = target
-    q, k, v = few(target, "alibi_slopes")
+    q, k, v = inputs(target)
     slopes = torch.tensor([1.0, 0.5, 0.25, 0.125], device=kernel.device)
     distance = (torch.arange(37)[:, None] + 70 - 37 - torch.arange(70)).abs().to(kernel.device)
     for mask in (DENSE, Mask("bottom_right"), Mask("top_left")):
@@ -306,29 +305,31 @@ def test_alibi_as_bias(target: Target) -> None:
             torch.testing.assert_close(x, y, atol=1e-5, rtol=2 * torch.finfo(x.dtype).eps)
 
 
+@needs("softcap")
 def test_softcap_bounds_the_scores(target: Target) -> None:
     """Large scores, capped: the weights are those of scores of +-softcap."""
     kernel, _ = target
-    q, k, v = few(target, "softcap")
+    q, k, v = inputs(target)
     modification = Modification(softcap=1.0)
     out, lse = run(kernel, 100 * q, k, v, DENSE, None, modification)
     check(out, lse, reference(kernel, 100 * q, k, v, DENSE, None, modification))
     assert float(lse.max()) <= 1 + math.log(70) + 1e-3
 
 
+@needs("softcap")
 @pytest.mark.parametrize("cap", [1e-3, 1.0, 50.0, 1e4])
 def test_softcap_of_small_and_large_scores(target: Target, cap: float) -> None:
     kernel, _ = target
-    q, k, v = few(target, "softcap")
+    q, k, v = inputs(target)
     for factor in (1e-3, 1.0, 30.0):
         modification = Modification(softcap=cap)
         expected = reference(kernel, factor * q, k, v, DENSE, None, modification)
         check(*run(kernel, factor * q, k, v, DENSE, None, modification), expected)
 
 
+@needs("attn_bias")
 def test_empty_inputs_with_everything(target: Target) -> None:
     kernel, dtype = target
-    few(target, "attn_bias")
     for b, hq, hk, nq, nk in ((0, 4, 2, 5, 6), (2, 0, 0, 5, 6), (2, 4, 2, 0, 6), (2, 4, 2, 5, 0)):
         q, k = (torch.zeros(b, h, n, 64, dtype=dtype, device=kernel.device) for h, n in ((hq, nq), (hk, nk)))
         bias = torch.zeros(b, hq, nq, nk, device=kernel.device)
@@ -348,11 +349,12 @@ def test_results_are_rounded_to_nearest(target: Target) -> None:
     assert torch.equal(out, v.float().mean(dim=2, keepdim=True).to(kernel.device, dtype).expand_as(out))
 
 
+@needs("causal")
 def test_run_to_run(target: Target) -> None:
     """Bitwise the same again, with every feature the kernel has; and a batch entry by itself, if it is asked for."""
     kernel, _ = target
     nq, nk = (37, 70) if early_rung(kernel.name) else (150, 200)
-    q, k, v = few(target, "causal", nq, nk)
+    q, k, v = inputs(target, nq, nk)
     has = kernel.features
     bias = bias_of("full", 2, 4, nq, nk, q.dtype, kernel.device) if "attn_bias" in has else None
     slopes = slopes_of("head", 2, 4, kernel.device) if "alibi_slopes" in has else None

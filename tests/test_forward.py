@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import NO_CUDA_KERNEL, label, marks, name, obstacle, targets
+from conftest import label, marks, name, obstacle, parametrize, targets
 from far_apart import far_apart
+from needs import needs
 from pairwise import every, pairwise
-from reference import LAYOUTS, Mask, check, emulated, few, normal, reference, run
+from reference import LAYOUTS, Mask, check, emulated, few, normal, on_a_cpu, reference, run
 
 import flash_wmma
 from flash_wmma.emulator import settings
@@ -91,8 +92,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             )
             for case in cases
         ]
-    without_cuda = not any(kernel.min_arch for kernel in flash_wmma.kernels())
-    metafunc.parametrize("case", rows + ([NO_CUDA_KERNEL] if without_cuda else []))
+    parametrize(metafunc, "case", rows)
 
 
 def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -> None:
@@ -129,13 +129,12 @@ def supported(kernel: flash_wmma.Kernel, mask: Mask) -> bool:
     return needed <= kernel.features
 
 
+@needs(supported)
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("nq, nk", [(65, 65), (33, 100), (130, 47), (16, 1), (200, 200)])
 def test_one_hot_values(target: tuple[flash_wmma.Kernel, torch.dtype], nq: int, nk: int, mask: Mask) -> None:
     """With one-hot values the output is the weights themselves: a hidden key's is 0, to the bit."""
     kernel, dtype = target
-    if not supported(kernel, mask):
-        pytest.skip(f"{kernel.name} has no such mask")
     d = 64
     heads = few(kernel, 2)
     q = normal((1, heads, nq, d), dtype=dtype, device=kernel.device, seed=4)
@@ -167,6 +166,7 @@ def test_spiked_key(target: tuple[flash_wmma.Kernel, torch.dtype], nk: int, spik
     assert out.min() > 50
 
 
+@needs("causal")
 @pytest.mark.parametrize("alignment", ["top_left", "bottom_right"])
 @pytest.mark.parametrize("n", [16, 33, 64, 100, 150])
 def test_neighbour_of_the_diagonal_is_hidden(
@@ -174,8 +174,6 @@ def test_neighbour_of_the_diagonal_is_hidden(
 ) -> None:
     """The first hidden key of every row would take all weight if it were seen, the last visible one would be missed."""
     kernel, dtype = target
-    if "causal" not in kernel.features:
-        pytest.skip(f"{kernel.name} has no causal mask")
     d, nk = 64, n if alignment == "top_left" else n + 7
     rise = torch.arange(nk, dtype=torch.float64)  # scores rise by 6 from key to key
     q = torch.zeros(1, 1, n, d, dtype=dtype, device=kernel.device)
@@ -190,11 +188,10 @@ def test_neighbour_of_the_diagonal_is_hidden(
     assert float((out[0, 0, :, 0].double().cpu() - (last % 64)).abs()[last % 64 > 1].max()) < 0.5
 
 
+@needs("causal")
 def test_rows_that_see_nothing(target: tuple[flash_wmma.Kernel, torch.dtype]) -> None:
     """Bottom-right with more queries than keys: the first rows see no key."""
     kernel, dtype = target
-    if "causal" not in kernel.features:
-        pytest.skip(f"{kernel.name} has no causal mask")
     for nq, nk in ((100, 37), (200, 3), (17, 16), (300, 64)):
         q, k, v = (
             normal((2, 2, n, 64), dtype=dtype, device=kernel.device, seed=n + i) for i, n in enumerate((nq, nk, nk))
@@ -208,11 +205,10 @@ def test_rows_that_see_nothing(target: tuple[flash_wmma.Kernel, torch.dtype]) ->
         assert bool(lse[:, :, hidden:].isfinite().all())
 
 
+@needs("window")
 @pytest.mark.parametrize("window", [(2**63 - 1, 2**63 - 1), (2**62, 2**62), (2**40, -1), (10**6, 2**31)], ids=str)
 def test_window_far_beyond_the_keys(target: tuple[flash_wmma.Kernel, torch.dtype], window: tuple[int, int]) -> None:
     kernel, dtype = target
-    if "window" not in kernel.features:
-        pytest.skip(f"{kernel.name} has no window")
     q, k, v = (normal((1, 2, 77, 64), dtype=dtype, device=kernel.device, seed=s) for s in (1, 2, 3))
     out, lse = run(kernel, q, k, v, Mask(False, window))
     check(out, lse, reference(kernel, q, k, v))
@@ -245,8 +241,6 @@ def test_equal_from_run_to_run(target: tuple[flash_wmma.Kernel, torch.dtype]) ->
 @pytest.mark.parametrize("large", ["q", "k", "v"])
 def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, gpu_memory: Callable[[int], None]) -> None:
     """The last head of a tensor of more than 2^32 bytes and 2^31 elements."""
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
     b, h, n, d = 2, 2, 100, 64
     stride = 2**31 // h + 64  # elements from head to head: the last head starts beyond 2^31
     dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
@@ -264,12 +258,11 @@ def test_offsets_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, gpu_memor
     check(*flash_wmma.forward(**tensors, kernel=kernel.name, return_lse=True), expected)
 
 
+@needs(on_a_cpu)
 @pytest.mark.parametrize("dim", [1, 2], ids=["head", "row"])
 @pytest.mark.parametrize("large", ["q", "k", "v"])
 def test_strides_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, dim: int) -> None:
     """The same on a CPU, where memory that nobody touches costs nothing: the last head or row begins beyond 2^31."""
-    if kernel.device != "cpu":
-        pytest.skip("on a CPU alone")
     dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32
     tensors = {name: normal((1, 2, 20, 64), dtype=dtype, seed=seed) for seed, name in enumerate("qkv")}
     expected = reference(kernel, **tensors)
@@ -280,8 +273,6 @@ def test_strides_beyond_32_bits(kernel: flash_wmma.Kernel, large: str, dim: int)
 @pytest.mark.gpu
 def test_more_than_2_to_the_31_elements(kernel: flash_wmma.Kernel, gpu_memory: Callable[[int], None]) -> None:
     """Contiguous tensors whose last batch entries lie beyond 2^31 elements, in and out."""
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
     h, n, d = 8, 128, 64
     b = 2**31 // (h * n * d) + 3
     dtype = torch.float16 if torch.float16 in kernel.dtypes else torch.float32

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from needs import needs
 from reference import (
     DENSE,
     PLAIN,
@@ -24,7 +25,6 @@ from reference import (
     operand_dtype,
     reference,
     run,
-    skip_large,
 )
 from torch import Tensor
 
@@ -98,7 +98,7 @@ def test_one_row_far_below(target: Target, gap: float) -> None:
 
 
 @pytest.mark.parametrize("step", [1, 10, 11, 11.0859375, 11.5, 20, 1000])
-@pytest.mark.parametrize("tile", [16, 32, 64, 128])
+@pytest.mark.parametrize("tile", [16, 32, 64, pytest.param(128, marks=pytest.mark.long)])
 @pytest.mark.parametrize("where", ["every row", "one row", "last tile", "falling", "zigzag"])
 def test_rising_maximum(target: Target, where: str, tile: int, step: float) -> None:
     """Scores that rise by `step` a tile: the running maximum lags. From 11.09 on a weight passes fp16's range.
@@ -107,7 +107,6 @@ def test_rising_maximum(target: Target, where: str, tile: int, step: float) -> N
     that begin at the first key and for those that begin at the last."""
     tiles = 6
     nk = tiles * tile - 3
-    skip_large(target[0], nk)
     number = torch.arange(nk) // tile
     key = number * step
     row = torch.ones(50)
@@ -166,13 +165,12 @@ def test_equal_scores(target: Target, nk: int, value: float) -> None:
     assert torch.allclose(lse, torch.full_like(lse, value + math.log(nk)), atol=1e-3 * max(1, abs(value)))
 
 
+@needs(lambda kernel, dtype, size: kernel.auto_rank > 0 or size <= torch.finfo(operand_dtype(kernel, dtype)).max)
 @pytest.mark.parametrize("scale", [0.125, -0.125])
 @pytest.mark.parametrize(("size", "nk"), [(3e3, 300), (3e4, 256), (3.3e7, 300), (3.3e7, 256)])
 def test_equal_scores_of_any_size(target: Target, size: float, nk: int, scale: float) -> None:
     """The mean of v, however far the scores' unit in the last place lies above 1; also where no tile is masked."""
     kernel, dtype = target
-    if size > torch.finfo(operand_dtype(kernel, dtype)).max and kernel.auto_rank == 0:
-        pytest.skip(f"{kernel.name} converts without scales")
     q, k = (torch.zeros(1, 1, n, D, dtype=dtype, device=kernel.device) for n in (40, nk))
     q[..., 0], k[..., 0] = -min(size, torch.finfo(dtype).max), min(1.37 * size, torch.finfo(dtype).max)
     v = normal((1, 1, nk, D), dtype=dtype, device=kernel.device, seed=1)
@@ -215,11 +213,15 @@ RANGES = {
 }
 
 
+def range_of_float32(kernel: flash_wmma.Kernel) -> bool:
+    """Whether the kernel promises that none of it is lost."""
+    return torch.float32 in kernel.dtypes and kernel.auto_rank > 0
+
+
+@needs(range_of_float32)
 @pytest.mark.parametrize("sizes", RANGES.values(), ids=RANGES)
 def test_float32_range(kernel: flash_wmma.Kernel, sizes: tuple[float, float, float]) -> None:
     """No range of float32 is lost, in the kernels that `auto` takes."""
-    if torch.float32 not in kernel.dtypes or kernel.auto_rank == 0:
-        pytest.skip(f"{kernel.name} does not promise it")
     q, k, v = (
         normal((2, 3, n, D), device=kernel.device, seed=s) * size
         for s, (n, size) in enumerate(zip((100, 150, 150), sizes, strict=True))
@@ -235,10 +237,9 @@ TILE_EXPONENTS = {  # of 64 rows each; -inf: zeros
 }
 
 
+@needs(range_of_float32)
 @pytest.mark.parametrize("which", TILE_EXPONENTS)
 def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, which: str) -> None:
-    if torch.float32 not in kernel.dtypes or kernel.auto_rank == 0:
-        pytest.skip(f"{kernel.name} does not promise it")
     n = 5 * 64 + 10
     tensors = {name: normal((1, 2, n, D), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
     size = 2.0 ** torch.tensor(TILE_EXPONENTS[which]).double()[torch.arange(n) // 64][:, None]
@@ -249,11 +250,10 @@ def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, whic
         verify((kernel, torch.float32), q, k, v, Mask("top_left"))
 
 
+@needs(range_of_float32)
 @pytest.mark.parametrize("size", [1e2, 3e4, 1e9])
 def test_float32_large_value_without_weight(kernel: flash_wmma.Kernel, size: float) -> None:
     """A value that no query takes shares its scale with its own 64 rows, and shrinks the weights of no others."""
-    if torch.float32 not in kernel.dtypes or kernel.auto_rank == 0:
-        pytest.skip(f"{kernel.name} does not promise it")
     q, k, v = (normal((1, 2, 300, D), device=kernel.device, seed=s) for s in range(3))
     q[..., 0] = 8
     k[:, :, [5, 130], 0] = -1e4

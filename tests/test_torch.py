@@ -11,7 +11,8 @@ import pytest
 import torch
 import torch._dynamo.testing
 from conftest import obstacle
-from reference import Mask, check, few, normal, reference, run, skip_repeated
+from needs import needs
+from reference import Mask, check, few, no_repetition, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
@@ -28,9 +29,9 @@ def inputs(target: Target, nq: int = 33, nk: int = 50, seed: int = 0) -> tuple[T
     return q, k, v
 
 
+@needs(no_repetition)
 def test_opcheck(target: Target) -> None:
     kernel, _ = target
-    skip_repeated(*target)
     q, k, v = inputs(target)
     options = [{}, {"scale": 0.3}]
     options += [{"window_right": 0}, {"window_right": 0, "bottom_right": True}] if "causal" in kernel.features else []
@@ -55,17 +56,15 @@ def test_opcheck(target: Target) -> None:
 def packed(target: Target) -> tuple[tuple[Tensor, ...], dict[str, object]]:
     """Arguments of forward_varlen."""
     kernel, _ = target
-    if "varlen" not in kernel.features:
-        pytest.skip(f"{kernel.name} has no varlen")
     q, k, v = (t.flatten(0, 1) for t in inputs(target))
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     cu_q, cu_k = (torch.tensor([0, 9, n], dtype=torch.int32, device=q.device) for n in (33, 50))
     return (q, k, v, cu_q, cu_k, None, None, 24, 41), {"kernel_name": kernel.name}
 
 
+@needs("varlen", no_repetition)
 def test_opcheck_varlen(target: Target) -> None:
     kernel, _ = target
-    skip_repeated(*target)
     arguments, options = packed(target)
     heads, device = arguments[0].shape[1], kernel.device
     torch.library.opcheck(ops.forward_varlen.default, arguments, options)
@@ -130,13 +129,11 @@ def test_fakes_of_backward() -> None:
     assert [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]
 
 
+@needs(no_repetition, lambda dtype, backend: backend != "inductor" or dtype == torch.float32)
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compile_with_dynamic_length(target: Target, backend: str) -> None:
     """No graph break, and one graph for every length once lengths are dynamic."""
-    kernel, dtype = target
-    if backend == "inductor" and dtype != torch.float32:
-        pytest.skip("once is enough")
-    skip_repeated(kernel, dtype)
+    kernel, _ = target
     torch._dynamo.reset()
     graphs = after_first = 0
 
@@ -162,10 +159,10 @@ def test_compile_with_dynamic_length(target: Target, backend: str) -> None:
     assert graphs == after_first
 
 
+@needs("varlen")
 def test_compile_varlen_with_dynamic_lengths(target: Target) -> None:
     """max_seqlen, the totals and the batch change, the graph does not."""
     kernel, _ = target
-    packed(target)
     torch._dynamo.reset()
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     after_first = 0
@@ -189,11 +186,9 @@ def test_compile_varlen_with_dynamic_lengths(target: Target) -> None:
     assert counter.frame_count == after_first
 
 
+@needs("attn_bias", "alibi_slopes", "softcap")
 def test_compile_with_every_option(target: Target) -> None:
     """Bias, slopes and softcap go through a compiled graph; flash-attn's function with its own layout too."""
-    kernel, _ = target
-    if not {"attn_bias", "alibi_slopes", "softcap"} <= kernel.features:
-        pytest.skip(f"{kernel.name} has not all of them")
     torch._dynamo.reset()
     attend = torch.compile(flash_wmma.forward, fullgraph=True, dynamic=True, backend="aot_eager")
     for nq, nk in ((33, 50), (20, 60)):
@@ -207,11 +202,12 @@ def test_compile_with_every_option(target: Target) -> None:
         assert out.is_contiguous()
 
 
+@needs(lambda kernel, dtype: {torch.float32, dtype} <= set(kernel.dtypes))
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> None:
     """q, k and v are cast; slopes and a float32 bias stay as they are; so too in a compiled graph."""
-    if obstacle(kernel, dtype) or dtype not in kernel.dtypes or torch.float32 not in kernel.dtypes:
-        pytest.skip(f"{kernel.name} has not both dtypes here")
+    if why_not := obstacle(kernel, dtype):
+        pytest.skip(f"{kernel.name}: {why_not}")
     q, k, v = inputs((kernel, torch.float32))
     options: dict[str, object] = {"kernel": kernel.name}
     if {"attn_bias", "alibi_slopes"} <= kernel.features:
@@ -361,8 +357,6 @@ def test_export_varlen_and_drop_in() -> None:
 def test_stream(target: Target) -> None:
     """The current stream is used: inputs written late on it are seen."""
     kernel, _ = target
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
     q, k, v = inputs(target, 300, 300)
     expected = run(kernel, q, k, v)
     stream = torch.cuda.Stream()
@@ -380,8 +374,6 @@ def test_stream(target: Target) -> None:
 @pytest.mark.gpu
 def test_no_synchronisation(target: Target) -> None:
     kernel, _ = target
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
     q, k, v = inputs(target)
     packed = [t[0, :, :33].transpose(0, 1) for t in (q, k, v)]
     lengths = torch.tensor([0, 33], dtype=torch.int32, device="cuda") if "varlen" in kernel.features else None
@@ -430,8 +422,6 @@ assert torch.equal(out, again[0]) and torch.equal(lse, again[1])
 def test_graph_capture_from_the_first_call(target: Target) -> None:
     """In a fresh process: nothing has to be warmed up before it."""
     kernel, dtype = target
-    if kernel.device != "cuda":
-        pytest.skip("on the GPU alone")
     done = subprocess.run(
         [sys.executable, "-c", CAPTURE.format(name=kernel.name, dtype=dtype, varlen="varlen" in kernel.features)],
         capture_output=True,
@@ -443,7 +433,7 @@ def test_graph_capture_from_the_first_call(target: Target) -> None:
 @pytest.mark.gpu
 def test_other_device(kernel: flash_wmma.Kernel) -> None:
     """The tensors' device is used, not the current one."""
-    if torch.cuda.device_count() < 2 or kernel.device != "cuda":
+    if torch.cuda.device_count() < 2:
         pytest.skip("needs two GPUs")
     dtype = kernel.dtypes[0]
     q, k, v = (normal((2, 4, 70, 64), dtype=dtype, device="cuda:1", seed=s) for s in (1, 2, 3))

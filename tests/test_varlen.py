@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from needs import needs
 from reference import DENSE, PLAIN, Mask, Modification, check, emulated, filled, poisoned_memory, reference
 from torch import Tensor
 
@@ -41,14 +42,6 @@ def packed(total: int, heads: int, d: int, dtype: torch.dtype, device: str, seed
     values = torch.randn(total, heads, d, generator=torch.Generator().manual_seed(seed))
     filled(view[:total], values.to(dtype).to(device))
     return view
-
-
-def supporting(target: Target, *features: str) -> Target:
-    kernel, _ = target
-    for feature in ("varlen", *features):
-        if feature not in kernel.features:
-            pytest.skip(f"{kernel.name} has no {feature}")
-    return target
 
 
 def run_packed(
@@ -100,10 +93,11 @@ def check_sequences(
     assert bool(lse[:, begin_q:].isneginf().all())
 
 
+@needs("varlen")
 @pytest.mark.parametrize("mask", [DENSE, Mask("top_left"), Mask("bottom_right"), Mask(False, (20, 5))], ids=str)
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_against_float64(target: Target, lengths: tuple[tuple[int, ...], tuple[int, ...]], mask: Mask) -> None:
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     q = packed(sum(lengths[0]), 4, 64, dtype, kernel.device, 1, extra=3)
     k = packed(sum(lengths[1]), 2, 64, dtype, kernel.device, 2, extra=5)
     v = packed(sum(lengths[1]), 2, 64, dtype, kernel.device, 3, extra=5)
@@ -112,9 +106,10 @@ def test_against_float64(target: Target, lengths: tuple[tuple[int, ...], tuple[i
     check_sequences(kernel, (q, k, v), lengths, result, mask)
 
 
+@needs("varlen", lambda kernel, d, dv: d == dv or "d_v != d" in kernel.features)
 @pytest.mark.parametrize("d, dv", [(40, 40), (59, 59), (128, 64), (256, 256)])
 def test_head_dims(target: Target, d: int, dv: int) -> None:
-    kernel, dtype = supporting(target, *(["d_v != d"] if d != dv else []))
+    kernel, dtype = target
     lengths = LENGTHS["mixed"]
     q = packed(sum(lengths[0]), 6, d, dtype, kernel.device, 1)
     k, v = (packed(sum(lengths[1]), 3, n, dtype, kernel.device, s) for n, s in ((d, 2), (dv, 3)))
@@ -122,9 +117,10 @@ def test_head_dims(target: Target, d: int, dv: int) -> None:
     check_sequences(kernel, (q, k, v), lengths, result, Mask("bottom_right"))
 
 
+@needs("varlen", lambda kernel, kind: ("attn_bias" if kind == "bool" else kind) in kernel.features)
 @pytest.mark.parametrize("kind", ["attn_bias", "bool", "alibi_slopes", "softcap"])
 def test_modified_scores(target: Target, kind: str) -> None:
-    kernel, dtype = supporting(target, "attn_bias" if kind == "bool" else kind)
+    kernel, dtype = target
     lengths = LENGTHS["mixed"]
     q = packed(sum(lengths[0]), 4, 64, dtype, kernel.device, 1)
     k, v = (packed(sum(lengths[1]), 2, 64, dtype, kernel.device, s) for s in (2, 3))
@@ -141,10 +137,11 @@ def test_modified_scores(target: Target, kind: str) -> None:
     check_sequences(kernel, (q, k, v), lengths, result, DENSE, modification)
 
 
+@needs("varlen")
 def test_seqused_k(target: Target) -> None:
     """As if the keys past the used ones were not there: they are NaN and the largest numbers, which would spoil a
     conversion's scales. Negative and too large numbers of keys are clamped."""
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     lengths = ((5, 7, 40, 3), (9, 4, 100, 8))
     used = (3, 4, 65, 0)
     q = packed(sum(lengths[0]), 4, 64, dtype, kernel.device, 1)
@@ -185,11 +182,12 @@ WRONG = {
 }
 
 
+@needs("varlen")
 @pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
 def test_wrong_lengths_read_nothing_outside(target: Target, wrong: tuple[list[int], list[int]]) -> None:
     """What is outside the tensors is NaN, and no NaN comes out (of a CUDA kernel, which may leave such rows unwritten,
     nothing fails, and the emulator sees no access outside); with validate=True it is an error instead."""
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     q = packed(20, 4, 64, dtype, kernel.device, 1)
     k, v = (packed(20, 2, 64, dtype, kernel.device, s) for s in (2, 3))
     cu = [torch.tensor(n, dtype=torch.int32, device=kernel.device) for n in wrong]
@@ -205,9 +203,10 @@ def test_wrong_lengths_read_nothing_outside(target: Target, wrong: tuple[list[in
         flash_wmma.forward_varlen(q, k, v, *cu, 20, 20, validate=True)
 
 
+@needs("varlen")
 def test_sequence_in_the_middle(target: Target) -> None:
     """A first number above 0: the sequences themselves are right."""
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     q, k, v = (packed(20, 2, 64, dtype, kernel.device, s) for s in (1, 2, 3))
     cu = torch.tensor([7, 15], dtype=torch.int32, device=kernel.device)
     out, lse = run_packed(kernel, q, k, v, cu, cu)
@@ -217,9 +216,10 @@ def test_sequence_in_the_middle(target: Target) -> None:
     assert bool(lse[:, 15:].isneginf().all())
 
 
+@needs("varlen")
 def test_longer_than_max_seqlen(target: Target) -> None:
     """It concerns no other sequence, and nothing outside is read, of a bias neither."""
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     q, k, v = (packed(60, 2, 64, dtype, kernel.device, s) for s in (1, 2, 3))
     cu = cumulative((40, 20), kernel.device)
     biases = [None]
@@ -233,10 +233,11 @@ def test_longer_than_max_seqlen(target: Target) -> None:
         assert not out.isnan().any()
 
 
+@needs("varlen")
 @pytest.mark.parametrize("foreign", [1000.0, math.inf, math.nan])
 def test_neighbours_leave_no_trace(target: Target, foreign: float) -> None:
     """A sequence's result is the same to the bit, whatever the next one holds; its first tile of keys is full."""
-    kernel, dtype = supporting(target)
+    kernel, dtype = target
     lengths, keys = (41, 49), (256, 30)
     q = packed(sum(lengths), 2, 64, dtype, kernel.device, 1)
     k, v = (packed(sum(keys), 2, 64, dtype, kernel.device, s) for s in (2, 3))
@@ -355,9 +356,8 @@ def test_errors(wrong: str) -> None:
     assert flash_wmma.forward_varlen(**good(), validate=True).shape == (12, 2, 64)
 
 
+@needs(lambda kernel: "varlen" not in kernel.features)
 def test_kernel_without_varlen(kernel: flash_wmma.Kernel) -> None:
-    if "varlen" in kernel.features:
-        pytest.skip("it has it")
     call = {x: t.to(kernel.device) if isinstance(t, Tensor) else t for x, t in good().items()}
     call |= {x: call[x].to(kernel.dtypes[0]) for x in "qkv"}
     with pytest.raises(ValueError, match=f"kernel '{kernel.name}' cannot run this: does not support varlen"):

@@ -68,7 +68,7 @@ class Judge:
 
 
 def normalized_error(result: torch.Tensor, reference: torch.Tensor) -> float:
-    """max |result - reference| / max |reference| of each (batch, head), the largest of them. NaN if there is any."""
+    """The largest over (batch, head) of max |result - reference| / max |reference|. NaN if there is any."""
     if reference.numel() == 0:
         return 0.0
     error = (result.double() - reference).abs().amax(dim=(-2, -1))
@@ -78,7 +78,7 @@ def normalized_error(result: torch.Tensor, reference: torch.Tensor) -> float:
 def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float) -> torch.Tensor:
     """Plain attention in the inputs' type, in chunks of rows. Causal is aligned to the first key, as in SDPA."""
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
-    # CPU matmuls of half types are very slow: multiply in float32 and round, which is what a GPU's do.
+    # CPU matmuls of half types are very slow: multiply in float32 and round, as GPUs do.
     wide = torch.float32 if q.device.type == "cpu" and q.dtype in (torch.float16, torch.bfloat16) else q.dtype
     keys = torch.arange(k.shape[-2], device=q.device)
     flat_q, flat_k, flat_v, flat_out = (t.flatten(0, 1) for t in (q, k, v, out))

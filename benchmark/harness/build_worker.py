@@ -1,8 +1,8 @@
 """One build of flash_wmma, which answers requests: `builds.py` starts this module once for each of its two builds.
 
 The ops of two builds have the same names, so each build needs a process of its own. Requests come on standard input and
-answers go to standard output, a line of JSON each. The first answer needs no request: it says what build this is. Then
-every request names a case, and what to do with it:
+answers go to standard output, a line of JSON each. The first answer needs no request: it says which build this is.
+Then every request names a case, and what to do with it:
 
     check     {"ms", "sums", "repeatable"}: checksums of the bits of the results, and whether a second call has them too
     time      {"ms"}: the median of `repeats` samples, by timing.py's method
@@ -56,7 +56,7 @@ class Prepared:
     results: Callable[[], tuple[Tensor, ...]]  #: the output, or the gradients of q, k and v
 
     def milliseconds(self, device: torch.device, repeats: int) -> float:
-        """Forward in CUDA graphs, so that host time does not count; autograd, with streams of its own, without."""
+        """Forward in CUDA graphs, so that host time does not count; autograd, which has its own streams, without."""
         graph = "on" if self.case.direction == "forward" else "off"
         method = Method(warmup=2, repeats=repeats, graph=graph)
         measured = measure({"kernel": Contender(lambda: self.results()[0])}, device, method)
@@ -97,7 +97,7 @@ def attend_packed(
 
 
 def checksum(tensor: Tensor) -> int:
-    """Of the bits: their sum, weighted by odd numbers, modulo 2^64. A difference in one element always shows."""
+    """The sum of the bits, weighted by odd numbers, modulo 2^64. It always shows a difference in one element."""
     bits = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[tensor.element_size()]).long()
     generator = torch.Generator(tensor.device).manual_seed(0)
     weights = torch.randint(-(2**62), 2**62, bits.shape, generator=generator, device=tensor.device)
@@ -105,7 +105,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def by_head(tensor: Tensor) -> Tensor:
-    """(..., N, d); a packed tensor is (total, H, d)."""
+    """The tensor as (..., N, d); a packed one is (total, H, d)."""
     return tensor.transpose(0, 1) if tensor.dim() == 3 else tensor
 
 
@@ -129,7 +129,7 @@ def answer(prepared: Prepared, request: dict[str, Any], device: torch.device) ->
 def serve(device_name: str | None = None) -> int:
     """Answers requests until standard input ends."""
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a library prints is no answer
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # text that a library prints is no answer
 
     def say(record: dict[str, Any]) -> None:
         print(json.dumps(record), file=answers, flush=True)

@@ -24,7 +24,7 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
-#: Without the compiled module `_C` the library cannot list its kernels; then these are tried.
+#: Tried without the compiled module `_C`, since the library then cannot list its kernels.
 USUAL_KERNELS = {"cpu": ("cpu",), "cuda": ("wmma_v1", "wmma_v2", "wmma_v3")}
 
 
@@ -36,19 +36,19 @@ class Implementation:
     family: Literal["flash_wmma", "sdpa", "other"]
     attend: Attention
     context: Callable[[], AbstractContextManager[object]] = nullcontext
-    half_operands: bool = False  #: multiplies fp16 numbers even if its inputs are fp32
+    half_operands: bool = False  #: whether it multiplies fp16 numbers even if its inputs are fp32
 
     @property
     def ours(self) -> bool:
         return self.family == "flash_wmma"
 
     def multiplied(self, dtype: torch.dtype) -> torch.dtype:
-        """The type of the numbers that it multiplies, for inputs of type `dtype`."""
+        """The type of the numbers that this implementation multiplies, for inputs of type `dtype`."""
         return torch.float16 if self.half_operands and dtype == torch.float32 else dtype
 
 
 class UnknownName(ValueError):
-    """A contender was asked for that does not exist."""
+    """The name of a contender that does not exist."""
 
 
 def flash_wmma_kernels(library: ModuleType, device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
@@ -93,7 +93,7 @@ def sdpa_choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool)
 
 
 def why_not(implementation: Implementation, error: Exception, inputs: Sequence[torch.Tensor], causal: bool) -> str:
-    """Why `implementation` does not run, in one line. SDPA gives its reasons as warnings: they are asked for again."""
+    """Why `implementation` does not run, in one line. SDPA gives its reasons as warnings, so it is called again."""
     if isinstance(error, torch.cuda.OutOfMemoryError):
         return "out of memory"
     if implementation.family == "sdpa":

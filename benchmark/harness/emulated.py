@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 @dataclass(frozen=True)
 class Emulated:
-    """One kernel. Without an error it did not run, and `reason` says why."""
+    """One kernel. If `error` is None, the kernel did not run, and `reason` says why."""
 
     kernel: str
     error: float | None = None  #: against float64 attention, normalised per head
@@ -37,7 +37,7 @@ class Emulated:
 
     @property
     def cells(self) -> list[str]:
-        """Of its row."""
+        """The cells of its row."""
         if self.error is None or self.plain_error is None:
             return [self.kernel, "WRONG" if self.right is False else ABSENT, *[ABSENT] * 6]
         mark = "WRONG" if not self.right else "ok" if self.allclose else "right"
@@ -55,7 +55,7 @@ class Emulated:
 
 
 def kernel_names(library: ModuleType) -> list[str]:
-    """The kernels that the emulator has the sources of."""
+    """The kernels whose sources the emulator has."""
     emulator = getattr(library, "emulator", None)
     return list(emulator.kernel_sources("forward")) if emulator else []
 

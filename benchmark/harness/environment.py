@@ -1,4 +1,4 @@
-"""What a benchmark says about the machine and the software it ran on."""
+"""The machine and the software that a benchmark ran on."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def describe(library: ModuleType, device: torch.device) -> Environment:
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """The tile that a kernel takes at some lengths, and what the driver says of its function."""
+    """The tile that a kernel takes at some lengths, and the driver's facts about its function."""
 
     kernel: str
     tile: str | None
@@ -91,7 +91,7 @@ def compiled_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[CompiledKernel]:
-    """What runs these (B, H, N, d) shapes. Nothing of a kernel that cannot, or if this build cannot tell."""
+    """What runs these (B, H, N, d) shapes: nothing for a kernel that cannot, or if this build cannot tell."""
     found: dict[tuple[str, Any], list[int]] = {}
     for name in names:
         for shape in shapes:
@@ -130,7 +130,7 @@ def _build(library: ModuleType) -> str:
 
 
 def _nvidia_smi(device: torch.device, *fields: str) -> list[str | None]:
-    """The driver's own words about one device; None where nvidia-smi is missing or silent."""
+    """The driver's own words about one device; None if nvidia-smi is missing or silent."""
     uuid = str(getattr(torch.cuda.get_device_properties(device), "uuid", ""))
     command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     if uuid:

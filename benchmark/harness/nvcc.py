@@ -1,4 +1,4 @@
-"""Where the CUDA compiler is, and where it finds what kernels include."""
+"""Where the CUDA compiler is, and its flags for the headers that kernels include."""
 
 from __future__ import annotations
 

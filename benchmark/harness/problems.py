@@ -29,14 +29,14 @@ class Problem:
 
     @property
     def flops(self) -> float:
-        """The two matrix products; the half of them that a causal mask leaves."""
+        """FLOPs of the two matrix products; with a causal mask, half of them."""
         full = 4.0 * self.batch * self.heads * self.length * self.length * self.head_dim
         return full / 2 if self.causal else full
 
 
 @dataclass
 class Cell:
-    """One contender in one row. Without a median it did not run, and `reason` says why."""
+    """One contender in one row. If the median is None, the contender did not run, and `reason` says why."""
 
     median_ms: float | None = None
     p10_ms: float | None = None
@@ -70,7 +70,7 @@ def measure_row(
     seed: int,
     on_round: Callable[[], None] = lambda: None,
 ) -> Row:
-    """Times all implementations together on one set of inputs, and checks what they wrote."""
+    """Times all implementations together on one set of inputs, and checks their outputs."""
     dtype = DTYPES[problem.dtype]
     try:
         inputs = make_inputs(problem, dtype, device, seed)
@@ -118,7 +118,7 @@ def timed_cell(problem: Problem, measured: Measurement, name: str, sdpa: Timing 
 
 
 def check(cell: Cell, judge: Judge, output: torch.Tensor, multiplied: torch.dtype) -> None:
-    """Fills in how far the output is from the reference; leaves it open if the reference does not fit in memory."""
+    """Fills in how far the output is from the reference, unless the reference does not fit in memory."""
     try:
         verdict = judge.judge(output, multiplied)
     except torch.cuda.OutOfMemoryError:
@@ -130,5 +130,5 @@ def check(cell: Cell, judge: Judge, output: torch.Tensor, multiplied: torch.dtyp
 
 
 def is_refusal(error: Exception) -> bool:
-    """A kernel that says it does not take such inputs, or that memory does not suffice; anything else is a defect."""
+    """Whether a kernel refused such inputs, or memory did not suffice; any other error is a defect."""
     return isinstance(error, ValueError | TypeError | NotImplementedError | torch.cuda.OutOfMemoryError)

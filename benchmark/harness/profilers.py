@@ -12,7 +12,7 @@ from pathlib import Path
 DTYPES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 
 Launch = dict[str, float]
-"""The figures of one launch, by the names that the program gives them; absent: not on this device."""
+"""The figures of one launch, by the names that the program gives them; a figure that the device lacks is absent."""
 
 
 class CannotProfile(Exception):
@@ -30,7 +30,7 @@ def find_ncu() -> str:
 
 
 def parse_ncu(text: str, metrics: Mapping[str, str]) -> list[tuple[str, Launch]]:
-    """ncu's CSV (one row a metric): the launches in order, each with its kernel's name."""
+    """Reads ncu's CSV (one row per metric): the launches in order, each with its kernel's name."""
     names = {metric: key for key, metric in metrics.items()}
     lines = text.splitlines()
     start = next((i for i, line in enumerate(lines) if line.startswith('"ID"')), len(lines))
@@ -45,7 +45,7 @@ def parse_ncu(text: str, metrics: Mapping[str, str]) -> list[tuple[str, Launch]]
 
 
 def argument_parser(description: str | None, dtype: str) -> argparse.ArgumentParser:
-    """What to profile; `dtype` is the default."""
+    """The arguments that say what to profile; `dtype` is the default."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("kernel")
     parser.add_argument("--dtype", choices=DTYPES, default=dtype)

@@ -1,6 +1,6 @@
 """How every program starts: the library, or the reason why it cannot be used; the device; types of arguments.
 
-Without torch this module can be imported, and says in CannotRun that torch is missing.
+This module can be imported without torch; CannotRun then says that torch is missing.
 """
 
 from __future__ import annotations

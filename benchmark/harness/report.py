@@ -30,7 +30,7 @@ class Table:
         return "\n".join([self.title, "", *lines])
 
     def print(self, stream: TextIO | None = None) -> None:
-        """To a terminal by rich, if it is installed; as Markdown otherwise."""
+        """Prints to a terminal by rich, if rich is installed; otherwise as Markdown."""
         stream = stream or sys.stdout
         rich_table = _import("rich.table") if stream.isatty() else None
         if rich_table is None:
@@ -95,7 +95,7 @@ class _RichProgress:
 
 
 class _TextProgress:
-    """In a terminal one line that is rewritten; otherwise one line a row."""
+    """In a terminal one line that is rewritten; otherwise one line per row."""
 
     def __init__(self) -> None:
         self._label, self._done, self._total = "", 0, 0
@@ -133,7 +133,7 @@ class Curve:
     median_ms: Sequence[float]
     p10_ms: Sequence[float]
     p90_ms: Sequence[float]
-    speedup: Sequence[float | None]  #: over the baseline, where that ran
+    speedup: Sequence[float | None]  #: over the baseline, where the baseline ran
 
 
 def plot_latency(curves: Sequence[Curve], path: Path, title: str, baseline: str) -> None:
@@ -180,7 +180,7 @@ def plot_latency(curves: Sequence[Curve], path: Path, title: str, baseline: str)
 
 
 def with_lengths(texts: Mapping[str, Sequence[int]], lengths: Sequence[int]) -> list[str]:
-    """Each text, with the lengths that it holds for unless that is all of them."""
+    """Each text, with the lengths that it holds for, unless it holds for all."""
     return [
         text + ("" if list(ns) == list(lengths) else f" (N = {', '.join(map(str, ns))})") for text, ns in texts.items()
     ]

@@ -1,11 +1,11 @@
-"""Br and Bc of the SIMT ladder: what a tile's size does to time, occupancy and memory. Called as
+"""Br and Bc of the SIMT ladder: the effect of a tile's size on time, occupancy and memory. Called as
 
     python benchmark/tiles.py rungs                  # with a GPU: Nsight Compute's counters; without: the emulator's
     python benchmark/tiles.py rungs --plot rungs.png --json rungs.json
 
-The kernel is simt_padded, a thread a score, with Br in {4, 8, 16, 32} and Bc in {16, 32}, on wavefronts of 64 lanes
-also 64. Without a GPU there is no time: wavefronts of shared memory, sectors and conflicts are the emulator's, the
-occupancy is the theoretical one with what limits it, and SM efficiency says how full the grid's waves are.
+The kernel is simt_padded, one thread per score, with Br in {4, 8, 16, 32} and Bc in {16, 32}, on wavefronts of 64
+lanes also 64. Without a GPU there is no time: wavefronts of shared memory, sectors and conflicts are the emulator's,
+the occupancy is the theoretical one with its limits, and SM efficiency says how full the grid's waves are.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class Row:
     us: float | None
     """Time."""
     occupancy: float
-    """Percent of an SM's warps: achieved, or without a GPU the most there could be."""
+    """Percent of an SM's warps: achieved, or without a GPU the most possible."""
     limiter: str
-    """What allows no more, of the theoretical occupancy."""
+    """The limits of the theoretical occupancy."""
     sm_efficiency: float
-    """Percent of the time, or of the places for blocks, that SMs have work."""
+    """Percent of the time, or without a GPU of the places for blocks, in which SMs have work."""
     branch_efficiency: float
     """Percent of branches at which a warp stays together."""
     global_bytes: float
-    """Moved between SMs and L2."""
+    """Bytes moved between SMs and L2."""
     shared_wavefronts: float
     shared_efficiency: float
     """Percent of the bytes that the wavefronts could have moved."""
@@ -184,7 +184,7 @@ def profiled(args: argparse.Namespace) -> list[Row]:
 
 
 def rows_of(csv: str, args: argparse.Namespace) -> list[Row]:
-    """From what ncu wrote of the launches, one a tile."""
+    """The rows from ncu's output, one launch per tile."""
     from flash_wmma import theoretical_occupancy
 
     rows = []
@@ -225,7 +225,7 @@ def build(args: argparse.Namespace) -> None:
 
 
 def launch_all(d: int, batch: int, heads: int, n: int) -> None:
-    """What runs under ncu: every tile once, after one call that is not profiled."""
+    """Runs under ncu: every tile once, after one call that is not profiled."""
     import ctypes
 
     import torch
@@ -289,7 +289,7 @@ def columns(row: Row) -> dict[str, str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """As Markdown, without columns that nothing is known for."""
+    """The rows as Markdown, without columns in which nothing is known."""
     cells = [columns(row) for row in rows]
     heading = [key for key in cells[0] if any(line[key] for line in cells)]
     lines = ["| " + " | ".join(heading) + " |", "|" + "---|" * len(heading)]
@@ -297,7 +297,7 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def suggested_keys(head_dim: int, smem_floats: int) -> int:
-    """FlashAttention's Bc = ceil(M / 4 d), M the floats that fast memory holds."""
+    """FlashAttention's Bc = ceil(M / 4 d), where fast memory holds M floats."""
     return math.ceil(smem_floats / (4 * head_dim))
 
 
@@ -364,7 +364,7 @@ def run(args: argparse.Namespace) -> None:
 
 
 def report(rows: Sequence[Row], ladder: Mapping[str, float], where: str, args: argparse.Namespace) -> None:
-    """Prints it all, and writes what was asked for."""
+    """Prints the tables, and writes the files that were asked for."""
     print(f"simt_padded's tiles, {where}: B = {args.batch}, H = {args.heads}, N = {args.seq_len}, d = {args.head_dim}")
     print(table(rows))
     optin = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 120: 99}.get(args.arch, 64)

@@ -1,4 +1,4 @@
-"""Head dims and lengths at a fixed amount of data: what forward.py and backward.py have in common.
+"""Head dims and lengths at a fixed amount of data: the parts that forward.py and backward.py share.
 
 For every d and N the batch is 16,384 / N and the heads are 2048 / d, not causal and causal.
 """
@@ -30,17 +30,17 @@ BACKWARD_KERNELS = ("bwd_sm80", "bwd_sm80 split", "bwd_sm75")
 SAMPLE_HELP = "time calls in a row that take so long together, near the card's power limit (default: one call)"
 
 MeasureRow = Callable[[Problem, torch.device, Method, Callable[[], None]], Row]
-"""Of a problem; the last argument is called once a round."""
+"""Measures the row of a problem; the last argument is called once per round."""
 
 
 def ratio(cell: Cell, other: Cell) -> float | None:
-    """How many times as fast as the other; None if one of them did not run."""
+    """How many times as fast `cell` is as `other`; None if one of them did not run."""
     mine, theirs = (Timing(tuple(x.samples_ms)) for x in (cell, other))
     return mine.speedup_over(theirs) if mine.samples and theirs.samples else None
 
 
 def tables(found: Sequence[tuple[Row, Row]], names: Sequence[str], title: str) -> list[Table]:
-    """Of the rows of each problem, not causal and causal."""
+    """The tables of each problem's rows, not causal and causal."""
 
     def both(values: Sequence[float | None], form: str) -> str:
         return " / ".join(ABSENT if value is None else form.format(value) for value in values)
@@ -80,7 +80,7 @@ def parse_arguments(
 
 
 def run(library: ModuleType, options: argparse.Namespace, measured: MeasureRow) -> int:
-    """Measures every problem by ``measured``, and prints and writes what came out."""
+    """Measures every problem by ``measured``, and prints and writes the results."""
     device = choose_device(None)
     if device.type != "cuda":
         raise CannotRun("no CUDA device")

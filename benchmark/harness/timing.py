@@ -6,7 +6,7 @@ contenders is the median of their ratios round by round.
 
 A contender's turn is one untimed call, then one timed call. The untimed call fixes the state of the caches (warm: the
 same inputs were just read) and keeps the device busy while the host prepares the timed one. ``Method.sample_ms`` makes
-it as many calls in a row as take that long, untimed and timed: then a card with a power limit comes near it.
+both of them as many calls in a row as take that long: a card with a power limit then comes near its limit.
 
 Clock
     ``wall``    CPU: ``time.perf_counter`` around the call.
@@ -45,7 +45,7 @@ class Contender:
 
 @dataclass(frozen=True)
 class Method:
-    """What may be varied. The defaults are what the published tables use."""
+    """The parameters of the method. The published tables use the defaults."""
 
     warmup: int = 10
     repeats: int = 42
@@ -73,7 +73,7 @@ class Method:
 
 @dataclass(frozen=True)
 class Timing:
-    """Milliseconds a call, one sample a round."""
+    """Milliseconds per call, one sample per round."""
 
     samples: tuple[float, ...]
     calls_per_sample: int = 1
@@ -257,7 +257,7 @@ class _GraphRunner(_EventRunner):
 
 
 def _warm_up(call: Call, device: torch.device, method: Method) -> float:
-    """Runs `call` often enough to be warm; milliseconds a call, as the host sees them."""
+    """Runs `call` often enough to be warm. Returns milliseconds per call, as the host sees them."""
     call()
     _synchronize(device)
     start = time.perf_counter()
@@ -273,7 +273,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _survivable(error: Exception, device: torch.device) -> Exception:
-    """`error`, once it is clear that the device still works. Frees what an out-of-memory error left behind."""
+    """Returns `error` if the device still works. Frees the memory that an out-of-memory error left behind."""
     if device.type == "cuda":
         try:
             torch.cuda.synchronize(device)

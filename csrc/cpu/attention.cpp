@@ -1,14 +1,14 @@
 // The native CPU kernel `cpu`: FlashAttention-2 forward for fp32, fp16 and bf16, fp32 arithmetic throughout.
 //
 // This file splits the work and runs it on torch's threads; attention.inl is the algorithm; attention_<isa>.cpp compile
-// it for one instruction set each and register it. The best one that the processor has runs, or the one that the
-// environment variable FLASH_WMMA_CPU_ISA names.
+// it for one instruction set each and register it. The best instruction set that the processor has runs, or the one
+// that the environment variable FLASH_WMMA_CPU_ISA names.
 //
-// A task is a run of Q tiles of one key/value head. Threads draw tasks from one counter, the longest first: those of
-// causal queries that see much, and those of the longest of packed sequences, each of which is a problem of its own.
-// Short queries against many keys (decoding) are also split over the keys, by shape alone, and the splits are combined
-// in order. So every row is computed in the same order whatever the number of threads: bitwise equal from run to run,
-// and in a packed sequence bitwise what the sequence alone would give.
+// A task is a run of Q tiles of one key/value head. Threads draw tasks from one counter, the longest first: causal
+// queries that see many keys, and the longest of packed sequences. Each packed sequence is a problem of its own. Short
+// queries against many keys (decoding) are also split over the keys, by shape alone, and the splits are combined in
+// order. So every row is computed in the same order, whatever the number of threads: results are bitwise equal from run
+// to run, and those of a packed sequence bitwise equal to those of the sequence alone.
 #include <algorithm>
 #include <cmath>
 #include <cstring>
@@ -21,12 +21,12 @@ namespace flash_wmma {
 namespace cpu {
 namespace {
 
-/// Dense attention: a call of it, or one sequence of a packed call with its pointers moved there.
+/// One dense problem: a dense call, or one sequence of a packed call, with pointers to its rows.
 struct Problem {
     ForwardParams params;
     std::int64_t rows;                ///< packed rows of a key/value head
     std::int64_t heads;               ///< batch * heads_k
-    std::int64_t splits, split_keys;  ///< these bear on the result, so they depend on the shape alone
+    std::int64_t splits, split_keys;  ///< these affect the result, so they depend on the shape alone
     std::int64_t row_tasks = 0;       ///< tasks over the rows of a head
     std::int64_t partials;            ///< floats, of one split of one head
     std::int64_t first_task = 0, first_combination = 0, first_partial = 0;
@@ -44,7 +44,7 @@ struct Problem {
     }
     std::int64_t tasks() const { return heads * row_tasks * splits; }
     std::int64_t combinations() const { return splits > 1 ? heads * row_tasks : 0; }
-    /// Multiply-adds; a single row waits for memory and counts as several.
+    /// Multiply-adds. Few rows wait for memory, so they count as kLeastRows.
     double work() const {
         constexpr std::int64_t kLeastRows = 16;
         return static_cast<double>(heads) * static_cast<double>(std::max(rows, kLeastRows)) *
@@ -52,7 +52,7 @@ struct Problem {
     }
 };
 
-/// What runs: the problems, the longest first, and how they are shared out.
+/// The work of a call: its problems, the longest first, and how threads share them.
 struct Plan {
     const IsaKernel* isa;
     std::vector<Problem> problems;
@@ -63,7 +63,7 @@ struct Plan {
     std::int64_t partials = 0;  ///< floats
 
     explicit Plan(const ForwardParams& p) : isa(&select_isa()) {
-        // Multiply-adds that are worth waking a thread for; floats of partial results, likewise.
+        // Multiply-adds, and floats of partial results, that are worth waking a thread for.
         constexpr double kWorkerGrain = 1e6;
         constexpr std::int64_t kCombineGrain = 1 << 18;
 
@@ -103,7 +103,7 @@ struct Plan {
         combine_workers = std::clamp(partials / kCombineGrain, std::int64_t{1}, workers);
     }
 
-    /// The problem whose tasks (or combinations) the index lies among.
+    /// The problem whose range of tasks (or combinations) holds the index.
     const Problem& problem_of(std::int64_t index, std::int64_t Problem::* first) const {
         const auto after = [&](std::int64_t i, const Problem& problem) { return i < problem.*first; };
         return *(std::upper_bound(problems.begin(), problems.end(), index, after) - 1);
@@ -134,7 +134,7 @@ void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
         }
 }
 
-/// Clears the packed rows of queries that no key is for: in no sequence, cut off, or of a sequence without keys.
+/// Clears the packed rows of queries without keys: rows in no sequence, rows cut off, rows of a sequence without keys.
 void clear_idle_rows(const ForwardParams& packed) {
     std::int64_t next = 0;
     for (std::int64_t b = 0; b < packed.batch; ++b) {

@@ -11,25 +11,25 @@
 //
 // Rows too few to fill lanes (decoding) are taken one by one instead, with the vectors along d.
 //
-// Who owns what: a task (isa.h) owns a few Q tiles and walks the K/V tiles of Bc = kTileKeys keys, each of which all
-// its Q tiles use while it is in L1/L2. fp32 K and V are read in place, fp16 and bf16 are converted into scratch once
-// per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
+// Who owns what: a task (isa.h) owns a few Q tiles and walks over the K/V tiles of Bc = kTileKeys keys. All its Q tiles
+// use a K/V tile while that tile is in L1/L2. fp32 K and V are read in place, fp16 and bf16 are converted into scratch
+// once per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
 //
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
 //
-// Bias, ALiBi and softcap (a score modification) are a pass of their own over S^T, in a second instance of the tile's
-// step: there the scores are final, scale included. The bias of a tile is brought into scratch as fp32, transposed as
-// S^T is, whatever its type and strides.
+// Bias, ALiBi and softcap (a score modification) are a separate pass over S^T, in a second instance of the tile step.
+// In that instance the scores are final, scale included. The bias of a tile is copied to scratch as fp32, transposed
+// like S^T, whatever its type and strides.
 //
-// Masked keys get the score -inf, hence weight 0. A row that has seen nothing but -inf has maximum -inf, and 0 stands
-// in for it in the exponent only. NaN and +inf scores make their row NaN by themselves (inf - inf). A key that a row
-// does not see, by its band or by a bias of -inf or false, cannot reach it even through a NaN or inf of V; a visible
-// key of weight 0 can (0 * inf), as in torch.
+// Masked keys get the score -inf, hence weight 0. A row that has seen only -inf has the maximum -inf; in the exponent
+// alone, 0 replaces this maximum. NaN and +inf scores make their row NaN by themselves (inf - inf). A key hidden from a
+// row, by the band or by a bias of -inf or false, cannot change the row even if its V is NaN or inf; a visible key of
+// weight 0 can (0 * inf), as in torch.
 //
-// Bound: the FMA units. 2 * 32 FLOP a cycle with AVX-512: 144 GFLOP/s a core at 2.25 GHz (Cascade Lake). There, out of
-// L1, the two products reach 134 to 142 and a whole tile step, softmax included, 124 at d = 64 and 130 at d = 128; the
-// kernel from end to end, on one thread with B=2 H=4 N=2048 d=64, 115. What is left: 7 cycles of softmax for every 64
+// Bound: the FMA units. 2 * 32 FLOP per cycle with AVX-512: 144 GFLOP/s per core at 2.25 GHz (Cascade Lake). There, out
+// of L1, the two products reach 134 to 142 and a whole tile step, softmax included, 124 at d = 64 and 130 at d = 128;
+// the kernel from end to end, on one thread with B=2 H=4 N=2048 d=64, 115. The rest: 7 cycles of softmax for every 64
 // (d = 64) of FMA, and K/V tiles from L2. Decoding is bound by reading K and V.
 #pragma once
 
@@ -133,7 +133,7 @@ inline typename Isa::Vec tanh(typename Isa::Vec x) {
     return size < Isa::broadcast(0.625f) ? near : x < Isa::broadcast(0.f) ? -far : far;
 }
 
-/// The scale in two factors: that of Q (a zero scale makes all scores 0) and that of the differences of scores.
+/// The scale in two factors: one for Q (0 for a zero scale: all scores are 0), one for the differences of scores.
 inline float score_sign(float scale) { return scale == 0.f ? 0.f : scale < 0.f ? -1.f : 1.f; }
 inline double score_scale(float scale) {
     return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale;
@@ -142,10 +142,10 @@ inline double score_scale(float scale) {
 /// Whether the scores are more than scaled products.
 inline bool modified(const ForwardParams& p) { return p.bias.data || p.alibi_slopes || p.softcap != 0.f; }
 
-/// The factor of the differences of what the maxima are taken of: modified scores are scaled already.
+/// The factor of the differences from a maximum: 1 for modified scores, which are scaled already.
 inline double maximum_scale(const ForwardParams& p) { return modified(p) ? 1.0 : score_scale(p.scale); }
 
-/// `maximum`, or 0 where no score above -inf has been seen, so that a -inf score is still -inf less it.
+/// `maximum`, or 0 where no score above -inf has been seen, so that -inf minus it is still -inf.
 template <class Isa>
 inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
     return maximum == Isa::broadcast(-kInfinity) ? Isa::broadcast(0.f) : maximum;
@@ -157,9 +157,9 @@ inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
 /// A tile of few rows has V = 0 and row-major q and o.
 struct QTile {
     float *q, *o;           ///< Q^T times the sign of scale; O^T, unnormalised
-    float *maximum, *sum;   ///< per row, of the scores before scaling and of the weights
+    float *maximum, *sum;   ///< per row: maximum of the scores before scaling, sum of the weights
     std::int32_t *lo, *hi;  ///< per row, the keys [lo, hi] it sees
-    float* slope;           ///< per row, of ALiBi, 0 without
+    float* slope;           ///< per row, of ALiBi; 0 without ALiBi
     std::int32_t* place;    ///< per row, i + Nk - Nq
     int vectors, rows;
     std::int64_t row_begin;
@@ -193,8 +193,8 @@ constexpr int block_rows() {
     return kVectors == 1 ? 8 : Isa::kBlock;
 }
 
-/// S^T of `n` keys from key `first` on, and the rows' maximum with it; kRaw: the products alone, for modify_scores.
-/// Past the last key the block repeats that key.
+/// S^T of `n` keys from key `first` on, and the rows' maximum updated with it; kRaw: only the products, for
+/// modify_scores. A block that reaches past the last key repeats that key.
 template <class Isa, int kVectors, bool kMasked, bool kRaw>
 void multiply_qk(const QTile& tile, KeyRows k, int head_dim, std::int32_t first, int n, float* s,
                  typename Isa::Vec (&maximum)[kVectors]) {
@@ -278,7 +278,7 @@ inline bool all_finite(KeyRows values, int head_dim_v, int n) {
 
 // ---- Score modification ---------------------------------------------------------------------------------------------
 
-/// Final scores from products with Q, which has the sign of scale. `bias`: what is to be added, -inf hides.
+/// Final scores from products with Q times the sign of scale. `bias` is added to the scores; -inf hides the key.
 template <class Isa>
 inline typename Isa::Vec modify(typename Isa::Vec x, const ForwardParams& p, const float* bias, typename Isa::Vec slope,
                                 typename Isa::Int distance) {
@@ -293,7 +293,7 @@ inline typename Isa::Vec modify(typename Isa::Vec x, const ForwardParams& p, con
     return x;
 }
 
-/// `n` elements of a bias as fp32 from key `first` on: what is added to the score, -inf where it is false.
+/// `n` elements of the bias from key `first` on, as fp32 to add to the scores: -inf where a boolean bias is false.
 template <class Isa>
 void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int64_t first, int n,
                float* __restrict dst) {
@@ -318,7 +318,7 @@ void load_bias(const ForwardParams& p, std::int64_t batch, PackedRow row, std::i
     }
 }
 
-/// The bias of the tile's rows and `n` keys from key `first` on, laid out as S^T.
+/// The bias of the tile's rows and `n` keys from key `first` on, laid out like S^T.
 template <class Isa>
 void load_bias_tile(const QTile& tile, const ForwardParams& p, const Task& task, std::int64_t first, int n,
                     float* staging, float* bias) {
@@ -338,7 +338,7 @@ void load_bias_tile(const QTile& tile, const ForwardParams& p, const Task& task,
     }
 }
 
-/// Makes final scores of the products in `s`, and the rows' maximum with them.
+/// Turns the products in `s` into final scores, and updates the rows' maximum with them.
 template <class Isa, int kVectors, bool kMasked>
 void modify_scores(const QTile& tile, const ForwardParams& p, std::int32_t first, int n, const float* bias, float* s,
                    typename Isa::Vec (&maximum)[kVectors]) {
@@ -405,13 +405,13 @@ AttendTile attend_tile_for(int vectors, bool masked, bool modified) {
 
 // ---- Few rows -------------------------------------------------------------------------------------------------------
 
-/// Rows of a tile that are better taken one by one, along d, than as lanes that would mostly be idle (decoding).
+/// A tile of at most this many rows goes row by row, with vectors along d; its lanes would mostly be idle (decoding).
 template <class Isa>
 constexpr int few_rows() {
     return Isa::kLanes / 4;
 }
 
-/// The scores of keys [j, j + kLanes) of `n`, one a lane. Past the last key that key is repeated.
+/// The scores of keys [j, j + kLanes) of `n`, one per lane. Lanes past the last key repeat that key.
 template <class Isa>
 typename Isa::Vec dot_products(const float* q, KeyRows k, int head_dim, int j, int n) {
     using Vec = typename Isa::Vec;
@@ -461,7 +461,7 @@ void accumulate_row(float* o, float alpha, const float* weights, KeyRows values,
         accumulate_values<Isa, 1, kSkipZeros>(o, alpha, weights, values, c, head_dim_v, n);
 }
 
-/// One step of the online softmax for row r of the tile: `n` keys from key `first` on, all of which its band holds.
+/// One step of the online softmax for row r of the tile: `n` keys from key `first` on, all inside the row's band.
 /// `bias`: load_bias's, or null.
 template <class Isa, bool kModified>
 void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n,
@@ -574,7 +574,7 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
                      static_cast<std::size_t>(dv) * (few ? tile.rows : tile.vectors * kLanes) * sizeof(float));
 }
 
-/// Writes one finished row and its LSE. A row that saw no key, or none of weight, is 0 with LSE -inf.
+/// Writes one finished row and its LSE. A row that saw no key, or only keys of weight 0, is 0 with LSE -inf.
 template <class Isa>
 void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, const float* o, float maximum, float sum) {
     char* dst = const_cast<char*>(row_pointer(p.o, p.out_dtype, batch, row.head, row.query));
@@ -583,7 +583,7 @@ void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, con
         static_cast<float>(maximum * maximum_scale(p) + static_cast<double>(__builtin_logf(sum)));
 }
 
-/// Writes row r of the tile, normalised by `factor` already unless it is a split's.
+/// Writes row r of the tile: `o` is normalised already, unless the task is a split.
 template <class Isa>
 void store_tile_row(const QTile& tile, const ForwardParams& p, const Task& task, int r, const float* o) {
     if (task.partial) {

@@ -24,7 +24,7 @@ struct Avx2 {
     static Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
     static Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
 
-    /// The bits of 2^exponent; x is at least -127 (max keeps its second operand if that is NaN), where they are 0.
+    /// The bits of 2^exponent, 0 for x <= -127. (max keeps its second operand if that is NaN.)
     static Int split(Vec x, Vec& fraction) {
         return split_by_rounding<Avx2>(_mm256_max_ps(broadcast(-127.f), x), fraction);
     }

@@ -61,7 +61,7 @@ struct Baseline {
     static Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
     static Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-    /// The bits of 2^exponent; x is at least -127 (or NaN), where they are 0.
+    /// The bits of 2^exponent, 0 for x <= -127; x may be NaN.
     static Int split(Vec x, Vec& fraction) {
         return split_by_rounding<Baseline>(x < broadcast(-127.f) ? broadcast(-127.f) : x, fraction);
     }

@@ -1,8 +1,8 @@
 // The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout.
 //
-// This file splits the work (backward.inl is the algorithm): every batch entry or packed sequence is an entry, every
-// key/value head of it a few tasks that share out its keys, by shape alone. Each task has a part of dq of its own,
-// which are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
+// This file splits the work (backward.inl is the algorithm). Every batch entry or packed sequence is an entry. For each
+// of its key/value heads, a few tasks share the keys, split by shape alone. Each task writes its own part of dq; the
+// parts are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
 #include <vector>
 
 #include "cpu/tasks.h"
@@ -10,7 +10,7 @@
 namespace flash_wmma::cpu {
 namespace {
 
-/// One batch entry, or one of packed sequences, as a problem with batch 1.
+/// One batch entry, or one packed sequence, as a problem with batch 1.
 BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
     const ForwardParams& f = all.forward;
     BackwardParams p = all;
@@ -42,15 +42,15 @@ struct Entry {
     std::int64_t rows() const { return params.forward.heads_q * params.forward.seqlen_q; }
 };
 
-/// What runs, and where its memory lies in the workspace.
+/// The work of a call, and where its memory lies in the workspace.
 struct Plan {
     const IsaKernel& isa = select_isa();
     std::vector<Entry> entries;
-    std::int64_t splits = 1;  ///< of the entry with the most
+    std::int64_t splits = 1;  ///< the most of any entry
     std::int64_t deltas = 0, parts = 0, scratch, stride, workers;
 
     explicit Plan(const BackwardParams& p) {
-        // Enough tasks for the threads of a large machine, of keys enough to pay for a part of dq each.
+        // Enough tasks for the threads of a large machine, each with enough keys to pay for its part of dq.
         constexpr std::int64_t kTasks = 64, kMinSplitKeys = 4 * kTileKeys;
         constexpr double kWorkerGrain = 1e6;  // multiply-adds that are worth waking a thread for
         double work = 0;
@@ -99,7 +99,8 @@ void launch(const BackwardParams& p, const DeviceFacts&, Stream) {
                        scratch + worker * plan.scratch);
     });
 
-    // Tasks with the same (entry, head, split) up to what dbias is broadcast over form a group.
+    // Tasks form a group if they have the same (entry, head, split), without the dimensions over which dbias is
+    // broadcast.
     const bool shared = p.dbias.data;
     const std::int64_t by_entry = shared && p.dbias.batch == 0 ? 1 : count,
                        by_head = shared && p.dbias.head == 0 ? 1 : f.heads_k,

@@ -1,19 +1,19 @@
-// Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set as
-// attention.inl is, and like it fp32 throughout.
+// Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set and
+// fp32 throughout, like attention.inl.
 //
-// A task owns a run of the keys of a key/value head. It walks K/V tiles of Bc = kTileKeys keys and inside each all
-// query rows that see it, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up in memory
-// that no other task touches. Nothing is atomic and every sum has one order, so the result is the same to the bit from
-// run to run, whatever the number of threads.
+// A task owns a run of the keys of a key/value head. It walks over K/V tiles of Bc = kTileKeys keys and, for each, over
+// all query rows that see the tile, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up
+// in memory that no other task touches. Nothing is atomic and every sum has one order, so the result is bitwise the
+// same from run to run, whatever the number of threads.
 //
-// Five products a tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
+// Five products per tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
 //     S = Q K^T        dP = dO V^T        dV += P^T dO        dK += dS^T Q        dQ += dS K
 // so K and V are transposed once per K/V tile, and P and dS are read by columns as they lie.
 //
-// The weights are recomputed from lse: P = exp(x - lse). Where a key is hidden P is 0 and dS is set to 0, whatever dP
-// is; a NaN or inf of Q, K or dO still reaches what it is multiplied with (0 * inf), as in torch.
+// The weights are recomputed from lse: P = exp(x - lse). Where a key is hidden, P and dS are 0, whatever dP is. A NaN
+// or inf of Q, K or dO still spreads to the products with it (0 * inf), as in torch.
 //
-// Bound: the FMA units, as attention.inl.
+// Bound: the FMA units, as in attention.inl.
 #pragma once
 
 #include "cpu/attention.inl"
@@ -106,9 +106,9 @@ void store_scaled(float* row, float factor, const Rows& t, DType dtype, std::int
     store_row<Isa>(row, const_cast<char*>(row_pointer(t, dtype, 0, head, i)), dtype, columns);
 }
 
-/// Makes P of the products in `s` and dS' of those in `dp`, in place, for one query row and a tile of keys from `first`
-/// on, of which it sees [lo, hi]. `bias`: what is added to the scores, or null. dS before softcap's factor is added to
-/// `dbias`, whose elements lie `dbias_step` apart, if it is not null.
+/// For one query row, which sees the keys [lo, hi], and a tile of keys from `first` on: turns the products in `s` into
+/// P and those in `dp` into dS', in place. `bias` is added to the scores, unless it is null. dS without softcap's
+/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null.
 template <class Isa>
 void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std::int32_t place, std::int32_t lo,
                std::int32_t hi, std::int32_t first, int n, const float* bias, float* dbias, std::int64_t dbias_step,
@@ -148,7 +148,7 @@ std::int64_t query_stride(const ForwardParams& p) {
     return padded<Isa>(p.head_dim);
 }
 
-/// The arrays of a task, each a whole number of lines. Those of Bc rows come in whole vectors.
+/// The arrays of a task, each a whole number of cache lines.
 template <class Isa>
 struct BackwardScratch {
     float *k, *k_transposed, *v_transposed, *dk, *dv;  ///< of a K/V tile
@@ -163,7 +163,7 @@ struct BackwardScratch {
             next += round_up(n, 16);
             return run;
         };
-        k = take(kTileKeys * max64(d, dv_));  // V passes through it on its way to its transpose
+        k = take(kTileKeys * max64(d, dv_));  // first holds V, to be transposed
         k_transposed = take(kTileKeys * d);
         v_transposed = take(kTileKeys * dv_);
         dk = take(kTileKeys * d);

@@ -1,4 +1,4 @@
-// Which compute unit runs.
+// The choice of the compute unit.
 #include <cstdlib>
 #include <cstring>
 #include <stdexcept>

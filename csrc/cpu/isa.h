@@ -20,7 +20,7 @@ struct Task {
 /// Floats of one row of a split: o[d_v], maximum of the unscaled scores, sum.
 constexpr std::int64_t partial_stride(std::int64_t head_dim_v) { return head_dim_v + 2; }
 
-/// A run of the keys of one key/value head, all query heads that read it, in an entry of its own: batch is 1.
+/// A run of the keys of one key/value head and all query heads that read them, in a problem of one entry: batch is 1.
 struct BackwardTask {
     std::int64_t head_k;
     std::int64_t key_begin, key_end;
@@ -29,7 +29,7 @@ struct BackwardTask {
 };
 
 struct IsaKernel {
-    const char* name;  ///< as FLASH_WMMA_CPU_ISA says it
+    const char* name;  ///< as FLASH_WMMA_CPU_ISA names it
     int rank;          ///< the highest that is supported runs
     int tile_rows;     ///< Br, packed rows of a Q tile
     bool (*supported)();

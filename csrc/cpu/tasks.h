@@ -17,7 +17,7 @@ const IsaKernel& select_isa();
 
 inline std::int64_t ceil_div(std::int64_t a, std::int64_t b) { return (a + b - 1) / b; }
 
-/// The rows of a packed tensor that a sequence takes (attention.h); a longer one than was said is cut.
+/// The rows of a sequence in a packed tensor (attention.h), `longest` at most.
 struct Run {
     std::int64_t begin, length;
     Run(const std::int32_t* cu_seqlens, std::int64_t b, std::int64_t total, std::int64_t longest) {
@@ -30,7 +30,7 @@ inline void* moved(void* data, std::int64_t elements, DType dtype) {
     return static_cast<char*>(data) + elements * (dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2);
 }
 
-/// Sequence b of packed ones as dense attention.
+/// Sequence b of a packed call as dense attention.
 inline ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
     const Sequences& s = packed.sequences;
     const Run queries(s.cu_seqlens_q, b, s.total_q, packed.seqlen_q),

@@ -6,7 +6,7 @@
 
 namespace flash_wmma::cpu {
 
-/// How many may run at a time.
+/// The number of threads that may run at a time.
 std::int64_t thread_count();
 
 /// Calls work(worker) once for each worker in [0, workers), side by side, and returns when all of them are done.

@@ -1,6 +1,6 @@
-// Every access of kernel code: whose memory is it, is it in bounds and aligned, does it race. Accesses arrive as the
-// callbacks that g++'s -fsanitize=thread puts beside loads and stores (this file takes libtsan's place), as basic
-// blocks from -fsanitize-coverage=trace-pc, and from the bricks.
+// Checks every access of kernel code: whose memory it touches, whether it is in bounds and aligned, whether it races.
+// Accesses arrive as the callbacks that g++'s -fsanitize=thread puts beside loads and stores (this file replaces
+// libtsan), as basic blocks from -fsanitize-coverage=trace-pc, and from the bricks.
 #include <link.h>
 
 #include <algorithm>
@@ -35,7 +35,7 @@ Instruction instruction_of(Access access, bool shared) {
     return Instruction::kCount;
 }
 
-/// Constants and tables of the libraries of this process: a kernel may read what the compiler put there for it.
+/// Whether the address is in a library of this process, where a kernel may read the compiler's constants and tables.
 bool in_a_library(std::uintptr_t address) {
     struct Search {
         std::uintptr_t address;
@@ -114,7 +114,7 @@ void Worker::stop_conflict(Access kind, const std::string& who, std::uintptr_t a
 
 void Worker::access(std::uintptr_t address, int bytes, Access kind, const void* pc) {
     Lane& lane = *t_lane;
-    // A lane may wait for another's write: let others run, after fewer accesses if it looks like waiting
+    // A lane may wait for another lane's write: let others run, after fewer accesses if it looks like waiting
     constexpr std::uint64_t kTurn = 1 << 26, kAtomics = 1 << 10, kRepeated = 16;
     turn_ += kind == Access::kAtomic || address == last_address_ ? kRepeated : 1;
     last_address_ = address;
@@ -252,7 +252,7 @@ inline void touched(const void* p, int bytes, Access kind, const void* pc) {
     else if (t_lane->register_fence) t_worker->touch_registers(address, bytes, kind, pc);
 }
 
-/// Many bytes, in the largest pieces of up to 4 that the alignment allows: what the compiler makes of a struct of
+/// Many bytes, in the largest pieces of up to 4 bytes that the alignment allows, as the compiler copies a struct of
 /// floats.
 inline void touched_range(const void* p, unsigned long bytes, Access kind, const void* pc) {
     const unsigned long whole = reinterpret_cast<std::uintptr_t>(p) | bytes, piece = whole % 2 ? 1 : whole % 4 ? 2 : 4;
@@ -294,7 +294,7 @@ void __tsan_read_range(void* p, unsigned long bytes) {
 void __tsan_write_range(void* p, unsigned long bytes) {
     touched_range(p, bytes, Access::kStore, __builtin_return_address(0));
 }
-// What cuda_runtime.h makes of memcpy, memmove and memset of many bytes
+// cuda_runtime.h turns memcpy, memmove and memset of many bytes into these
 void* flash_wmma_emulator_memmove(void* to, const void* from, unsigned long bytes) {
     touched_range(from, bytes, Access::kLoad, __builtin_return_address(0));
     touched_range(to, bytes, Access::kStore, __builtin_return_address(0));

@@ -9,9 +9,9 @@ namespace flash_wmma::emulator {
 struct Config {
     int warp_size = 32;      ///< 32 or 64
     int threads = 1;         ///< OS threads that share the blocks of a launch
-    bool checks = true;      ///< races, bounds, uninitialised reads (a checked build of the kernel alone sees them)
+    bool checks = true;      ///< races, bounds, uninitialised reads (only in a checked build of the kernel)
     bool counters = false;   ///< requests, conflicts, sectors, instructions: see take_profile
-    std::uint64_t seed = 0;  ///< order in which warps run; 0: by their number
+    std::uint64_t seed = 0;  ///< order in which warps run; 0: by warp number
 };
 
 /// Memory that a launch may touch: one tensor argument.
@@ -28,7 +28,7 @@ struct Buffer {
 extern "C" {
 void flash_wmma_emulator_configure(const flash_wmma::emulator::Config* config);
 
-/// The buffers of the launches to come. None: bounds of global memory are not checked.
+/// The buffers of the following launches. None: bounds of global memory are not checked.
 void flash_wmma_emulator_buffers(const flash_wmma::emulator::Buffer* buffers, std::size_t count);
 
 /// Counters of the launches since the last call, as JSON; valid until the next call. Lines are those of the source.

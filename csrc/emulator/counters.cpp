@@ -1,4 +1,4 @@
-// Merging lane logs into requests, what a request costs, and the profile as JSON.
+// Merges lane logs into requests, counts what a request costs, and writes the profile as JSON.
 #include "emulator/counters.h"
 
 #include <algorithm>
@@ -31,7 +31,7 @@ namespace {
 
 constexpr int kMaxLanes = 64, kBanks = 32;
 
-/// Order of two records in the program: their call paths from the outermost call, then their own place.
+/// The order of two records in the program: first by their call paths from the outermost call, then by their own place.
 int compare(const Record& a, const Record& b) {
     if (a.node == b.node && a.pc == b.pc) return a.what < b.what ? -1 : a.what > b.what;
     if (a.node == b.node) return a.pc < b.pc ? -1 : 1;
@@ -44,15 +44,15 @@ int compare(const Record& a, const Record& b) {
     return a.node->depth < b.node->depth ? 1 : -1;
 }
 
-/// Whether neighbours want the same: lanes l and l ^ distance, for every l.
+/// Whether lanes l and l ^ distance want the same address, for every l.
 bool in_pairs(const std::uintptr_t* address, LaneMask lanes, int distance) {
     for (int l = 0; l < kMaxLanes; ++l)
         if ((lanes >> l & 1) && (lanes >> (l ^ distance) & 1) && address[l] != address[l ^ distance]) return false;
     return true;
 }
 
-/// Which part of a request to shared memory serves lane l, if `at_once` lanes are served together. A 16-byte load of a
-/// wavefront of 64 has parts that are not neighbours: lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and
+/// The part of a request to shared memory that serves lane l, if `at_once` lanes are served together. A 16-byte load of
+/// a wavefront of 64 has parts that are not neighbours: lanes 0-3 and 20-23, 4-7 and 16-19, 8-11 and 28-31, 12-15 and
 /// 24-27.
 int part_of(int l, int at_once, bool amd_wide_load) {
     if (!amd_wide_load) return l / at_once;
@@ -60,10 +60,11 @@ int part_of(int l, int at_once, bool amd_wide_load) {
     return l / 32 * 4 + (quad < 4 ? quad : (quad - 4) ^ 1);
 }
 
-/// Wavefronts of a shared-memory request, and the fewest there could be. A warp of 32 is served at once, a wavefront of
-/// 64 in two halves; where lanes access 8 or 16 bytes it takes two or four times as many parts, but half of those in a
-/// warp of 32 whose lanes load the same in pairs. In each part a bank gives one word a wavefront, the same word to
-/// every lane that wants it. Warps of 32 are as on NVIDIA's GPUs, wavefronts of 64 as on AMD's (docs/hip.md).
+/// Wavefronts of a shared-memory request, and the fewest possible. A warp of 32 is served at once, a wavefront of 64 in
+/// two halves. If lanes access 8 or 16 bytes, there are two or four times as many parts, but only half as many for a
+/// load in a warp of 32 whose lanes read the same addresses in pairs. In each part a bank gives one word per wavefront,
+/// to every lane that wants this word. Warps of 32 are modelled on NVIDIA's GPUs, wavefronts of 64 on AMD's
+/// (docs/hip.md).
 std::pair<std::uint64_t, std::uint64_t> wavefronts(const std::uintptr_t* address, LaneMask lanes, int bytes, bool load,
                                                    int warp_size) {
     int at_once = bytes <= 4 ? 32 : bytes == 8 ? 16 : 8;
@@ -162,10 +163,10 @@ std::uint64_t Counters::merge(LaneLog* const* logs, int count) {
         if (next[i] < end[i]) pending |= LaneMask{1} << l;
     }
     std::uint64_t time = 0;
-    LaneMask together = pending;   // the lanes of the step before
-    const void* before = nullptr;  // and the basic block that they are in
+    LaneMask together = pending;   // the lanes of the previous step
+    const void* before = nullptr;  // the basic block that they are in
     while (pending) {
-        // The lowest place, and who is there
+        // The lowest place, and the lanes at it
         const auto first = static_cast<std::size_t>(__builtin_ctzll(pending));
         std::size_t lead = first;
         LaneMask at = LaneMask{1} << first;

@@ -1,7 +1,7 @@
-// A profiler's counters. Lanes log what they do; where the warp comes together again the logs are merged into warp-wide
-// requests, as the hardware would issue them: of the lanes' next records those with the lowest call path and address of
-// code go first, and lanes at the same place go together. Records of basic blocks take part, so that lanes meet again
-// where branches join.
+// A profiler's counters. Lanes log what they do. Where the lanes of a warp come together again, their logs are merged
+// into warp-wide requests, as the hardware would issue them: among the lanes' next records, those with the lowest call
+// path and code address go first, and lanes at the same place go together. Basic blocks are records too, so that lanes
+// meet again where branches join.
 #pragma once
 
 #include <cstdint>
@@ -37,13 +37,13 @@ struct LaneLog {
     CallNode* node;
 };
 
-/// The place of a warp in logical time: warp instructions, a wavefront of shared memory each.
+/// The place of a warp in logical time: a warp instruction counts 1, a shared-memory request 1 per wavefront.
 struct WarpLog {
     std::uint64_t time = 0;
     std::uint64_t waited_until = 0;  ///< the end of its newest wait at a transaction barrier
 };
 
-/// What was counted of one class of instruction at one place.
+/// The counts of one class of instruction at one place.
 struct Count {
     std::uint64_t instructions = 0, lanes = 0, bytes = 0;  ///< bytes: each lane's, summed
     std::uint64_t wavefronts = 0, ideal_wavefronts = 0;    ///< shared memory
@@ -58,12 +58,12 @@ struct Count {
     void add(const Count& other);
 };
 
-/// What a warp waited for, or asked for and had done beside it, in logical time.
+/// What a warp waited for, or what ran beside the warp at its request, in logical time.
 struct Event {
     enum class Kind : std::uint8_t { kBarrier, kTransactionBarrier, kTensorCopy, kProduct };
     Kind kind;
-    int warp;                         ///< in its block; of a product: the first of the warpgroup
-    std::uint64_t arrived, released;  ///< at the wait, from it; or: asked for, first waited for
+    int warp;                         ///< in its block; for a product: the first of the warpgroup
+    std::uint64_t arrived, released;  ///< a wait: its begin and end; else: asked for, first waited for
     const void* pc;
 };
 
@@ -81,7 +81,7 @@ class Counters {
     /// One warp-wide request; returns its wavefronts (global memory: 1).
     std::uint64_t request(const void* pc, Instruction what, const std::uintptr_t* address, LaneMask lanes, int bytes);
     void add(const void* pc, Instruction what, int instructions);
-    /// A tensor copy: bytes written, sectors of global memory read, and the fewest that hold those bytes.
+    /// A tensor copy: bytes written, sectors of global memory read, and the fewest sectors that hold those bytes.
     void add_copy(const void* pc, std::uint64_t bytes, std::uint64_t sectors, std::uint64_t ideal_sectors);
 };
 

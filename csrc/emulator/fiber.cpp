@@ -9,8 +9,8 @@ namespace flash_wmma::emulator {
 
 #if defined(__x86_64__)
 
-// Saves the registers that a function must keep, swaps stacks, restores. rdi: where to save the stack pointer, rsi: the
-// one to take.
+// Saves the registers that a function must keep, swaps stacks, restores. rdi: where to save the stack pointer; rsi: the
+// stack pointer to take.
 extern "C" void flash_wmma_switch(void** save, void* load);
 asm(R"(
 .text

@@ -1,4 +1,4 @@
-// Fibers: stacks of their own and a switch between them. A lane is a fiber; one OS thread never hands one to another.
+// Fibers: stacks of their own and a switch between them. A lane is a fiber; fibers never move between OS threads.
 #pragma once
 
 #include <cstddef>

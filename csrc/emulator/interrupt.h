@@ -8,8 +8,8 @@ namespace flash_wmma::emulator {
 /// SIGINT came since the launch began. Lanes stop where they next meet the emulator.
 extern std::atomic<bool> g_interrupted;
 
-/// While there is one, SIGINT sets g_interrupted and then goes where it went before, to Python's handler say. A process
-/// that has no handler is left to end as ever.
+/// While an InterruptWatch exists, SIGINT sets g_interrupted and then calls the previous handler (for example
+/// Python's). A process without a handler ends as usual.
 class InterruptWatch {
   public:
     InterruptWatch();

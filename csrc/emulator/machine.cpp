@@ -72,7 +72,7 @@ void Worker::begin(const Launch& launch_, const Config& config_) {
 }
 
 void Worker::set_up(std::uint64_t first_block, int count) {
-    // Of the run before, also if it ended with a finding
+    // Ends the epochs of the previous run, even if it ended with a finding
     for (const std::uint32_t epoch : epochs_) arena.finish(epoch);
     const auto threads = static_cast<int>(volume(launch.block));
     const int width = config.warp_size, warps_a_block = (threads + width - 1) / width;
@@ -90,7 +90,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
     barriers.clear();
     warpgroups.clear();
     epochs_.assign(total_warps, arena.first_epoch());
-    // By cluster, so that which OS thread runs it makes no difference
+    // Seeded by cluster, so that the OS thread that runs it makes no difference
     if (config.seed) random_.seed(config.seed + (first_block + 1) * 0x9e3779b97f4a7c15u);
     error_.clear();
     idle_ = 0;
@@ -146,7 +146,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
 
 void Worker::lane_main() {
     Worker& worker = *t_worker;
-    std::string error;  // said outside the handlers, which an exception must leave
+    std::string error;  // reported outside the handlers, which an exception must leave
     try {
         worker.launch.body(worker.launch.arguments);
         worker.exit(*t_lane);
@@ -160,7 +160,7 @@ void Worker::lane_main() {
     __builtin_unreachable();  // an exited lane is never resumed
 }
 
-/// Runs the ready lanes of a warp until all are parked. Whether any ran.
+/// Runs the ready lanes of a warp until all are parked. Returns whether any ran.
 bool Worker::run_warp(Warp& warp) {
     const int count = __builtin_popcountll(warp.exists);
     bool ran = false;
@@ -198,7 +198,7 @@ void Worker::run(std::uint64_t first_block, int count) {
         bool ran = false;
         for (const std::size_t w : order) {
             ran |= run_warp(warps[w]);
-            if (config.seed && ran && random_() % 2) break;  // not always each warp once a round
+            if (config.seed && ran && random_() % 2) break;  // do not always run each warp once per round
         }
         if (!ran) throw Finding{deadlock()};
     }
@@ -230,7 +230,7 @@ void Worker::record(Event event, int warp) {
 
 void Worker::park(Lane& lane) { switch_fiber(lane.fiber, scheduler_); }
 
-/// Lets other lanes and warps run. A finding, if for very long no lane has done anything but give way.
+/// Lets other lanes and warps run. Reports a finding if for very long no lane has done anything but give way.
 void Worker::give_way(const void* pc) {
     constexpr std::uint64_t kMostIdle = 1 << 26;  // of each lane
     idle_ += turn_;
@@ -258,7 +258,7 @@ std::string Worker::describe(const Warp& warp) const {
 }
 
 std::string Worker::deadlock() const {
-    // Who waits where: (warp, place) -> lanes
+    // The waiting lanes: (warp, place) -> lanes
     std::map<std::pair<int, std::string>, LaneMask> waiting;
     int exited = 0;
     for (const Lane& lane : lanes) {
@@ -294,7 +294,7 @@ Accessor Worker::accessor(Lane& lane) {
 void Worker::enter(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc) {
     Lane& me = *t_lane;
     const int per_warp = config.warp_size;
-    // A collective of several warps gathers in the first of them.
+    // A collective of several warps gathers in the first of these warps.
     const int group = what.width > per_warp ? what.width / per_warp : 1;
     const Block& block = blocks[static_cast<std::size_t>(me.block)];
     const int leader = block.first_warp + (me.warp - block.first_warp) / group * group;
@@ -370,7 +370,7 @@ void Worker::fire(Warp& warp, std::size_t gathering) {
     warp.gatherings.pop_back();
 }
 
-/// What `lanes` have done so far is ordered before what they do from now on. An exit orders nothing.
+/// Orders what `lanes` have done so far before what they do from now on. An exit orders nothing.
 void Worker::synchronise(Warp& warp, LaneMask lanes) {
     const auto self = static_cast<int>(&warp - warps.data());
     const std::uint32_t epoch = epochs_[static_cast<std::size_t>(self)]++;
@@ -417,7 +417,7 @@ int Worker::barrier(int id, int threads, int predicate, bool wait, const char* n
     return me.barrier_result;
 }
 
-/// The warp has come to the barrier; an unfinished warp counts as a whole one, if threads are counted.
+/// The warp has come to the barrier. If threads are counted, an unfinished warp counts as a whole one.
 void Worker::arrive(Warp& warp) {
     const Visit& visit = warp.visit;
     Block& block = blocks[static_cast<std::size_t>(warp.block)];
@@ -520,7 +520,7 @@ void Worker::learn(Lane& lane, const void* from, std::uint64_t phase, const Cloc
     const LaneMask bit = LaneMask{1} << lane.lane;
     const auto is_this = [&](const News& news) { return news.from == from && news.phase == phase; };
     if (std::none_of(warp.news.begin(), warp.news.end(), is_this)) warp.news.push_back({from, phase, 0, clock});
-    // An older phase's are part of a newer one's
+    // News of an older phase are part of those of a newer phase
     for (News& news : warp.news)
         if (news.from == from && news.phase <= phase) news.lanes |= bit;
     const LaneMask lanes = std::find_if(warp.news.begin(), warp.news.end(), is_this)->lanes;
@@ -671,7 +671,7 @@ void launch(const Launch& l) {
     std::vector<std::thread> others;
     try {
         for (int i = 1; i < workers; ++i) others.emplace_back(work);
-    } catch (const std::exception&) {  // no more threads to be had: those that there are do it all
+    } catch (const std::exception&) {  // no more threads are available: the existing ones do all the work
     }
     work();
     for (std::thread& other : others) other.join();

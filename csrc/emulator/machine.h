@@ -36,19 +36,19 @@ struct TensorCopy {
     Event event;
 };
 
-/// A barrier in shared memory. Its phases are counted from 0; a phase ends when no arrival is outstanding and no byte.
+/// A barrier in shared memory. Phases are counted from 0; a phase ends when no arrival and no byte is outstanding.
 struct TransactionBarrier {
     unsigned arrivals, outstanding;
     std::int64_t bytes = 0;  ///< announced and not landed
     std::uint64_t phase = 0;
     std::deque<TensorCopy> copies;  ///< oldest first
-    int agent;                      ///< the copies as writers
-    Clock arrived, completed;       ///< of the phase under way; of those before
-    int warp, lane;                 ///< that initialised it, in its epoch
+    int agent;                      ///< the agent of its copies, as writers
+    Clock arrived, completed;       ///< clocks of the current phase; of the earlier phases
+    int warp, lane;                 ///< the lane that initialised it, in its epoch
     std::uint32_t epoch;
     bool fenced = false;  ///< copies see that it is initialised
     Site site;
-    std::uint64_t time = 0, completed_at = 0;  ///< the latest of the phase under way; of the one before, its end
+    std::uint64_t time = 0, completed_at = 0;  ///< the latest time in the current phase; the end of the previous one
 };
 
 /// Registers of a lane that a product under way uses.
@@ -63,7 +63,7 @@ struct RegisterRange {
 struct Product {
     WarpgroupProduct what;
     std::uint64_t group;
-    std::array<const std::uint32_t*, 128> a;  ///< each lane's registers, if A is there, and what they held
+    std::array<const std::uint32_t*, 128> a;  ///< each lane's registers, if A is there, and their values
     std::array<std::uint32_t, 512> a_values;
     Site site;
 };
@@ -76,13 +76,13 @@ struct Accumulator {
     std::vector<Product> products;
 };
 
-/// Four warps: what they multiply.
+/// Four warps, and the products that they compute.
 struct Warpgroup {
     int agent = -1;            ///< its products as readers of shared memory; group i in the epoch first_epoch + i
     std::uint64_t groups = 0;  ///< committed
     std::vector<Accumulator> accumulators;
-    std::deque<std::pair<std::uint64_t, Event>> events;  ///< a group and its products, as one
-    int registers = 0;                                   ///< that it asked for
+    std::deque<std::pair<std::uint64_t, Event>> events;  ///< a group's number, and its products as one event
+    int registers = 0;                                   ///< number that it asked for
 };
 
 struct Lane {
@@ -101,13 +101,13 @@ struct Lane {
     void* ready_argument;
     std::vector<AsyncCopy> copies;
     int copy_group;
-    const TransactionBarrier* barrier_at;  ///< that it waits for, its phase of this parity
+    const TransactionBarrier* barrier_at;  ///< the barrier that the lane waits for, until its phase of this parity ends
     unsigned parity;
     std::vector<RegisterRange> registers;
     std::uint32_t register_fence;  ///< its newest wgmma.fence; 0: none
     LaneLog log;
     std::uint64_t waited;  ///< logical time, at transaction barriers, since the log was merged
-    Clock clock;           ///< the warp's, and what this lane knows beyond that; see Worker::clock_of
+    Clock clock;           ///< what the warp knows, and what this lane knows beyond that; see Worker::clock_of
     std::uint64_t clock_version;
 };
 
@@ -125,7 +125,7 @@ struct Gathering {
         : what(what_), mask(mask_), arrived_count(0), arrived(0), site(site_), pc(nullptr) {}
 };
 
-/// A visit to a barrier, by the lanes of a warp, which come together, or by the warps of a block.
+/// A visit to a barrier: by the lanes of a warp, which come together, or by the warps of a block.
 struct Visit {
     int id, threads, predicates;  ///< threads 0: all that have not exited
     bool wait;
@@ -147,20 +147,20 @@ struct Warp {
     LaneMask exists, exited;
     std::vector<Gathering> gatherings;
     Visit visit;
-    LaneMask visiting;                ///< lanes that have come to the barrier, while others have not
+    LaneMask visiting;                ///< lanes that have come to the barrier while others have not
     Clock clock;                      ///< what all its lanes know
-    std::uint64_t clock_version;      ///< grows with it
-    std::vector<News> news;           ///< what some of them know beyond that
-    LaneMask informed;                ///< those
-    std::vector<std::uint32_t> seen;  ///< see Accessor, of lane l from l * 64 on; empty if the clock says all
+    std::uint64_t clock_version;      ///< grows with the clock
+    std::vector<News> news;           ///< what some of its lanes know beyond the clock
+    LaneMask informed;                ///< the lanes with news
+    std::vector<std::uint32_t> seen;  ///< Accessor::seen of lane l, from l * 64 on; empty if the clock says all
     WarpLog log;
 };
 
 struct Barrier {
-    Visit first;  ///< of those that have come
+    Visit first;  ///< the visit of the warp that came first
     int arrived = 0, predicates = 0;
     Clock clock;
-    std::uint64_t time = 0;  ///< the latest of those that have come
+    std::uint64_t time = 0;  ///< the latest of the warps that have come
 };
 
 inline constexpr int kBarriers = 16;
@@ -171,7 +171,7 @@ struct Block {
     std::array<Barrier, kBarriers> barriers;
 };
 
-/// Thrown out of a launch: a finding. Fibers never throw; they stop, and the scheduler throws in their place.
+/// A finding, thrown out of a launch. Fibers never throw: they stop, and the scheduler throws in their place.
 struct Finding {
     std::string what;
 };
@@ -180,14 +180,14 @@ struct Finding {
 extern thread_local class Worker* t_worker __attribute__((tls_model("initial-exec")));
 extern thread_local Lane* t_lane __attribute__((tls_model("initial-exec")));
 
-/// One OS thread's share of a launch: it runs cluster after cluster of blocks.
+/// One OS thread's share of a launch: it runs one cluster of blocks after the other.
 class Worker {
   public:
     void begin(const Launch& launch, const Config& config);
     /// Runs the blocks [first, first + count) of the grid together. Throws Finding.
     void run(std::uint64_t first_block, int count);
 
-    // Of the running lane
+    // Called by the running lane
     void enter(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc);
     int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc);
     void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
@@ -208,7 +208,7 @@ class Worker {
     void commit_products();
     void wait_for_products(int pending);
     void set_registers(int count);
-    /// An access to the lane's own stack, where arrays that products use as registers are.
+    /// An access to the lane's own stack, which holds the arrays that products use as registers.
     void touch_registers(std::uintptr_t address, int bytes, Access kind, const void* pc);
     void access(std::uintptr_t address, int bytes, Access kind, const void* pc);
     void log(const void* pc, std::uintptr_t address, int bytes, Instruction what) {
@@ -222,12 +222,12 @@ class Worker {
     std::string describe(const Warp& warp) const;
     std::string describe(const Lane& lane) const;
     Accessor accessor(Lane& lane);
-    /// A lane of the warpgroup that performs a collective.
+    /// A lane of the warpgroup that performs the running collective.
     Lane& lane_of_warpgroup(int place) {
         const Warp& warp = warps[static_cast<std::size_t>(running_leader + place / 32)];
         return lanes[static_cast<std::size_t>(warp.first_lane + place % 32)];
     }
-    /// The lane's place in logical time. Its records since they were merged count one each.
+    /// The lane's place in logical time. Each of its records since the last merge counts as one.
     std::uint64_t time_of(const Lane& lane) const {
         return warps[static_cast<std::size_t>(lane.warp)].log.time + lane.log.records.size() + lane.waited;
     }
@@ -244,7 +244,7 @@ class Worker {
     SharedArena arena;
     Counters counters;
     const Gathering* running = nullptr;  ///< the collective that is being performed
-    int running_leader = 0;              ///< the first of its warps
+    int running_leader = 0;              ///< the first of the warps that perform it
 
   private:
     Fiber scheduler_;
@@ -253,10 +253,10 @@ class Worker {
         std::uint64_t releases = 0;
     };
     std::unordered_map<const void*, SyncObject> sync_objects_;
-    std::vector<std::uint32_t> epochs_;  // of each agent, the newest
+    std::vector<std::uint32_t> epochs_;  // each agent's newest epoch
     std::uint32_t register_fences_ = 0;
     std::size_t touched_bytes_ = 0;
-    Pages<std::uint32_t> touched_;  // of each word of the stacks, the fence after which it was last touched
+    Pages<std::uint32_t> touched_;  // per word of the stacks: the fence after which it was last touched
     std::mt19937_64 random_;
     std::string error_;
     bool failed_ = false;
@@ -264,19 +264,19 @@ class Worker {
     std::uint64_t turn_ = 0, atomics_ = 0, idle_ = 0;  // see give_way()
     std::uintptr_t last_address_ = 0;
 
-    static constexpr std::size_t kLongLog = 1 << 17;  // then the warp's lanes go in step, and are merged
+    static constexpr std::size_t kLongLog = 1 << 17;  // at this length the warp's lanes go in step, and are merged
     void give_way(const void* pc);
     int new_agent();
     const Clock& clock_of(Lane& lane);
-    /// The lane knows what is in `clock`, which is that of the object in this phase.
+    /// From now on the lane knows what is in `clock`, the clock of the object `from` in this phase.
     void learn(Lane& lane, const void* from, std::uint64_t phase, const Clock& clock);
-    /// What each lane of the warp knows, the warp knows.
+    /// Moves to the warp's clock what each of its lanes knows.
     void share_news(Warp& warp);
-    /// The lane arrives somewhere: adds what it did before and what it knows.
+    /// The lane arrives somewhere: adds to `to` what it did before and what it knows.
     void hand_on(Lane& lane, Clock& to);
-    /// Of the lane that waits for it, which lands the phase's copies.
+    /// Whether the phase is done. Called for the lane that waits for it; lands the phase's copies.
     bool phase_done(TransactionBarrier& barrier, unsigned parity, const Lane& lane);
-    /// Of the grid's block 0: it goes into the timeline. `warp`: the worker's number.
+    /// Adds an event to the timeline if the warp (the worker's number) is in block 0 of the grid.
     void record(Event event, int warp);
     void end_phase(TransactionBarrier& barrier);
     void land(const TensorCopy& copy);
@@ -286,7 +286,7 @@ class Worker {
     void check_matrix(const WarpgroupProduct& what, bool a, const Accessor& who);
     void compute(const Product& product, float* tile) const;
     std::string name_of_agent(int agent) const;
-    /// An access of `who`, at that line, and what it ran into.
+    /// Reports an access of `who` at `line`, and the conflict that it ran into.
     [[noreturn]] void stop_conflict(Access kind, const std::string& who, std::uintptr_t address, int bytes,
                                     const std::string& line, const Conflict& conflict, std::uint32_t block);
     void check(Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc);
@@ -302,12 +302,12 @@ class Worker {
     void exit(Lane& lane);
     bool run_warp(Warp& warp);
     std::string deadlock() const;
-    /// What a lane's wait for a barrier in shared memory lacks.
+    /// What a lane's wait for a barrier in shared memory still needs.
     std::string state_of_barrier(const Lane& lane) const;
 };
 
-/// Where the swizzle of that many units of 16 bytes puts what would lie at `p`: bits 4 to 6 of an address are changed
-/// by bits 7 to 9.
+/// Where a swizzle of that many units of 16 bytes puts the byte that would lie at `p`: bits 7 to 9 of an address change
+/// bits 4 to 6.
 inline char* swizzled(char* p, int units) {
     const auto address = reinterpret_cast<std::uintptr_t>(p);
     return reinterpret_cast<char*>(address ^ (address >> 7 & static_cast<std::uintptr_t>(units - 1)) << 4);
@@ -319,7 +319,7 @@ std::string finding(const std::string& kind, const std::string& who, const std::
 /// "csrc/forward/wmma/wmma_v2.cu:123" of an instruction before `pc`, and the name of the function at `pc`.
 std::string source_line(const void* pc);
 std::string function_name(const void* function);
-/// The function of that instruction before `pc`, and those that it is inlined into, outwards.
+/// The function of the instruction before `pc`, and the functions that it is inlined into, outwards.
 std::vector<std::string> inlined_calls(const void* pc);
 std::string source_line(Site site);
 /// Finds the lines of many places at once, which is much faster than one by one.

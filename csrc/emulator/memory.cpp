@@ -60,7 +60,8 @@ void Epochs::meet(const Epochs& others) {
     if (!lanes_.empty()) tidy();
 }
 
-/// Leaves one entry of a lane, and none that says no more than its warp's; of all lanes of a warp makes one of the warp.
+/// Keeps one entry per lane, and none that says no more than its warp's. Entries of all lanes of a warp become one of
+/// the warp.
 void Epochs::tidy() {
     constexpr std::size_t kLanes = 32;
     std::size_t kept = 0, first = 0;  // entries, those before the agent's
@@ -86,7 +87,8 @@ void Epochs::tidy() {
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
     if (warp != who.warp) return who.clock->known.cover(warp, lane, epoch);
     if (epoch <= who.floor || (lane >= 0 && lane == who.lane) || who.clock->known.cover(warp, lane, epoch)) return true;
-    // Of several lanes: since they and this one may have synchronised. A race may so be missed, none is made up.
+    // For several lanes this lane's own entry is taken, since they may have synchronised with it. A race may be missed,
+    // none is made up.
     return who.seen && epoch <= who.seen[lane >= 0 ? lane : who.self];
 }
 
@@ -134,7 +136,7 @@ Pages<SharedArena::Reader>& SharedArena::readers_of(int agent) {
     if (row_of_[i] < 0) {
         row_of_[i] = static_cast<int>(reading_.size());
         reading_.push_back(agent);
-        // Rows of runs before are used again: what they say is of the past
+        // Rows of earlier runs are used again: their records are of the past
         if (readers_.size() < reading_.size()) readers_.emplace_back(granules_);
     }
     return readers_[static_cast<std::size_t>(row_of_[i])];
@@ -166,7 +168,7 @@ Conflict SharedArena::read(std::uintptr_t address, int bytes, const Accessor& wh
         if (const Conflict conflict = unordered_writer(g, who, "read after write")) return conflict;
         if (const Conflict conflict = unfenced_writer(g, who)) return conflict;
         Reader& r = mine[g];
-        // A lane that has synchronised with the readers before stands for them
+        // A lane that has synchronised with the earlier readers stands for them
         const bool replaces = who.lane == kTogether || r.epoch <= who.floor || ordered(who, who.warp, r.lane, r.epoch);
         r = {pc, who.epoch & 0xffffff, static_cast<std::int8_t>(replaces ? who.lane : kSeveral)};
     }
@@ -243,15 +245,15 @@ Conflict SharedArena::make_barrier(std::uintptr_t address, int bytes, const Acce
 
 namespace {
 
-// A record of an access, in 64 bits. Of readers and of atomic writers two are kept, and whether several blocks have
-// been.
+// A record of an access, in 64 bits. For readers and for atomic writers, two records are kept, and whether several
+// blocks have accessed.
 struct Record {
     std::uint32_t block;  // + 1; 0: no access
     int warp, lane;       // lane, kTogether or kSeveral
     bool flag;            // of a writer: atomic; of readers: of several blocks
     std::uint32_t epoch;
 
-    static constexpr int kLanes = 64, kPacked = 128;  // less than no lane: from the top of 7 bits
+    static constexpr int kLanes = 64, kPacked = 128;  // negative lanes are at the top of 7 bits
     static Record unpack(std::uint64_t r) {
         const auto lane = static_cast<int>(r >> 25 & (kPacked - 1));
         return {static_cast<std::uint32_t>(r >> 40), static_cast<int>(r >> 32 & 255),
@@ -268,8 +270,8 @@ struct Record {
 
 using Accesses = GlobalMemory::Watched::Accesses;
 
-/// Makes `who` the last, and returns the one before it. One that is not in order with `who` is kept too, if this is no
-/// finding: if both read or, `atomic`, both are atomic.
+/// Makes `who` the last accessor, and returns the previous one. If the previous one is not in order with `who` and this
+/// is no finding (both read or, with `atomic`, both are atomic), it is kept as `other`.
 std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& who, bool readers, bool atomic,
                                    const void* pc) {
     std::uint64_t before = __atomic_load_n(&a.last[g], __ATOMIC_RELAXED), after;
@@ -289,7 +291,7 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
              !__atomic_compare_exchange_n(&a.last[g], &before, after, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
     const void* was_pc = __atomic_exchange_n(&a.last_pcs[g], pc, __ATOMIC_RELAXED);
     const Record other = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
-    // Nothing orders other blocks: such a one stays
+    // Nothing orders accesses of different blocks, so a record of another block stays
     if (keep && (was.block != now.block || other.block == 0 || other.block == now.block)) {
         __atomic_store_n(&a.other[g], before, __ATOMIC_RELAXED);
         __atomic_store_n(&a.other_pcs[g], was_pc, __ATOMIC_RELAXED);
@@ -299,7 +301,7 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
 
 Conflict conflict(const char* kind, const Record& r, const void* pc) { return {kind, r.block - 1, r.warp, r.lane, pc}; }
 
-/// Of the one before the last the conflict with `who`, if they are not in order.
+/// The conflict of `who` with the `other` record, if the two are not in order.
 Conflict with_other(const Accesses& a, std::size_t g, const Accessor& who, const char* kind) {
     const Record r = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
     if (r.before(who)) return {};
@@ -327,7 +329,7 @@ void GlobalMemory::begin_launch(bool checks) {
 }
 
 GlobalMemory::Watched* GlobalMemory::find(std::uintptr_t address, int bytes) {
-    // A writable buffer first: tensors may overlap, as the views of a packed tensor do
+    // Prefers a writable buffer: tensors may overlap, as the views of a packed tensor do
     Watched* found = nullptr;
     for (Watched& b : buffers_)
         if (address >= b.begin && address + static_cast<std::uintptr_t>(bytes) <= b.end && (!found || b.writable))
@@ -353,7 +355,7 @@ std::string GlobalMemory::nearest(std::uintptr_t address) const {
 Conflict GlobalMemory::read(Watched& b, std::uintptr_t address, int bytes, const Accessor& who, const void* pc) {
     const std::size_t end = (address + static_cast<std::uintptr_t>(bytes) - 1 - b.begin) / kGranule + 1;
     for (std::size_t g = (address - b.begin) / kGranule; g < end; ++g) {
-        // Recorded first, then checked, as in write(): of a reader and a writer at the same time one sees the other
+        // Records first, then checks, as in write(): of a simultaneous reader and writer, at least one sees the other
         put(b.readers, g, who, true, false, pc);
         constexpr const char* kKind = "read after write";
         const Record w = Record::unpack(__atomic_load_n(&b.writers.last[g], __ATOMIC_SEQ_CST));

@@ -1,14 +1,17 @@
-// What is known of each piece of memory: whose it is, who wrote and read it last, and whether that was in order.
+// The record of each piece of memory: whose it is, who wrote and read it last, and whether these accesses were in
+// order.
 //
 // Order is by vector clocks, one per warp. clock[u] of warp w is the newest epoch of warp u that all lanes of w have
 // synchronised with; a warp's own epoch grows at each of its synchronisations. An access of warp u in its epoch e is
-// ordered before what w does now if e <= clock_w[u], or if the lane is the same. A transaction barrier orders lanes: who
-// arrives there hands on what its own lane did, and of the other lanes what they did before they last synchronised with
-// it; who waits there learns for its own lane. So a clock has epochs of single lanes beside those of warps.
+// ordered before what w does now if e <= clock_w[u], or if the lane is the same. A transaction barrier orders lanes,
+// not warps. A lane that arrives hands on what it did itself, and what other lanes of its warp did before they last
+// synchronised with it. A lane that waits learns for itself only. So a clock holds epochs of single lanes beside those
+// of warps.
 //
-// What runs beside the warps is an agent as they are, with epochs of its own and a number above theirs: the tensor
-// copies of a barrier, the products of a warpgroup. These reach shared memory through the asynchronous proxy, which
-// sees what a lane wrote only after a fence of that lane: a clock knows up to which epoch that is so, too.
+// Whatever runs beside the warps is an agent too, with epochs of its own and a number above the warps': the tensor
+// copies of a barrier, the products of a warpgroup. These agents reach shared memory through the asynchronous proxy,
+// which sees what a lane wrote only after a fence of that lane. So a clock also knows up to which epoch writes are
+// visible to that proxy.
 #pragma once
 
 #include <algorithm>
@@ -22,10 +25,10 @@
 
 namespace flash_wmma::emulator {
 
-/// In place of a lane: all of a warp at once, as in a collective; several, one after the other.
+/// Values in place of a lane: all lanes of a warp at once, as in a collective; several, one after the other.
 inline constexpr int kTogether = -1, kSeveral = -2;
 
-/// Of each agent the newest epoch: that of all its lanes, and those of single lanes that are newer.
+/// Each agent's newest epoch: that of all its lanes, and those of single lanes if they are newer.
 class Epochs {
   public:
     void clear() { all_.clear(), lanes_.clear(); }
@@ -33,14 +36,14 @@ class Epochs {
         const auto i = static_cast<std::size_t>(agent);
         return i < all_.size() ? all_[i] : 0;
     }
-    /// Whether what that lane did in `epoch` is among them; of several lanes, whether one's is.
+    /// Whether the epochs include what that lane did in `epoch`; for several lanes: whether they include that of one.
     bool cover(int agent, int lane, std::uint32_t epoch) const {
         return epoch <= of(agent) || (!lanes_.empty() && cover_lane(agent, lane, epoch));
     }
     void raise(int agent, std::uint32_t epoch);
     void raise(int agent, int lane, std::uint32_t epoch);
     void join(const Epochs& others);
-    /// Leaves what is among both.
+    /// Keeps what both have.
     void meet(const Epochs& others);
 
   private:
@@ -57,7 +60,7 @@ class Epochs {
     void tidy();
 };
 
-/// What somebody knows: the epochs that are ordered before, and those whose writes the asynchronous proxy sees.
+/// What an agent or lane knows: the epochs that are ordered before, and those whose writes the asynchronous proxy sees.
 struct Clock {
     Epochs known, published;
     void clear() { known.clear(), published.clear(); }
@@ -65,19 +68,19 @@ struct Clock {
     void meet(const Clock& other) { known.meet(other.known), published.meet(other.published); }
 };
 
-/// Who accesses.
+/// The accessor of a piece of memory.
 struct Accessor {
     std::uint32_t block;        ///< in the grid
     int warp, lane;             ///< warp in the cluster, or agent; lane or kTogether
     std::uint32_t epoch;        ///< of the warp
     const Clock* clock;         ///< the lane's
     std::uint32_t floor;        ///< of the warp in that clock
-    const std::uint32_t* seen;  ///< for each lane of the warp its newest epoch that this lane knows; null: floor
-    int self = lane;            ///< the lane whose clock that is
+    const std::uint32_t* seen;  ///< per lane of the warp: its newest epoch that this lane knows; null: floor
+    int self = lane;            ///< the lane whose clock it is
     bool async_proxy = false;
 };
 
-/// Whether what `lane` of `warp` did in `epoch` comes before what `who` does now.
+/// Whether what `lane` of `warp` did in `epoch` is ordered before what `who` does now.
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch);
 
 /// What an access ran into: nothing if `kind` is null.
@@ -91,7 +94,7 @@ struct Conflict {
 
 void* map(std::size_t bytes);
 void unmap(void* pages, std::size_t bytes);
-/// Zeros, of which only those take memory that are touched.
+/// Zeros; only touched pages take memory.
 template <class T>
 class Pages {
   public:
@@ -108,14 +111,14 @@ class Pages {
     std::size_t bytes_;
     T* p_;
 };
-inline constexpr int kGranule = 2;  ///< bytes that share one record: races between single bytes are seen as on both
+inline constexpr int kGranule = 2;  ///< bytes that share one record: an access to either counts as one to both
 
 /// The shared memory of the blocks of a cluster, and who touched it.
 class SharedArena {
   public:
     static constexpr std::size_t kBytesPerBlock = 256 << 10, kBase = 1024;
 
-    /// Room for `blocks` blocks of `bytes` bytes, poisoned. Agents from `warps` on are no warps.
+    /// Makes room for `blocks` blocks of `bytes` bytes, poisoned. Agents with numbers from `warps` on are not warps.
     void begin(int blocks, std::size_t bytes, int warps, bool checks);
     char* of_block(int block) const { return base_ + static_cast<std::size_t>(block) * kBytesPerBlock; }
     bool contains(std::uintptr_t a) const { return a - reinterpret_cast<std::uintptr_t>(base_) < size_; }
@@ -125,17 +128,17 @@ class SharedArena {
     }
     std::size_t bytes_per_block() const { return bytes_; }
 
-    /// Records a read or write and says what it conflicts with. The range lies inside a block's bytes.
+    /// Records a read or write and returns what it conflicts with. The range lies inside a block's bytes.
     Conflict read(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
     Conflict write(std::uintptr_t address, int bytes, const Accessor& who, const void* pc, bool atomic);
-    /// A write that is under way until landed() of the same bytes.
+    /// A write that is under way until landed() is called for the same bytes.
     Conflict begin_async(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
     void landed(std::uintptr_t address, int bytes, const Accessor& who);
-    /// Likewise, started by `who`, of an agent in its epoch.
+    /// The same, started by `who`, of an agent in its epoch.
     Conflict begin_async(std::uintptr_t address, int bytes, const Accessor& who, int agent, std::uint32_t epoch,
                          const void* pc);
     void landed(std::uintptr_t address, int bytes);
-    /// The bytes of a barrier, written by `who`: from now on nothing but a barrier.
+    /// `who` makes the bytes a barrier: from now on no other access is allowed.
     Conflict make_barrier(std::uintptr_t address, int bytes, const Accessor& who, const void* pc);
 
   private:
@@ -144,7 +147,7 @@ class SharedArena {
         std::uint16_t warp;
         std::int8_t lane;  // or kTogether, or kSeveral
         std::uint8_t atomic : 1, pending : 1;
-        std::uint8_t several : 1;  // atomic, and another warp's was not ordered before it: see others_
+        std::uint8_t several : 1;  // atomic, and not ordered after another warp's atomic: see others_
         std::uint8_t barrier : 1;
     };
     struct Other {
@@ -162,22 +165,22 @@ class SharedArena {
     int warps_ = 0;
     std::uint32_t first_epoch_ = 1;
     Pages<Writer> writers_;
-    std::vector<Pages<Reader>> readers_;  // of each agent that has read
-    std::vector<int> reading_, row_of_;   // those agents; where an agent's are, or -1
+    std::vector<Pages<Reader>> readers_;  // one per agent that has read
+    std::vector<int> reading_, row_of_;   // these agents; the row of an agent, or -1
     Pages<const void*> writer_pcs_;
     Pages<Other> others_;  // the last atomic writer of another warp
 
     std::size_t granule(std::uintptr_t a) const { return (a - reinterpret_cast<std::uintptr_t>(base_)) / kGranule; }
-    /// Of the last writers the one that is not ordered before `who`.
+    /// The last writer, or the other one, that is not ordered before `who`.
     Conflict unordered_writer(std::size_t g, const Accessor& who, const char* kind) const;
-    /// The last writer, if the asynchronous proxy, through which `who` comes, may not see what it wrote.
+    /// The last writer, if the asynchronous proxy, which `who` uses, may not see what it wrote.
     Conflict unfenced_writer(std::size_t g, const Accessor& who) const;
     Pages<Reader>& readers_of(int agent);
 
   public:
     /// The epoch that warps of this run start with.
     std::uint32_t first_epoch() const { return first_epoch_; }
-    /// Epochs up to this one are of the past: begin() follows.
+    /// Epochs up to this one are of the past; begin() follows.
     void finish(std::uint32_t last_epoch) { first_epoch_ = std::max(first_epoch_, last_epoch + 1); }
 };
 
@@ -189,7 +192,7 @@ class GlobalMemory {
         std::string name;
         std::uintptr_t begin, end;
         bool writable;
-        /// Of each granule the last to access it, and the last before that of another warp that was not in order with
+        /// For each granule the last accessor, and the last one before it that is of another warp and not in order with
         /// it
         struct Accesses {
             Pages<std::uint64_t> last, other;
@@ -200,7 +203,7 @@ class GlobalMemory {
     };
 
     void set(const Buffer* buffers, std::size_t count);
-    /// Forgets what earlier launches did: a launch waits for the ones before it.
+    /// Forgets accesses of earlier launches: a launch waits for the launches before it.
     void begin_launch(bool checks);
     bool known() const { return !buffers_.empty(); }
     Watched* find(std::uintptr_t address, int bytes);

@@ -1,5 +1,5 @@
-// From addresses of code to source lines and names, by addr2line, which comes with g++. Asked only when something is
-// reported; every answer is kept.
+// Turns addresses of code into source lines and names, by addr2line, which comes with g++. It runs only when something
+// is reported; every answer is kept.
 #include <dlfcn.h>
 
 #include <algorithm>
@@ -16,35 +16,35 @@ namespace flash_wmma::emulator {
 namespace {
 
 struct Place {
-    std::vector<std::string> functions;  ///< and those that it is inlined into, outwards
+    std::vector<std::string> functions;  ///< the function, and those that it is inlined into, outwards
     std::string line;
 };
 
-/// A path as the project names it: from csrc on, without detours and without what addr2line adds.
+/// A path relative to the repository, from csrc on, without detours and addr2line's additions.
 std::string tidy(std::string path) {
     if (const std::size_t at = path.find(" (discriminator"); at != std::string::npos) path.erase(at);
     if (const std::size_t at = path.rfind("csrc/"); at != std::string::npos) path.erase(0, at);
     return std::filesystem::path(path).lexically_normal().string();
 }
 
-/// Whether it is one of the emulator's own files, or of the compiler's or the system's headers, wherever g++ lies.
+/// Whether the file is one of the emulator's own, or a header of the compiler or the system, wherever g++ is installed.
 bool is_brick(const std::string& path) {
     for (const char* part : {"csrc/emulator/", "/include/c++/", "/lib/gcc/"})
         if (path.find(part) != std::string::npos) return true;
     return path.rfind("/usr/include/", 0) == 0;
 }
 
-/// As a shell takes it for one word.
+/// The text quoted as one word of the shell.
 std::string quoted(const std::string& text) {
     std::string word = "'";
     for (const char c : text) word += c == '\'' ? std::string("'\\''") : std::string(1, c);
     return word + "'";
 }
 
-/// Of addresses in one library, the innermost function that is not a brick of the emulator or of the standard library.
+/// For addresses in one library, finds the innermost function that is no brick of the emulator or the standard library.
 void look_up(const std::string& library, std::uintptr_t base, const std::vector<const void*>& addresses,
              std::map<const void*, Place>& places) {
-    constexpr std::size_t kAtOnce = 2000;  // a command line holds that many
+    constexpr std::size_t kAtOnce = 2000;  // a command line holds this many
     for (std::size_t first = 0; first < addresses.size(); first += kAtOnce) {
         const std::size_t last = std::min(addresses.size(), first + kAtOnce);
         std::string command = "addr2line -a -C -f -i -e " + quoted(library);
@@ -55,7 +55,7 @@ void look_up(const std::string& library, std::uintptr_t base, const std::vector<
         }
         FILE* pipe = popen((command + " 2>/dev/null").c_str(), "r");
         if (!pipe) return;
-        // For each address a line "0x...", then pairs of lines, function and place, from the innermost outwards
+        // For each address: a line "0x...", then pairs of lines (function, place) from the innermost outwards
         std::size_t next = first;
         Place* place = nullptr;
         std::string line, function;
@@ -130,7 +130,7 @@ std::string function_name(const void* function) {
             break;
         }
     }
-    if (name.rfind("void ", 0) == 0) name.erase(0, 5);  // a template's name comes with what it returns
+    if (name.rfind("void ", 0) == 0) name.erase(0, 5);  // a template's name begins with its return type
     return name;
 }
 

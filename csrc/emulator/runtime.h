@@ -1,5 +1,6 @@
-// What kernel code, through the headers in include/, asks of the emulator's runtime. Plain functions over pointers and
-// values: kernel files may be compiled with instrumentation and the runtime never is, so they share no inline function.
+// What kernel code asks of the emulator's runtime, through the headers in include/. Only plain functions of pointers
+// and values: kernel files may be compiled with instrumentation and the runtime never is, so they share no inline
+// function.
 #pragma once
 
 #include <cstddef>
@@ -62,45 +63,45 @@ struct Collective {
     const char* name;
     Instruction instruction;
     int instructions;    ///< warp instructions that hardware spends on it; 0: its accesses are counted instead
-    int width;           ///< 0: the lanes of the mask; else that many consecutive lanes, all of them (32, 128)
-    bool orders_memory;  ///< what its lanes did before is visible to its lanes after
+    int width;           ///< 0: the lanes of the mask; else: this many consecutive lanes, all of them (32, 128)
+    bool orders_memory;  ///< its lanes' earlier accesses are visible to all its lanes afterwards
     void (*run)(void* const* arguments, LaneMask lanes);
 };
 void collective(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc);
 
 /// Arrives at barrier `id` of the block for `threads` threads (0: all that have not exited) and, if `wait`, stays until
-/// they have come. Returns the sum of the predicates.
+/// they have arrived. Returns the sum of the predicates.
 int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc);
 
 /// Parks the lane until ready(argument).
 void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
 
-/// Happens-before through an object (an mbarrier, a flag): what the releasing lane did before, and others of its warp
-/// before they last synchronised with it, is visible to each lane that acquires it later.
+/// Happens-before through an object (an mbarrier, a flag): what the releasing lane did, and what others of its warp did
+/// before they last synchronised with it, is visible to each lane that acquires the object later.
 void release(const void* object);
 void acquire(const void* object);
 
 // --- memory -------------------------------------------------------------------------------------------------------
-/// The block's shared memory; finds fault with a map that is larger than the launch asked for.
+/// The block's shared memory. Reports a finding if the map is larger than the launch asked for.
 void* shared_memory(std::size_t map_bytes, const void* pc);
 bool in_shared_memory(const void* address);
 
 enum class Access : std::uint8_t { kLoad, kStore, kLdmatrix, kAtomic, kAsyncLoad, kAsyncStore };
 
-/// An access of the warp at once, from within Collective::run: lane i touches `bytes` bytes at address[i].
+/// An access of the whole warp, from within Collective::run: lane i touches `bytes` bytes at address[i].
 void warp_access(Access access, const void* const* address, LaneMask lanes, int bytes);
 
 /// An atomic access of the running lane.
 void atomic_access(const void* address, int bytes, const void* pc);
 
-/// cp.async: `bytes` bytes to shared memory of which `source_bytes` are read, the rest are zeros. They land in
-/// async_wait, the last legal moment.
+/// cp.async: copies `bytes` bytes to shared memory, of which `source_bytes` are read and the rest are zeros. They land
+/// in async_wait, the last legal moment.
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
 void async_commit();
 void async_wait(int pending_groups);
 
 // --- asynchronous units of sm_90 -------------------------------------------------------------------------------------
-/// mbarrier.init, .arrive (with the bytes that are announced, if any) and .try_wait.parity until it holds.
+/// mbarrier.init, .arrive (announcing `bytes` bytes, if not 0) and .try_wait.parity, repeated until it holds.
 void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc);
 void transaction_barrier_init_fence();
 void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc);
@@ -116,13 +117,13 @@ struct TensorMap {
     int box[kMostRank];                               ///< elements
     int swizzle;                                      ///< units of 16 bytes that change places: 1 (none), 2, 4 or 8
 };
-/// Null, or why there can be no such map.
+/// Null, or why such a map is not allowed.
 const char* refuse_tensor_map(const TensorMap& map);
-/// Copies the box at these coordinates; lands when somebody's wait for the barrier's phase needs it, the last legal
+/// Copies the box at these coordinates. The copy lands when a wait for the barrier's phase needs it, the last legal
 /// moment.
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
 
-/// The descriptor of a matrix that starts at `shared`, without its swizzle and its distances (bits 0 to 13).
+/// The descriptor of a matrix that starts at `shared` (bits 0 to 13), without its swizzle and its distances.
 std::uint64_t matrix_start(const void* shared, const void* pc);
 /// One lane's part in D = A B + (accumulate ? D : 0), of 16-bit elements: A 64x16, B 16 x columns.
 struct WarpgroupProduct {
@@ -134,7 +135,7 @@ struct WarpgroupProduct {
     bool accumulate;
     bool bf16;
 };
-/// Computed at its wait, which is when its operands in shared memory are read; till then D is NaN.
+/// The product is computed at its wait, which also reads the operands in shared memory. Until then D is NaN.
 void wgmma(WarpgroupProduct& product, Site site, const void* pc);
 void wgmma_fence(Site site, const void* pc);
 void wgmma_commit(Site site, const void* pc);
@@ -145,7 +146,7 @@ void set_registers(int count, Site site, const void* pc);
 /// Counts an instruction that touches no memory.
 void note(Instruction instruction);
 
-/// Ends the launch with an error, from within Collective::run, about a lane of the warp or, -1, all of them.
+/// Ends the launch with an error, from within Collective::run, about a lane of the warp or, if -1, all its lanes.
 [[noreturn]] void fail_collective(const char* what, int lane = -1);
 
 /// c += a b, of 16 x depth, depth x columns and 16 x columns floats, row-major and dense.

@@ -1,7 +1,7 @@
 // Barriers in shared memory that count arrivals and bytes, and the tensor copies whose bytes they count.
 //
-// A copy lands when somebody waits for a phase that lacks nothing but bytes: the last legal moment. Till then its
-// target is pending, and a phase for which nobody announced the bytes completes without them, as it may on hardware.
+// A copy lands when a lane waits for a phase that lacks only bytes: the last legal moment. Until then its target is
+// pending, and a phase for which no lane announced the bytes completes without them, as it may on hardware.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -12,11 +12,11 @@
 namespace flash_wmma::emulator {
 namespace {
 
-constexpr std::int64_t kMostBytes = (1 << 20) - 1;  // that a phase can wait for
+constexpr std::int64_t kMostBytes = (1 << 20) - 1;  // the most that a phase can wait for
 constexpr unsigned kMostArrivals = (1 << 20) - 1;
 
-/// Calls row(bytes from the start of the box, first byte of the tensor or null, elements before those that are inside,
-/// elements inside) for each row of the box.
+/// Calls row(bytes from the start of the box, first byte of the tensor or null, elements before those inside the
+/// tensor, elements inside it) for each row of the box.
 template <class Row>
 void for_each_row(const TensorCopy& copy, Row row) {
     const TensorMap& map = copy.map;
@@ -98,7 +98,8 @@ void Worker::barrier_init_fence() {
 void Worker::fence_proxy_async() {
     barrier_init_fence();
     if (!config.checks) return;
-    // What this lane wrote, as far as this lane knows; that of others is not, even if they are in order with it
+    // Publishes what this lane wrote, to this lane's knowledge alone; writes of other lanes stay unpublished, even if
+    // they are in order with it
     Lane& lane = *t_lane;
     const std::uint32_t epoch = epochs_[static_cast<std::size_t>(lane.warp)]++;
     Clock clock;
@@ -170,7 +171,7 @@ void Worker::barrier_wait(void* address, unsigned parity, Site site, const void*
     }
     if (const std::uint64_t arrived = time_of(lane); config.counters && arrived < b.completed_at) {
         lane.waited += b.completed_at - arrived;
-        // The warp's wait is that of the first of its lanes
+        // The warp's wait is the wait of its first lane
         std::uint64_t& until = warp_of(lane).log.waited_until;
         if (until < b.completed_at)
             record({Event::Kind::kTransactionBarrier, 0, arrived, b.completed_at, pc}, lane.warp);
@@ -210,7 +211,7 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
     const auto refuse_copy = [&](const std::string& why) {
         stop(finding(why, describe(lane) + " in " + kName, source_line(site)));
     };
-    const int alignment = 128 * map.swizzle;  // of the pattern of the swizzle
+    const int alignment = 128 * map.swizzle;  // of the swizzle's pattern
     if (!arena.contains(to)) refuse_copy("a tensor copy to an address outside shared memory");
     if (to % static_cast<std::uintptr_t>(alignment))
         refuse_copy("a tensor copy to a place that is not " + std::to_string(alignment) + "-byte aligned");

@@ -1,5 +1,5 @@
-// Products of a warpgroup. They are computed at their wait, which is when they read their operands in shared memory,
-// the last legal moment; from their issue to then the registers of D are NaN, and those of A must stay as they are.
+// Products of a warpgroup. They are computed at their wait, the last legal moment, and read their operands in shared
+// memory then. From issue to wait the registers of D are NaN, and those of A must not change.
 #include <algorithm>
 #include <cstring>
 
@@ -43,8 +43,8 @@ struct Descriptor {
         constexpr int kModes[] = {1, 8, 4, 2};
         return kModes[field(62, 2)];
     }
-    /// Where in the block's shared memory unit `unit` of row `row` is, before the swizzle: rows along k (`along_k`:
-    /// unit 0 or 1, row m or n) or along m or n (row k).
+    /// The offset in the block's shared memory of unit `unit` of row `row`, before the swizzle. Rows run along k
+    /// (`along_k`: unit 0 or 1, row m or n) or along m or n (row k).
     std::size_t at(int row, int unit, bool along_k) const {
         const auto r = static_cast<std::size_t>(row), u = static_cast<std::size_t>(unit);
         const auto s = static_cast<std::size_t>(swizzle());
@@ -54,7 +54,7 @@ struct Descriptor {
     }
 };
 
-/// Element i of lane l's part of D, and pair i of its part of A.
+/// The place of element i of lane l's part of D, and of pair i of its part of A.
 int row_of_d(int l, int i) { return l / 32 * 16 + l % 32 / 4 + i / 2 % 2 * 8; }
 int column_of_d(int l, int i) { return i / 4 * 8 + l % 4 * 2 + i % 2; }
 int row_of_a(int l, int i) { return l / 32 * 16 + l % 32 / 4 + i % 2 * 8; }
@@ -93,7 +93,7 @@ void Worker::touch_registers(std::uintptr_t address, int bytes, Access kind, con
         touched_[stacks.offset(a * 4) / 4] = lane.register_fence;
 }
 
-/// Of the lane at `place` in the warpgroup.
+/// Checks the registers of the lane at `place` in the warpgroup.
 void Worker::check_registers(const WarpgroupProduct& what, int place) {
     const Lane& lane = lane_of_warpgroup(place);
     if (!lane.register_fence)
@@ -111,7 +111,7 @@ void Worker::check_registers(const WarpgroupProduct& what, int place) {
     if (what.a) check(what.a, 4, "A's");
 }
 
-/// That what `a` or b describes may be read now.
+/// Checks that the matrix that `a_matrix` or `b_matrix` describes may be read now.
 void Worker::check_matrix(const WarpgroupProduct& what, bool a, const Accessor& who) {
     const Descriptor matrix{a ? what.a_matrix : what.b_matrix};
     const bool along_k = a || !what.b_along_n;

@@ -3,11 +3,11 @@
 // Three levels, as the machine has them. A thread folds its share of a row, in 16-byte loads, into as many accumulators
 // as a vector has elements. The lanes of a warp combine theirs by a butterfly of shuffles. The warps of a block meet in
 // shared memory, once. Long rows, if there are too few of them to occupy the device, are cut into segments of a block
-// each, whose results a second launch combines. Short rows need neither: a few neighbouring lanes have one each, so
-// that a warp reduces several at a time.
+// each, whose results a second launch combines. Short rows need no shared memory: a few neighbouring lanes reduce each,
+// so that a warp reduces several rows at a time.
 //
-// Nothing is added by atomics, and who adds what follows from the sizes and the device alone, so results are the same
-// to the bit from run to run.
+// Nothing is added by atomics, and the order of additions follows from the sizes and the device alone, so results are
+// bitwise the same from run to run.
 //
 // Bound: HBM, one read of x.
 #include <launch.h>
@@ -22,7 +22,7 @@
 namespace flash_wmma::reductions {
 namespace {
 
-constexpr int kShortRowBytes = 8192;  // rows up to that are reduced by lanes of a warp
+constexpr int kShortRowBytes = 8192;  // rows up to this size are reduced by lanes of a warp
 constexpr int kBlocksPerSm = 8;       // of kThreads threads, for long rows: all that an SM holds
 constexpr std::int64_t kLeastSegment = 8 * kThreads * kLoads;  // elements of a row that are worth a block
 
@@ -43,7 +43,7 @@ struct Max {
     }
 };
 
-/// The sum; of int32, as in torch, in int64.
+/// The sum; of int32 in int64, as in torch.
 struct Sum {
     template <class Wide>
     using Total = std::conditional_t<std::is_same_v<Wide, float>, float, std::int64_t>;
@@ -100,7 +100,7 @@ struct SharedMemory {
     Acc of_warp[kThreads / 32];
 };
 
-/// Over the block's threads; thread 0 gets it. Called by all of them, again and again if need be.
+/// Reduces over the block's threads; thread 0 gets the result. All threads call it; they may call it again.
 template <class Acc, class Op>
 __device__ Acc reduce_block(Acc value, Op op) {
     auto& smem = shared_memory<SharedMemory<Acc>>();
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads) reduce_short_rows(const T* x, std::i
     }
 }
 
-/// A block reduces a segment of a row: to `out` if that is all of the row, else to `partials` (rows, segments).
+/// A block reduces a segment of a row: to `out` if the segment is the row, else to `partials` (rows, segments).
 template <class T, class Op>
 __global__ void __launch_bounds__(kThreads)
     reduce_segments(const T* x, std::int64_t rows, std::int64_t columns, std::int64_t stride, std::int64_t segment,
@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kThreads)
     if (threadIdx.x == 0) out[blockIdx.x] = rounded<T, Op>(total);
 }
 
-/// How rows are shared out among blocks.
+/// How blocks share the rows.
 struct Plan {
     std::int64_t segment;  ///< elements of a row that a block reduces, a multiple of kLeastSegment unless it is the row
     int segments;          ///< of a row

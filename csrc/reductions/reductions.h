@@ -21,9 +21,9 @@ struct Array {
 /// Bytes of workspace that reduce_rows needs.
 std::int64_t workspace_bytes(const Array& x, const DeviceFacts& device);
 
-/// out[i] = the maximum or the sum of row i, asynchronously. There is a row and a column. Maxima have x's type, NaN if
-/// the row holds one; sums of int32 are int64, those of half and bf16 are summed in fp32 and rounded once. The same to
-/// the bit from run to run on a device. Throws std::runtime_error if a launch fails.
+/// out[i] = the maximum or the sum of row i, asynchronously. x has at least one row and one column. Maxima have x's
+/// type and are NaN if the row holds a NaN. Sums of int32 are int64; those of half and bf16 are summed in fp32 and
+/// rounded once. Results are bitwise the same from run to run on a device. Throws std::runtime_error if a launch fails.
 void reduce_rows(Reduction reduction, const Array& x, void* out, void* workspace, const DeviceFacts& device,
                  Stream stream);
 

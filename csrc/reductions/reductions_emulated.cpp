@@ -1,4 +1,4 @@
-// The reductions as a program of the emulator (flash_wmma.emulator.Program): their sources as they are.
+// The reductions as a program of the emulator (flash_wmma.emulator.Program): their sources, unchanged.
 #include <entry.h>
 
 #include "reductions/reduce.cu"

@@ -1,9 +1,9 @@
 // Softmax along rows: exp(x - m) / l with the row's maximum m and sum l.
 //
-// m and l are found in one pass (online softmax): a thread keeps those of what it has seen, and rescales l when m
-// grows; lanes, and then warps, combine theirs like threads do. A second pass normalises. Short rows have a few
-// neighbouring lanes each, which read them again from L1. Of long rows each thread keeps its own vectors in shared
-// memory, so that x is read once; rows that do not fit are read again, as a rule from L2.
+// m and l are found in one pass (online softmax): a thread keeps m and l of the elements it has seen, and rescales l
+// when m grows. Lanes, and then warps, combine theirs in the same way. A second pass normalises. Short rows have a few
+// neighbouring lanes each, which read the row again from L1. For long rows each thread keeps its own vectors in shared
+// memory, so that x is read once. Rows that do not fit are read again, usually from L2.
 //
 // Bound: HBM, one read and one write of x.
 #include <launch.h>
@@ -15,8 +15,8 @@
 namespace flash_wmma::reductions {
 namespace {
 
-constexpr int kShortSoftmaxBytes = 2048;  // rows up to that have lanes of a warp
-constexpr int kKeptBytes = 47 * 1024;     // rows up to that stay in shared memory: within what needs no opt-in
+constexpr int kShortSoftmaxBytes = 2048;  // rows up to this size have lanes of a warp
+constexpr int kKeptBytes = 47 * 1024;     // rows up to this size stay in shared memory, without an opt-in
 constexpr float kLog2e = 1.44269504088896341f;
 
 /// A maximum, and the sum of exp(x - maximum).
@@ -24,7 +24,7 @@ struct Statistics {
     float maximum = -INFINITY, sum = 0.f;
 };
 
-/// exp(x - maximum), and 0 where x is the -inf of an empty maximum.
+/// exp(x - maximum), and 0 if x and the maximum are -inf: nothing was seen.
 __device__ float weight(float x, float maximum) { return exp2f((x - (maximum == -INFINITY ? 0.f : maximum)) * kLog2e); }
 
 template <int Count>
@@ -53,7 +53,7 @@ __device__ Statistics reduce_lanes_of(Statistics s, int width) {
     return s;
 }
 
-/// The share of thread `thread` of `threads` in a row; keep(vector, i) is given each of its vectors.
+/// The statistics of the share of thread `thread` of `threads` in a row; calls keep(vector, i) for each of its vectors.
 template <class T, class Keep>
 __device__ Statistics statistics(const Row<T>& row, int thread, int threads, Keep keep) {
     Statistics s;
@@ -70,7 +70,7 @@ __device__ Statistics statistics(const Row<T>& row, int thread, int threads, Kee
     return s;
 }
 
-/// Writes what the same threads have seen, normalised; vectors come from `vector(i)`.
+/// Writes the same share of a row, normalised; vectors come from `vector(i)`.
 template <class T, class Vector>
 __device__ void normalise(const Row<T>& row, T* out, const Statistics& s, int thread, int threads, Vector vector) {
     const float inverse = 1.f / s.sum;
@@ -87,7 +87,7 @@ __device__ void normalise(const Row<T>& row, T* out, const Statistics& s, int th
     }
 }
 
-/// A row of x, in vectors if those of the row of out lie on the same boundaries.
+/// A row of x, in vectors if they lie on the same 16-byte boundaries as those of the row of out.
 template <class T>
 __device__ Row<T> row_beside(const T* x, const T* out, std::int64_t n) {
     return Row<T>(x, n, (reinterpret_cast<std::uintptr_t>(x) - reinterpret_cast<std::uintptr_t>(out)) % 16 == 0);

@@ -15,7 +15,7 @@ namespace flash_wmma::reductions {
 constexpr int kThreads = 256;  // of a block
 constexpr int kLoads = 4;      // 16-byte loads that a thread has under way
 
-/// T as it is computed with, Wide, and 16 bytes of it.
+/// Elements of type T: Wide, the type to compute in, and 16 bytes of T.
 template <class T>
 struct Values;
 
@@ -69,8 +69,8 @@ struct Values {
     }
 };
 
-/// A row of n elements: `head` of them before the first 16-byte boundary, whole vectors, the rest. `aligned` false: one
-/// by one throughout.
+/// A row of n elements: `head` elements before the first 16-byte boundary, whole vectors, the rest. If `aligned` is
+/// false: one by one throughout.
 template <class T>
 struct Row {
     const T* x;
@@ -113,7 +113,7 @@ int lanes_of_row(std::int64_t columns, int warp) {
     return lanes;
 }
 
-/// A grid for that many pieces of work. Blocks take several where there are more than the device holds many times over.
+/// A grid for that many pieces of work. Blocks take several pieces if there are more than kBlocksPerSm per SM.
 inline dim3 grid_of(std::int64_t pieces, const DeviceFacts& device) {
     constexpr std::int64_t kBlocksPerSm = 64;
     const std::int64_t most = kBlocksPerSm * device.sm_count;

@@ -102,7 +102,7 @@ Readable::Readable(const Operand& t) : tensor(t.tensor) {
 
 namespace {
 
-/// Arguments that the schema already carries and no kernel implements yet, refused by name.
+/// Refuses, by name, arguments that the schema has and no kernel implements yet.
 void check_not_yet(const Options& o) {
     const char* name = o.sinks ? "sinks" : o.rng_state || o.dropout_p != 0 ? "dropout_p" : nullptr;
     if (name) invalid(std::string(name) + ": not yet built");
@@ -149,7 +149,7 @@ Bias bias_of(const Tensor& t, const ForwardParams& p, const Operand& q) {
     return {bias.data, type, strides[0], strides[1], strides[2], strides[3]};
 }
 
-/// Slopes (Hq) or (B, Hq), float32; `kept` holds them where they had to be copied.
+/// Slopes (Hq) or (B, Hq), float32; `kept` holds the copy if one was needed.
 void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTensor& kept) {
     kept = torch::stable::contiguous(t);
     const Operand slopes(*kept, "alibi_slopes");
@@ -163,7 +163,7 @@ void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTens
     p.alibi_batch_stride = batched ? p.heads_q : 0;
 }
 
-/// int32 (n); `kept` holds them where they had to be copied.
+/// int32 (n); `kept` holds the copy if one was needed.
 const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Operand& q, OptionalTensor& kept) {
     kept = torch::stable::contiguous(t);
     const Operand lengths(*kept, name);

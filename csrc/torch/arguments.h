@@ -1,5 +1,5 @@
-// What the ops share: tensors as kernels want them, checks of arguments, and where a call runs. The Python functions
-// check the same arguments first, with better words; these checks are the last line of defence.
+// What the ops share: tensors in the form that kernels want, checks of arguments, and where a call runs. The Python
+// functions check the same arguments first, with better messages; these checks are the last line of defence.
 #pragma once
 
 #include <algorithm>
@@ -36,7 +36,7 @@ struct Codes {
 
 const Codes& codes();
 
-/// An argument and what is asked of it, each question once: every one is a call into torch.
+/// An argument and its properties. Each is asked for once, since each question is a call into torch.
 struct Operand {
     const Tensor& tensor;
     const char* name;
@@ -62,7 +62,7 @@ void* data_of(const Tensor& t);
 /// The memory of a tensor, for the emulator.
 emulator::Buffer buffer_of(const char* name, const Tensor& t, bool writable);
 
-/// Uninitialised memory. Not torch::stable::empty: that goes through the dispatcher, boxed, and takes half a
+/// Uninitialised memory. Not by torch::stable::empty, which goes through the dispatcher, boxed, and takes half a
 /// microsecond.
 Tensor empty(int64_t dim, const int64_t* sizes, const int64_t* strides, int32_t dtype, const Operand& like);
 
@@ -81,7 +81,7 @@ std::array<int64_t, kDim> contiguous(const std::array<int64_t, kDim>& sizes) {
     return strides;
 }
 
-/// The strides of rows (..., head, row, column), or of (..., row, head) for a tensor of three dimensions.
+/// Rows of a tensor with these strides: (batch, head, row, column), or (row, head, column) if `dim` is 3.
 Rows rows_of(void* data, int64_t dim, const int64_t* strides);
 
 /// Contiguous strides of (B, H, N, columns), or with `bnhd` those of (B, N, H, columns) in memory.
@@ -97,8 +97,8 @@ struct Readable {
     emulator::Buffer buffer(const char* name) const { return buffer_of(name, copy ? *copy : tensor, false); }
 };
 
-/// Rows that a kernel writes. It writes whole 16-byte rows: a number of columns that is no multiple of 8 takes a
-/// detour.
+/// Rows that a kernel writes. A kernel writes whole 16-byte vectors, so a number of columns that is no multiple of 8 is
+/// written with padding and then copied.
 template <std::size_t kDim>
 class Written {
   public:
@@ -114,7 +114,7 @@ class Written {
     Rows rows() const { return rows_of(data_of(*memory_), kDim, padded_strides_.data()); }
     Tensor& memory() { return *memory_; }
     emulator::Buffer buffer(const char* name) const { return buffer_of(name, *memory_, true); }
-    /// The result, once it is written.
+    /// The result, once the kernel has written it.
     Tensor take() {
         if (padded_strides_ == strides_) return std::move(*memory_);
         Tensor result = empty(sizes_, strides_, like_.dtype, like_);
@@ -130,7 +130,7 @@ class Written {
 
 // ---- Arguments ------------------------------------------------------------------------------------------------------
 
-/// What all ops have in common, but for q, k and v.
+/// The arguments that all ops share, apart from q, k and v.
 struct Options {
     const OptionalTensor &attn_bias, &alibi_slopes, &sinks, &rng_state;
     std::optional<double> scale;
@@ -147,8 +147,8 @@ struct Lengths {
     int64_t max_seqlen_q, max_seqlen_k;
 };
 
-/// The checked arguments of a call as a kernel sees them; what they point to lives as long as this and the tensors.
-/// Missing are the pointers to q, k, v, o and lse, whose head dims are not yet padded.
+/// The checked arguments of a call as a kernel sees them. Memory that they point to lives as long as this object and
+/// the tensors. Still missing are the pointers to q, k, v, o and lse, and the padding of head dims.
 struct Problem {
     const Operand &q, &k, &v;
     const Options& options;
@@ -183,7 +183,7 @@ struct Problem {
 /// torch's current stream on a CUDA device.
 Stream current_stream(int32_t device_index);
 
-/// The device of the tensors, or for a CUDA kernel by name on CPU tensors the emulator.
+/// Where a call runs: on the device of the tensors or, for a CUDA kernel named on CPU tensors, in the emulator.
 class Target {
   public:
     Target(const Operand& q, const std::string& kernel_name, const char* direction);
@@ -196,8 +196,8 @@ class Target {
                                 emulation_ ? emulation_->kernels() : registry::kernels());
     }
 
-    /// Gives the kernel its workspace and launches it. `buffers` is asked for what the kernel may touch if that
-    /// matters.
+    /// Gives the kernel its workspace and launches it. buffers() returns the memory that the kernel may touch; only the
+    /// emulator asks for it.
     template <class Params, class Buffers>
     void run(const Kernel<Params>& kernel, Params& params, const Buffers& buffers) const {
         OptionalTensor workspace;

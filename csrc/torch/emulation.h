@@ -13,13 +13,13 @@ namespace flash_wmma {
 /// Where a kernel runs and what the emulator is told. Filled in by Python, which compiles the library at first use.
 struct EmulatorTarget {
     char library[4096];                       ///< path of the kernel's library
-    char error[16384];                        ///< why there is none; for an unknown kernel, the names there are
+    char error[16384];                        ///< why there is no library; for an unknown kernel, the known names
     std::int32_t arch, sm_count, smem_optin;  ///< the device that the emulator stands for
     emulator::Config config;
 };
 
-/// Fills in the target of the kernel named, `direction` "forward" or "backward". 1: done; 2: no kernel has that name;
-/// else the error says why there is none (0 comes from ctypes, when Python failed unheard).
+/// Fills in the target of the kernel of that name; `direction` is "forward" or "backward". Returns 1: done; 2: no
+/// kernel has that name; else `error` says why there is no library (ctypes returns 0 if Python raised an exception).
 using EmulatorResolver = int (*)(const char* kernel, const char* direction, EmulatorTarget* target);
 
 /// torch's matmul on the CPU, for kernels that leave products of matrices to a library.
@@ -43,7 +43,7 @@ class Emulation {
     }
 
   private:
-    /// Configures the emulator and makes the buffers known to it, which knows those of one launch at a time.
+    /// Configures the emulator and gives it the buffers. It knows the buffers of one launch at a time.
     class Memory {
       public:
         Memory(const Emulation& emulation, const std::vector<emulator::Buffer>& buffers);
@@ -63,7 +63,7 @@ class Emulation {
 
 namespace emulation {
 
-/// All kernels that are known: those of this build and those of the libraries that were added.
+/// All known kernels: those of this build and those of the added libraries.
 __attribute__((visibility("default"))) const KernelTable& kernels();
 
 /// Adds the kernels of an emulator's library, except those whose name is known. Throws std::runtime_error.

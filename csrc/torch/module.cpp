@@ -1,4 +1,4 @@
-// flash_wmma._C: what is not a tensor op. The kernel table, the choice of a kernel, and facts of the build, the device
+// flash_wmma._C: all but the tensor ops. The kernel table, the choice of a kernel, and facts of the build, the device
 // and the compiled functions. Everything here asks libflash_wmma.so; forward works without it.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -60,7 +60,7 @@ DType dtype_named(const std::string& name) {
     throw py::value_error("dtype: got " + name + ", allowed: float32, float16, bfloat16");
 }
 
-/// Params as the ops fill them, without tensors: a pointer that is only asked whether it is null points here.
+/// Params as the ops fill them, without tensors: a pointer that is only compared with null points to a placeholder.
 struct Problem {
     ForwardParams params{};
 
@@ -102,8 +102,8 @@ DeviceFacts device_of(const py::tuple& facts) {
     return device;
 }
 
-/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}. `problem`
-/// is that of `params`, whose head dims a kernel sees in multiples of 8.
+/// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}}. `problem` is the
+/// forward problem of `params`; a kernel sees its head dims rounded up to multiples of 8.
 template <class Params>
 py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device) {
     const Kernel<Params>* taken = nullptr;
@@ -144,8 +144,8 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
     return answer(name, problem.params, problem.params, device_of(device_facts));
 }
 
-/// `dbias_strides`: those of the bias's gradient, 0 where it is broadcast; None: it is not asked for. `forward_kernel`:
-/// the name forward is called with.
+/// `dbias_strides`: the strides of the bias's gradient, 0 where the bias is broadcast; None: no gradient is asked for.
+/// `forward_kernel`: the kernel name that forward was given.
 py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
                           const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, double softcap,
                           bool batch_invariant, const py::tuple& device_facts,

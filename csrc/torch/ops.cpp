@@ -3,11 +3,11 @@
 
 // window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
 // (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out
-// is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first,
-// since each that is passed costs a call a tenth of a microsecond, by keyword some tenths.
-// bias_grad: dbias is wanted, and has attn_bias's shape and dtype; it is empty otherwise.
-// forward_kernel: the kernel_name that forward was given, which "auto" follows in what it converts.
-// kernel_name and not kernel: torch's Inductor hands an op's keywords on to a function with a parameter of that name.
+// is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first: each
+// argument that is passed costs a tenth of a microsecond per call, by keyword some tenths.
+// bias_grad: dbias is wanted, and has attn_bias's shape and dtype; otherwise dbias is empty.
+// forward_kernel: the kernel_name that forward was given; "auto" converts only what forward's kernel converted.
+// kernel_name, not kernel: torch's Inductor passes an op's keywords on to a function with a parameter called kernel.
 STABLE_TORCH_LIBRARY(flash_wmma, m) {
     m.def(
         "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
@@ -33,7 +33,7 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
         "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
-    // Of a whole array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
+    // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");
     m.def("row_max(Tensor x) -> Tensor");

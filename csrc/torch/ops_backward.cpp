@@ -10,10 +10,10 @@ struct Given {
     const OptionalTensor& dlse;
     const Tensor &out, &lse;
     bool bias_grad, deterministic;
-    const std::string& forward_kernel;  ///< that computed out and lse
+    const std::string& forward_kernel;  ///< kernel_name of the forward that computed out and lse
 };
 
-/// A tensor of the shape, dtype and device of q's rows, but for the columns, which are v's.
+/// Checks that t has q's shape, dtype and device, with v's number of columns.
 void check_like_out(const Operand& t, const Operand& q, const Operand& v) {
     bool same = t.dim == q.dim && t.sizes[t.dim - 1] == v.sizes[v.dim - 1];
     for (int64_t i = 0; same && i + 1 < q.dim; ++i) same = t.sizes[i] == q.sizes[i];
@@ -55,7 +55,7 @@ class BiasSum {
     void add_buffer(std::vector<emulator::Buffer>& buffers) const {
         if (sum_) buffers.push_back(buffer_of("dbias", *sum_, true));
     }
-    /// In the bias's dtype; empty if it was not wanted.
+    /// The gradient in the bias's dtype; empty if it was not wanted.
     Tensor take() {
         if (!sum_) return empty<1>({0}, {1}, like_.dtype, like_);
         if (dtype_ == codes().float32) return std::move(*sum_);
@@ -76,7 +76,7 @@ class BiasSum {
     OptionalTensor sum_;
 };
 
-/// Uninitialised memory for the gradient of q, k or v: dense, in the order of heads and rows that the argument has.
+/// Uninitialised memory for the gradient of q, k or v: dense, with heads and rows in the argument's order.
 template <std::size_t kDim>
 Written<kDim> gradient_of(const Operand& t) {
     std::array<int64_t, kDim> sizes;

@@ -38,7 +38,7 @@ DeviceFacts device_of(const Operand& x) {
     return runtime->facts(x.device_index);
 }
 
-/// x (N, C) with adjacent columns: as it is, or copied to `kept`.
+/// x (N, C) with adjacent columns: in place, or copied to `kept`.
 Array rows_of(const Operand& x, OptionalTensor& kept) {
     if (x.dim != 2) x.refuse("(N, C)");
     const int64_t rows = x.sizes[0], columns = x.sizes[1];
@@ -55,7 +55,7 @@ Array array_of(const Operand& x, OptionalTensor& kept) {
     return {data_of(*kept), type_of(x), 1, elements, elements};
 }
 
-/// A result a row, of shape (N) or, for `dim` 0, ().
+/// One result per row, of shape (N) or, if `dim` is 0, ().
 Tensor reduce(const Operand& x, const Array& array, Reduction reduction, int64_t dim) {
     const DeviceFacts device = device_of(x);
     const bool sum = reduction == Reduction::kSum;

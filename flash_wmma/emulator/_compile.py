@@ -35,19 +35,19 @@ _COMMON = [
 ]
 _KERNEL = [
     *_COMMON,
-    "-O1",  # -O2 compiles half as long again, and the code runs no faster: the emulator's part decides
+    "-O1",  # -O2 compiles half as long again, and the code runs no faster: most time is the emulator's
     *("-ffp-contract=fast", "-fno-strict-aliasing", "-fno-optimize-sibling-calls", "-Wno-unknown-pragmas"),
     "-U_FORTIFY_SOURCE",  # which some distributions set, and which has a memcpy of its own
     "-fstack-clash-protection",  # a frame larger than a fiber's guard page does not jump over it
     *(f"-I{CSRC / folder}" for folder in ("emulator/include", "device", "")),
     *("-include", "cuda_runtime.h", "-x", "c++"),
 ]
-_UNUSED_FOR = 30 * 24 * 3600  # seconds, after which a file leaves the cache
+_UNUSED_FOR = 30 * 24 * 3600  # seconds without use after which a file leaves the cache
 _compilers = threading.BoundedSemaphore(len(os.sched_getaffinity(0)))
-"""One for each core, whoever asks in this process."""
+"""One per core, for all threads of this process."""
 _CHECKED = [
     *("-DFLASH_WMMA_CHECKED", "-fsanitize=thread", "-fsanitize-coverage=trace-pc"),
-    # An access of 16 bytes stays one, and addresses of code follow the order of the source.
+    # An access of 16 bytes stays one access, and addresses of code follow the order of the source.
     *("-fno-tree-sra", "-fno-ipa-sra", "-fno-reorder-blocks", "-fno-reorder-blocks-and-partition"),
 ]
 
@@ -61,7 +61,7 @@ def cache_folder() -> Path:
 
 
 def _lacking() -> str:
-    """What ``-march=x86-64-v3`` takes for granted and this CPU does not have."""
+    """The features that ``-march=x86-64-v3`` needs and this CPU lacks."""
     flags = re.search(r"^flags\s*:(.*)$", _CPUINFO.read_text(), re.MULTILINE) if _CPUINFO.exists() else None
     if platform.machine() != "x86_64" or flags is None:
         return ""
@@ -73,7 +73,7 @@ def compiler() -> tuple[str, str]:
     """g++ and its version. clang++ will not do: it splits 16-byte accesses.
 
     Raises:
-        EmulatorError: there is none, or the CPU lacks what it would compile for.
+        EmulatorError: there is no g++, or the CPU lacks features that it would compile for.
     """
     command = os.environ.get("FLASH_WMMA_GXX") or "g++"
     if lacking := _lacking():
@@ -115,7 +115,7 @@ def _digest(files: list[str], salt: str) -> str:
 
 
 def _prune(folder: Path, name: str) -> None:
-    """Removes what has long not been used."""
+    """Removes files that have not been used for long."""
     for path in folder.glob(f"{glob.escape(name)}-*"):
         with contextlib.suppress(OSError):
             if path.stat().st_mtime < time.time() - _UNUSED_FOR:
@@ -139,7 +139,7 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _object(source: Path, flags: list[str], *, cached_only: bool = False) -> Path | None:
     """A source's object file: from the cache, if neither the source nor what it includes has changed. Kernels share
-    those of the files that all of them are linked with. None: it would have to be compiled, and is not to be."""
+    the object files that all of them are linked with. None: with ``cached_only``, if it would have to be compiled."""
     path, version = compiler()
     folder, name = cache_folder(), f"{source.parent.name}_{source.stem}"
     salt = "\n".join([version, str(source), *flags])
@@ -199,7 +199,7 @@ def runtime() -> Path:
     """The emulator's own library, which every kernel's library needs."""
     flags = [*_COMMON, f"-I{CSRC}", "-O3", "-Wall", "-Wextra"]
     sources = sorted(p for p in (CSRC / "emulator").glob("*.cpp") if p.name != "kernel_library.cpp")
-    # Its inline functions are its own: those of a kernel's library, of the same name, are instrumented.
+    # It binds to its own inline functions: those of the same names in a kernel's library are instrumented.
     return _link("libemulator", sources, flags, ["-ldl", "-pthread", "-Wl,-Bsymbolic"])
 
 

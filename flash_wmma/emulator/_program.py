@@ -58,7 +58,7 @@ _DTYPES = {
     "long long": torch.int64,
 }
 _UNSIGNED = {"unsigned char": 1, "unsigned short": 2, "unsigned int": 4, "unsigned long": 8, "unsigned long long": 8}
-"""Bytes of the types that may also stand for the bits of another: every dtype of that size will do."""
+"""Sizes in bytes of the types that may also hold the bits of another type: every dtype of that size will do."""
 
 
 def _check(name: str, i: int, value: Tensor | int | float, parameter: str) -> None:
@@ -134,7 +134,7 @@ class Program:
         rows = [argument_of(f"arguments[{i}]", value) for i, value in enumerate(arguments)]
         parameters: bytes = self._entries.flash_wmma_parameters(name.encode()) or b""
         types = parameters.decode().splitlines()
-        if len(types) == len(arguments):  # else the entry is not there, or says that their number is wrong
+        if len(types) == len(arguments):  # else the call below says what is wrong
             for i, value in enumerate(arguments):
                 _check(name, i, value, types[i])
         tensors = [(f"argument {i}", t, True) for i, t in enumerate(arguments) if isinstance(t, Tensor)]

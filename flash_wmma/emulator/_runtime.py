@@ -67,7 +67,7 @@ def emulator() -> ctypes.CDLL:
 
 @contextlib.contextmanager
 def alone() -> Iterator[None]:
-    """Keeps the launches of other threads out, those of torch's ops too."""
+    """Keeps the launches of other threads out, including those of torch's ops."""
     library.flash_wmma_lock_emulator()
     try:
         yield
@@ -82,7 +82,7 @@ def take_profile() -> str:
 
 
 def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
-    """Settings and memory of the launches to come: (name, tensor, whether it may be written)."""
+    """Sets settings and memory of the next launches: (name, tensor, whether it may be written)."""
     emulator().flash_wmma_emulator_configure(ctypes.byref(Config.of(current())))
     rows = [
         Buffer(
@@ -100,7 +100,7 @@ DONE, UNKNOWN, FAILED = 1, 2, -1
 
 
 def fill(name: bytes, direction: bytes, target: Target) -> int:
-    """The target of a kernel, filled in, or why there is none. Called from C++: nothing may be raised."""
+    """Fills in the target of a kernel, or why there is none. Called from C++: must not raise."""
     try:
         kernel, sources = name.decode(), kernel_sources("backward" if direction == b"backward" else "forward")
         if kernel not in sources:
@@ -126,7 +126,7 @@ _Resolver = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p, cty
 
 @_Resolver  # type: ignore[untyped-decorator]
 def _resolve(name: bytes, direction: bytes, target: int) -> int:
-    """``EmulatorResolver`` (csrc/emulation.h): the library asks it for a CUDA kernel that is to run on CPU tensors."""
+    """``EmulatorResolver`` (csrc/torch/emulation.h): the library asks it for a CUDA kernel to run on CPU tensors."""
     return fill(name, direction, Target.from_address(target))
 
 

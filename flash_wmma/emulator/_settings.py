@@ -29,14 +29,14 @@ _RANGES = {
 
 @dataclass(frozen=True)
 class Settings:
-    """Of the launches to come in this thread. :func:`settings` changes them for a while."""
+    """Settings of the next launches in this thread. :func:`settings` changes them for a while."""
 
     mode: Mode = "fast"
     """``"fast"`` runs kernels; ``"checked"`` also watches every access to memory and every wait."""
     arch: int = 90
     """Architecture that kernels choose their tiles for, 10 * major + minor."""
     sm_count: int = 2
-    """Multiprocessors; few, so that kernels whose blocks take several tiles do."""
+    """Multiprocessors; few, so that blocks that can take several tiles do so."""
     smem_optin: int | None = None
     """Bytes of shared memory that a block may opt in to; ``None``: as the architecture has."""
     warp_size: int = 32
@@ -44,7 +44,7 @@ class Settings:
     threads: int | None = None
     """OS threads that share the blocks of a launch; ``None``: as many as torch uses."""
     seed: int = 0
-    """Order in which warps run; 0: by their number."""
+    """Order in which warps run; 0: by warp number."""
     counters: bool = False
     """Count requests, conflicts and instructions, which :func:`flash_wmma.profile` reports."""
 
@@ -94,7 +94,7 @@ def current() -> Settings:
 @contextlib.contextmanager
 def settings(**changes: Any) -> Iterator[Settings]:
     """Changes fields of :class:`Settings` within a ``with`` block, for the thread or asyncio task that runs it.
-    A thread that is started there begins with the defaults, unless Python hands it the context of its starter.
+    A thread started within the block begins with the defaults, unless Python gives it the context of its starter.
 
     >>> with flash_wmma.emulator.settings(mode="checked", arch=75, seed=3):
     ...     flash_wmma.forward(q, k, v, kernel="wmma_v3")

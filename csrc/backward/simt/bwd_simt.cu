@@ -1,4 +1,4 @@
-// bwd_simt: what it needs to know of every query row, the choice among its instances, and its row in the registry.
+// bwd_simt: the facts it needs of every query row, the choice among its instances, and its row in the registry.
 #include <launch.h>
 
 #include "backward/simt/shapes.h"
@@ -8,7 +8,7 @@
 namespace flash_wmma::backward {
 namespace {
 
-/// L (here as it is, not in log2 units) and D of the rows of a group, and zeros in their dQ if it is to be added up.
+/// Writes L (here in natural units, not log2) and D of the rows of a group, and clears their dQ if atomics add to it.
 __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
@@ -54,7 +54,7 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
 }
 
-/// L and D of every row. dQ is added up where it belongs.
+/// L and D of every row. dQ is added up in place.
 std::int64_t simt_workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
     return row_groups(p.forward) * (kRowGroup / 2) * static_cast<std::int64_t>(sizeof(RowPair));
 }

@@ -1,21 +1,22 @@
-// The kernel of bwd_simt: FlashAttention-2 backward in fp32 on CUDA cores, register-tiled as simt is.
+// The kernel of bwd_simt: FlashAttention-2 backward in fp32 on CUDA cores, register-tiled like simt.
 //
 // Algorithm (FlashAttention-2, Algorithm 2), with L the forward's log-sum-exp and D = rowsum(O dO) - dL:
 //     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D)
 //     dV = P^T dO;  dK = scale * dS^T Q;  dQ = scale * dS K.
 // A block owns the rows of a tile of one side and streams over the tiles of the other side, in one of three passes:
 //     Pass::kFused    owns keys, streams queries: dK and dV stay in registers, dQ is added to global memory by atomics;
-//     Pass::kKeys     the same without dQ, and
-//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both: no atomics, the same in every run.
-// In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
-// computes S with its own rows as rows: S^T where it owns keys.
+//     Pass::kKeys     like kFused, without dQ;
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers.
+// kKeys and kQueries together need no atomics: the result is the same in every run.
+// In any pass "first" is the operand of S (K for keys, Q for queries), "second" that of dP (V for keys, dO for
+// queries). The block computes S with its own rows as rows: S^T if it owns keys.
 //
-// Who owns what: a warp kLaneRows * kRows own rows, its lanes a grid as in simt.cuh: S, dP and the gradients of its own
-// rows are registers. P and dS go through shared memory within the warp, one after the other in the same place; for dQ,
-// dS lies there once more, by rows, and the threads of the block share out the tile of dQ.
+// Who owns what: a warp owns kLaneRows * kRows of the block's rows; its lanes form a grid as in simt.cuh. S, dP and the
+// gradients of its rows are in registers. P and dS go through shared memory within the warp, one after the other in the
+// same place. For dQ, dS is written a second time, by rows, and the threads of the block share the tile of dQ.
 //
-// Bound: shared memory. With four rows a lane a 16-byte load serves 11 FMAs, in simt's 8 x 8 16 of them: two gradients,
-// S and dP leave registers for no more.
+// Bound: shared memory. With four rows per lane a 16-byte load serves 11 FMAs; in simt's 8 x 8 it serves 16. Two
+// gradients, S and dP leave no registers for more rows.
 #pragma once
 
 #include <shared_memory.cuh>
@@ -33,7 +34,7 @@ namespace flash_wmma::backward {
 template <int HeadDim, int Warps, int LaneColumns, int StreamTile, int BlocksPerSm>
 struct SimtTile : simt::LaneGrid<HeadDim, Warps, LaneColumns, 4, StreamTile> {
     static constexpr int kOwn = SimtTile::kBr, kStream = StreamTile, kBlocksPerSm = BlocksPerSm;
-    static constexpr int kQueryRows = StreamTile >= 64 ? 8 : 4;  // of dQ, a thread's, in four columns
+    static constexpr int kQueryRows = StreamTile >= 64 ? 8 : 4;  // of dQ, per thread, in four columns
     static_assert(kRowGroup % kStream == 0);
 };
 
@@ -50,7 +51,7 @@ struct SimtMemory {
     std::conditional_t<kPass == Pass::kFused, Rows, Nothing> ds;
 };
 
-/// dQ of the streamed queries from all own keys: rows [0, rows) that begin at `dq`.
+/// Adds dQ of the streamed queries, from all own keys, to rows [0, rows) from `dq` on.
 template <class Tile, class Memory>
 __device__ __forceinline__ void add_to_dq(float* dq, std::int64_t pitch, int rows, int head_dim, float scale,
                                           const Memory& smem) {
@@ -80,7 +81,7 @@ __device__ __forceinline__ void add_to_dq(float* dq, std::int64_t pitch, int row
     }
 }
 
-/// A gradient, times `factor`, to the own rows [0, rows).
+/// Writes a gradient, times `factor`, to the own rows [0, rows).
 template <class Tile>
 __device__ __forceinline__ void store(float* out, std::int64_t pitch, int rows, int columns,
                                       const simt::Output<Tile>& gradient, float factor,
@@ -96,7 +97,7 @@ __device__ __forceinline__ void store(float* out, std::int64_t pitch, int rows, 
         }
 }
 
-/// P or dS to the warp's place in shared memory.
+/// Writes P or dS to the warp's place in shared memory.
 template <class Tile>
 __device__ __forceinline__ void hand_over(simt::Weights<Tile>& to, const simt::Scores<Tile>& s,
                                           const simt::Thread<Tile>& thread) {
@@ -268,7 +269,7 @@ Shape simt_shape() {
 }
 
 /// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory. Arguments: d, warps,
-/// columns of a warp's grid of lanes, streamed rows, blocks an SM to keep registers for.
+/// columns of a warp's grid of lanes, streamed rows, blocks per SM to keep registers for.
 template <Pass kPass>
 std::vector<Shape> simt_shapes() {
     return {

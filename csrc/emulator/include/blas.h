@@ -1,5 +1,5 @@
-// Products of matrices, in the emulator: the same interface as csrc/device/blas.h. What multiplies is given by the
-// process that has loaded this library: torch's matmul.
+// Products of matrices, in the emulator: the same interface as csrc/device/blas.h. The process that loads this library
+// provides the multiplication: torch's matmul.
 #pragma once
 
 #include <stdexcept>

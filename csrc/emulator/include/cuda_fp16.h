@@ -33,7 +33,7 @@ struct alignas(2) __half {
     EMULATOR_INLINE explicit __half(int x) : __half(static_cast<float>(x)) {}
     EMULATOR_INLINE operator float() const { return ::flash_wmma::emulator::half_value(raw); }
 };
-// One move of four bytes, as the hardware makes.
+// Moved as four bytes at once, as on the hardware.
 struct alignas(4) __half2 {
     __half x, y;
 };

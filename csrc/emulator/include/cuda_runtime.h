@@ -1,8 +1,8 @@
-// CUDA C++ for g++: qualifiers, vector types, built-in variables, warp and block functions, atomics, arithmetic.
-// Kernel files find it where nvcc finds the toolkit's, and as nvcc does it is included before everything else.
+// CUDA C++ for g++: qualifiers, vector types, built-in variables, warp and block functions, atomics, arithmetic. Kernel
+// files find this header where nvcc finds the toolkit's. As with nvcc it is included before everything else.
 //
-// Bricks are functions that are not instrumented, called from kernel code that is: noinline, so that their return
-// address is the place in the kernel. What they are made of is inlined into them.
+// Bricks are functions that are not instrumented, called from kernel code that is. They are noinline, so that their
+// return address is the place in the kernel; everything they call is inlined into them.
 #pragma once
 
 #include <math.h>
@@ -30,8 +30,9 @@
 #define EMULATOR_INLINE inline __attribute__((always_inline))
 
 #ifdef FLASH_WMMA_CHECKED
-// g++ expands these, or calls the library, where no instrumentation sees it. Few bytes become loads and stores, which
-// are seen; of more the runtime tells. Defined as the C library's fortified headers do it.
+// g++ expands memcpy, memmove and memset, or calls the library, where no instrumentation sees the accesses. Here few
+// bytes become loads and stores, which are seen; more bytes go through the runtime. Defined as in the C library's
+// fortified headers.
 extern "C" {
 void* flash_wmma_emulator_memmove(void* to, const void* from, std::size_t bytes);
 void* flash_wmma_emulator_memset(void* to, int value, std::size_t bytes);
@@ -136,7 +137,7 @@ EMULATOR_UNSEEN inline void nothing(Arguments, LaneMask) {}
 inline constexpr Collective kSyncWarp{"__syncwarp", Instruction::kSyncWarp, 1, 0, true, nothing};
 
 inline constexpr unsigned kFullWarp = 0xffffffffu;
-/// The mask of an argument; that of 32 lanes means all 64 of a wavefront of 64.
+/// The lanes of a mask argument; kFullWarp means all lanes, in a wavefront of 64 too.
 EMULATOR_INLINE LaneMask lanes_of(unsigned mask) { return mask == kFullWarp ? ~LaneMask{0} : LaneMask{mask}; }
 
 template <class T, class Source>
@@ -174,7 +175,7 @@ EMULATOR_BRICK inline void __syncwarp(unsigned mask = 0xffffffffu, EMULATOR_SITE
     using namespace ::flash_wmma::emulator;
     collective(kSyncWarp, lanes_of(mask), nullptr, site, EMULATOR_PC);
 }
-// Order by fences, and by the atomics or flags that go with them, is not modelled: see docs/emulator.md.
+// Order by fences, and by the atomics or flags used with them, is not modelled: see docs/emulator.md.
 EMULATOR_INLINE void __threadfence() {}
 EMULATOR_INLINE void __threadfence_block() {}
 

@@ -1,4 +1,5 @@
-// Launching a kernel, in the emulator: the same interface as csrc/device/launch.h. The launch is over when it returns.
+// Launching a kernel, in the emulator: the same interface as csrc/device/launch.h. launch() returns when the grid is
+// done.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +19,7 @@ struct LaunchConfig {
     bool programmatic = false;  ///< nothing to overlap with here
 };
 
-/// Runs kernel(args...) in every lane. Throws std::runtime_error with what the emulator finds.
+/// Runs kernel(args...) in every lane. Throws std::runtime_error with the emulator's finding, if there is one.
 template <class... Params, class... Args>
 EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream, Args&&... args) {
     auto lane = [&]() EMULATOR_UNSEEN { kernel(static_cast<Params>(args)...); };
@@ -33,7 +34,7 @@ EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& confi
 
 using TensorMap = emulator::TensorMap;
 
-/// The same interface, the same refusals.
+/// The same interface and the same refusals as csrc/device/launch.h.
 inline TensorMap make_tensor_map(const void* data, DType, const std::int64_t (&sizes)[4],
                                  const std::int64_t (&strides)[3], const int (&box)[4]) {
     constexpr int kSwizzled = 8, kBytes = 2;

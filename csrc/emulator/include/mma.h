@@ -1,8 +1,8 @@
 // nvcuda::wmma for 16x16x16 tiles of half and bf16 with float and half accumulators, in the lane layout of the hardware
-// (seen on sm_75 to sm_90 code alike): element i (0...7) of lane l of an accumulator or of matrix_a is at row
-// l / 4 + 8 (i / 2 % 2), column 2 (l % 4) + i % 2 + 8 (i / 4); of matrix_b likewise with k for row and n for column,
-// and there k and n change places. half's matrix_a and matrix_b have 16 elements, each place twice (i and i + 8);
-// bf16's have 8.
+// (the same in code for sm_75 to sm_90). Element i (0...7) of lane l is
+//     of an accumulator or of matrix_a  at row l / 4 + 8 (i / 2 % 2), column 2 (l % 4) + i % 2 + 8 (i / 4),
+//     of matrix_b                       at row 2 (l % 4) + i % 2 + 8 (i / 2 % 2), column l / 4 + 8 (i / 4).
+// half's matrix_a and matrix_b have 16 elements, each place twice (i and i + 8); bf16's have 8.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,9 +56,9 @@ struct FragmentArgument {
     bool columns;  // stored column by column
 };
 
-/// What the compiler makes of a load or store, from sm_75 on: half operands in shared memory by one ldmatrix of four
-/// matrices; other memory by a 32-bit access for every pair of neighbours; float accumulators by pairs, or one by one
-/// where neighbours lie in different rows.
+/// The accesses of the compiled load or store, from sm_75 on: half operands in shared memory by one ldmatrix of four
+/// matrices; other memory by a 32-bit access per pair of neighbours; float accumulators by pairs, or one by one if
+/// neighbours lie in different rows.
 template <class Use, class T, bool Store, class Argument>
 EMULATOR_INLINE void tile_requests(const Argument& a) {
     const auto at = [&](int row, int column) __attribute__((always_inline)) {
@@ -73,7 +73,7 @@ EMULATOR_INLINE void tile_requests(const Argument& a) {
         warp_access(Access::kLdmatrix, address, 0xffffffff, 16);
         return;
     }
-    // Neighbours in memory: of an operand along k; its other direction is turned around in registers
+    // Neighbours in memory. Operands: along k; the other direction is transposed in registers
     const bool pairs = kOperand || !a.columns;
     for (int i = 0; i < 8; i += pairs ? 2 : 1) {
         for (int l = 0; l < 32; ++l) {

@@ -17,7 +17,7 @@ struct MmaArgument {
     float* d;
     const std::uint32_t *a, *b;
 };
-/// mma.sync.m16n8k8 and k16: lane l = 4 g + t holds the elements that csrc/device/ptx.cuh says.
+/// mma.sync.m16n8k8 and k16: lane l = 4 g + t holds the elements given in csrc/device/ptx.cuh.
 template <class T, int K>
 EMULATOR_UNSEEN void mma(Arguments arguments, LaneMask) {
     float a[16 * K], b[K * 8], d[16 * 8];

@@ -40,7 +40,7 @@ EMULATOR_BRICK inline void tensor_load(void* shared, const TensorMap* map, Barri
 
 enum class Major { K, N };
 
-/// Holds the bits of the hardware's matrix descriptor, with the block's shared memory from address 0 on.
+/// Holds the bits of the hardware's matrix descriptor. The block's shared memory begins at address 0.
 template <Major kMajor>
 class SharedMatrix {
   public:
@@ -98,7 +98,7 @@ EMULATOR_BRICK void acquire_registers(EMULATOR_SITE) {
     emulator::set_registers(Count, site, EMULATOR_PC);
 }
 
-// One grid runs at a time.
+// One grid runs at a time, so there is nothing to do.
 EMULATOR_INLINE void wait_for_previous_grids() {}
 EMULATOR_INLINE void let_next_grid_start() {}
 

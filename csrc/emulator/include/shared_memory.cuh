@@ -1,5 +1,5 @@
-// A block's shared memory, in the emulator: the same interface as csrc/device/shared_memory.cuh, an arena of its own
-// for every resident block.
+// A block's shared memory, in the emulator: the same interface as csrc/device/shared_memory.cuh; every resident block
+// has an arena of its own.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
 // What the early rungs of the SIMT ladder share: a step of the online softmax over a row that neighbouring lanes hold,
-// which keys a row sees, and a row in the registry.
+// the keys that a row sees, and a row in the registry.
 #pragma once
 
 #include <launch.h>
@@ -13,7 +13,7 @@
 
 namespace flash_wmma::simt {
 
-/// m and l of a row whose scores Bc neighbouring lanes hold, one each, in log2 units.
+/// m and l of a row, in log2 units. Bc neighbouring lanes hold its scores, one each.
 template <int Bc>
 struct OnlineRow {
     float m = -INFINITY, l = 0.f;
@@ -34,10 +34,10 @@ struct OnlineRow {
     __device__ float lse() const { return l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f; }
 };
 
-/// From products to scores in log2 units.
+/// The factor from products to scores in log2 units.
 __device__ inline float scale_log2(const ForwardParams& p) { return p.scale * 1.44269504088896341f; }
 
-/// The keys that rows of a tile see: those of row r, none if it lies beyond Nq; and the tiles of Bc keys that any sees.
+/// The keys that row r of a tile sees (none if it lies beyond Nq), and the tiles of Bc keys that any row of it sees.
 template <int Br, int Bc>
 struct VisibleKeys {
     int begin, end;             // of the row
@@ -53,7 +53,7 @@ struct VisibleKeys {
     __device__ bool sees(int key) const { return begin <= key && key < end; }
 };
 
-/// A block's rows and keys, and the lanes that its warps have at least: of a row, if one warp shares it.
+/// A block's rows and keys, and the least lanes per warp that it runs with: Bc, if the lanes of one warp share a row.
 template <int Br, int Bc, int Lanes = Bc>
 struct RungTile {
     static constexpr int kBr = Br, kBc = Bc, kLanes = Lanes;
@@ -72,7 +72,8 @@ Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardPara
             Tile::kLanes};
 }
 
-/// The table of a rung: shape_of(tile) of each of the tiles that a target of the compiler has the lanes for.
+/// The table of a rung: shape_of(tile) of each tile, except those that need more lanes than any target of the compiler
+/// has.
 template <class... Tiles, class ShapeOf>
 std::vector<Shape> rung_shapes(ShapeOf shape_of) {
     std::vector<Shape> shapes;

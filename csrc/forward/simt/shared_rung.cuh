@@ -1,14 +1,14 @@
 // The kernel of the rungs with tiles in shared memory: simt_shared, simt_padded, simt_occupancy and simt_registers.
 //
-// Algorithm: that of simt_block. The block copies its Q tile and each K/V tile to shared memory, neighbouring threads
-// neighbouring addresses, and every product reads them there.
+// Algorithm: that of simt_block. The block copies its Q tile and each K/V tile to shared memory, with neighbouring
+// threads at neighbouring addresses, and every product reads the copies.
 //
-// Who owns what: the block the tiles; thread (x, y) the score of row y and key x, and of O's row y the columns x, x +
-// Bc, ..., in global memory or, with InRegisters, in registers until the last tile.
+// Who owns what: the block owns the tiles. Thread (x, y) owns the score of row y and key x, and columns x, x + Bc, ...
+// of O's row y: in global memory or, with InRegisters, in registers until the last tile.
 //
 // Bound: shared memory. A product reads two words for one FMA. The lanes of a row read the same word of Q, and column c
-// of Bc rows of K: if those begin in the same bank, as they do where d is a multiple of 32, one at a time (KeyPadding
-// 0). With rows of d + 1 words they lie in banks of their own.
+// of Bc rows of K. If these rows begin in the same bank (d is a multiple of 32 and KeyPadding 0), the reads are served
+// one at a time. With rows of d + 1 words, the words lie in different banks.
 #pragma once
 
 #include <shared_memory.cuh>
@@ -29,7 +29,7 @@ struct SharedRung : RungTile<QRows, Keys> {
     };
 };
 
-/// Rows [0, rows) of `from` to shared memory, zeros beyond, by all threads of the block.
+/// All threads of the block copy rows [0, rows) of `from` to shared memory, and zeros beyond.
 template <class Rung, int Rows, int Pitch>
 __device__ __forceinline__ void load_tile(float (&to)[Rows][Pitch], const float* from, std::int64_t pitch, int rows,
                                           int columns) {
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(Rung::kBr* Rung::kBc) shared(const __grid_cons
     const bool exists = query < p.seqlen_q;
     const VisibleKeys<kBr, kBc> keys(p, tile, y);
     float* const o = row_of<float>(p.o, tile.batch, tile.head, exists ? query : tile.first_row);
-    constexpr int kColumns = Rung::kD / kBc;  // of O, a thread's
+    constexpr int kColumns = Rung::kD / kBc;  // of O, per thread
     float sums[kColumns] = {};                // P V of a tile; O itself if it stays in registers
     if (exists && !Rung::kInRegisters)
         for (int c = x; c < p.head_dim_v; c += kBc) o[c] = 0.f;

@@ -4,10 +4,10 @@
 namespace flash_wmma::simt {
 namespace {
 
-/// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/simt.md): per head dim the fastest first, then what
-/// fits less shared memory. Arguments: d, warps, columns of a warp's grid of lanes, rows of a lane, Bc, blocks an SM to
-/// keep registers for; then the blocks an SM from which the shape pays, and how many must be resident on an SM for it
-/// to.
+/// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/simt.md): per head dim the fastest first, then
+/// shapes with less shared memory. Arguments of Tile: d, warps, columns of a warp's grid of lanes, rows per lane, Bc,
+/// stages, blocks per SM to keep registers for. Arguments of shape: the blocks per SM from which it pays, and the
+/// blocks that an SM must hold for it to pay.
 const std::vector<Shape> kShapes = {
     shape<Tile<64, 4, 8, 8, 32, 2, 2>>(2.f, 2),   shape<Tile<64, 4, 16, 8, 64, 2, 2>>(0.f, 2),
     shape<Tile<64, 4, 8, 4, 64, 1, 2>>(0.f, 1),   shape<Tile<64, 4, 8, 4, 32, 1, 2>>(0.f, 1),

@@ -5,13 +5,14 @@
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 // Products are fp32 FMAs, sums fp32, and m is every row's exact maximum: nothing is rounded to a shorter type.
 //
-// Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows, which its
-// lanes share out as LaneGrid (simt_tile.cuh) says: S, m, l and O are registers. P goes through shared memory within
-// the warp.
+// Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows; LaneGrid
+// (simt_tile.cuh) divides them among its lanes. S, m, l and O are in registers. P goes through shared memory within the
+// warp.
 //
-// Bound: the issue of FFMA (an SM issues four warp instructions a cycle), next to it shared memory. A step of four
-// columns of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256, and four
-// keys of P V as many. That is 128 wavefronts for four warps, one a cycle, while each issues its 256 FFMA.
+// Bound: the issue of FFMA (an SM issues four warp instructions per cycle), followed closely by shared memory. A step
+// of four columns of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256 FFMA.
+// Four keys of P V take as many. For four warps these are 128 wavefronts, one per cycle, while each warp issues its 256
+// FFMA.
 #pragma once
 
 #include <launch.h>
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         Scores<Tile> s;
         multiply_rows<Tile>(s, smem.q, smem.ring[slot].k, p.head_dim, thread);
 
-        // Products become scores in log2 units; those that a row does not see -inf
+        // Products become scores in log2 units; those of keys that a row does not see become -inf
         const auto each = [&](auto f) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         };
         const auto score = [&](int i, int n, int) -> float& { return s[i][n]; };
         if (ScoreMod<true>::active(p)) {
-            Scores<Tile> slopes;  // which backward alone reads
+            Scores<Tile> slopes;  // only backward reads them
             const auto slope = [&](int i, int n, int) -> float& { return slopes[i][n]; };
             const auto query_of = [&](int i, int, int) { return tile.row(thread.tile_row(i)).query; };
             const auto key_of = [&](int, int n, int) { return key + thread.key(n); };

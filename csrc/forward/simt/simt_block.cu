@@ -2,12 +2,13 @@
 //
 // Algorithm: that of simt_naive, all rows of the Q tile and all keys of a tile at once.
 //
-// Who owns what: thread (x, y) the score of row y and key x, and of O's row y the columns x, x + Bc, ... The Bc threads
-// of a row are lanes of one warp: its maximum and its sum are warp shuffles of width Bc, and so is the way of P to
-// those who multiply it.
+// Who owns what: thread (x, y) owns the score of row y and key x, and columns x, x + Bc, ... of O's row y. The Bc
+// threads of a row are lanes of one warp: warp shuffles of width Bc find the row's maximum and sum, and bring P to the
+// lanes that multiply it.
 //
-// Bound: requests to global memory. The lanes of a row read the same q, but k of 32 keys, d floats apart: 32 sectors a
-// request again. And every row of the block reads all of K and V for itself. simt_shared has the block read them once.
+// Bound: requests to global memory. The lanes of a row read the same q, but k of 32 keys, d floats apart: again 32
+// sectors per request. And every row of the block reads all of K and V for itself. In simt_shared the block reads them
+// once.
 #include "forward/simt/rung.cuh"
 
 namespace flash_wmma::simt {

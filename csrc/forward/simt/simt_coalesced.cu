@@ -1,15 +1,15 @@
-// simt_coalesced: as simt_naive, a block of one dimension and of as many rows as threads, but its lanes read
+// simt_coalesced: like simt_naive, a block of one dimension and of as many rows as threads, but its lanes read
 // neighbouring addresses.
 //
-// Algorithm: that of simt_naive. The warp takes its rows one after the other, and lane c of it the columns c, c + 32,
-// ... of q, k, v and o: a request is 128 adjacent bytes, four sectors instead of 32. The sum over the columns then lies
-// across the lanes: a shuffle tree for each score.
+// Algorithm: that of simt_naive. The warp takes its rows one after the other, and its lane c takes columns c, c + 32,
+// ... of q, k, v and o: a request is 128 adjacent bytes, four sectors instead of 32. The sum over the columns is then
+// spread over the lanes: each score needs a shuffle tree.
 //
 // Who owns what: while a row is worked on, lane j has the score and the weight of the tile's key j; lane r keeps m and
 // l of row r.
 //
-// Bound: instructions. A score of d = 64 is 2 FMAs, and 5 shuffles and 5 additions; the maximum and the sum of a row
-// are shuffle trees too. simt_block gives every score a thread of its own.
+// Bound: instructions. At d = 64 a score takes 2 FMAs, 5 shuffles and 5 additions; the maximum and the sum of a row are
+// shuffle trees too. simt_block gives every score a thread of its own.
 #include "forward/simt/rung.cuh"
 
 namespace flash_wmma::simt {

@@ -1,14 +1,14 @@
 // simt_fa1: attention in the order of FlashAttention (Dao et al. 2022, algorithm 1): K/V tiles outside, Q tiles inside.
 //
-// Algorithm: for each K/V tile, which stays in shared memory, the block walks over all Q tiles. A Q tile meets the K/V
-// tiles one after the other, with all others in between, so that its O, m and l go to global memory and come back every
-// time:
+// Algorithm: for each K/V tile, which stays in shared memory, the block walks over all Q tiles. Between two K/V tiles
+// of a Q tile come all other Q tiles, so that its O, m and l go to global memory and come back every time:
 //     m' = max(m, max S);  P = exp2(S - m');  l' = l exp2(m - m') + sum P;  O = (O l exp2(m - m') + P V) / l'.
 //
-// Who owns what: a block a head of a batch entry, and nothing below that is parallel. Threads as in simt_shared.
+// Who owns what: a block owns a head of a batch entry, and takes its tiles one after the other. Threads as in
+// simt_shared.
 //
-// Bound: too few blocks, B * Hq. And traffic: Q is read, O read and written ceil(Nk / Bc) times, where
-// FlashAttention-2's order, rows outside, reads Q once, writes O once and has a block a Q tile; K and V it reads
+// Bound: too few blocks, B * Hq. And traffic: Q is read, and O read and written, ceil(Nk / Bc) times.
+// FlashAttention-2's order, rows outside, has one block per Q tile: it reads Q once, writes O once, and reads K and V
 // ceil(Nq / Br) times.
 #include "forward/simt/shared_rung.cuh"
 

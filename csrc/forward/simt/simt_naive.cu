@@ -1,14 +1,14 @@
 // simt_naive: attention in fp32 as one would first write it: a thread owns a query row, in a block of one dimension.
 //
-// Algorithm (FlashAttention, with the loop over rows outside): a thread loops over tiles of Bc keys. For each it has
-// the scores of its row in registers, their maximum and their sum, and rewrites its row of O in global memory:
+// Algorithm (FlashAttention, with the loop over rows outside): a thread loops over tiles of Bc keys. For each tile it
+// computes the scores of its row in registers, their maximum and their sum, and rewrites its row of O in global memory:
 //     m' = max(m, max S);  P = exp2(S - m');  l' = l exp2(m - m') + sum P;  O = (O l exp2(m - m') + P V) / l'.
 //
-// Who owns what: thread i the row i of the Q tile, its S, m and l, and that row of O.
+// Who owns what: thread i owns row i of the Q tile, its S, m and l, and row i of O.
 //
-// Bound: requests to global memory. The lanes of a warp read q and o of 32 rows, which lie d floats apart: 32 sectors a
-// request, of which 4 bytes each are used. k and v are the same for all lanes. Every product needs both loads.
-// simt_coalesced changes who reads what.
+// Bound: requests to global memory. The lanes of a warp read q and o of 32 rows, which lie d floats apart: 32 sectors
+// per request, with 4 bytes used of each. k and v are the same for all lanes. Every product needs both loads.
+// simt_coalesced changes which lane reads what.
 #include "forward/simt/rung.cuh"
 
 namespace flash_wmma::simt {

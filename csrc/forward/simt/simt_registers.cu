@@ -1,6 +1,6 @@
-// simt_registers: simt_occupancy with O in registers until the last tile. It is rescaled there when the maximum rises,
-// and divided by l once: no global memory but the loads of tiles, which FlashAttention-2 has made the rule. What is
-// left between this and simt is the two words of shared memory that every FMA reads.
+// simt_registers: simt_occupancy with O in registers until the last tile. O is rescaled there when the maximum rises,
+// and divided by l once, as FlashAttention-2 does: until the end, global memory is only read, for the tiles. The gap
+// that is left to simt: every FMA reads two words of shared memory.
 #include "forward/simt/shared_rung.cuh"
 
 namespace flash_wmma::simt {

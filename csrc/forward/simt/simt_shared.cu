@@ -1,5 +1,6 @@
-// simt_shared: simt_block with its Q, K and V tiles in shared memory: each is read from global memory once a block, by
-// neighbouring threads. But a column of K is 32 words in one bank: every load of it takes 32 wavefronts.
+// simt_shared: simt_block with its Q, K and V tiles in shared memory. The block reads each from global memory once,
+// with neighbouring threads at neighbouring addresses. But a column of K is 32 words in one bank: every load of it
+// takes 32 wavefronts.
 #include "forward/simt/shared_rung.cuh"
 
 namespace flash_wmma::simt {

@@ -1,21 +1,22 @@
-// unfused: standard attention (Algorithm 0 of FlashAttention's paper), what the others are measured against.
+// unfused: standard attention (Algorithm 0 of FlashAttention's paper), the baseline of the other kernels.
 //
 //     S = Q K^T           by cuBLAS, a batch of products; all of S, fp32, in global memory
 //     P = softmax(S)      this file's kernel: scale, softcap, bias, ALiBi, mask; the row's maximum and sum; P and LSE
 //     O = P V             by cuBLAS
 //
-// Memory grows with Nq Nk: 4 bytes a score, and 2 more for P where the inputs are half or bf16. (P of fp32 inputs lies
-// where S was.)
+// Memory grows with Nq Nk: 4 bytes per score, and 2 more for P if the inputs are half or bf16. (P of fp32 inputs takes
+// the place of S.)
 //
-// The kernel: one warp a row, or a whole block where rows are long. A lane takes four neighbouring scores at a time,
-// makes them what the softmax wants, in log2 units, keeps them, and follows their maximum and sum (online); lanes, then
-// warps, combine theirs; a second pass over what was kept writes P, zeros included. Scores are kept in shared memory,
-// or, if the row is too long for that, where they came from.
+// The kernel: one warp per row, or a whole block if rows are long. A lane takes four neighbouring scores at a time,
+// makes them final, in log2 units, keeps them, and tracks their maximum and sum (online softmax). Lanes, then warps,
+// combine their maxima and sums. A second pass over the kept scores writes P, zeros included. Scores are kept in shared
+// memory or, if the row is too long for that, in place in global memory.
 //
-// Query heads that read one key/value head: the r-th query head of every group makes one batch, so that K and V are
-// multiplied as they lie and never repeated.
+// Query heads that read one key/value head: the r-th query heads of all groups make one batch, so that K and V are
+// multiplied in place and never repeated.
 //
-// Bound: HBM, S written, read, P written, read: 12 bytes a score for half (16 for fp32), four times 2 d or less FLOPs.
+// Bound: HBM. S is written and read, P is written and read: 12 bytes per score for half (16 for fp32) and only 4 d
+// FLOPs.
 #include <blas.h>
 #include <capture.h>
 #include <cuda_bf16.h>
@@ -48,7 +49,7 @@ constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-/// Where things lie in the workspace. Rows of S and P are `pitch` elements apart, in the order of (B, Hq, Nq).
+/// Map of the workspace. Rows of S and P are `pitch` elements apart, in the order of (B, Hq, Nq).
 struct Workspace {
     std::int64_t pitch, rows;
     float* s;
@@ -82,7 +83,7 @@ __device__ Statistics combined(const Statistics& a, const Statistics& b) {
     return {maximum, a.sum * weight(a.maximum, maximum) + b.sum * weight(b.maximum, maximum)};
 }
 
-/// The kept scores follow, if they are kept here.
+/// The kept scores follow, if they are kept in shared memory.
 struct SharedMemory {
     float4 of_warps[kThreads / 32 / 2];  // two Statistics each
 };
@@ -97,7 +98,7 @@ __device__ void store(T* to, const float (&x)[kVector]) {
     }
 }
 
-/// One row a warp, or with WholeBlock a block.
+/// One row per warp or, with WholeBlock, per block.
 template <class T, bool WholeBlock>
 __global__ void __launch_bounds__(kThreads)
     unfused_softmax(const __grid_constant__ ForwardParams p, float* s, T* weights, std::int64_t pitch, bool kept) {
@@ -116,7 +117,7 @@ __global__ void __launch_bounds__(kThreads)
     const BandMask mask(p.band, p.seqlen_q, p.seqlen_k);
     const int begin = mask.begin(query), end = mask.end(query);
 
-    // Thread t has the vectors t, t + threads, ... in both passes, so what it keeps is its own.
+    // Thread t has the vectors t, t + threads, ... in both passes, so no other thread reads what it keeps.
     auto* from = reinterpret_cast<float4*>(s + row * pitch);
     auto* here = reinterpret_cast<float4*>(&smem + 1) + (WholeBlock ? 0 : warp * (pitch / kVector));
     float4* keeps = kept ? here : from;
@@ -169,7 +170,7 @@ __global__ void __launch_bounds__(kThreads)
     if (thread == 0) p.lse[row] = own.sum == 0.f ? -INFINITY : kLn2 * (own.maximum + log2f(own.sum));
 }
 
-/// Rows that cuBLAS cannot take as they lie, contiguous.
+/// Copies rows that cuBLAS cannot take in place, and makes them contiguous.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     copy_rows(Rows in, T* out, std::int64_t heads, std::int64_t rows, std::int64_t columns, std::int64_t elements) {
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads)
     }
 }
 
-/// A (B, H, N, d) operand as cuBLAS takes it: rows that overlap, as expanded ones do, or lie too far apart are copied.
+/// A (B, H, N, d) operand for cuBLAS. Rows that overlap (expanded tensors) or lie too far apart are copied.
 struct Operand {
     Rows rows;
     std::int64_t heads, n, columns;
@@ -195,7 +196,7 @@ struct Operand {
     std::int64_t bytes(const ForwardParams& p) const {
         return copied() ? aligned(elements(p) * (p.dtype == DType::kFloat32 ? 4 : 2)) : 0;
     }
-    /// Copies, if need be, to `copies`, which moves on.
+    /// Copies the rows to `copies` if they need it, and advances `copies`.
     void prepare(const ForwardParams& p, char*& copies, Stream stream) {
         if (!copied()) return;
         const LaunchConfig config{dim3(1024), dim3(kThreads)};
@@ -220,7 +221,7 @@ struct Operands {
     std::int64_t bytes(const ForwardParams& p) const { return q.bytes(p) + k.bytes(p) + v.bytes(p); }
 };
 
-/// c = a b for every query head, b being that of its key/value head; m x k times k x n.
+/// c = a b for every query head, with b of its key/value head; (m x k) times (k x n).
 void multiply_heads(const ForwardParams& p, const Rows& a, DType type, const Rows& b, bool transposed, const Rows& c,
                     DType out_type, std::int64_t n, std::int64_t k, Stream stream) {
     const std::int64_t group = p.heads_q / p.heads_k, m = p.seqlen_q;
@@ -244,7 +245,7 @@ void multiply_heads(const ForwardParams& p, const Rows& a, DType type, const Row
                      stream);
 }
 
-/// Scores are kept in shared memory where they fit.
+/// Bytes of shared memory for the kept scores; 0 if they do not fit.
 int kept_bytes(const ForwardParams& p) {
     const std::int64_t pitch = Workspace(p).pitch;
     if (p.seqlen_k <= kShortRow) return static_cast<int>(pitch * 4 * (kThreads / 32));
@@ -276,7 +277,7 @@ constexpr Instance instance(DType dtype, int min_arch, bool whole_block) {
             reinterpret_cast<const void*>(whole_block ? unfused_softmax<T, true> : unfused_softmax<T, false>)};
 }
 
-/// Rows and keys that a block (br) and a warp or block at a step (bc) of the softmax take; the most shared memory.
+/// br: rows per block of the softmax. bc: keys that a warp (or block) takes per step. smem_bytes: the most it may take.
 const Instance kInstances[] = {
     instance<float>(DType::kFloat32, 75, false), instance<float>(DType::kFloat32, 75, true),
     instance<half>(DType::kFloat16, 75, false),  instance<half>(DType::kFloat16, 75, true),

@@ -3,9 +3,9 @@
 // Algorithm (FlashAttention-2, Algorithm 1): a block is one warp and owns 16 query rows of one head (Br = 16, d = 64).
 // It loops over K/V tiles of Bc = 32 keys:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
-// The WMMA API does not say which elements of S and O a lane holds, so whatever works on rows works in memory: the
-// softmax in shared memory, the division by l in global memory. Only the rescaling of O is spared the way: the 16 rows
-// share one maximum and with it one factor (shared_maximum.cuh, which also says how rows far below it stay exact).
+// The WMMA API does not say which elements of S and O a lane holds, so every step that works on rows works in memory:
+// the softmax in shared memory, the division by l in global memory. Only the rescaling of O stays in registers: the 16
+// rows share one maximum and with it one factor (shared_maximum.cuh, which also says how rows far below it stay exact).
 //
 // float inputs are rounded to half on the way to shared memory, without a scale: values beyond half's range (65504)
 // become infinite. `auto` never takes this kernel.
@@ -15,12 +15,12 @@
 //
 // Bound: shared memory, and left so on purpose:
 //   * Rows of S are 32 banks long and a lane's half row 16: all lanes meet in banks 0 and 16, then 1 and 17, and so on.
-//     Each of the softmax's passes over S takes 16 times its time. wmma_v2 removes that.
-//   * The last pass has lanes divide 32 neighbouring floats each, in global memory: the addresses of a warp lie 32
-//     floats apart, so no two share a sector. wmma_v2 removes that.
-//   * Nothing is loaded ahead of its use. wmma_v2 does.
+//     Each of the softmax's passes over S takes 16 times as long. wmma_v2 removes these conflicts.
+//   * In the last pass each lane divides 32 neighbouring floats in global memory: the addresses of a warp lie 32 floats
+//     apart, so no two share a sector. In wmma_v2 lanes write neighbouring addresses.
+//   * Nothing is loaded ahead of its use. wmma_v2 loads one tile ahead.
 //   * Rows of K and V are 128 bytes apart, all 32 banks: the eight rows of a fragment load meet in four of them.
-//     wmma_v3 removes that.
+//     wmma_v3 removes these conflicts.
 #include <cuda_fp16.h>
 #include <launch.h>
 #include <mma.h>
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v1(const __grid_constan
     const QTile tile = q_tile<kBr>(p);
     const int rows = min(kBr, static_cast<int>(p.seqlen_q) - tile.first_row);
 
-    // The keys this tile needs, and those that the lane's own row sees: none if it lies beyond Nq.
+    // The keys this tile needs, and those that the lane's own row sees: none if the row lies beyond Nq.
     const BandMask mask(p.band, p.seqlen_q, p.seqlen_k);
     const int last_row = tile.first_row + rows - 1;
     const int first_key = mask.begin(tile.first_row), end_key = mask.end(last_row);
@@ -150,7 +150,7 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v1(const __grid_constan
         __syncwarp();
     }
 
-    // O to global memory as it is, where the lane pair divides its row by l.
+    // O to global memory, unnormalised. There the lane pair divides its row by l.
     float* unnormalised = static_cast<float*>(p.workspace) + static_cast<std::int64_t>(blockIdx.x) * kBr * kD;
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) wmma::store_matrix_sync(&unnormalised[16 * d], o[d], kD, wmma::mem_row_major);

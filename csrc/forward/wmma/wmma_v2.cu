@@ -3,22 +3,22 @@
 // Algorithm (FlashAttention-2, Algorithm 1): a block is one warp and owns 16 query rows of one head (Br = 16, d = 64).
 // It loops over K/V tiles of Bc = 32 keys:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
-// What it does about the WMMA API's opaque fragments, and wmma_v1 does not:
+// Unlike wmma_v1, it works around the WMMA API's opaque fragments:
 //   * S makes one round trip through shared memory, after which lane l holds 16 scores of row l / 2 in registers.
 //   * All 16 rows share one maximum, found by warp shuffles, so that one factor rescales O in its accumulator
-//   fragments,
-//     in registers (shared_maximum.cuh, which also says how rows far below that maximum stay exact).
-//   * The division by l is the last step on the way out: O passes through shared memory and lanes write neighbouring
-//     16-byte pieces of a row.
-// Global memory is read 16 bytes a lane, one tile ahead: K and V are under way in registers while the tensor cores and
-// the softmax work on what is in shared memory. float inputs are rounded to half on the way, without a scale: values
-// beyond half's range (65504) become infinite. `auto` never takes this kernel.
+//     fragments, in registers (shared_maximum.cuh, which also says how rows far below that maximum stay exact).
+//   * The division by l is the last step: O passes through shared memory and lanes write neighbouring 16-byte pieces of
+//     a row.
 //
-// Who owns what: the warp's fragments hold Q (for the whole loop), S and O. Lane l has m and l of row l / 2, and of its
-// scores the columns score_column(0) ... score_column(3) and the three after each.
+// Global memory is read 16 bytes per lane, one tile ahead: K and V are under way in registers while the tensor cores
+// and the softmax work on the tile in shared memory. float inputs are rounded to half on the way, without a scale:
+// values beyond half's range (65504) become infinite. `auto` never takes this kernel.
+//
+// Who owns what: the warp's fragments hold Q (for the whole loop), S and O. Lane l has m and l of row l / 2, and of
+// that row's scores the columns score_column(0) ... score_column(3) and the three after each.
 //
 // Bound: shared memory. Rows of K and V are 128 bytes apart there, all 32 banks, so that the eight rows of a fragment
-// load lie in the same four banks: each such load takes 8 times its time. Left so on purpose: wmma_v3 pads.
+// load lie in the same four banks: each such load takes 8 times as long. Left so on purpose: wmma_v3 pads.
 #include <cuda_fp16.h>
 #include <launch.h>
 #include <mma.h>
@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v2(const __grid_constan
     const QTile tile = q_tile<kBr>(p);
     const int rows = min(kBr, static_cast<int>(p.seqlen_q) - tile.first_row);
 
-    // The keys this tile needs, and those that the lane's own row sees: none if it lies beyond Nq.
+    // The keys this tile needs, and those that the lane's own row sees: none if the row lies beyond Nq.
     const BandMask mask(p.band, p.seqlen_q, p.seqlen_k);
     const int last_row = tile.first_row + rows - 1;
     const int first_key = mask.begin(tile.first_row), end_key = mask.end(last_row);
@@ -120,8 +120,8 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v2(const __grid_constan
             wmma::store_matrix_sync(&smem.s[0][16 * n], s[n], kBc, wmma::mem_row_major);
         __syncwarp();
 
-        // The lane's half row, four scores at a time, in an order in which neither these reads nor P's writes meet
-        // another row's in a bank.
+        // The lane's half row, four scores at a time, in an order in which neither these reads nor the writes of P
+        // conflict with another row's in a bank.
         const auto score_column = [&](int i) { return lane % 2 * 16 + (i ^ (row + row / 4) % 4) * 4; };
         float score[kLaneScores];
 #pragma unroll
