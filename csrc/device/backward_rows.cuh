@@ -16,6 +16,7 @@
 
 #include "attention.h"
 #include "backward_shapes.h"
+#include "device/constants.cuh"
 #include "device/convert.h"
 #include "device/element.cuh"
 #include "device/shuffle.cuh"
@@ -24,7 +25,6 @@
 namespace flash_wmma::backward {
 
 inline constexpr int kRowGroup = kScaleRows;
-inline constexpr float kLog2e = 1.44269504088896341f;
 
 /// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that
 /// does not exist, has -inf and 0, so that its P is 0.

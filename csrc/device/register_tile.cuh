@@ -74,9 +74,10 @@ struct RegisterTile {
 #pragma unroll
                 for (int h = 0; h < 2; ++h) f(block[r][j][2 * h], block[r][j][2 * h + 1], 2 * r + h, j);
     }
-    /// The element in row i and column 8 j + e.
-    __device__ __forceinline__ float& at(int i, int j, int e) { return block[i / 2][j][i % 2 * 2 + e]; }
-    __device__ __forceinline__ float at(int i, int j, int e) const { return block[i / 2][j][i % 2 * 2 + e]; }
+    __device__ __forceinline__ float& at(int i, int column) { return block[i / 2][column / 8][i % 2 * 2 + column % 2]; }
+    __device__ __forceinline__ float at(int i, int column) const {
+        return block[i / 2][column / 8][i % 2 * 2 + column % 2];
+    }
 
     /// The accumulators as wgmma takes them, those of 16 rows.
     __device__ __forceinline__ float (&flat())

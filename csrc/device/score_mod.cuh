@@ -9,6 +9,8 @@
 #include <cmath>
 
 #include "attention.h"
+#include "device/constants.cuh"
+#include "device/register_tile.cuh"
 #include "device/tile.cuh"
 
 namespace flash_wmma {
@@ -76,28 +78,29 @@ class ScoreMod<true> {
             });
     }
 
-    /// The same for products in any arrangement, for backward: each(f) calls f(r, j, i) for all of them, x(r, j, i) is
-    /// the product of query(r, j, i) and key(r, j, i), and slope(r, j, i) becomes the score's derivative by the scaled
-    /// product.
-    template <class Each, class X, class Slope, class Query, class Key>
-    __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
+    /// The same for backward: x holds the products of place.query(i, column) and place.key(i, column), and `slope`
+    /// becomes the derivative of each score by its scaled product, if there is a softcap.
+    template <int Rows, int Columns, class Place>
+    __device__ __forceinline__ void apply_each(RegisterTile<Rows, Columns>& x, RegisterTile<Rows, Columns>& slope,
+                                               float scale, const Place& place) const {
         if (p.softcap != 0.f) {
             const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
-            each([&](int r, int j, int i) {
-                const float t = tanh(x(r, j, i) * to_x);
-                slope(r, j, i) = fmaf(-t, t, 1.f);
-                x(r, j, i) = from_x * t;
+            x.each([&](float& score, int i, int column) {
+                const float t = tanh(score * to_x);
+                slope.at(i, column) = fmaf(-t, t, 1.f);
+                score = from_x * t;
             });
         } else {
-            each([&](int r, int j, int i) { x(r, j, i) *= scale; });
+            x.each([&](float& score, int, int) { score *= scale; });
         }
         if (bias_) {
             const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
             const auto add = [&](auto type) {
                 const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
-                each([&](int r, int j, int i) {
-                    const std::int64_t q = min(query(r, j, i), last_query), k = min(key(r, j, i), last_key);
-                    x(r, j, i) = biased(x(r, j, i), bias[q * p.bias.query + k * p.bias.key]);
+                x.each([&](float& score, int i, int column) {
+                    const std::int64_t q = min(place.query(i, column), last_query),
+                                       k = min(place.key(i, column), last_key);
+                    score = biased(score, bias[q * p.bias.query + k * p.bias.key]);
                 });
             };
             switch (p.bias.dtype) {
@@ -108,9 +111,9 @@ class ScoreMod<true> {
             }
         }
         if (slope_ != 0.f)
-            each([&](int r, int j, int i) {
-                x(r, j, i) =
-                    fmaf(-slope_, fabsf(static_cast<float>(query(r, j, i) + offset_ - key(r, j, i))), x(r, j, i));
+            x.each([&](float& score, int i, int column) {
+                const int distance = place.query(i, column) + offset_ - place.key(i, column);
+                score = fmaf(-slope_, fabsf(static_cast<float>(distance)), score);
             });
     }
 
@@ -121,8 +124,6 @@ class ScoreMod<true> {
     }
 
   private:
-    static constexpr float kLog2e = 1.44269504088896341f;
-
     const ForwardParams& p;
     const char* bias_;  // of this head
     float slope_;       // in log2 units

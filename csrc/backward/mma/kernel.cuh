@@ -30,6 +30,7 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
+#include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
 #include "device/score_mod.cuh"
@@ -95,8 +96,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     int& left = range.left;
 
     Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
-    clear(d_first);
-    clear(d_second);
+    d_first.clear();
+    d_second.clear();
     [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
     if (left > 0) {
         OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
@@ -110,18 +111,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             own_second.load(smem.second(), thread);
             __syncthreads();  // the ring takes its place
         }
-        float minus_lse[kRowTiles][2], minus_delta[kRowTiles][2];  // of own queries
+        RowValues<Tile::kWarpRows> minus_lse, minus_delta;  // of own queries
         if constexpr (!kOwnsKeys)
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    const int row = own.first_row + thread.warp_row() + 16 * r + 8 * h + thread.row();
-                    const bool exists = row < sequence.seqlen_q;
-                    const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
-                    minus_lse[r][h] = exists ? pair.minus_lse[row % 2] : -INFINITY;
-                    minus_delta[r][h] = pair.minus_delta[row % 2];
-                }
+            minus_lse.each([&](int i, float& x) {
+                const int row = own.first_row + thread.warp_row() + 8 * i + thread.row();
+                const bool exists = row < sequence.seqlen_q;
+                const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
+                x = exists ? pair.minus_lse[row % 2] : -INFINITY;
+                minus_delta[i] = pair.minus_delta[row % 2];
+            });
 
         StreamedTiles<Tile, kPass> stream(problem, own, at);
         stream.start(smem, 0);
@@ -159,52 +157,25 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 #pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
                 const int first = thread.warp_stream() + step;  // of the tile's rows
-                const int own_base = own.first_row + thread.warp_row(), stream_base = at.row + first;
-                const auto query = [&](int r, int j, int i) {
-                    return kOwnsKeys ? stream_base + 8 * j + thread.column() + i % 2
-                                     : own_base + 16 * r + 8 * (i / 2) + thread.row();
-                };
-                const auto key = [&](int r, int j, int i) {
-                    return kOwnsKeys ? own_base + 16 * r + 8 * (i / 2) + thread.row()
-                                     : stream_base + 8 * j + thread.column() + i % 2;
-                };
-                const auto each = [&](auto f) {
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int j = 0; j < kStep / 8; ++j)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) f(r, j, i);
-                };
+                const ScorePlace<Tile, kOwnsKeys> place{own.first_row + thread.warp_row(), at.row + first, thread};
+                const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
 
                 // P
                 Scores<Tile> s;
-                clear(s);
+                s.clear();
                 multiply_rows<Tile>(s, own_first, smem.first, tile.first, first, thread);
                 float factor = scales.score;  // from s to log2 units
                 [[maybe_unused]] Scores<Tile> slope;
                 if constexpr (kGeneral)
                     if (ScoreMod<true>::active(p)) {
                         const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
-                        mod.apply_each(
-                            each, [&](int r, int j, int i) -> float& { return s[r][j][i]; },
-                            [&](int r, int j, int i) -> float& { return slope[r][j][i]; }, scales.score, query, key);
+                        mod.apply_each(s, slope, scales.score, place);
                         factor = 1.f;
                     }
-                const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
-                each([&](int r, int j, int i) {
-                    const float offset = kOwnsKeys ? pairs[4 * j].minus_lse[i % 2] : minus_lse[r][i / 2];
-                    s[r][j][i] = ptx::ex2(fmaf(s[r][j][i], factor, offset));
-                });
-                const bool all_visible = kOwnsKeys ? mask.all_visible(stream_base, stream_base + kStep - 1, own_base,
-                                                                      own_base + Tile::kWarpRows - 1)
-                                                   : mask.all_visible(own_base, own_base + Tile::kWarpRows - 1,
-                                                                      stream_base, stream_base + kStep - 1);
-                if (!all_visible)
-                    each([&](int r, int j, int i) {
-                        const int q = query(r, j, i), k = key(r, j, i);
-                        if (k < mask.begin(q) || k >= mask.end(q)) s[r][j][i] = 0.f;
-                    });
+                const auto lse = [&](int i, int column) {
+                    return kOwnsKeys ? pairs[column / 8 * 4].minus_lse[column % 2] : minus_lse[i];
+                };
+                weigh_scores(s, factor, lse, place, mask);
 
                 if constexpr (Map::kExchangesP) exchange<Tile>(smem.p, s, first, thread);
 
@@ -212,38 +183,32 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 ScoresPart<Tile> ds;
 #pragma unroll
                 for (int part = 0; part < kStep / 8; part += Tile::kPart / 8) {
-                    const auto each_of_part = [&](auto f) {
-#pragma unroll
-                        for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                            for (int j = 0; j < Tile::kPart / 8; ++j)
-#pragma unroll
-                                for (int i = 0; i < 4; ++i) f(ds[r][j][i], r, part + j, i);
+                    const auto minus_d = [&](int i, int column) {
+                        return kOwnsKeys ? pairs[(part + column / 8) * 4].minus_delta[column % 2] : minus_delta[i];
                     };
-                    const auto minus_d = [&](int r, int j, int i) {
-                        return kOwnsKeys ? pairs[4 * j].minus_delta[i % 2] : minus_delta[r][i / 2];
-                    };
-                    each_of_part([&](float& x, int r, int j, int i) { x = kConverted ? 0.f : minus_d(r, j, i); });
+                    ds.each([&](float& x, int i, int column) { x = kConverted ? 0.f : minus_d(i, column); });
                     multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
                     if constexpr (kConverted)
-                        each_of_part([&](float& x, int r, int j, int i) {
-                            x = fmaf(x, scales.dp, minus_d(r, j, i) * scales.delta);
+                        ds.each([&](float& x, int i, int column) {
+                            x = fmaf(x, scales.dp, minus_d(i, column) * scales.delta);
                         });
-                    each_of_part([&](float& x, int r, int j, int i) { x *= s[r][j][i]; });
+                    ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
                             if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
                                 float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
                                 const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
                                 const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
-                                each_of_part([&](float& x, int r, int j, int i) {
-                                    const std::int64_t q = query(r, j, i), k = key(r, j, i);
-                                    if (s[r][j][i] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
+                                ds.each([&](float& x, int i, int column) {
+                                    const std::int64_t q = place.query(i, 8 * part + column),
+                                                       k = place.key(i, 8 * part + column);
+                                    // NaN is not 0, whatever its row
+                                    if (s.at(i, 8 * part + column) != 0.f && q < queries && k < keys)
                                         ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
                                 });
                             }
                             if (p.softcap != 0.f)
-                                each_of_part([&](float& x, int r, int j, int i) { x *= slope[r][j][i]; });
+                                ds.each([&](float& x, int i, int column) { x *= slope.at(i, 8 * part + column); });
                         }
 
                     if constexpr (Map::kExchangesDs) exchange<Tile>(smem.ds, ds, first + 8 * part, thread);

@@ -8,6 +8,7 @@
 #include "backward/mma/tile.cuh"
 #include "device/element.cuh"
 #include "device/quad.cuh"
+#include "device/register_tile.cuh"
 
 namespace flash_wmma::backward {
 
@@ -65,19 +66,11 @@ struct OwnOperand {
 /// Accumulators of the warp: S of its rows and a step of streamed rows, dP of a part of it; a gradient of its rows and
 /// columns.
 template <class Tile>
-using Scores = float[Tile::kRowTiles][Tile::kStep / 8][4];
+using Scores = RegisterTile<Tile::kWarpRows, Tile::kStep>;
 template <class Tile>
-using ScoresPart = float[Tile::kRowTiles][Tile::kPart / 8][4];
+using ScoresPart = RegisterTile<Tile::kWarpRows, Tile::kPart>;
 template <class Tile>
-using Gradient = float[Tile::kRowTiles][Tile::kWarpColumns / 8][4];
-
-template <int Rows, int Tiles>
-__device__ __forceinline__ void clear(float (&accumulators)[Rows][Tiles][4]) {
-#pragma unroll
-    for (auto& row : accumulators)
-#pragma unroll
-        for (auto& tile : row) tile[0] = tile[1] = tile[2] = tile[3] = 0.f;
-}
+using Gradient = RegisterTile<Tile::kWarpRows, Tile::kWarpColumns>;
 
 /// D += A B for 16 columns.
 template <class Tile>
@@ -87,16 +80,16 @@ __device__ __forceinline__ void multiply(float (&left)[4], float (&right)[4], co
     Tile::Machine::template multiply<typename Tile::T>(right, a, b[2], b[3]);
 }
 
-/// S += own rows times streamed rows [first, first + 8 * Tiles), both along d.
-template <class Tile, int Tiles, bool InRegisters, class OwnRows, class StreamRows>
-__device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles][4],
+/// S += own rows times streamed rows [first, first + Columns), both along d.
+template <class Tile, int Columns, bool InRegisters, class OwnRows, class StreamRows>
+__device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Columns>& s,
                                               const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
                                               const StreamRows& stream, int first, const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
     // One or two tiles of S do not hide the latency of their own products, so that every other one goes to a second sum
-    constexpr bool kTwoSums = Tile::kRowTiles * Tiles <= 2;
-    [[maybe_unused]] float second[Tile::kRowTiles][Tiles][4];
-    clear(second);
+    constexpr bool kTwoSums = Tile::kRowTiles * Columns / 8 <= 2;
+    [[maybe_unused]] RegisterTile<Tile::kWarpRows, Columns> second;
+    second.clear();
 #pragma unroll
     for (int c = 0; c < Tile::kD / 16; ++c) {
         auto& sum = kTwoSums && c % 2 ? second : s;
@@ -104,20 +97,15 @@ __device__ __forceinline__ void multiply_rows(float (&s)[Tile::kRowTiles][Tiles]
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r) own.get(a[r], rows, thread, r, c);
 #pragma unroll
-        for (int j = 0; j < Tiles / 2; ++j) {
+        for (int j = 0; j < Columns / 16; ++j) {
             std::uint32_t b[4];
             read(b, stream, first + 16 * j, 16 * c);
 #pragma unroll
-            for (int r = 0; r < Tile::kRowTiles; ++r) multiply<Tile>(sum[r][2 * j], sum[r][2 * j + 1], a[r], b);
+            for (int r = 0; r < Tile::kRowTiles; ++r)
+                multiply<Tile>(sum.block[r][2 * j], sum.block[r][2 * j + 1], a[r], b);
         }
     }
-    if constexpr (kTwoSums)
-#pragma unroll
-        for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-            for (int j = 0; j < Tiles; ++j)
-#pragma unroll
-                for (int i = 0; i < 4; ++i) s[r][j][i] += second[r][j][i];
+    if constexpr (kTwoSums) s.each([&](float& x, int i, int column) { x += second.at(i, column); });
 }
 
 /// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those rows, which `read`
@@ -133,7 +121,7 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
         read(b, stream, first, 16 * c);
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
-            multiply<Tile>(gradient[r][2 * c], gradient[r][2 * c + 1], weights[r], b);
+            multiply<Tile>(gradient.block[r][2 * c], gradient.block[r][2 * c + 1], weights[r], b);
     }
 }
 
@@ -147,14 +135,15 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
 
 /// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for
 /// element.
-template <class Tile, int Tiles>
+template <class Tile, int Columns>
 __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTiles][4],
-                                          const float (&s)[Tile::kRowTiles][Tiles][4], int j) {
+                                          const RegisterTile<Tile::kWarpRows, Columns>& s, int j) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            weights[r][i] = packed<typename Tile::T>(s[r][j + i / 2][i % 2 * 2], s[r][j + i / 2][i % 2 * 2 + 1]);
+            weights[r][i] =
+                packed<typename Tile::T>(s.block[r][j + i / 2][i % 2 * 2], s.block[r][j + i / 2][i % 2 * 2 + 1]);
 }
 
 /// Where a lane's accumulators of columns [first, first + 8) of the warp's rows go in shared memory: those of the row
@@ -166,18 +155,18 @@ __device__ __forceinline__ typename Tile::T* weights_at(Weights& weights, int fi
 }
 
 /// A step of weights to shared memory, for the other warps.
-template <class Tile, int Tiles, class Weights>
-__device__ __forceinline__ void exchange(Weights& to, const float (&s)[Tile::kRowTiles][Tiles][4], int first,
+template <class Tile, int Columns, class Weights>
+__device__ __forceinline__ void exchange(Weights& to, const RegisterTile<Tile::kWarpRows, Columns>& s, int first,
                                          const Thread<Tile>& thread) {
 #pragma unroll
-    for (int j = 0; j < Tiles; ++j) {
+    for (int j = 0; j < Columns / 8; ++j) {
         auto* const at = weights_at<Tile>(to, first + 8 * j, thread);
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream) =
-                    packed<typename Tile::T>(s[r][j][2 * h], s[r][j][2 * h + 1]);
+                    packed<typename Tile::T>(s.block[r][j][2 * h], s.block[r][j][2 * h + 1]);
     }
 }
 
@@ -195,8 +184,9 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, Weights& p, const RowPair
             for (int h = 0; h < 2; ++h) {
                 const float2 weight = Element<typename Tile::T>::floats(
                     *reinterpret_cast<const std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream));
-                s[r][j][2 * h] = (s[r][j][2 * h] + delta[0]) * weight.x;
-                s[r][j][2 * h + 1] = (s[r][j][2 * h + 1] + delta[1]) * weight.y;
+                float (&x)[4] = s.block[r][j];
+                x[2 * h] = (x[2 * h] + delta[0]) * weight.x;
+                x[2 * h + 1] = (x[2 * h + 1] + delta[1]) * weight.y;
             }
     }
 }
@@ -220,8 +210,8 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
     const Reader<Fragment::kBAcross, OwnRows> read_keys(thread.lane, 0, column);
 #pragma unroll
     for (int part = 0; part < Tile::kQueryColumns; part += kColumns, column += kColumns) {
-        float dq[kRowTiles][kColumns / 8][4];
-        clear(dq);
+        RegisterTile<Tile::kQueryRows, kColumns> dq;
+        dq.clear();
         [[maybe_unused]] Unit unit;
 #pragma unroll
         for (int k = 0; k < Tile::kOwn / 16; ++k) {
@@ -235,7 +225,7 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
                 std::uint32_t b[4];
                 read_keys(b, keys, 16 * k, part + 16 * c);
 #pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a[r], b);
+                for (int r = 0; r < kRowTiles; ++r) multiply<Tile>(dq.block[r][2 * c], dq.block[r][2 * c + 1], a[r], b);
             }
         }
         if constexpr (Exponent::kConverted) multiply_by_power(dq, unit.exponent);
@@ -246,12 +236,12 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
             if (all)
 #pragma unroll
                 for (int c = 0; c < kColumns / 8; ++c)
-                    DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
+                    DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq.block[r][c], thread.lane);
             else
 #pragma unroll
                 for (int c = 0; c < kColumns / 8; ++c)
                     if (column + 8 * c < head_dim)
-                        DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
+                        DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq.block[r][c], thread.lane);
         }
     }
 }
@@ -263,15 +253,10 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
                                       const Thread<Tile>& thread) {
     using T = typename Tile::T;
     __syncwarp();
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int c = 0; c < Tile::kWarpColumns / 8; ++c)
-#pragma unroll
-            for (int h = 0; h < 2; ++h)
-                *reinterpret_cast<std::uint32_t*>(
-                    staging.at(thread.warp_row() + 16 * r + 8 * h + thread.row(), thread.warp_column() + 8 * c) +
-                    thread.column()) = packed<T>(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
+    gradient.each_pair([&](float x, float y, int i, int c) {
+        auto* to = staging.at(thread.warp_row() + 8 * i + thread.row(), thread.warp_column() + 8 * c) + thread.column();
+        *reinterpret_cast<std::uint32_t*>(to) = packed<T>(x * factor, y * factor);
+    });
     __syncwarp();
     constexpr int kVectors = Tile::kWarpColumns / 8;
     for (int i = thread.lane; i < Tile::kWarpRows * kVectors; i += 32) {
@@ -286,18 +271,12 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
 template <class Tile, class Out>
 __device__ __forceinline__ void store_as(Out* out, std::int64_t pitch, int rows, int columns,
                                          const Gradient<Tile>& gradient, float factor, const Thread<Tile>& thread) {
-#pragma unroll
-    for (int r = 0; r < Tile::kRowTiles; ++r)
-#pragma unroll
-        for (int c = 0; c < Tile::kWarpColumns / 8; ++c)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int row = thread.warp_row() + 16 * r + 8 * h + thread.row();
-                const int column = thread.warp_column() + 8 * c;
-                if (row < rows && column < columns)
-                    *reinterpret_cast<typename Element<Out>::Pair*>(out + row * pitch + column + thread.column()) =
-                        Element<Out>::pair(gradient[r][c][2 * h] * factor, gradient[r][c][2 * h + 1] * factor);
-            }
+    gradient.each_pair([&](float x, float y, int i, int c) {
+        const int row = thread.warp_row() + 8 * i + thread.row(), column = thread.warp_column() + 8 * c;
+        if (row < rows && column < columns)
+            *reinterpret_cast<typename Element<Out>::Pair*>(out + row * pitch + column + thread.column()) =
+                Element<Out>::pair(x * factor, y * factor);
+    });
 }
 
 }  // namespace flash_wmma::backward

@@ -9,6 +9,7 @@
 #pragma once
 
 #include "device/backward_rows.cuh"
+#include "device/register_tile.cuh"
 #include "device/shuffle.cuh"
 
 namespace flash_wmma::backward {
@@ -48,32 +49,23 @@ struct PairScales {
 };
 
 /// The largest finite magnitude among a warp's accumulators.
-template <int Rows, int Tiles>
-__device__ __forceinline__ float largest_of_warp(const float (&accumulators)[Rows][Tiles][4]) {
+template <int Rows, int Columns>
+__device__ __forceinline__ float largest_of_warp(RegisterTile<Rows, Columns>& accumulators) {
     float largest = 0.f;
-#pragma unroll
-    for (const auto& row : accumulators)
-#pragma unroll
-        for (const auto& tile : row)
-#pragma unroll
-            for (const float x : tile)
-                if (isfinite(x)) largest = fmaxf(largest, fabsf(x));
+    accumulators.each([&](float x, int, int) {
+        if (isfinite(x)) largest = fmaxf(largest, fabsf(x));
+    });
 #pragma unroll
     for (int lanes = 16; lanes; lanes /= 2) largest = fmaxf(largest, shuffle_xor(largest, lanes));
     return largest;
 }
 
 /// Accumulators times 2^exponent, in two steps so that neither factor overflows where their product does not.
-template <int Rows, int Tiles>
-__device__ __forceinline__ void multiply_by_power(float (&accumulators)[Rows][Tiles][4], float exponent) {
+template <int Rows, int Columns>
+__device__ __forceinline__ void multiply_by_power(RegisterTile<Rows, Columns>& accumulators, float exponent) {
     if (exponent == 0.f) return;
     const float half = floorf(0.5f * exponent), first = ptx::ex2(half), second = ptx::ex2(exponent - half);
-#pragma unroll
-    for (auto& row : accumulators)
-#pragma unroll
-        for (auto& tile : row)
-#pragma unroll
-            for (float& x : tile) x = x * first * second;
+    accumulators.each([&](float& x, int, int) { x = x * first * second; });
 }
 
 /// The unit 2^exponent of a warp's accumulators, as it follows the exponents of what is added. It never falls further
@@ -84,8 +76,8 @@ struct Unit {
 
     /// Brings the accumulators to the unit for a tile of the exponent `e`, the same in the whole warp (-inf: zeros,
     /// whose exponent does not matter).
-    template <int Rows, int Tiles>
-    __device__ __forceinline__ void follow(float (&accumulators)[Rows][Tiles][4], float e) {
+    template <int Rows, int Columns>
+    __device__ __forceinline__ void follow(RegisterTile<Rows, Columns>& accumulators, float e) {
         constexpr float kRange = 64.f;
         if (e == -INFINITY || (e == exponent && e == bound)) return;
         // What was added may be far below its bound, or nothing at all, as where a bias hides it

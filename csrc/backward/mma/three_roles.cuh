@@ -28,6 +28,7 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
+#include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
 
@@ -75,14 +76,14 @@ struct HalfScores {
     }
     /// S += the products of steps [begin, end); `read` begins at the warp's streamed rows and columns.
     template <class Rows>
-    __device__ __forceinline__ void multiply(float (&s)[2][2][4], const Reader<Fragment::kB, Rows>& read,
+    __device__ __forceinline__ void multiply(RegisterTile<32, 16>& s, const Reader<Fragment::kB, Rows>& read,
                                              const Rows& stream, int begin, int end) const {
 #pragma unroll
         for (int c = begin; c < end; ++c) {
             std::uint32_t b[4];
             read(b, stream, 0, 16 * c);
 #pragma unroll
-            for (int r = 0; r < 2; ++r) backward::multiply<Tile>(s[r][0], s[r][1], own[r][c], b);
+            for (int r = 0; r < 2; ++r) backward::multiply<Tile>(s.block[r][0], s.block[r][1], own[r][c], b);
         }
     }
     __device__ static int column(const Thread<Tile>& thread) { return thread.own_warp * (Tile::kD / 2); }
@@ -117,8 +118,8 @@ struct QueryGradient {
         const Reader<Fragment::kAAcross, Weights> read_ds(thread.lane, 0, 0);
 #pragma unroll
         for (int part = 0; part < kColumns; part += kPart) {
-            float dq[kRowTiles][kPart / 8][4];
-            clear(dq);
+            RegisterTile<Tile::kStream, kPart> dq;
+            dq.clear();
 #pragma unroll
             for (int k = 0; k < kSteps; ++k)
 #pragma unroll
@@ -127,7 +128,7 @@ struct QueryGradient {
                     read_ds(a, ds, 16 * k, 16 * r);
 #pragma unroll
                     for (int c = 0; c < kPart / 16; ++c)
-                        multiply<Tile>(dq[r][2 * c], dq[r][2 * c + 1], a, keys[k][part / 16 + c]);
+                        multiply<Tile>(dq.block[r][2 * c], dq.block[r][2 * c + 1], a, keys[k][part / 16 + c]);
                 }
             const int first = column(thread) + part;
             const bool all = first + kPart <= head_dim;
@@ -137,12 +138,12 @@ struct QueryGradient {
                 if (all)
 #pragma unroll
                     for (int c = 0; c < kPart / 8; ++c)
-                        DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
+                        DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq.block[r][c], thread.lane);
                 else
 #pragma unroll
                     for (int c = 0; c < kPart / 8; ++c)
                         if (first + 8 * c < head_dim)
-                            DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq[r][c], thread.lane);
+                            DqFragment::add(to + DqFragment::offset(0, 8 * c, head_dim), dq.block[r][c], thread.lane);
             }
         }
     }
@@ -299,7 +300,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const bool values = thread.role == kValues;
     const Thread<Wide> wide(static_cast<int>(threadIdx.x));
     Gradient<Wide> gradient;  // dV or dK
-    clear(gradient);
+    gradient.clear();
     if (left > 0) {
         HalfScores<Tile> half;
         half.load(smem.q[values ? 0 : 1], thread);
@@ -316,8 +317,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             const auto& weighed = values ? smem.dout : smem.q[parity];
             const auto& shared = values ? smem.p : smem.ds[parity];
 
-            float halves[2][2][4];
-            clear(halves);
+            RegisterTile<32, 16> halves;
+            halves.clear();
             {
                 constexpr int kPart = HalfScores<Tile>::kSteps / 2;
                 const auto read = read_scored.anew();
@@ -330,37 +331,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 auto& sums = smem.sums[thread.role];
                 const int warp = thread.warp % Tile::kRoleWarps, other = warp ^ Tile::kStreamWarps;
 #pragma unroll
-                for (int j = 0; j < 2; ++j)
-                    sums[warp][j][thread.lane] =
-                        make_float4(halves[1][j][0], halves[1][j][1], halves[1][j][2], halves[1][j][3]);
+                for (int j = 0; j < 2; ++j) {
+                    const float (&x)[4] = halves.block[1][j];
+                    sums[warp][j][thread.lane] = make_float4(x[0], x[1], x[2], x[3]);
+                }
                 ptx::named_barrier_sync(kSums + thread.role * Tile::kStreamWarps + thread.stream_warp, 64);
 #pragma unroll
                 for (int j = 0; j < 2; ++j) {
                     const float4 sum = sums[other][j][thread.lane];
-                    s[0][j][0] = halves[0][j][0] + sum.x;
-                    s[0][j][1] = halves[0][j][1] + sum.y;
-                    s[0][j][2] = halves[0][j][2] + sum.z;
-                    s[0][j][3] = halves[0][j][3] + sum.w;
+                    const float (&x)[4] = halves.block[0][j];
+                    s.block[0][j][0] = x[0] + sum.x;
+                    s.block[0][j][1] = x[1] + sum.y;
+                    s.block[0][j][2] = x[2] + sum.z;
+                    s.block[0][j][3] = x[3] + sum.w;
                 }
             }
 
             const RowPair* pairs = &smem.facts[parity][(first + thread.column()) / 2];
             if (values) {
-                const auto each = [&](auto f) {
-#pragma unroll
-                    for (int j = 0; j < 2; ++j)
-#pragma unroll
-                        for (int i = 0; i < 4; ++i) f(s[0][j][i], j, i);
-                };
-                each([&](float& x, int j, int i) { x = ptx::ex2(fmaf(x, scale, pairs[4 * j].minus_lse[i % 2])); });
-                const int own_base = own.first_row + thread.warp_row(), stream_base = at.row + first;
-                if (!mask.all_visible(stream_base, stream_base + Tile::kStep - 1, own_base,
-                                      own_base + Tile::kWarpRows - 1))
-                    each([&](float& x, int j, int i) {
-                        const int query = stream_base + 8 * j + thread.column() + i % 2;
-                        const int key = own_base + 8 * (i / 2) + thread.row();
-                        if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
-                    });
+                const auto lse = [&](int, int column) { return pairs[column / 8 * 4].minus_lse[column % 2]; };
+                const ScorePlace<Tile, true> place{own.first_row + thread.warp_row(), at.row + first, thread};
+                weigh_scores(s, scale, lse, place, mask);
                 exchange<Tile>(smem.p, s, first, thread);
                 meet();
             } else {

@@ -18,6 +18,7 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
+#include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
 
@@ -53,7 +54,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);
 
     Gradient<Tile> gradient;  // dV or dK
-    clear(gradient);
+    gradient.clear();
     if (range.left > 0) {
         Cursor& at = range.at;
         int& left = range.left;
@@ -95,32 +96,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 }
                 if (left == 0) continue;
 
-                Scores<Tile> s;  // S, P or dP, dS
-                const auto each = [&](auto f) {
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                        for (int j = 0; j < Tile::kStep / 8; ++j)
-#pragma unroll
-                            for (int i = 0; i < 4; ++i) f(s[r][j][i], r, j, i);
-                };
+                Scores<Tile> s;                          // S, P or dP, dS
                 const int first = thread.warp_stream();  // of the tile's rows
                 const RowPair* pairs = &smem.facts[parity][(first + thread.column()) / 2];
                 const int barrier = 1 + thread.warp % Tile::kRoleWarps;  // of the two warps with the same scores
-                clear(s);
+                s.clear();
                 multiply_rows<Tile>(s, operand, own_tile, scored, first, thread);
                 if (values) {
-                    each([&](float& x, int, int j, int i) {
-                        x = ptx::ex2(fmaf(x, scale, pairs[4 * j].minus_lse[i % 2]));
-                    });
-                    const int own_base = own.first_row + thread.warp_row(), stream_base = at.row + first;
-                    if (!mask.all_visible(stream_base, stream_base + Tile::kStep - 1, own_base,
-                                          own_base + Tile::kWarpRows - 1))
-                        each([&](float& x, int r, int j, int i) {
-                            const int q = stream_base + 8 * j + thread.column() + i % 2;
-                            const int k = own_base + 16 * r + 8 * (i / 2) + thread.row();
-                            if (k < mask.begin(q) || k >= mask.end(q)) x = 0.f;
-                        });
+                    const auto lse = [&](int, int column) { return pairs[column / 8 * 4].minus_lse[column % 2]; };
+                    const ScorePlace<Tile, true> place{own.first_row + thread.warp_row(), at.row + first, thread};
+                    weigh_scores(s, scale, lse, place, mask);
                     exchange<Tile>(smem.p, s, first, thread);
                 } else {
                     ptx::named_barrier_sync(barrier, 64);

@@ -155,7 +155,7 @@ class Weigher {
             // This thread's place is computed again, so that it takes no registers while plain tiles are computed
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
             const Mod mod(work_.p, work_.sequence, work_.tile);
-            const auto at = [&](int i, int j, int e) -> float& { return s.at(i, j, e); };
+            const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
             const auto query = [&](int i) { return work_.tile.row(here.warp_row() + 8 * i + here.row()).query; };
             mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, tile.scale, query,
                                                                          tile.key + here.warp_key() + here.column());

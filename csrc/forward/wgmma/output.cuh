@@ -29,7 +29,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
             std::uint32_t words[kWords];
 #pragma unroll
             for (int w = 0; w < kWords; ++w)
-                words[w] = none ? 0 : packed<T>(o.at(i, j + w, 0) * inverse, o.at(i, j + w, 1) * inverse);
+                words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * inverse, o.at(i, 8 * (j + w) + 1) * inverse);
             if constexpr (SwapsOnce) {
                 pair_in_quad(words, lane % 4);
                 const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;

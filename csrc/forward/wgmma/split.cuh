@@ -88,8 +88,8 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
 #pragma unroll
             for (int j = 0; j < kVectors; ++j) {
                 const float4& x = part.o(column / 8 + j);
-                o.at(h, j, 0) = fmaf(h ? x.z : x.x, weight, o.at(h, j, 0));
-                o.at(h, j, 1) = fmaf(h ? x.w : x.y, weight, o.at(h, j, 1));
+                o.at(h, 8 * j) = fmaf(h ? x.z : x.x, weight, o.at(h, 8 * j));
+                o.at(h, 8 * j + 1) = fmaf(h ? x.w : x.y, weight, o.at(h, 8 * j + 1));
             }
         }
     }

@@ -1,0 +1,46 @@
+// S to P: what the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh do alike between their products.
+#pragma once
+
+#include <ptx.cuh>
+
+#include "backward/mma/tile.cuh"
+#include "device/mask.cuh"
+#include "device/register_tile.cuh"
+
+namespace flash_wmma::backward {
+
+/// Where scores of a warp lie: its own rows from `own` on, streamed rows from `stream` on.
+template <class Tile, bool kOwnsKeys>
+struct ScorePlace {
+    int own, stream;
+    const Thread<Tile>& thread;
+
+    /// Of row i of this lane and `column` (register_tile.cuh).
+    __device__ __forceinline__ int query(int i, int column) const {
+        return kOwnsKeys ? stream + thread.column() + column : own + thread.row() + 8 * i;
+    }
+    __device__ __forceinline__ int key(int i, int column) const {
+        return kOwnsKeys ? own + thread.row() + 8 * i : stream + thread.column() + column;
+    }
+    /// Whether every query sees every key.
+    __device__ __forceinline__ bool all_visible(const BandMask& mask) const {
+        const int last_own = own + Tile::kWarpRows - 1, last_stream = stream + Tile::kStep - 1;
+        return kOwnsKeys ? mask.all_visible(stream, last_stream, own, last_own)
+                         : mask.all_visible(own, last_own, stream, last_stream);
+    }
+};
+
+/// P = exp2(S * factor - L) in place, 0 for keys that a query does not see. minus_lse(i, column) is -L of the query.
+template <class Tile, bool kOwnsKeys, int Columns, class MinusLse>
+__device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Columns>& s, float factor,
+                                             MinusLse minus_lse, const ScorePlace<Tile, kOwnsKeys>& place,
+                                             const BandMask& mask) {
+    s.each([&](float& x, int i, int column) { x = ptx::ex2(fmaf(x, factor, minus_lse(i, column))); });
+    if (place.all_visible(mask)) return;
+    s.each([&](float& x, int i, int column) {
+        const int query = place.query(i, column), key = place.key(i, column);
+        if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
+    });
+}
+
+}  // namespace flash_wmma::backward
