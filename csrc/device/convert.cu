@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
             if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
     }
 #pragma unroll
-    for (int lane = 16; lane; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, lane));
+    for (int lane = 16; lane; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarpMask, largest, lane));
     if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
     __syncthreads();
 #pragma unroll
@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     if constexpr (Norms) {  // no row's exceeds that of the tile, nor sqrt(d) times its largest value
         if (!t.norms) return;
 #pragma unroll
-        for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(0xffffffffu, squares, lane);
+        for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(kWarpMask, squares, lane);
         if (tid % 32 == 0) (&smem.warp_sum[0].x)[tid / 32] = squares;
         __syncthreads();
         if (tid > 0) return;

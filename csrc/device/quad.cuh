@@ -1,6 +1,7 @@
 // What the four lanes of a quad do together: they share the rows of a tensor-core accumulator, 2 columns each.
 #pragma once
 
+#include "device/constants.cuh"
 #include "device/element.cuh"
 
 namespace flash_wmma {
@@ -15,15 +16,15 @@ __device__ __forceinline__ std::uint32_t packed(float x, float y) {
 /// The quad's x combined (maximum or sum), in each of its lanes.
 template <class Combine>
 __device__ __forceinline__ float over_quad(float x, Combine combine) {
-    x = combine(x, __shfl_xor_sync(0xffffffffu, x, 1));
-    return combine(x, __shfl_xor_sync(0xffffffffu, x, 2));
+    x = combine(x, __shfl_xor_sync(kWarpMask, x, 1));
+    return combine(x, __shfl_xor_sync(kWarpMask, x, 2));
 }
 
 /// A quad's lanes hold words (pairs of columns) q of two tiles' rows: afterwards lane q has words q / 2 * 2 and the next
 /// of tile q % 2.
 __device__ __forceinline__ void pair_in_quad(std::uint32_t (&words)[2], int quad_lane) {
     const bool upper = quad_lane & 1;
-    const std::uint32_t got = __shfl_xor_sync(0xffffffffu, upper ? words[0] : words[1], 1);
+    const std::uint32_t got = __shfl_xor_sync(kWarpMask, upper ? words[0] : words[1], 1);
     (upper ? words[0] : words[1]) = got;
 }
 
@@ -36,7 +37,7 @@ __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int
         for (int i = 0; i < 4; ++i) {
             if (i & step) continue;
             const std::uint32_t sent = upper ? words[i] : words[i | step];
-            const std::uint32_t got = __shfl_xor_sync(0xffffffffu, sent, step);
+            const std::uint32_t got = __shfl_xor_sync(kWarpMask, sent, step);
             (upper ? words[i] : words[i | step]) = got;
         }
     }

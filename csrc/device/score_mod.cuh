@@ -10,7 +10,6 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
-#include "device/register_tile.cuh"
 #include "device/tile.cuh"
 
 namespace flash_wmma {
@@ -78,29 +77,28 @@ class ScoreMod<true> {
             });
     }
 
-    /// The same for backward: x holds the products of place.query(i, column) and place.key(i, column), and `slope`
-    /// becomes the derivative of each score by its scaled product, if there is a softcap.
-    template <int Rows, int Columns, class Place>
-    __device__ __forceinline__ void apply_each(RegisterTile<Rows, Columns>& x, RegisterTile<Rows, Columns>& slope,
-                                               float scale, const Place& place) const {
+    /// The same for products in any arrangement: each(f) calls f(i, n) for all of them, x(i, n) is the product of
+    /// query(i, n) and key(i, n), and slope(i, n) becomes the derivative of the score by the scaled product, if there is
+    /// a softcap.
+    template <class Each, class X, class Slope, class Query, class Key>
+    __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {
             const float to_x = scale / (kLog2e * p.softcap), from_x = kLog2e * p.softcap;
-            x.each([&](float& score, int i, int column) {
-                const float t = tanh(score * to_x);
-                slope.at(i, column) = fmaf(-t, t, 1.f);
-                score = from_x * t;
+            each([&](int i, int n) {
+                const float t = tanh(x(i, n) * to_x);
+                slope(i, n) = fmaf(-t, t, 1.f);
+                x(i, n) = from_x * t;
             });
         } else {
-            x.each([&](float& score, int, int) { score *= scale; });
+            each([&](int i, int n) { x(i, n) *= scale; });
         }
         if (bias_) {
             const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
             const auto add = [&](auto type) {
                 const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
-                x.each([&](float& score, int i, int column) {
-                    const std::int64_t q = min(place.query(i, column), last_query),
-                                       k = min(place.key(i, column), last_key);
-                    score = biased(score, bias[q * p.bias.query + k * p.bias.key]);
+                each([&](int i, int n) {
+                    const std::int64_t q = min(query(i, n), last_query), k = min(key(i, n), last_key);
+                    x(i, n) = biased(x(i, n), bias[q * p.bias.query + k * p.bias.key]);
                 });
             };
             switch (p.bias.dtype) {
@@ -111,9 +109,8 @@ class ScoreMod<true> {
             }
         }
         if (slope_ != 0.f)
-            x.each([&](float& score, int i, int column) {
-                const int distance = place.query(i, column) + offset_ - place.key(i, column);
-                score = fmaf(-slope_, fabsf(static_cast<float>(distance)), score);
+            each([&](int i, int n) {
+                x(i, n) = fmaf(-slope_, fabsf(static_cast<float>(query(i, n) + offset_ - key(i, n))), x(i, n));
             });
     }
 

@@ -21,6 +21,8 @@
 
 #include <cmath>
 
+#include "device/constants.cuh"
+
 namespace flash_wmma {
 
 /// 16x16 floats of S or O.
@@ -36,27 +38,27 @@ class SharedMaximum {
     template <int Fragments>
     __device__ __forceinline__ void advance(float score_max, Accumulator (&o)[Fragments],
                                             float (*staging)[16 * Fragments]) {
-        score_max = fmaxf(score_max, __shfl_xor_sync(kWarp, score_max, 1));
+        score_max = fmaxf(score_max, __shfl_xor_sync(kWarpMask, score_max, 1));
         const bool had_key = row_max_ > -INFINITY;
         row_max_ = fmaxf(row_max_, score_max);  // fmaxf passes over NaN: such a row's weights are NaN, no other's
 
         float tile_max = row_max_;
 #pragma unroll
-        for (int pair = 2; pair < 32; pair *= 2) tile_max = fmaxf(tile_max, __shfl_xor_sync(kWarp, tile_max, pair));
+        for (int pair = 2; pair < 32; pair *= 2) tile_max = fmaxf(tile_max, __shfl_xor_sync(kWarpMask, tile_max, pair));
         const bool within_reach = row_max_ == -INFINITY || row_max_ >= tile_max - kHeadroom;
 
         const float before = reference_;
-        reference_ = __all_sync(kWarp, within_reach) ? tile_max : row_max_;
+        reference_ = __all_sync(kWarpMask, within_reach) ? tile_max : row_max_;
         if (reference_ == -INFINITY) reference_ = 0.f;  // no key yet: 2^(-inf - 0) is 0, 2^(-inf + inf) would be NaN
 
         // A row without a key so far has O = 0 and goes along with any factor.
         const float factor = had_key ? ptx::ex2(before - reference_) : 0.f;
-        const unsigned rows_with_keys = __ballot_sync(kWarp, had_key);
+        const unsigned rows_with_keys = __ballot_sync(kWarpMask, had_key);
         if (rows_with_keys == 0) return;
-        const float shared_factor = __shfl_sync(kWarp, factor, __ffs(static_cast<int>(rows_with_keys)) - 1);
+        const float shared_factor = __shfl_sync(kWarpMask, factor, __ffs(static_cast<int>(rows_with_keys)) - 1);
         sum_ *= factor;
         p_sum_ *= factor;
-        if (__all_sync(kWarp, !had_key || factor == shared_factor)) scale_tile(o, shared_factor);
+        if (__all_sync(kWarpMask, !had_key || factor == shared_factor)) scale_tile(o, shared_factor);
         else scale_rows(o, factor, staging);
     }
 
@@ -80,17 +82,14 @@ class SharedMaximum {
 
     /// l, by which the row of O is to be divided: the sum of P as rounded, so that a row with one key has exactly its
     /// value. 0 if the row saw no key.
-    __device__ float row_sum() const { return p_sum_ + __shfl_xor_sync(kWarp, p_sum_, 1); }
+    __device__ float row_sum() const { return p_sum_ + __shfl_xor_sync(kWarpMask, p_sum_, 1); }
 
     /// Natural log of the row's sum of exponentials; -inf if the row saw no key.
     __device__ float lse() const {
-        constexpr float kLn2 = 0.693147180559945309f;
-        return kLn2 * (reference_ + (log2f(sum_ + __shfl_xor_sync(kWarp, sum_, 1)) - kHeadroom));
+        return kLn2 * (reference_ + (log2f(sum_ + __shfl_xor_sync(kWarpMask, sum_, 1)) - kHeadroom));
     }
 
   private:
-    static constexpr unsigned kWarp = 0xffffffffu;
-
     float row_max_ = -INFINITY;      // the row's own, so far
     float reference_ = 0.f;          // weight(reference) = 2^kHeadroom
     float sum_ = 0.f, p_sum_ = 0.f;  // the lane's part of the row's weights, before and after rounding to half

@@ -2,6 +2,8 @@
 // shuffles take no mask and have no names that end in _sync. All lanes of the warp take part in each.
 #pragma once
 
+#include "device/constants.cuh"
+
 namespace flash_wmma {
 
 /// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has
@@ -27,7 +29,7 @@ __device__ __forceinline__ T shuffle_xor(T value, int lanes) {
 #ifdef __HIP_PLATFORM_AMD__
     return __shfl_xor(value, lanes);
 #else
-    return __shfl_xor_sync(0xffffffffu, value, lanes);
+    return __shfl_xor_sync(kWarpMask, value, lanes);
 #endif
 }
 
@@ -37,7 +39,7 @@ __device__ __forceinline__ T shuffle(T value, int source, int width) {
 #ifdef __HIP_PLATFORM_AMD__
     return __shfl(value, source, width);
 #else
-    return __shfl_sync(0xffffffffu, value, source, width);
+    return __shfl_sync(kWarpMask, value, source, width);
 #endif
 }
 
@@ -46,7 +48,7 @@ __device__ __forceinline__ bool any_lane(bool holds) {
 #ifdef __HIP_PLATFORM_AMD__
     return __any(holds);
 #else
-    return __any_sync(0xffffffffu, holds);
+    return __any_sync(kWarpMask, holds);
 #endif
 }
 
@@ -55,7 +57,7 @@ __device__ __forceinline__ int count_lanes(bool holds) {
 #ifdef __HIP_PLATFORM_AMD__
     return __popc(static_cast<unsigned>(__ballot(holds)));  // of a mask of 64 bits the lower half
 #else
-    return __popc(__ballot_sync(0xffffffffu, holds));
+    return __popc(__ballot_sync(kWarpMask, holds));
 #endif
 }
 

@@ -9,6 +9,7 @@
 #include <launch.h>
 #include <shared_memory.cuh>
 
+#include "device/constants.cuh"
 #include "device/shuffle.cuh"
 #include "reductions/values.cuh"
 
@@ -17,7 +18,6 @@ namespace {
 
 constexpr int kShortSoftmaxBytes = 2048;  // rows up to this size have lanes of a warp
 constexpr int kKeptBytes = 47 * 1024;     // rows up to this size stay in shared memory, without an opt-in
-constexpr float kLog2e = 1.44269504088896341f;
 
 /// A maximum, and the sum of exp(x - maximum).
 struct Statistics {

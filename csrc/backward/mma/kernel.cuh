@@ -169,7 +169,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if constexpr (kGeneral)
                     if (ScoreMod<true>::active(p)) {
                         const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
-                        mod.apply_each(s, slope, scales.score, place);
+                        mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
+                                       [&](int i, int column) -> float& { return s.at(i, column); },
+                                       [&](int i, int column) -> float& { return slope.at(i, column); }, scales.score,
+                                       [&](int i, int column) { return place.query(i, column); },
+                                       [&](int i, int column) { return place.key(i, column); });
                         factor = 1.f;
                     }
                 const auto lse = [&](int i, int column) {

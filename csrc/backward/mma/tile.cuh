@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "device/backward_rows.cuh"
+#include "device/constants.cuh"
 #include "device/swizzle.cuh"
 
 namespace flash_wmma::backward {
@@ -71,7 +72,7 @@ struct Thread {
     int lane, own_warp, stream_warp, warp, role;
     __device__ explicit Thread(int tid) {
         lane = tid % 32;
-        warp = __shfl_sync(0xffffffffu, tid / 32, 0);  // so that the compiler knows it is the same in all lanes
+        warp = __shfl_sync(kWarpMask, tid / 32, 0);  // so that the compiler knows it is the same in all lanes
         role = warp / Tile::kRoleWarps;
         own_warp = warp % Tile::kRoleWarps / Tile::kStreamWarps;
         stream_warp = warp % Tile::kStreamWarps;

@@ -174,35 +174,35 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             __syncthreads();
 
             // P
-            const auto query = [&](int i, int n, int) {
+            const auto query = [&](int i, int n) {
                 return kOwnsKeys ? row + thread.key(n) : own.first_row + thread.tile_row(i);
             };
-            const auto key = [&](int i, int n, int) {
+            const auto key = [&](int i, int n) {
                 return kOwnsKeys ? own.first_row + thread.tile_row(i) : row + thread.key(n);
             };
             const auto each = [&](auto f) {
 #pragma unroll
                 for (int n = 0; n < kKeys; ++n)
 #pragma unroll
-                    for (int i = 0; i < kRows; ++i) f(i, n, 0);
+                    for (int i = 0; i < kRows; ++i) f(i, n);
             };
             simt::Scores<Tile> s, slopes, ds;
             simt::multiply_rows<Tile>(s, smem.own_first, smem.first, p.head_dim, thread);
             const bool modified = ScoreMod<true>::active(p);
             if (modified) {
                 const ScoreMod<true> mod(p, sequence, QTile{sequence.index, head, own.head_k, 0});
-                const auto score = [&](int i, int n, int) -> float& { return s[i][n]; };
-                const auto slope = [&](int i, int n, int) -> float& { return slopes[i][n]; };
+                const auto score = [&](int i, int n) -> float& { return s[i][n]; };
+                const auto slope = [&](int i, int n) -> float& { return slopes[i][n]; };
                 mod.apply_each(each, score, slope, p.scale * kLog2e, query, key);
-                each([&](int i, int n, int) { s[i][n] = ptx::ex2(fmaf(minus_lse(i, n), kLog2e, s[i][n])); });
+                each([&](int i, int n) { s[i][n] = ptx::ex2(fmaf(minus_lse(i, n), kLog2e, s[i][n])); });
             } else {  // the difference first: nothing is lost where both are large
-                each([&](int i, int n, int) { s[i][n] = ptx::ex2(kLog2e * fmaf(s[i][n], p.scale, minus_lse(i, n))); });
+                each([&](int i, int n) { s[i][n] = ptx::ex2(kLog2e * fmaf(s[i][n], p.scale, minus_lse(i, n))); });
             }
             const int last_own = own.first_row + Tile::kOwn - 1, last_stream = row + Tile::kStream - 1;
             if (!(kOwnsKeys ? mask.all_visible(row, last_stream, own.first_row, last_own)
                             : mask.all_visible(own.first_row, last_own, row, last_stream)))
-                each([&](int i, int n, int) {
-                    const int q = query(i, n, 0), k = key(i, n, 0);
+                each([&](int i, int n) {
+                    const int q = query(i, n), k = key(i, n);
                     if (k < mask.begin(q) || k >= mask.end(q)) s[i][n] = 0.f;
                 });
 
@@ -213,25 +213,25 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                 simt::multiply_weights<Tile>(d_second, weights, smem.second, thread);
             }
             simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
-            each([&](int i, int n, int) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
+            each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
             if (modified) {
                 if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
                     float* const dbias = b.data + sequence.index * b.batch + head * b.head;
                     const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
                     const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
-                    each([&](int i, int n, int) {
-                        const std::int64_t q = query(i, n, 0), k = key(i, n, 0);
+                    each([&](int i, int n) {
+                        const std::int64_t q = query(i, n), k = key(i, n);
                         if (s[i][n] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
                             ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n]);
                     });
                 }
-                if (p.softcap != 0.f) each([&](int i, int n, int) { ds[i][n] *= slopes[i][n]; });
+                if (p.softcap != 0.f) each([&](int i, int n) { ds[i][n] *= slopes[i][n]; });
             }
 
             // dK or dQ of own rows, dQ of streamed ones
             hand_over<Tile>(weights, ds, thread);
             if constexpr (kPass == Pass::kFused)
-                each([&](int i, int n, int) { smem.ds.by_row[thread.tile_row(i)][thread.key(n)] = ds[i][n]; });
+                each([&](int i, int n) { smem.ds.by_row[thread.tile_row(i)][thread.key(n)] = ds[i][n]; });
             simt::multiply_weights<Tile>(d_first, weights, smem.first, thread);
             if constexpr (kPass == Pass::kFused) {
                 __syncthreads();  // dS of all own rows

@@ -20,6 +20,7 @@
 #include <shared_memory.cuh>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
@@ -60,7 +61,6 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc, kRows = Tile::kRows, kKeys = Tile::kKeys;
     constexpr bool kDouble = Tile::kStages == 2;
-    constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.69314718055994531f;
     auto& smem = shared_memory<SharedMemory<Tile>>();
     const Thread<Tile> thread;
     const Assignment assigned = assignment<Tile::kBr>(p);
@@ -115,17 +115,17 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 #pragma unroll
             for (int i = 0; i < kRows; ++i)
 #pragma unroll
-                for (int n = 0; n < kKeys; ++n) f(i, n, 0);
+                for (int n = 0; n < kKeys; ++n) f(i, n);
         };
-        const auto score = [&](int i, int n, int) -> float& { return s[i][n]; };
+        const auto score = [&](int i, int n) -> float& { return s[i][n]; };
         if (ScoreMod<true>::active(p)) {
             Scores<Tile> slopes;  // only backward reads them
-            const auto slope = [&](int i, int n, int) -> float& { return slopes[i][n]; };
-            const auto query_of = [&](int i, int, int) { return tile.row(thread.tile_row(i)).query; };
-            const auto key_of = [&](int, int n, int) { return key + thread.key(n); };
+            const auto slope = [&](int i, int n) -> float& { return slopes[i][n]; };
+            const auto query_of = [&](int i, int) { return tile.row(thread.tile_row(i)).query; };
+            const auto key_of = [&](int, int n) { return key + thread.key(n); };
             ScoreMod<true>(p, sequence, tile).apply_each(each, score, slope, p.scale * kLog2e, query_of, key_of);
         } else {
-            each([&](int i, int n, int) { s[i][n] *= p.scale * kLog2e; });
+            each([&](int i, int n) { s[i][n] *= p.scale * kLog2e; });
         }
         if (!mask.all_visible(tile.first_row, last_row, key, key + kBc - 1)) {
 #pragma unroll

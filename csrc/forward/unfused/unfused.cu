@@ -31,6 +31,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/element.cuh"
 #include "device/mask.cuh"
 #include "device/score_mod.cuh"
@@ -45,7 +46,6 @@ constexpr int kThreads = 256, kVector = 4;
 constexpr int kMaxD = 256;
 constexpr int kShortRow = 1024;        // keys up to which a row has a warp of its own
 constexpr int kKeptScores = 11 << 10;  // of a row, that fit in shared memory without an opt-in
-constexpr float kLog2e = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
 
 std::int64_t aligned(std::int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
@@ -129,10 +129,10 @@ __global__ void __launch_bounds__(kThreads)
         score_mod.apply_each(
             [](auto f) {
 #pragma unroll
-                for (int e = 0; e < kVector; ++e) f(e, 0, 0);
+                for (int e = 0; e < kVector; ++e) f(0, e);
             },
-            [&](int e, int, int) -> float& { return x[e]; }, [&](int e, int, int) -> float& { return unused[e]; },
-            p.scale* kLog2e, [&](int, int, int) { return query; }, [&](int e, int, int) { return v * kVector + e; });
+            [&](int, int e) -> float& { return x[e]; }, [&](int, int e) -> float& { return unused[e]; },
+            p.scale* kLog2e, [&](int, int) { return query; }, [&](int, int e) { return v * kVector + e; });
         float maximum = own.maximum;
 #pragma unroll
         for (int e = 0; e < kVector; ++e) {

@@ -7,6 +7,7 @@
 #include <shared_memory.cuh>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/tile.cuh"
@@ -77,8 +78,6 @@ struct SharedMemory {
         else return q_resident;
     }
 };
-
-inline constexpr float kLn2 = 0.69314718055994531f, kLog2e = 1.44269504088896341f;
 
 /// Starts copying rows [first, first + Rows) of a (rows, d) matrix to shared memory; rows and columns beyond are zeros.
 template <class Tile, int Rows, class Target>

@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "device/constants.cuh"
 #include "device/element.cuh"
 
 namespace flash_wmma::wmma_v3 {
@@ -21,8 +22,6 @@ using KFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, typename Tile::T, w
 template <class Tile>
 using VFragment = wmma::fragment<wmma::matrix_b, 16, 16, 16, typename Tile::T, wmma::row_major>;
 using Accumulator = wmma::fragment<wmma::accumulator, 16, 16, 16, float>;
-
-inline constexpr unsigned kWarpMask = 0xffffffffu;
 
 /// The accumulator layout that the register route relies on: row and column, in the 16x16 tile, of element i of a lane.
 __device__ constexpr int row_of_element(int lane, int i) { return lane / 4 + 8 * (i / 2 % 2); }
