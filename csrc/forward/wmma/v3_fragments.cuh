@@ -29,6 +29,15 @@ __device__ constexpr int row_of_element(int lane, int i) { return lane / 4 + 8 *
 __device__ constexpr int element_of_row(int h, int e) { return e % 2 + 2 * h + 4 * (e / 2); }
 __device__ constexpr int column_of_element(int lane, int i) { return 2 * (lane % 4) + i % 2 + 8 * (i / 4); }
 
+/// f(x, element) for every element of a lane in its row h of neighbouring accumulators; `element` counts 8 for each.
+template <int Fragments, class F>
+__device__ __forceinline__ void each_in_row(Accumulator (&row)[Fragments], int h, F f) {
+#pragma unroll
+    for (int j = 0; j < Fragments; ++j)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) f(row[j].x[element_of_row(h, e)], 8 * j + element_of_row(h, e));
+}
+
 /// A fragment from shared memory. bf16's comes through half's, bit for bit: nvcc loads those by LDSM, but bf16's by
 /// plain loads and transposes (layout_is_known checks that both have the same layout).
 template <class Use, class Layout>

@@ -29,6 +29,7 @@
 
 #include <launch.h>
 
+#include "device/lagged_softmax.cuh"
 #include "forward/wmma/v3_block.cuh"
 #include "forward/wmma/v3_opaque.cuh"
 #include "forward/wmma/v3_shapes.h"
@@ -122,14 +123,10 @@ inline constexpr float kModerate = 1 << 13;
 template <class Tile>
 __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16], int h, float factor, float offset) {
     float sum = 0.f;
-#pragma unroll
-    for (int j = 0; j < Tile::kBc / 16; ++j)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-            float& score = s[j].x[element_of_row(h, e)];
-            score = ptx::ex2(fmaf(score, factor, offset));
-            sum += score;
-        }
+    each_in_row(s, h, [&](float& x, int) {
+        x = ptx::ex2(fmaf(x, factor, offset));
+        sum += x;
+    });
     return sum;
 }
 
@@ -150,11 +147,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
     const int some_end = first_query <= last_query ? work.mask.end(last_query) : 0;
     const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query);
 
-    float m[kRowTiles][2], l[kRowTiles][2];  // of rows row_of_element(lane, 0) and + 8; l is this lane's part
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) m[r][h] = -INFINITY, l[r][h] = 0.f;
+    LaggedSoftmax<Tile::kWarpRows> softmax;
 
     // The second product runs one tile behind the first, so that it overlaps with the next tile's softmax.
     ValueUnit unit(work.v_exp);
@@ -185,21 +178,15 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
             multiply_qk<Tile>(s, q, k);
             multiply_pv<Tile>(o, weights, v);
             modify(s, work, scale, warp_row, key);
-            float sum[kRowTiles][2];
-            bool fits = true;  // false for a NaN too
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    sum[r][h] = weights_of_row<Tile>(s[r], h, factor, value.weight - m[r][h]);
-                    fits &= sum[r][h] <= Element<typename Tile::T>::kLargestSum && fabsf(m[r][h]) < kModerate;
-                }
+            RowValues<Tile::kWarpRows> sums;
+            bool moderate = true;
+            sums.each([&](int i, float& sum) {
+                sum = weights_of_row<Tile>(s[i / 2], i % 2, factor, value.weight - softmax.m[i]);
+                moderate &= fabsf(softmax.m[i]) < kModerate;
+            });
             hand_over<Tile>(weights, s);
-            if (__all_sync(kWarpMask, fits)) {
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-                    for (int h = 0; h < 2; ++h) l[r][h] = fmaf(sum[r][h], ptx::ex2(-value.weight), l[r][h]);
+            if (__all_sync(kWarpMask, moderate && softmax.template fits<typename Tile::T>(sums))) {
+                softmax.l.each([&](int i, float& l) { l = fmaf(sums[i], ptx::ex2(-value.weight), l); });
                 continue;
             }
         } else if (pending) {
@@ -211,51 +198,31 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
         // Any other tile: S masked and scaled, m exact, O and l rescaled to it
         multiply_qk<Tile>(s, q, k);
         modify(s, work, scale, warp_row, key);
-#pragma unroll
-        for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-                const int query = work.tile.row(warp_row + 16 * r + row_of_element(lane, 2 * h)).query;
-                const int begin = work.mask.begin(query) - key, end = work.mask.end(query) - key;
-                float top = m[r][h];
-#pragma unroll
-                for (int j = 0; j < kBc / 16; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) {
-                        const int i = element_of_row(h, e), column = 16 * j + column_of_element(lane, i);
-                        float& score = s[r][j].x[i];
-                        score = column >= begin && column < end ? score * factor : -INFINITY;
-                        top = fmaxf(top, score);
-                    }
-                top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 1));
-                top = fmaxf(top, __shfl_xor_sync(kWarpMask, top, 2));
-                const float base = top == -INFINITY ? 0.f : top;  // no visible key yet
-                const float rescale = ptx::ex2(m[r][h] - base), rescale_o = rescale * ptx::ex2(value.rescale);
-                m[r][h] = top;
-#pragma unroll
-                for (int j = 0; j < kBc / 16; ++j)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) s[r][j].x[element_of_row(h, e)] -= base;
-                l[r][h] =
-                    fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight), ptx::ex2(-value.weight), l[r][h] * rescale);
-#pragma unroll
-                for (int c = 0; c < Tile::kD / 16; ++c)
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) o[r][c].x[element_of_row(h, e)] *= rescale_o;
-            }
+        softmax.l.each([&](int i, float& l) {
+            const int r = i / 2, h = i % 2;
+            const int query = work.tile.row(warp_row + 16 * r + row_of_element(lane, 2 * h)).query;
+            const int begin = work.mask.begin(query) - key, end = work.mask.end(query) - key;
+            float top = -INFINITY;
+            each_in_row(s[r], h, [&](float& x, int element) {
+                const int column = 16 * (element / 8) + column_of_element(lane, element % 8);
+                x = column >= begin && column < end ? x * factor : -INFINITY;
+                top = fmaxf(top, x);
+            });
+            const auto [base, rescale] = softmax.raise(i, over_quad(top, [](float x, float y) { return fmaxf(x, y); }));
+            each_in_row(s[r], h, [&, base = base](float& x, int) { x -= base; });
+            l = fmaf(weights_of_row<Tile>(s[r], h, 1.f, value.weight), ptx::ex2(-value.weight), l);
+            const float rescale_o = rescale * ptx::ex2(value.rescale);
+            each_in_row(o[r], h, [&](float& x, int) { x *= rescale_o; });
+        });
         hand_over<Tile>(weights, s);
     }
 
-#pragma unroll
-    for (int r = 0; r < kRowTiles; ++r)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-            float total = l[r][h];
-            total += __shfl_xor_sync(kWarpMask, total, 1);
-            total += __shfl_xor_sync(kWarpMask, total, 2);
-            if (lane % 4 == 0)
-                finish_row(work, smem, unit, warp_row + 16 * r + row_of_element(lane, 2 * h), m[r][h], total);
-        }
+    softmax.l.each([&](int i, float l) {
+        const float total = over_quad(l, [](float x, float y) { return x + y; });
+        if (lane % 4 == 0)
+            finish_row(work, smem, unit, warp_row + 16 * (i / 2) + row_of_element(lane, 2 * (i % 2)), softmax.m[i],
+                       total);
+    });
 }
 
 /// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
