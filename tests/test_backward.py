@@ -214,6 +214,13 @@ def test_masks(backward_target: BackwardTarget, mask: str, nq: int, nk: int) -> 
     check(kernel, inputs(kernel, dtype, nq, nk), MASKS[mask])
 
 
+@needs("window")
+def test_last_query_of_a_window(backward_target: BackwardTarget) -> None:
+    """Query 64 is the last that sees a key, alone in its tile of 16, 32 or 64 queries, and it sees the last key alone."""
+    kernel, dtype = backward_target
+    check(kernel, inputs(kernel, dtype, 100, 65), Mask(False, (0, 9)))
+
+
 @needs(
     lambda kernel, d, dv: kernel.head_dims[0] <= min(d, dv) <= max(d, dv) <= kernel.head_dims[1],
     lambda kernel, d, dv: d == dv or "d_v != d" in kernel.features,

@@ -40,7 +40,7 @@ def ran(what: Any) -> set[str]:
     return {event.key for event in profile.key_averages()}
 
 
-@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "half"])
+@pytest.mark.parametrize("kind", ["plain", "causal", "mask", "half", "scale"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_backward_on_the_cpu(activated: None, kind: str, compiled: bool) -> None:
     """Both passes are this library's, and a compiled graph finds the strides that torch promises."""
@@ -49,9 +49,11 @@ def test_backward_on_the_cpu(activated: None, kind: str, compiled: bool) -> None
     if mask is not None:
         mask[3] = False
     inputs = [t.requires_grad_() for t in (q, k, v)]
+    options: dict[str, Any] = {"attn_mask": mask, "is_causal": kind == "causal"}
+    options["scale"] = 0.3 if kind == "scale" else None
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=kind == "causal")
+        return functional.scaled_dot_product_attention(q, k, v, **options)
 
     def gradients(attend: Any) -> tuple[Tensor, ...]:
         return torch.autograd.grad(attend(*inputs), inputs, dout)

@@ -26,7 +26,7 @@ LENGTHS: dict[str, tuple[tuple[int, ...], tuple[int, ...]]] = {
     "empty first and last": ((0, 3, 0), (0, 4, 0)),
     "nothing": ((0, 0), (0, 0)),
     "no keys": ((4, 5), (0, 0)),
-    "decoding": ((1,) * 6, (3, 700, 64, 1, 65, 130)),
+    "decoding": ((1,) * 6, (3, 700, 64, 1, 600, 130)),  # the CPU splits two of them over their keys
     "more than a warp has lanes": (tuple(n % 3 for n in range(34)), tuple(n % 7 for n in range(34))),
 }
 
