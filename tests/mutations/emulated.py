@@ -19,27 +19,31 @@ FAULTS = [
     Fault(
         name="wgmma-k-released-before-it-is-read-again",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="""\
-            if (!done) {
-                if (plain) {
-                    multiply_qk_again();
-                    soft_cap();
-                }
-                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
-            }
-            release_k();
-""",
-        new="""\
-            release(smem_.k_slot[k_.stage]);
-            if (!done) {
-                if (plain) {
-                    multiply_qk_again();
-                    soft_cap();
-                }
-                settled = weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
-            }
-            k_.advance();
-""",
+        old=(
+            "            if (!done) {\n"
+            "                if (plain) {\n"
+            "                    multiply_qk_again();\n"
+            "                    soft_cap();\n"
+            "                }\n"
+            "                softmax_.settled =\n"
+            "                    weigh_exactly(factor, key < first, "
+            "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
+            "            }\n"
+            "            release_k();\n"
+        ),
+        new=(
+            "            release(smem_.k_slot[k_.stage]);\n"
+            "            if (!done) {\n"
+            "                if (plain) {\n"
+            "                    multiply_qk_again();\n"
+            "                    soft_cap();\n"
+            "                }\n"
+            "                softmax_.settled =\n"
+            "                    weigh_exactly(factor, key < first, "
+            "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
+            "            }\n"
+            "            k_.advance();\n"
+        ),
         why="K of a tile whose vote failed is read behind its release",
         kernels=WGMMA,
     ),
