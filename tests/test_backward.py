@@ -216,7 +216,7 @@ def test_masks(backward_target: BackwardTarget, mask: str, nq: int, nk: int) -> 
 
 @needs("window")
 def test_last_query_of_a_window(backward_target: BackwardTarget) -> None:
-    """Query 64 is the last that sees a key, alone in its tile of 16, 32 or 64 queries, and it sees the last key alone."""
+    """Query 64 is the last that sees a key, alone in its tile of queries, and it sees but the last key."""
     kernel, dtype = backward_target
     check(kernel, inputs(kernel, dtype, 100, 65), Mask(False, (0, 9)))
 

@@ -258,8 +258,8 @@ class Warp {
                     const int keys = min(own_.sequence.seqlen_k, static_cast<int>(p_.seqlen_k));
                     ds.each([&](float& x, int i, int column) {
                         const std::int64_t q = place.query(i, first + column), k = place.key(i, first + column);
-                        if (s.at(i, first + column) != 0.f && q < queries &&
-                            k < keys)  // NaN is not 0, whatever its row
+                        // NaN is not 0, whatever its row
+                        if (s.at(i, first + column) != 0.f && q < queries && k < keys)
                             ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
                     });
                 }
