@@ -171,8 +171,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         "target": "forward",
         "backward_target": "backward",
     }
-    for fixture in [name for name in directions if name in metafunc.fixturenames]:
-        kernels = kernels_under_test(metafunc.config, directions[fixture])
+    for fixture, direction in directions.items():
+        if fixture not in metafunc.fixturenames:
+            continue
+        kernels = kernels_under_test(metafunc.config, direction)
         absent = []
         if metafunc.definition.get_closest_marker("gpu"):
             if any(map(emulated, kernels)):
