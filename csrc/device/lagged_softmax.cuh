@@ -22,7 +22,7 @@ namespace flash_wmma {
 
 template <int Rows>
 struct LaggedSoftmax {
-    RowValues<Rows> m, l;  ///< the maximum in log2 units; this lane's part of the sum
+    RowValues<Rows> l, m;  ///< this lane's part of the sum; the maximum in log2 units (in this order: the faster code)
     bool settled = false;  ///< whether m is set, and moderate
 
     __device__ __forceinline__ LaggedSoftmax() {

@@ -61,127 +61,98 @@ struct VisibleTiles {
     __device__ __forceinline__ bool all(int key) const { return key >= all_begin && key < all_end; }
 };
 
-/// A warp's first product and softmax, tile for tile.
+/// A warp's first product and softmax. P of a tile is made in attempts (device/lagged_softmax.cuh). Accumulators come as
+/// arguments, and the kernel makes one of these for each tile: held by an object that outlives the loop, they cost mma_sm80
+/// up to 7 % (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
-class Weigher {
-  public:
-    __device__ __forceinline__ Weigher(const Work<Tile>& work, Smem<Tile>& smem, const Thread<Tile>& thread,
-                                       const QOperand<Tile>& q, Softmax<Tile>& softmax, Output<Tile>& o)
-        : work_(work), smem_(smem), thread_(thread), q_(q), softmax_(softmax), o_(o), visible_(work, thread) {}
-
-    /// Whether some row of the warp sees a key of the tile at `key`.
-    __device__ __forceinline__ bool sees(int key) const { return visible_.some(key); }
-
-    /// P of the tile at `key`; returns its sums, which do not count in l yet. m and O follow where they have to. `scale`
-    /// brings a product to log2 units.
-    __device__ __forceinline__ PerRow<Tile> weigh(Weights<Tile>& weights, const KeyRows<Tile>& k, int key, float scale,
-                                                  const ValueUnit::Step& value) {
-        Attempt tile{weights, k, key, scale, value, Mod::active(work_.p) ? 1.f : scale, {}};
-        // A tile that every row sees, not the first
-        const bool may_lag = softmax_.settled && visible_.all(key) && value.rescale == 0.f;
-        // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
-        if constexpr (kModifies && !Tile::Machine::kThroughRegisters) {
-            for (bool lagged = may_lag; !try_to(lagged, tile);) lagged = false;
-        } else {
-            bool done = false;
-            if (may_lag) done = try_to(true, tile);
-            if (!done) try_to(false, tile);
-        }
-        return tile.sums;
-    }
-
-  private:
+struct Weigher {
     static constexpr bool kModifies = kProblems == kAny;
     using Mod = ScoreMod<kModifies>;
-    using T = typename Tile::T;
 
-    /// A tile, and what has become of it.
-    struct Attempt {
-        Weights<Tile>& weights;
-        const KeyRows<Tile>& k;
-        const int key;
-        const float scale;
-        const ValueUnit::Step& value;
-        float factor;  // from a score to log2 units
-        PerRow<Tile> sums;
-    };
+    const Work<Tile>& work;
+    Smem<Tile>& smem;
+    const Thread<Tile>& thread;
+    const VisibleTiles<Tile>& visible;
+    const QOperand<Tile>& q;
+    const KeyRows<Tile>& k;
+    const int key;      // the tile's first
+    const float scale;  // from a product to log2 units
+    const ValueUnit::Step value;
+    float factor = Mod::active(work.p) ? 1.f : scale;  // from a score to log2 units
 
-    /// P and its sums. Lagged: with the old m, and false if a weight may have overflowed. Otherwise exactly, and true.
-    __device__ __forceinline__ bool try_to(bool lagged, Attempt& tile) {
-        PerRow<Tile> offset;
-        if (lagged) offset.each([&](int i, float& x) { x = tile.value.weight - softmax_.m[i]; });
+    /// P and its sums, which do not count in l yet. Lagged: with the old m, and false if a weight may have overflowed.
+    /// Otherwise exactly, m and O follow, and true.
+    __device__ __forceinline__ bool weigh(bool lagged, Weights<Tile>& weights, PerRow<Tile>& sums,
+                                          Softmax<Tile>& softmax, Output<Tile>& o) {
         Scores<Tile> s;
-        multiply_qk<Tile>(s, q_, smem_, tile.k, thread_);
-        modify(s, tile);
-        if (!lagged) settle(s, offset, tile);
-        tile.sums = flash_wmma::weigh(s, tile.factor, offset);
-        hand_over<Tile>(tile.weights, s, smem_, thread_);
-        if (lagged) return all_agree<Tile>(softmax_.template fits<T>(tile.sums), smem_, thread_);
-        meet(thread_);
-        return true;
+        PerRow<Tile> offset;
+        if (lagged) offset.each([&](int i, float& x) { x = value.weight - softmax.m[i]; });
+        multiply_qk<Tile>(s, q, smem, k, thread);
+        modify(s);
+        if (!lagged) settle(s, offset, softmax, o);
+        sums = flash_wmma::weigh(s, factor, offset);
+        hand_over<Tile>(weights, s, smem, thread);
+        if (!lagged) {
+            meet(thread);
+            return true;
+        }
+        return all_agree<Tile>(softmax.template fits<typename Tile::T>(sums), smem, thread);
     }
 
     /// The exact path: S masked, m exact, O and l rescaled to it.
-    __device__ __forceinline__ void settle(Scores<Tile>& s, PerRow<Tile>& offset, Attempt& tile) {
-        const bool positive = tile.factor > 0.f;
-        if (!positive) round_products(s, tile);
-        hide(s, tile.key, tile.key < visible_.all_begin, tile.key >= visible_.all_end);
+    __device__ __forceinline__ void settle(Scores<Tile>& s, PerRow<Tile>& offset, Softmax<Tile>& softmax,
+                                           Output<Tile>& o) {
+        const bool positive = factor > 0.f;
+        if (!positive) round_products(s);
+        hide(s, key < visible.all_begin, key >= visible.all_end);
         PerRow<Tile> top = s.row_maximum();
-        combine_warps<Tile>(top, smem_, thread_, [](float x, float y) { return fmaxf(x, y); });
+        combine_warps<Tile>(top, smem, thread, [](float x, float y) { return fmaxf(x, y); });
         top.each([&](int i, float x) {
-            const auto [base, rescale] = softmax_.raise(i, x * tile.factor);
-            offset[i] = tile.value.weight - base;
-            o_.scale_row(i, rescale * ptx::ex2(tile.value.rescale));
+            const auto [base, rescale] = softmax.raise(i, x * factor);
+            offset[i] = value.weight - base;
+            o.scale_row(i, rescale * ptx::ex2(value.rescale));
         });
-        softmax_.settled = __all_sync(kWarpMask, positive && softmax_.moderate());
-        if (!softmax_.settled) {
-            round_products(s, tile);
+        softmax.settled = __all_sync(kWarpMask, positive && softmax.moderate());
+        if (!softmax.settled) {
+            round_products(s);
             offset.each([&](int i, float& x) {
-                x = tile.value.weight;
-                s.each_in_row(i, [&](float& score, int) { score -= softmax_.base(softmax_.m[i]); });
+                x = value.weight;
+                s.each_in_row(i, [&](float& score, int) { score -= softmax.base(softmax.m[i]); });
             });
         }
     }
 
     /// Rounds products to scores, as m is rounded.
-    __device__ __forceinline__ void round_products(Scores<Tile>& s, Attempt& tile) const {
-        s.each([&](float& x, int, int) { x = __fmul_rn(x, tile.factor); });
-        tile.factor = 1.f;
+    __device__ __forceinline__ void round_products(Scores<Tile>& s) {
+        s.each([&](float& x, int, int) { x = __fmul_rn(x, factor); });
+        factor = 1.f;
     }
 
-    __device__ __forceinline__ void modify(Scores<Tile>& s, const Attempt& tile) const {
+    __device__ __forceinline__ void modify(Scores<Tile>& s) const {
         if constexpr (kModifies) {
-            if (!Mod::active(work_.p)) return;
+            if (!Mod::active(work.p)) return;
             // This thread's place is computed again, so that it takes no registers while plain tiles are computed
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-            const Mod mod(work_.p, work_.sequence, work_.tile);
+            const Mod mod(work.p, work.sequence, work.tile);
             const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
-            const auto query = [&](int i) { return work_.tile.row(here.warp_row() + 8 * i + here.row()).query; };
-            mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, tile.scale, query,
-                                                                         tile.key + here.warp_key() + here.column());
+            const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
+            mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query,
+                                                                         key + here.warp_key() + here.column());
         }
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
-    /// `right`. The tile begins at `key`.
-    __device__ __forceinline__ void hide(Scores<Tile>& s, int key, bool left, bool right) const {
+    /// `right`.
+    __device__ __forceinline__ void hide(Scores<Tile>& s, bool left, bool right) const {
         // This thread's place is computed again where plain tiles have no registers left for it, or are faster so
         constexpr bool kAnew = kModifies || (kProblems == kDense && Tile::kD <= 64) ||
                                (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
         const int tid = static_cast<int>(threadIdx.x);
         const Thread<Tile> here(kAnew ? ptx::opaque(tid) : tid);
         hide_keys(
-            s, work_.mask, [&](int i) { return work_.tile.row(here.warp_row() + 8 * i + here.row()).query; },
+            s, work.mask, [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; },
             key + here.warp_key() + here.column(), left, right);
     }
-
-    const Work<Tile>& work_;
-    Smem<Tile>& smem_;
-    const Thread<Tile>& thread_;
-    const QOperand<Tile>& q_;
-    Softmax<Tile>& softmax_;
-    Output<Tile>& o_;
-    const VisibleTiles<Tile> visible_;
 };
 
 // spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
@@ -216,16 +187,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         q.load(smem, thread);
     }
 
+    const VisibleTiles<Tile> visible(work, thread);
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
     Softmax<Tile> softmax;
     o.clear();
-    Weigher<Tile, kProblems> weigher(work, smem, thread, q, softmax, o);
 
     for (int left = work.tiles; left > 0; ring.end_tile(left), --left, key -= kBc) {
         ring.begin_tile(left);
-        const bool sees = weigher.sees(key);
+        const bool sees = visible.some(key);
         ValueUnit::Step value{0.f, 0.f};
         Weights<Tile> weights;
         PerRow<Tile> sums;
@@ -236,7 +207,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     scale *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
-            sums = weigher.weigh(weights, ring.k(), key, scale, value);
+            Weigher<Tile, kProblems> tile{work, smem, thread, visible, q, ring.k(), key, scale, value};
+            const auto attempt = [&](bool lagged) { return tile.weigh(lagged, weights, sums, softmax, o); };
+            // A tile that every row sees, not the first
+            const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;
+            // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
+            if constexpr (kProblems == kAny && !Tile::Machine::kThroughRegisters) {
+                for (bool lagged = may_lag; !attempt(lagged);) lagged = false;
+            } else {
+                bool done = false;
+                if (may_lag) done = attempt(true);
+                if (!done) attempt(false);
+            }
         }
         ring.between_products(left);
         if (sees) {  // l += rowsum(P), O += P V
