@@ -68,248 +68,6 @@ struct DqExponent {
     }
 };
 
-/// The gradients of a warp's own rows: dK and dV, or dQ alone. Converted: in units of their own (scales.cuh).
-template <class Tile>
-struct Gradients {
-    Gradient<Tile> first, second;
-    Unit first_unit, second_unit;
-};
-
-/// A warp's own rows as operands, and L and D of own queries.
-template <class Tile>
-struct OwnOperands {
-    OwnOperand<Tile, Tile::kFirstInRegisters> first;
-    OwnOperand<Tile, Tile::kSecondInRegisters> second;
-    RowValues<Tile::kWarpRows> minus_lse, minus_delta;
-};
-
-/// A warp's work with one streamed tile after the other.
-template <class Tile, Problems kProblems, Pass kPass>
-class Warp {
-  public:
-    using Map = SharedMemory<Tile, kPass>;
-    static constexpr bool kOwnsKeys = kPass != Pass::kQueries;
-    static constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
-
-    __device__ __forceinline__ Warp(const Problem& problem, Map& smem, const OwnedTile& own, const BandMask& mask,
-                                    const Thread<Tile>& thread, OwnOperands<Tile>& rows)
-        : problem_(problem), p_(problem.forward), smem_(smem), own_(own), mask_(mask), thread_(thread), rows_(rows) {}
-
-    /// The own rows to shared memory, and to registers where they stay there.
-    __device__ __forceinline__ void load() {
-        copy_own<Tile, kPass>(smem_.first, smem_.second(), problem_, own_);
-        ptx::cp_async_commit();
-        if constexpr (Tile::kSecondInRegisters) {
-            ptx::cp_async_wait<0>();
-            __syncthreads();
-            rows_.first.load(smem_.first, thread_);
-            rows_.second.load(smem_.second(), thread_);
-            __syncthreads();  // the ring takes its place
-        }
-        if constexpr (!kOwnsKeys)
-            rows_.minus_lse.each([&](int i, float& x) {
-                const int row = own_.first_row + thread_.warp_row() + 8 * i + thread_.row();
-                const bool exists = row < own_.sequence.seqlen_q;
-                const RowPair& pair = facts_of(problem_, own_.sequence, own_.head)[exists ? row / 2 : 0];
-                x = exists ? pair.minus_lse[row % 2] : -INFINITY;
-                rows_.minus_delta[i] = pair.minus_delta[row % 2];
-            });
-    }
-
-    /// The scales of the tile at the cursor. The units of the gradients follow them.
-    __device__ __forceinline__ PairScales scales(const Cursor& at, Gradients<Tile>& d) const {
-        PairScales scales(p_.scale * kLog2e);
-        if constexpr (kConverted) {
-            const Sequence& s = own_.sequence;
-            const int own_base = own_.first_row + thread_.warp_row();
-            const int own_last = min(own_base + Tile::kWarpRows, kOwnsKeys ? s.seqlen_k : s.seqlen_q) - 1;
-            const int own_row = min(own_base, own_last);
-            const QueryScales of_q = query_scales(problem_, s, at.head, kOwnsKeys ? at.row : own_row);
-            const KeyScales of_k = key_scales(problem_, s, own_.head_k, kOwnsKeys ? own_row : at.row);
-            scales = PairScales(p_.scale * kLog2e, of_q, of_k);
-            // Accumulators take no notice of a tile that none of their rows sees
-            const int begin = kOwnsKeys ? mask_.first_query(own_row) : mask_.begin(own_row);
-            const int end = kOwnsKeys ? mask_.last_query(own_last) + 1 : mask_.end(own_last);
-            if (begin < at.row + Tile::kStream && at.row < end) {
-                const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
-                d.first_unit.follow(d.first, exponent);
-                if constexpr (kOwnsKeys) d.second_unit.follow(d.second, of_q.dout);
-            }
-        }
-        return scales;
-    }
-
-    /// P and dS of the tile at the cursor, and what they add to the gradients.
-    __device__ __forceinline__ void add_tile(Gradients<Tile>& d, const Cursor& at, int slot, const PairScales& scales) {
-#pragma unroll 1
-        for (int step = 0; step < Tile::kWarpStream; step += Tile::kStep) add_step(d, at, slot, scales, step);
-        if constexpr (Tile::kStreamWarps > 1) {
-            ptx::named_barrier_sync(1 + thread_.own_warp, 32 * Tile::kStreamWarps);
-            multiply_exchanged(d, smem_.ring[slot]);
-        }
-    }
-
-    /// dQ of the tile at the cursor, which all own keys add to.
-    __device__ __forceinline__ void add_to_dq(const Cursor& at) {
-        // Computed again, so that the addresses of these products take no registers in the others
-        const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-        float* dq_rows = dq_of(problem_, own_.sequence, at.head, at.row);
-        if constexpr (kConverted)
-            backward::add_to_dq<Tile>(dq_rows, p_.head_dim, smem_.ds, smem_.first, here,
-                                      DqExponent{problem_, own_, mask_, at, Tile::kStream});
-        else backward::add_to_dq<Tile>(dq_rows, p_.head_dim, smem_.ds, smem_.first, here);
-    }
-
-    /// The gradients to global memory, by the way of shared memory unless they were converted.
-    __device__ __forceinline__ void store(Gradients<Tile>& d) {
-        using T = typename Tile::T;
-        if constexpr (kConverted) {
-            multiply_by_power(d.first, d.first_unit.exponent);
-            multiply_by_power(d.second, d.second_unit.exponent);
-            if (Tile::Machine::kMultipliesBf16 || p_.out_dtype == DType::kFloat32)
-                each_out<float>(d, [&](float* out, const auto&... facts) { store_as<Tile>(out, facts..., thread_); });
-            else each_out<bf16>(d, [&](bf16* out, const auto&... facts) { store_as<Tile>(out, facts..., thread_); });
-        } else {
-            each_out<T>(
-                d, [&](T* out, const auto&... facts) { backward::store<Tile>(out, facts..., smem_.first, thread_); });
-        }
-    }
-
-  private:
-    static constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep;
-
-    /// The tile's rows from `step` on of this warp's part.
-    __device__ __forceinline__ void add_step(Gradients<Tile>& d, const Cursor& at, int slot, const PairScales& scales,
-                                             int step) {
-        auto& tile = smem_.ring[slot];
-        const int first = thread_.warp_stream() + step;  // of the tile's rows
-        const ScorePlace<Tile, kOwnsKeys> place{own_.first_row + thread_.warp_row(), at.row + first, thread_};
-        const RowPair* pairs = &smem_.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread_.column()) / 2 : 0];
-
-        // P
-        Scores<Tile> s;
-        s.clear();
-        multiply_rows<Tile>(s, rows_.first, smem_.first, tile.first, first, thread_);
-        [[maybe_unused]] Scores<Tile> slope;
-        const float factor = modify(s, slope, at, scales.score, place);
-        const auto lse = [&](int i, int column) {
-            return kOwnsKeys ? pairs[column / 8 * 4].minus_lse[column % 2] : rows_.minus_lse[i];
-        };
-        weigh_scores(s, factor, lse, place, mask_);
-        if constexpr (Map::kExchangesP) exchange<Tile>(smem_.p, s, first, thread_);
-
-        // dS
-        ScoresPart<Tile> ds;
-#pragma unroll
-        for (int part = 0; part < kStep / 8; part += Tile::kPart / 8) {
-            const auto minus_d = [&](int i, int column) {
-                return kOwnsKeys ? pairs[(part + column / 8) * 4].minus_delta[column % 2] : rows_.minus_delta[i];
-            };
-            ds.each([&](float& x, int i, int column) { x = kConverted ? 0.f : minus_d(i, column); });
-            multiply_rows<Tile>(ds, rows_.second, smem_.second(), tile.second, first + 8 * part, thread_);
-            if constexpr (kConverted)
-                ds.each(
-                    [&](float& x, int i, int column) { x = fmaf(x, scales.dp, minus_d(i, column) * scales.delta); });
-            ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
-            add_bias_gradient(ds, s, slope, at, scales, place, 8 * part);
-            if constexpr (Map::kExchangesDs) exchange<Tile>(smem_.ds, ds, first + 8 * part, thread_);
-            if constexpr (Tile::kStreamWarps == 1)
-#pragma unroll
-                for (int k = 0; k < Tile::kPart; k += 16) {
-                    const int row = step + 8 * part + k;
-                    std::uint32_t weights[kRowTiles][4];
-                    if constexpr (kOwnsKeys) {
-                        hand_over<Tile>(weights, s, part + k / 8);
-                        multiply_weights<Tile>(d.second, weights, tile.second, row, thread_);
-                    }
-                    hand_over<Tile>(weights, ds, k / 8);
-                    multiply_weights<Tile>(d.first, weights, tile.first, row, thread_);
-                }
-        }
-    }
-
-    /// ScoreMods on S, with their slopes. Returns what brings S to log2 units.
-    __device__ __forceinline__ float modify(Scores<Tile>& s, [[maybe_unused]] Scores<Tile>& slope, const Cursor& at,
-                                            float scale, const ScorePlace<Tile, kOwnsKeys>& place) const {
-        if constexpr (kGeneral)
-            if (ScoreMod<true>::active(p_)) {
-                const ScoreMod<true> mod(p_, own_.sequence, QTile{own_.sequence.index, at.head, own_.head_k, 0});
-                mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
-                               [&](int i, int column) -> float& { return s.at(i, column); },
-                               [&](int i, int column) -> float& { return slope.at(i, column); }, scale,
-                               [&](int i, int column) { return place.query(i, column); },
-                               [&](int i, int column) { return place.key(i, column); });
-                return 1.f;
-            }
-        return scale;
-    }
-
-    /// dS of modified scores to the bias's gradient; with a softcap, dS becomes that of the products. `first`: the
-    /// column of s and slope that ds begins at.
-    __device__ __forceinline__ void add_bias_gradient(ScoresPart<Tile>& ds, const Scores<Tile>& s,
-                                                      const Scores<Tile>& slope, const Cursor& at,
-                                                      const PairScales& scales,
-                                                      const ScorePlace<Tile, kOwnsKeys>& place, int first) const {
-        if constexpr (kGeneral)
-            if (ScoreMod<true>::active(p_)) {
-                if (const BiasGradient& b = problem_.dbias; kOwnsKeys && b.data) {
-                    float* dbias = b.data + own_.sequence.index * b.batch + at.head * b.head;
-                    const int queries = min(own_.sequence.seqlen_q, static_cast<int>(p_.seqlen_q));
-                    const int keys = min(own_.sequence.seqlen_k, static_cast<int>(p_.seqlen_k));
-                    ds.each([&](float& x, int i, int column) {
-                        const std::int64_t q = place.query(i, first + column), k = place.key(i, first + column);
-                        // NaN is not 0, whatever its row
-                        if (s.at(i, first + column) != 0.f && q < queries && k < keys)
-                            ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
-                    });
-                }
-                if (p_.softcap != 0.f) ds.each([&](float& x, int i, int column) { x *= slope.at(i, first + column); });
-            }
-    }
-
-    /// The gradients' products where warps share own rows: P and dS of all of them, and a part of the columns.
-    template <class Stage>
-    __device__ __forceinline__ void multiply_exchanged(Gradients<Tile>& d, const Stage& tile) {
-        // Computed again, so that the addresses of these products take no registers in the others
-        const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-        const Reader<Fragment::kA, typename Map::Weights> read(here.lane, here.warp_row(), 0);
-#pragma unroll
-        for (int k = 0; k < Tile::kStream; k += 16) {
-            std::uint32_t weights[kRowTiles][4];
-            if constexpr (kOwnsKeys) {
-#pragma unroll
-                for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem_.p, 16 * r, k);
-                multiply_weights<Tile>(d.second, weights, tile.second, k, here);
-            }
-#pragma unroll
-            for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem_.ds, 16 * r, k);
-            multiply_weights<Tile>(d.first, weights, tile.first, k, here);
-        }
-    }
-
-    /// store(out, pitch, rows, columns, gradient, factor) for dK and dV, or for dQ.
-    template <class Out, class Store>
-    __device__ __forceinline__ void each_out(Gradients<Tile>& d, Store store) const {
-        const Sequence& s = own_.sequence;
-        const Rows& first = kOwnsKeys ? problem_.dk : problem_.dq;
-        const int head = kOwnsKeys ? own_.head_k : own_.head;
-        const int row = (kOwnsKeys ? s.first_k : s.first_q) + own_.first_row;
-        store(row_of<Out>(first, s.index, head, row), first.row, own_.rows, p_.head_dim, d.first, p_.scale);
-        if constexpr (kOwnsKeys) {
-            const Rows& second = problem_.dv;
-            store(row_of<Out>(second, s.index, head, row), second.row, own_.rows, p_.head_dim_v, d.second, 1.f);
-        }
-    }
-
-    const Problem& problem_;
-    const ForwardParams& p_;
-    Map& smem_;
-    const OwnedTile& own_;
-    const BandMask& mask_;
-    const Thread<Tile>& thread_;
-    OwnOperands<Tile>& rows_;
-};
-
 /// Of plain problems all of a block's bounds are known to be the same in every thread, which saves registers. Converted
 /// inputs (scales.cuh) have instances of their own, so that no other has registers for exponents.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
@@ -317,43 +75,182 @@ class Warp {
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
-    using Warp = backward::Warp<Tile, kProblems, kPass>;
-    constexpr bool kOwnsKeys = Warp::kOwnsKeys, kGeneral = Warp::kGeneral;
-    static_assert(!Warp::kConverted || (std::is_same_v<typename Tile::T, half> && kScaleRows % Tile::kWarpRows == 0 &&
-                                        (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
-    constexpr bool kOneStage = Tile::kStages == 1;
-    static_assert(kOneStage || !(Tile::Machine::kThroughRegisters || kPass == Pass::kFused));
+    using T = typename Tile::T;
+    using Map = SharedMemory<Tile, kPass>;
+    constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
+    constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
+    static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
+                                  (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
+    constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
+    static_assert(kStages == 1 || !(kThroughRegisters || kPass == Pass::kFused));
     const ForwardParams& p = problem.forward;
-    auto& smem = shared_memory<SharedMemory<Tile, kPass>>();
+    auto& smem = shared_memory<Map>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
     const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, kGeneral>(p) : owned_queries<Tile::kOwn, kGeneral>(p);
     if (own.rows <= 0) return;
-    const BandMask mask(p.band, own.sequence.seqlen_q, own.sequence.seqlen_k);
+    const Sequence& sequence = own.sequence;
+    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+
     StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);
     Cursor& at = range.at;
     int& left = range.left;
 
-    Gradients<Tile> d;
-    d.first.clear();
-    d.second.clear();
-    OwnOperands<Tile> rows;
-    Warp warp(problem, smem, own, mask, thread, rows);
+    Gradient<Tile> d_first, d_second;  // dK and dV, or dQ alone
+    d_first.clear();
+    d_second.clear();
+    [[maybe_unused]] Unit first_unit, second_unit;  // of d_first and d_second
     if (left > 0) {
-        warp.load();
+        OwnOperand<Tile, Tile::kFirstInRegisters> own_first;
+        OwnOperand<Tile, Tile::kSecondInRegisters> own_second;
+        copy_own<Tile, kPass>(smem.first, smem.second(), problem, own);
+        ptx::cp_async_commit();
+        if constexpr (Tile::kSecondInRegisters) {
+            ptx::cp_async_wait<0>();
+            __syncthreads();
+            own_first.load(smem.first, thread);
+            own_second.load(smem.second(), thread);
+            __syncthreads();  // the ring takes its place
+        }
+        RowValues<Tile::kWarpRows> minus_lse, minus_delta;  // of own queries
+        if constexpr (!kOwnsKeys)
+            minus_lse.each([&](int i, float& x) {
+                const int row = own.first_row + thread.warp_row() + 8 * i + thread.row();
+                const bool exists = row < sequence.seqlen_q;
+                const RowPair& pair = facts_of(problem, sequence, own.head)[exists ? row / 2 : 0];
+                x = exists ? pair.minus_lse[row % 2] : -INFINITY;
+                minus_delta[i] = pair.minus_delta[row % 2];
+            });
+
         StreamedTiles<Tile, kPass> stream(problem, own, at);
         stream.start(smem, 0);
         stream.finish(smem, 0);
         ptx::cp_async_commit();
-        for (int slot = 0; left > 0; --left, at.advance()) {
+
+        const float scale = p.scale * kLog2e;
+        int slot = 0;
+        for (; left > 0; --left, at.advance()) {
             ptx::cp_async_wait<0>();
             __syncthreads();  // this tile has landed, the one before and its weights have been used
-            if constexpr (!kOneStage) {
+            if constexpr (kStages > 1) {
                 if (left > 1) stream.start(smem, slot ^ 1);
                 ptx::cp_async_commit();
             }
-            const PairScales scales = warp.scales(at, d);
-            warp.add_tile(d, at, slot, scales);
-            if constexpr (kOneStage) {
+            auto& tile = smem.ring[slot];
+            PairScales scales(scale);
+            if constexpr (kConverted) {
+                const int own_base = own.first_row + thread.warp_row();
+                const int own_last =
+                    min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+                const int own_row = min(own_base, own_last);
+                const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
+                const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
+                scales = PairScales(scale, of_q, of_k);
+                // Accumulators take no notice of a tile that none of their rows sees
+                const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+                const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+                if (begin < at.row + Tile::kStream && at.row < end) {
+                    const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+                    first_unit.follow(d_first, exponent);
+                    if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
+                }
+            }
+#pragma unroll 1
+            for (int step = 0; step < Tile::kWarpStream; step += kStep) {
+                const int first = thread.warp_stream() + step;  // of the tile's rows
+                const ScorePlace<Tile, kOwnsKeys> place{own.first_row + thread.warp_row(), at.row + first, thread};
+                const RowPair* pairs = &smem.facts[kOwnsKeys ? slot : 0][kOwnsKeys ? (first + thread.column()) / 2 : 0];
+
+                // P
+                Scores<Tile> s;
+                s.clear();
+                multiply_rows<Tile>(s, own_first, smem.first, tile.first, first, thread);
+                float factor = scales.score;  // from s to log2 units
+                [[maybe_unused]] Scores<Tile> slope;
+                if constexpr (kGeneral)
+                    if (ScoreMod<true>::active(p)) {
+                        const ScoreMod<true> mod(p, sequence, QTile{sequence.index, at.head, own.head_k, 0});
+                        mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
+                                       [&](int i, int column) -> float& { return s.at(i, column); },
+                                       [&](int i, int column) -> float& { return slope.at(i, column); }, scales.score,
+                                       [&](int i, int column) { return place.query(i, column); },
+                                       [&](int i, int column) { return place.key(i, column); });
+                        factor = 1.f;
+                    }
+                const auto lse = [&](int i, int column) {
+                    return kOwnsKeys ? pairs[column / 8 * 4].minus_lse[column % 2] : minus_lse[i];
+                };
+                weigh_scores(s, factor, lse, place, mask);
+
+                if constexpr (Map::kExchangesP) exchange<Tile>(smem.p, s, first, thread);
+
+                // dS
+                ScoresPart<Tile> ds;
+#pragma unroll
+                for (int part = 0; part < kStep / 8; part += Tile::kPart / 8) {
+                    const auto minus_d = [&](int i, int column) {
+                        return kOwnsKeys ? pairs[(part + column / 8) * 4].minus_delta[column % 2] : minus_delta[i];
+                    };
+                    ds.each([&](float& x, int i, int column) { x = kConverted ? 0.f : minus_d(i, column); });
+                    multiply_rows<Tile>(ds, own_second, smem.second(), tile.second, first + 8 * part, thread);
+                    if constexpr (kConverted)
+                        ds.each([&](float& x, int i, int column) {
+                            x = fmaf(x, scales.dp, minus_d(i, column) * scales.delta);
+                        });
+                    ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
+                    if constexpr (kGeneral)
+                        if (ScoreMod<true>::active(p)) {
+                            if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                                float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
+                                const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
+                                const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
+                                ds.each([&](float& x, int i, int column) {
+                                    const std::int64_t q = place.query(i, 8 * part + column),
+                                                       k = place.key(i, 8 * part + column);
+                                    // NaN is not 0, whatever its row
+                                    if (s.at(i, 8 * part + column) != 0.f && q < queries && k < keys)
+                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
+                                });
+                            }
+                            if (p.softcap != 0.f)
+                                ds.each([&](float& x, int i, int column) { x *= slope.at(i, 8 * part + column); });
+                        }
+
+                    if constexpr (Map::kExchangesDs) exchange<Tile>(smem.ds, ds, first + 8 * part, thread);
+                    if constexpr (Tile::kStreamWarps == 1)
+#pragma unroll
+                        for (int k = 0; k < Tile::kPart; k += 16) {
+                            const int row = step + 8 * part + k;
+                            std::uint32_t weights[kRowTiles][4];
+                            if constexpr (kOwnsKeys) {
+                                hand_over<Tile>(weights, s, part + k / 8);
+                                multiply_weights<Tile>(d_second, weights, tile.second, row, thread);
+                            }
+                            hand_over<Tile>(weights, ds, k / 8);
+                            multiply_weights<Tile>(d_first, weights, tile.first, row, thread);
+                        }
+                }
+            }
+            if constexpr (Tile::kStreamWarps > 1) {
+                ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
+                // Computed again, so that the addresses of these products take no registers in the others
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+                const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
+#pragma unroll
+                for (int k = 0; k < Tile::kStream; k += 16) {
+                    std::uint32_t weights[kRowTiles][4];
+                    if constexpr (kOwnsKeys) {
+#pragma unroll
+                        for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.p, 16 * r, k);
+                        multiply_weights<Tile>(d_second, weights, tile.second, k, again);
+                    }
+#pragma unroll
+                    for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.ds, 16 * r, k);
+                    multiply_weights<Tile>(d_first, weights, tile.first, k, again);
+                }
+            }
+
+            if constexpr (kStages > 1) slot ^= 1;
+            else {
                 if constexpr (stream.kWaitsInRegisters)
                     if (left > 1) stream.start(smem, 0);
                 __syncthreads();  // this tile has been used, dS is complete; dQ's products hide the next copy
@@ -363,16 +260,45 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         stream.finish(smem, 0);
                     }
                 ptx::cp_async_commit();
-            } else {
-                slot ^= 1;
             }
-            if constexpr (kPass == Pass::kFused) warp.add_to_dq(at);
-            if constexpr (kOneStage && stream.kWaitsInRegisters)
+            if constexpr (kPass == Pass::kFused) {
+                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
+                float* dq_rows = dq_of(problem, sequence, at.head, at.row);
+                if constexpr (kConverted)
+                    add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again,
+                                    DqExponent{problem, own, mask, at, Tile::kStream});
+                else add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds, smem.first, again);
+            }
+            if constexpr (kStages == 1 && stream.kWaitsInRegisters)
                 if (left > 1) stream.finish(smem, 0);
         }
     }
+
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
-    warp.store(d);
+    const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
+    const int head = kOwnsKeys ? own.head_k : own.head;
+    const int row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
+    if constexpr (kConverted) {
+        multiply_by_power(d_first, first_unit.exponent);
+        multiply_by_power(d_second, second_unit.exponent);
+        const auto store_both = [&](auto type) {
+            using Out = decltype(type);
+            store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
+                           d_first, p.scale, thread);
+            if constexpr (kOwnsKeys)
+                store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
+                               p.head_dim_v, d_second, 1.f, thread);
+        };
+        if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
+        else if (p.out_dtype == DType::kFloat32) store_both(float{});
+        else store_both(bf16{});
+    } else {
+        store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first,
+                    p.scale, smem.first, thread);
+        if constexpr (kOwnsKeys)
+            store<Tile>(row_of<T>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows, p.head_dim_v,
+                        d_second, 1.f, smem.first, thread);
+    }
 }
 
 template <class Tile, Problems kProblems, Pass kPass>

@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if (turn != thread.role) {
                     if constexpr (kPass == Pass::kFused)
                         if (dq_rows) {
-                            // Computed anew, so that the addresses of these products take no registers in the others
+                            // Computed again, so that the addresses of these products take no registers in the others
                             const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                             add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds[parity ^ 1], smem.first, again);
                         }
