@@ -371,8 +371,8 @@ FAULTS = [
     Fault(
         name="mma-first-v-not-cut",
         path="csrc/forward/mma/key_value_ring.cuh",
-        old="v_copy_.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);",
-        new="v_copy_.start(smem_.ring[0].v, v_pitch());",
+        old="copies.v.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);",
+        new="copies.v.start(smem_.ring[0].v, v_pitch());",
         why="rows of V behind the last key are read",
         kernels=SM75,
     ),

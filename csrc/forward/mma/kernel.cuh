@@ -170,9 +170,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const Sequence& sequence = work.sequence;
 
     int key = work.last_key();  // first of the tile that is worked on
-    KeyValueRing<Tile> ring(smem, work, key);
+    KeyValueCopies<Tile> copies(work, key);
+    KeyValueRing<Tile> ring(smem, work);
     QOperand<Tile> q;
-    ring.start(key);
+    ring.start(copies, key);
     copy_q<Tile>(smem, work, thread);
     ptx::cp_async_commit();
     if constexpr (Tile::kQSharesRing) {
@@ -180,7 +181,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         q.load(smem, thread);
         __syncthreads();
     }
-    ring.run_ahead();
+    ring.run_ahead(copies);
     if constexpr (!Tile::kQSharesRing) {
         ptx::cp_async_wait<Tile::kAhead - 1>();
         meet(thread);
@@ -194,8 +195,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     Softmax<Tile> softmax;
     o.clear();
 
-    for (int left = work.tiles; left > 0; ring.end_tile(left), --left, key -= kBc) {
-        ring.begin_tile(left);
+    for (int left = work.tiles; left > 0; ring.end_tile(copies, left), --left, key -= kBc) {
+        ring.begin_tile(copies, left);
         const bool sees = visible.some(key);
         ValueUnit::Step value{0.f, 0.f};
         Weights<Tile> weights;
@@ -220,7 +221,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                 if (!done) attempt(false);
             }
         }
-        ring.between_products(left);
+        ring.between_products(copies, left);
         if (sees) {  // l += rowsum(P), O += P V
             softmax.l.each(
                 [&](int i, float& x) { x = kMayScale ? fmaf(sums[i], ptx::ex2(-value.weight), x) : x + sums[i]; });
