@@ -233,6 +233,7 @@ TILE_EXPONENTS = {  # of 64 rows each; -inf: zeros
     "q": (-60, 0, 2, -3, 0, -100),
     "k": (-60, 0, 2, -30, 0, -100),
     "v": (-90, 60, 0, -20, 90, 3),
+    "v far apart": (120, -120, 0, -120, 120, 3),
     "v with zeros": (-100, -math.inf, -102, -110, -100, -math.inf),
 }
 

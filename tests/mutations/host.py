@@ -193,7 +193,7 @@ FAULTS = [
         old="p.bias.data || p.alibi_slopes || p.softcap != 0.f ||",
         new="p.bias.data || p.alibi_slopes ||",
         why="softcap alone takes a plain instance, which ignores it",
-        kernels=("mma_sm80",),
+        kernels=("wmma_v3", "bwd_sm75"),
     ),
     # ---- packed sequences on the CPU
     Fault(
