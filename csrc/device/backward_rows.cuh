@@ -4,8 +4,8 @@
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
 //
-// Inputs are converted (convert.h) before. `prepare` reads o as it was given, and dout as it is multiplied, so that the
-// rows of dS sum to zero; `finish` writes the type that was given.
+// If inputs are converted (convert.h), that happens first. `prepare` reads o in the caller's type, but dout as the
+// products read it, so that the rows of dS sum to zero. `finish` writes the caller's type.
 #pragma once
 
 #include <launch.h>
@@ -32,8 +32,8 @@ struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
 
-/// Exponents of a group of rows of converted inputs: of q and dout; bounds of log2 of the norms of dout's rows, and of
-/// log2 |D|.
+/// Of a group of rows of converted inputs: the exponents of q and dout, and bounds of log2 of the norms of dout's rows
+/// and of log2 |D|.
 struct alignas(16) QueryScales {
     float q, dout, dout_norm, delta;
 };
@@ -42,7 +42,7 @@ struct alignas(16) QueryScales {
 struct Problem : BackwardParams {
     RowPair* facts;
     float* dq_rows;                 // DqFragments, only if dQ is accumulated
-    QueryScales* scales = nullptr;  // a group's, only if the inputs were converted
+    QueryScales* scales = nullptr;  // one a group, only if inputs are converted
 };
 
 /// Groups of rows of all heads.
@@ -108,8 +108,8 @@ struct PrepareMemory {
     float4 warp_maximum[kRowThreads / 32 / 4];
 };
 
-// Both are templates of the Machine too, so that they are compiled for the architectures of the kernel between them:
-// the order of dQ's buffer depends on them. T is the type of o and of the gradients.
+// prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
+// between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     using Dout = std::conditional_t<Converted, half, T>;
@@ -206,8 +206,8 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     }
 }
 
-/// Whether the facts lie in dq's memory until finish overwrites them, when nobody reads them any longer: where finish
-/// writes all of dq, and they fit.
+/// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
+/// the facts fit.
 inline bool facts_in_dq(const BackwardParams& params) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
@@ -216,7 +216,7 @@ inline bool facts_in_dq(const BackwardParams& params) {
                p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 
-/// Bytes of the workspace, and what it holds: behind converted inputs, if there are any, dQ's buffer, scales and facts.
+/// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales and facts.
 inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};

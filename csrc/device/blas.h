@@ -1,6 +1,6 @@
 // Products of matrices by cuBLAS, on CUDA. Kernel files include <blas.h>; the emulator has its own definition of the
-// same interface. The library is torch's, as is the handle: found when this one is loaded, absent without CUDA, hence
-// weak.
+// same interface. cuBLAS and its handle are torch's: the loader finds them with this library. Without CUDA they are
+// absent, hence weak.
 #pragma once
 
 #include <climits>
@@ -22,7 +22,7 @@ __attribute__((weak)) int cublasGemmStridedBatchedEx(void* handle, int op_a, int
 namespace flash_wmma {
 
 /// Computes the product, asynchronously on torch's current stream of the current device, with the precision of fp32
-/// that torch's matmul has there. Throws std::runtime_error if cuBLAS reports an error, or cannot count that far.
+/// that torch's matmul has there. Throws std::runtime_error if cuBLAS reports an error, or if a size exceeds its int.
 inline void multiply(const Product& p, Stream) {
     // cuBLAS's own numbers for the arguments, as its header has them.
     constexpr int kAsIs = 0, kTransposed = 1, kCompute32F = 68, kDefaultAlgorithm = -1;

@@ -1,11 +1,12 @@
-// Stream capture, as the host sees it. Kernel files include <capture.h>; the emulator, which captures nothing, has its own.
+// Stream capture, as the host sees it. Kernel files include <capture.h>; the emulator, which captures nothing, has its
+// own.
 #pragma once
 
 #include <cuda_runtime.h>
 
 namespace flash_wmma {
 
-/// While there is one, this thread may do what a stream under capture in another mode does not survive, as allocating
+/// While one exists, this thread may make calls that would invalidate a capture in a stricter mode, such as allocating
 /// memory.
 class RelaxedCapture {
   public:

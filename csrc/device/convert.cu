@@ -21,12 +21,12 @@ struct Operand {
     Rows in;
     half* out;         // contiguous (B, H, N, d), or (H, total, d) packed
     float* exponents;  // (B, H, ceil(N / kScaleRows)), or (H, packed_tiles(total, B, kScaleRows))
-    float* norms;      // the same, bounds of rows' norms (attention.h, BackwardExponents); null: not asked
+    float* norms;      // the same shape, bounds of rows' norms (attention.h, BackwardExponents); null: none
     const std::int32_t* cu_seqlens;  // null: not packed
     const std::int32_t* used;        // of packed keys: how many of each sequence; null: all
     std::int64_t heads, rows, tiles;
     int head_dim;
-    float zero_exponent;  // of a tile without a finite value but 0
+    float zero_exponent;  // of a tile without a finite nonzero value
 };
 
 struct Conversion {
@@ -39,7 +39,7 @@ struct SharedMemory {
     float4 warp_maximum[kThreads / 32 / 4], warp_sum[kThreads / 32 / 4];
 };
 
-/// Norms: of the operands that ask for them.
+/// Norms: also computes norms, for the operands that have a place for them.
 template <class T, bool Norms>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
             for (float value : x)
                 if (isfinite(value)) squares = fmaf(value * scale, value * scale, squares);
     }
-    if constexpr (Norms) {  // no row's exceeds that of the tile, nor sqrt(d) times its largest value
+    if constexpr (Norms) {  // a row's norm exceeds neither the tile's nor sqrt(d) times the tile's largest value
         if (!t.norms) return;
 #pragma unroll
         for (int lane = 16; lane; lane /= 2) squares += __shfl_xor_sync(kWarpMask, squares, lane);
@@ -188,7 +188,7 @@ Rows converted_rows(const Operand& o) {
     return {o.out, o.cu_seqlens ? 0 : o.heads * head, head, o.head_dim};
 }
 
-/// Launches it. Returns `p` with dtype, q, k, v and exponents replaced.
+/// Launches the conversion. Returns `p` with dtype, q, k, v and exponents replaced.
 ForwardParams run(const Conversion& conversion, bool backward, const ForwardParams& p, Stream stream) {
     const std::int64_t blocks = conversion.first_block[4];
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");

@@ -17,8 +17,8 @@ std::int64_t converted_bytes(const BackwardParams& params);
 /// half problem: dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream);
 
-/// The same for q, k, v and dout. Replaced are forward's dtype, q, k, v and exponents, dout and its exponents, and the
-/// workspace, by what is left of it; o, and the gradients' type, are as they were.
+/// The same for q, k, v and dout. Replaces forward's dtype, q, k, v and exponents, dout and its exponents, and the
+/// workspace (by the rest of it). o and the gradients' type stay.
 BackwardParams convert_to_half(const BackwardParams& params, Stream stream);
 
 }  // namespace flash_wmma

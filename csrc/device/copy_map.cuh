@@ -5,8 +5,8 @@
 
 namespace flash_wmma::mma {
 
-/// How a block's threads share the copy of a tile of Rows rows: vectors of 8 elements, neighbours in a row by
-/// neighbouring threads. Walks from a last tile of rows back to the first.
+/// How a block's threads share the copy of a tile of Rows rows: neighbouring threads copy neighbouring vectors of 8
+/// elements. Walks from a last tile of rows back to the first.
 template <class Tile, int Rows>
 struct CopyMap {
     static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;

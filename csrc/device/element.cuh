@@ -1,4 +1,4 @@
-// The 16-bit element types of the tensor cores, and what differs between them; of float what results need.
+// The 16-bit element types of the tensor cores and their differences; of float, the part that results need.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,12 +20,12 @@ struct Element<half> {
     using Pair = __half2;
     __device__ static half from(float x) { return __float2half_rn(x); }
     __device__ static Pair pair(float a, float b) { return __floats2half2_rn(a, b); }
-    /// Both of a pair in a register.
+    /// Both elements of a pair in a register.
     __device__ static float2 floats(std::uint32_t pair) {
         const Pair& x = *reinterpret_cast<const Pair*>(&pair);
         return make_float2(__low2float(x), __high2float(x));
     }
-    /// Largest sum of attention weights that proves that no weight of it overflows T (65504 does not).
+    /// A sum of attention weights up to this proves that none of them overflows T (a sum of 65504 does not).
     static constexpr float kLargestSum = 60000.f;
 };
 

@@ -31,7 +31,7 @@ struct HalfTile {
             pieces[i] = row + i * kRowsPerLoad < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
     }
 
-    /// Rounds to half and writes the tile. The warp must synchronise before it reads it.
+    /// Rounds to half and writes the tile. The warp must synchronise before it reads the tile.
     __device__ __forceinline__ void store(half (*tile)[Columns]) const {
 #pragma unroll
         for (int i = 0; i < kLoads; ++i) {

@@ -7,9 +7,9 @@
 // scale. Otherwise, and for the first tile and masked ones, the kernel takes the exact path: raise() every row to the
 // tile's maximum, rescale O, and weigh the tile again.
 //
-// A kernel may try only while m is settled: set, and moderate. A product of score and scale that is rounded, as m is,
-// and one that is not, as inside an FMA, differ by less than 1 below 2^24. Beyond 2^24 every tile is exact, and its
-// products are rounded before m is subtracted.
+// A kernel may try only while m is settled: set, and moderate. Below 2^24 the product of score and scale differs by
+// less than 1 between rounded (as in m) and unrounded (inside an FMA). Beyond 2^24 every tile takes the exact path, and
+// its products are rounded before m is subtracted.
 #pragma once
 
 #include <ptx.cuh>
@@ -22,20 +22,20 @@ namespace flash_wmma {
 
 template <int Rows>
 struct LaggedSoftmax {
-    RowValues<Rows> l, m;  ///< this lane's part of the sum; the maximum in log2 units (in this order: the faster code)
+    RowValues<Rows> l, m;  ///< this lane's part of the sum; the maximum in log2 units (this order: faster code)
     bool settled = false;  ///< whether m is set, and moderate
 
     __device__ __forceinline__ LaggedSoftmax() {
         m.each([&](int i, float& x) { x = -INFINITY, l[i] = 0.f; });
     }
 
-    /// What is subtracted from the scores of a row: its m, or 0 if the row saw no key.
+    /// The value to subtract from the scores of a row: its m, or 0 if the row saw no key.
     __device__ __forceinline__ static float base(float maximum) { return maximum == -INFINITY ? 0.f : maximum; }
 
     /// Takes in the maximum of a tile's scores in row i, and rescales l.
     struct Raised {
-        float base;     ///< what is to be subtracted from the row's scores
-        float rescale;  ///< what the row of O is to be multiplied by
+        float base;     ///< to subtract from the row's scores
+        float rescale;  ///< to multiply the row of O by
     };
     __device__ __forceinline__ Raised raise(int i, float top) {
         const float before = m[i];

@@ -26,7 +26,7 @@ inline void check_cuda(cudaError_t error, const char* what) {
     throw std::runtime_error(std::string("flash_wmma: ") + what + ": " + cudaGetErrorString(error));
 }
 
-/// The second argument of __launch_bounds__ for so many resident blocks a multiprocessor, each of `threads`.
+/// The second argument of __launch_bounds__ for `blocks` resident blocks of `threads` threads a multiprocessor.
 constexpr int resident(int blocks, [[maybe_unused]] int threads) { return blocks; }
 
 /// Launches `kernel(args...)` asynchronously. Throws std::runtime_error if the launch is refused.
@@ -61,8 +61,8 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream
 using TensorMap = CUtensorMap;
 
 /// The map of a 4-d tensor of half or bf16 for copies of boxes to panels of shared memory with the 128-byte swizzle.
-/// Dimensions come innermost first; `sizes`, `box`, whose first is 64, and `strides` of dimensions 1 to 3, multiples of
-/// 8, count elements. Throws std::runtime_error if the driver refuses.
+/// Dimensions come innermost first. `sizes`, `box` and `strides` count elements; box[0] is 64, `strides` are those of
+/// dimensions 1 to 3, multiples of 8. Throws std::runtime_error if the driver refuses.
 inline TensorMap make_tensor_map(const void* data, DType type, const std::int64_t (&sizes)[4],
                                  const std::int64_t (&strides)[3], const int (&box)[4]) {
     using Encode = decltype(&cuTensorMapEncodeTiled);
@@ -78,7 +78,7 @@ inline TensorMap make_tensor_map(const void* data, DType type, const std::int64_
         if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("flash_wmma: the driver has no tensor maps");
         return reinterpret_cast<Encode>(function);
     }();
-    // The driver wants a current context, which a thread has once it has named its device
+    // The driver needs a current context; cudaSetDevice gives this thread one
     static thread_local const bool bound = [] {
         int device = 0;
         check_cuda(cudaGetDevice(&device), "device");
@@ -93,7 +93,7 @@ inline TensorMap make_tensor_map(const void* data, DType type, const std::int64_
         global[i] = static_cast<cuuint64_t>(sizes[i]);
         tile[i] = static_cast<cuuint32_t>(box[i]);
         steps[i] = 1;
-        // The stride of a dimension of one element is anything, and the driver wants a possible one
+        // A dimension of one element may have any stride, but the driver refuses invalid ones
         if (i > 0) bytes[i - 1] = sizes[i] == 1 ? 16 : 2 * static_cast<cuuint64_t>(strides[i - 1]);
     }
     TensorMap map;

@@ -21,7 +21,7 @@ struct BandMask {
     __device__ int begin(int row) const { return max(0, row + begin_shift); }
     __device__ int end(int row) const { return min(seqlen_k, row + end_shift); }
 
-    /// The first and the last row that see a key, not cut to the rows that there are at the end. No row: last < first.
+    /// The first and the last row that see a key, not clipped at the last row that exists. No row: last < first.
     __device__ int first_query(int key) const { return max(-1, key - end_shift) + 1; }
     __device__ int last_query(int key) const { return key - begin_shift; }
 

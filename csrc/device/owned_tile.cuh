@@ -9,8 +9,8 @@
 
 namespace flash_wmma {
 
-/// Rows [first_row, ...) of a sequence; `rows` of them, not positive if there are none, are the block's to write: not
-/// packed, keys that are not in use (behind sequence.seqlen_k) too.
+/// A tile of a sequence's rows from first_row on. The block writes those below first_row + rows; rows <= 0: none. If
+/// not packed, they include keys that are not in use (behind sequence.seqlen_k).
 struct OwnedTile {
     Sequence sequence;
     int head, head_k;  // owned keys: the first query head that reads them

@@ -17,7 +17,7 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-/// x, but the compiler cannot know it: what is computed from it stays where it is written, off the common path.
+/// x, hidden from the compiler: computations from it stay where they are written, off the common path.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x));
     return x;
@@ -77,7 +77,7 @@ __device__ __forceinline__ void ldmatrix_x2_trans(std::uint32_t (&r)[2], const v
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-/// Arrives there without waiting (bar.arrive).
+/// Arrives at the barrier without waiting (bar.arrive).
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

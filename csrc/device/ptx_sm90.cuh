@@ -1,6 +1,6 @@
 // One function per PTX instruction that Hopper added (sm_90a), on CUDA: transaction barriers, tensor copies (TMA) and
 // warpgroup products (wgmma). Kernel files include <ptx_sm90.cuh>; the emulator has its own definition of each.
-// Operands are pointers and values, never raw shared-memory addresses; a wait is a whole operation.
+// Operands are pointers and values, never raw shared-memory addresses; a wait includes its loop.
 #pragma once
 
 #include <launch.h>
@@ -19,8 +19,8 @@ __device__ __forceinline__ std::uint32_t shared_address(const void* shared) {
 
 // ---- Barriers -------------------------------------------------------------------------------------------------------
 
-/// An mbarrier in shared memory. A phase completes when its arrivals have come, and the bytes that they announced; the
-/// next one begins then, with the same number of arrivals. Phases have the parities 0, 1, 0, ...
+/// An mbarrier in shared memory. A phase completes when all its arrivals and the bytes that they announced have come.
+/// The next phase then begins, with the same number of arrivals. Phases have the parities 0, 1, 0, ...
 struct alignas(8) Barrier {
     std::uint64_t state;
 };
@@ -36,7 +36,7 @@ __device__ __forceinline__ void barrier_init_fence() {
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-/// Arrives without waiting; what this thread read and wrote before is done for whoever waits (mbarrier.arrive).
+/// Arrives without waiting; this thread's earlier reads and writes are done for threads that wait (mbarrier.arrive).
 __device__ __forceinline__ void barrier_arrive(Barrier* barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(detail::shared_address(barrier)) : "memory");
 }
@@ -47,7 +47,7 @@ __device__ __forceinline__ void barrier_arrive_expect(Barrier* barrier, unsigned
                  : "memory");
 }
 
-/// Waits until the phase of this parity has completed: returns at once if the phase under way has the other parity, so
+/// Waits until the phase of this parity has completed: returns at once if the phase under way has the other parity, as
 /// at parity 1 on a fresh barrier (mbarrier.try_wait.parity).
 __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) {
     asm volatile(
@@ -61,8 +61,8 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         : "memory");
 }
 
-/// What this thread wrote to shared memory before is visible to wgmma and tensor copies that are ordered after it
-/// (fence.proxy.async).
+/// Makes this thread's earlier writes to shared memory visible to wgmma and tensor copies that are ordered after the
+/// fence (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
@@ -72,8 +72,8 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-/// Copies the box at these coordinates (innermost first; of its first element) to shared memory, 1024-byte aligned, in
-/// the map's swizzle, zeros outside the tensor; all the box's bytes count for the barrier's phase. One thread
+/// Copies the box whose first element has these coordinates (innermost first) to shared memory, 1024-byte aligned, in
+/// the map's swizzle, with zeros outside the tensor. All the box's bytes count for the barrier's phase. One thread
 /// (cp.async.bulk.tensor.4d).
 __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, Barrier* barrier,
                                             const int (&coordinates)[4]) {
@@ -101,8 +101,8 @@ class SharedMatrix {
     __device__ __forceinline__ explicit SharedMatrix(const void* panel, int panel_bytes = 16)
         : low_(detail::shared_address(panel) >> 4 | static_cast<unsigned>(panel_bytes) >> 4 << 16) {}
 
-    /// The matrix that begins `bytes` further on, before the swizzle: multiples of 32 below 128 for 16 k each along the
-    /// rows (Major::K), multiples of 1024 for 8 rows each.
+    /// The matrix that begins `bytes` further on, counted before the swizzle: 32 bytes (below 128 in all) for every 16
+    /// k along the rows (Major::K), 1024 for every 8 rows.
     __device__ __forceinline__ SharedMatrix operator+(int bytes) const {
         SharedMatrix moved = *this;
         moved.low_ += static_cast<unsigned>(bytes) >> 4;
@@ -118,15 +118,15 @@ class SharedMatrix {
     std::uint32_t low_;
 };
 
-/// Orders this warpgroup's accesses to registers before its next products that use them, and its shared memory reads
-/// (wgmma.fence). Needed before the first product, and where registers of a product were written by other instructions.
+/// Orders this warpgroup's accesses to registers, and its shared memory reads, before its next products that use them
+/// (wgmma.fence). Needed before the first product, and after other instructions write registers of a product.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 /// Closes the group of the products since the last commit (wgmma.commit_group).
 __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-/// Waits until at most `Pending` of the newest groups are still under way (wgmma.wait_group). Until its group is
-/// through, a product's accumulators and the registers of its A must not be touched.
+/// Waits until at most `Pending` of the newest groups are still under way (wgmma.wait_group). Until a product's group
+/// has completed, its accumulators and the registers of its A must not be touched.
 template <int Pending>
 __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
@@ -210,9 +210,9 @@ __device__ __forceinline__ void acquire_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Count));
 }
 
-/// Waits until the grids before a programmatic launch are through and what they wrote is visible (griddepcontrol.wait).
+/// Waits until the grids before a programmatic launch are complete and their writes visible (griddepcontrol.wait).
 __device__ __forceinline__ void wait_for_previous_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-/// Lets programmatic launches behind this grid start once all its blocks have said so or ended
+/// Lets programmatic launches behind this grid start once all its blocks have called this or ended
 /// (griddepcontrol.launch_dependents).
 __device__ __forceinline__ void let_next_grid_start() {
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -6,29 +6,30 @@
 
 namespace flash_wmma {
 
-/// Two neighbours in a register.
+/// Two neighbouring elements in a register.
 template <class T>
 __device__ __forceinline__ std::uint32_t packed(float x, float y) {
     const typename Element<T>::Pair pair = Element<T>::pair(x, y);
     return *reinterpret_cast<const std::uint32_t*>(&pair);
 }
 
-/// The quad's x combined (maximum or sum), in each of its lanes.
+/// The quad's four x combined (maximum or sum); every lane gets the result.
 template <class Combine>
 __device__ __forceinline__ float over_quad(float x, Combine combine) {
     x = combine(x, __shfl_xor_sync(kWarpMask, x, 1));
     return combine(x, __shfl_xor_sync(kWarpMask, x, 2));
 }
 
-/// A quad's lanes hold words (pairs of columns) q of two tiles' rows: afterwards lane q has words q / 2 * 2 and the next
-/// of tile q % 2.
+/// Lane q of a quad holds word (pair of columns) q of a row in each of two tiles; afterwards it has words q / 2 * 2 and
+/// the next, both of tile q % 2.
 __device__ __forceinline__ void pair_in_quad(std::uint32_t (&words)[2], int quad_lane) {
     const bool upper = quad_lane & 1;
     const std::uint32_t got = __shfl_xor_sync(kWarpMask, upper ? words[0] : words[1], 1);
     (upper ? words[0] : words[1]) = got;
 }
 
-/// A quad's lanes hold words (pairs of columns) q of four tiles' rows: afterwards lane q has the four words of tile q.
+/// Lane q of a quad holds word (pair of columns) q of a row in each of four tiles; afterwards it has the four words of
+/// tile q.
 __device__ __forceinline__ void transpose_in_quad(std::uint32_t (&words)[4], int quad_lane) {
 #pragma unroll
     for (const int step : {1, 2}) {

@@ -79,7 +79,7 @@ struct RegisterTile {
         return block[i / 2][column / 8][i % 2 * 2 + column % 2];
     }
 
-    /// The accumulators as wgmma takes them, those of 16 rows.
+    /// The accumulators of a tile of 16 rows, as wgmma takes them.
     __device__ __forceinline__ float (&flat())
         [Rows * Columns / 32] { return reinterpret_cast<float (&)[Rows * Columns / 32]>(block); }
 
@@ -90,7 +90,7 @@ struct RegisterTile {
         each_in_row(i, [&](float& x, int) { x *= factor; });
     }
 
-    /// Each row's maximum in the whole quad, of the lane's blocks 0, Step, 2 Step, ...
+    /// Each row's maximum over the quad, of blocks 0, Step, 2 Step, ...
     template <int Step = 1>
     __device__ __forceinline__ RowValues<Rows> row_maximum() const {
         RowValues<Rows> top;

@@ -1,5 +1,5 @@
-// What is done to a score between Q K^T and the softmax: soft cap, additive or boolean bias, ALiBi. One policy, absent
-// or present; which of the three a present one does, and the bias's type and strides, are known at run time.
+// Changes to a score between Q K^T and the softmax: soft cap, additive or boolean bias, ALiBi. One policy, absent or
+// present; which of the three a present one applies, and the bias's type and strides, are known at run time.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,5 @@
 // Online softmax of a 16-row tile with one maximum for all of its rows. The WMMA API hides which row an accumulator
-// element belongs to; but where every row is rescaled by the same factor, nobody needs to know: O *= factor runs over
+// element belongs to; but if every row is rescaled by the same factor, the row does not matter: O *= factor runs over
 // the opaque fragments, in registers, with no extra IO.
 //
 // One maximum alone would lose rows. P is half, whose least normal number is 2^-14: a row whose own maximum lies far
@@ -7,12 +7,12 @@
 //   * Weights carry a factor 2^kHeadroom (2^15; half reaches 2^16) that the division by the row sum takes out again. A
 //     row up to kHeadroom below the tile's maximum M then has its largest weight in [1, 2^kHeadroom]: as precise as in
 //     a softmax of its own.
-//   * If a row lies deeper, every row takes its own maximum as reference until all are within reach of M again. Where
-//     the factors differ between rows (they need not: once the maxima have settled all are 1), O takes the way through
-//     shared memory.
+//   * If a row lies deeper, every row takes its own maximum as reference until all are within reach of M again. While
+//     the factors then differ between rows, O goes through shared memory; once the maxima have settled, all factors
+//     are 1.
 //
 // From one reference to the next a row's factor is 2^(old - new). References rise, except from M to a row's own
-// maximum, which was within reach of M: the factor is at most 2^kHeadroom, far from what fp32 holds.
+// maximum, which was within reach of M: the factor is at most 2^kHeadroom, far below fp32's limit.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -28,12 +28,12 @@ namespace flash_wmma {
 /// 16x16 floats of S or O.
 using Accumulator = nvcuda::wmma::fragment<nvcuda::wmma::accumulator, 16, 16, 16, float>;
 
-/// Softmax state of row lane / 2, kept alike by the two lanes of the pair, but for the sums. Scores are in log2 units.
+/// Softmax state of row lane / 2. Both lanes of a pair hold the same, except for the sums. Scores are in log2 units.
 class SharedMaximum {
   public:
     static constexpr float kHeadroom = 15.f;
 
-    /// Takes in the next scores, whose maximum over the lane's part is given, before any weight() of them. Rescales O
+    /// Takes in the next scores, before any weight() of them; score_max is the maximum of the lane's part. Rescales O
     /// and the sums; `staging` is free shared memory for O, overwritten only if rows need factors of their own.
     template <int Fragments>
     __device__ __forceinline__ void advance(float score_max, Accumulator (&o)[Fragments],

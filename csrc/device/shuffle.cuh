@@ -6,8 +6,7 @@
 
 namespace flash_wmma {
 
-/// The most lanes that a warp has on the devices that this is compiled for; g++ compiles for the emulator, which has
-/// both.
+/// The lanes of the largest warp among the devices compiled for; the emulator (g++) has both sizes.
 #ifdef __NVCC__
 inline constexpr int kMostLanes = 32;
 #else
@@ -43,7 +42,7 @@ __device__ __forceinline__ T shuffle(T value, int source, int width) {
 #endif
 }
 
-/// Whether it holds in some lane of the warp.
+/// Whether `holds` is true in some lane of the warp.
 __device__ __forceinline__ bool any_lane(bool holds) {
 #ifdef __HIP_PLATFORM_AMD__
     return __any(holds);
@@ -52,7 +51,7 @@ __device__ __forceinline__ bool any_lane(bool holds) {
 #endif
 }
 
-/// In how many of the first 32 lanes of the warp it holds.
+/// In how many of the first 32 lanes of the warp `holds` is true.
 __device__ __forceinline__ int count_lanes(bool holds) {
 #ifdef __HIP_PLATFORM_AMD__
     return __popc(static_cast<unsigned>(__ballot(holds)));  // of a mask of 64 bits the lower half

@@ -9,12 +9,12 @@
 
 namespace flash_wmma::simt {
 
-/// Warps own kWarpRows rows of a block each. A warp's lanes are a grid of kLaneRows x kLaneColumns: lane (r, c) has the
-/// groups of four rows r + kLaneRows * i, of a product with kBc columns ("keys") the columns c + kLaneColumns * n, and
-/// of one with kD columns those of the vectors of four c + kLaneColumns * v.
+/// Each warp owns kWarpRows rows of a block. Its lanes are a grid of kLaneRows x kLaneColumns. Lane (r, c) has the
+/// groups of four rows r + kLaneRows * i. Of a product with kBc columns ("keys") it has the columns c + kLaneColumns *
+/// n, of one with kD columns the vectors of four columns c + kLaneColumns * v.
 ///
-/// The lowest bit of a lane is a row, the next ones a column: a 16-byte load takes four wavefronts, but two if lanes l
-/// and l ^ 1, or l and l ^ 2, read the same, as they do then for rows and for columns.
+/// The lowest bit of a lane selects a row, the next ones a column. A 16-byte load takes four wavefronts, but two if
+/// lanes l and l ^ 1, or l and l ^ 2, read the same. In this order the former do for columns, the latter for rows.
 template <int HeadDim, int Warps, int LaneColumns, int Rows, int Keys>
 struct LaneGrid {
     static constexpr int kD = HeadDim, kWarps = Warps, kBc = Keys;
@@ -25,7 +25,7 @@ struct LaneGrid {
     static_assert(kRows % 4 == 0 && kBc % kLaneColumns == 0 && kD % (4 * kLaneColumns) == 0 && kLaneColumns >= 8);
 };
 
-/// Rows that are read one a lane at the same column: padded, so that eight of them lie in different banks.
+/// Rows that lanes read one each at the same column: padded, so that eight of them lie in different banks.
 template <class Tile, int Rows>
 using PaddedRows = float[Rows][Tile::kD + 4];
 
@@ -56,7 +56,7 @@ template <class Tile>
 using Output = float4[Tile::kRows][Tile::kVectors];
 
 /// A block's copies of tiles of Rows rows to shared memory, from the first to the last, zeros where there is nothing. A
-/// thread has the same columns in all. They land at its next wait.
+/// thread has the same columns in all tiles. Its copies land at its next wait.
 template <class Tile, int Rows>
 class Copy {
   public:
@@ -166,7 +166,7 @@ __device__ __forceinline__ void multiply_weights(Output<Tile>& o, const Weights<
     }
 }
 
-/// Scores of a lane as weights of its warp, which must come together before they are used.
+/// Stores a lane's scores as weights of its warp. The warp must synchronise before it uses them.
 template <class Tile>
 __device__ __forceinline__ void store_weights(Weights<Tile>& to, const Scores<Tile>& s, const Thread<Tile>& thread) {
 #pragma unroll

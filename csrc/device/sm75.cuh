@@ -1,5 +1,5 @@
-// Turing, as the kernels of mma.sync take it: m16n8k8 of half. There is no asynchronous copy: a tile waits in registers,
-// loaded 16 bytes at a time while the tile before is worked on, and is stored at its end.
+// The Machine of Turing for the kernels of mma.sync: m16n8k8 of half. There is no asynchronous copy: a tile is loaded
+// to registers, 16 bytes at a time, before the work on the previous tile, and stored to shared memory after that work.
 #pragma once
 
 #include <ptx.cuh>
@@ -12,7 +12,7 @@
 namespace flash_wmma::mma {
 
 struct Sm75 {
-    static constexpr bool kThroughRegisters = true;  // the way of a copy to shared memory
+    static constexpr bool kThroughRegisters = true;  // on the way to shared memory
     static constexpr bool kMultipliesBf16 = false;
     static constexpr bool kPairsB = false;  // each product takes its part of B from one register
 

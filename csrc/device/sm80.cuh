@@ -1,5 +1,5 @@
-// sm_80 and later, as the kernels of mma.sync take them: m16n8k16 of half or bf16; tiles come to shared memory by 16-byte
-// asynchronous copies.
+// The Machine of sm_80 and later for the kernels of mma.sync: m16n8k16 of half or bf16; 16-byte asynchronous copies
+// bring tiles to shared memory.
 #pragma once
 
 #include <ptx.cuh>
@@ -11,7 +11,7 @@
 namespace flash_wmma::mma {
 
 struct Sm80 {
-    static constexpr bool kThroughRegisters = false;  // the way of a copy to shared memory
+    static constexpr bool kThroughRegisters = false;  // on the way to shared memory
     static constexpr bool kMultipliesBf16 = true;
     static constexpr bool kPairsB = true;  // a product takes B from two neighbouring registers
 

@@ -9,7 +9,7 @@ template <class T, int Rows, int Columns>
 struct SwizzledTile {
     static_assert(sizeof(T) == 2 && Columns % 16 == 0);
     static constexpr int kVector = 8, kVectors = Columns / kVector;  // elements of 16 bytes; vectors a row
-    // 128 bytes are all banks once: where a row is an odd multiple of 64 (32) bytes, 2 (4) rows go round them together.
+    // 128 bytes span all banks once. If a row is an odd multiple of 64 (32) bytes, 2 (4) rows share a permutation.
     static constexpr int kShift = kVectors % 8 == 0 ? 0 : kVectors % 4 == 0 ? 1 : 2;
     static constexpr int kMask = (8 >> kShift) - 1;
 
@@ -20,8 +20,8 @@ struct SwizzledTile {
         return &data[row][kVector * (column / kVector ^ (row >> kShift & kMask))];
     }
 
-    /// The vectors that a lane reads by ldmatrix, at (row + rows, column + columns): rows is any multiple of
-    /// 16 (at least 8 << kShift) and columns as well. A few offsets, kept in registers, serve them all.
+    /// The vectors that a lane reads by ldmatrix, at (row + rows, column + columns), where `rows` and `columns` are
+    /// multiples of 16. A few offsets, kept in registers, serve them all.
     class Lane {
       public:
         __device__ __forceinline__ Lane(int row, int column) {
@@ -29,7 +29,7 @@ struct SwizzledTile {
             for (int i = 0; i < kOffsets; ++i)
                 offset_[i] = row * Columns + kVector * ((column / kVector + 2 * i) ^ (row >> kShift & kMask));
         }
-        /// From the first offset of one whose column is 0 or kVector behind a multiple of 64.
+        /// From first() of a Lane whose column is a multiple of 64, or kVector more.
         __device__ __forceinline__ explicit Lane(int first) {
 #pragma unroll
             for (int i = 0; i < kOffsets; ++i) offset_[i] = first ^ 2 * kVector * i;

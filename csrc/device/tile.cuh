@@ -20,8 +20,8 @@ struct QTile {
     __device__ Row row(int r) const { return {first_row + r, head}; }
 };
 
-/// Blocks are numbered tile-fastest, so that neighbours in time share a head's K and V in L2. Where the band's right
-/// side is bounded (causal) the last tile, which has the most keys, goes first.
+/// Blocks are numbered tile-fastest, so that neighbours in time share a head's K and V in L2. If the band is bounded on
+/// the right (causal), the last tile, which has the most keys, goes first.
 template <int Br>
 __device__ QTile q_tile(const ForwardParams& p, unsigned block = blockIdx.x) {
     const unsigned tiles = static_cast<unsigned>((p.seqlen_q + Br - 1) / Br);
@@ -57,9 +57,8 @@ __device__ __forceinline__ int first_row(const std::int32_t* cu_seqlens, std::in
 
 }  // namespace detail
 
-/// Sequence `index` as its entries say, clamped so that nothing outside the tensors is touched whatever they are: a
-/// sequence that would end before it begins is empty. Index p.batch stands for the rows behind the last sequence, which
-/// see no key.
+/// Sequence `index`, clamped so that it stays inside the tensors whatever its entries are. A sequence that would end
+/// before it begins is empty. Index p.batch stands for the rows behind the last sequence, which see no key.
 __device__ inline Sequence sequence(const ForwardParams& p, int index) {
     const Sequences& s = p.sequences;
     const bool behind = index == p.batch;
@@ -81,8 +80,8 @@ __device__ inline Sequence sequence(const ForwardParams& p, int index) {
     return found;
 }
 
-/// Tiles of `rows` rows that all packed sequences, and the rows behind them, have at most: sequence b's are numbered
-/// from cu_seqlens[b] / rows + b on. That leaves fewer than one number a sequence unused.
+/// The most tiles of `rows` rows that all packed sequences and the rows behind them have. Sequence b's tiles are
+/// numbered from cu_seqlens[b] / rows + b on. This numbering leaves fewer than one number a sequence unused.
 __host__ __device__ inline std::int64_t packed_tiles(std::int64_t total, std::int64_t batch, int rows) {
     return total / rows + batch + 1;
 }
@@ -104,14 +103,14 @@ __device__ inline PackedTile packed_tile(const std::int32_t* cu_seqlens, std::in
     return {found, number - found - detail::first_row(cu_seqlens, found, total) / rows};
 }
 
-/// The sequence and the Q tile of this block. The tile begins at a negative row or past seqlen_q where there is nothing
-/// to do.
+/// The sequence and the Q tile of this block. If there is nothing to do, the tile begins at a negative row or past
+/// seqlen_q.
 struct Assignment {
     Sequence sequence;
     QTile tile;
 };
 
-/// Without p.sequences: all of it is known to be the same in every thread.
+/// Without p.sequences. The compiler knows that the assignment is the same in every thread.
 template <int Br>
 __device__ Assignment dense_assignment(const ForwardParams& p, unsigned block = blockIdx.x) {
     const QTile tile = q_tile<Br>(p, block);

@@ -6,7 +6,7 @@
 namespace flash_wmma {
 
 /// The unit 2^exponent of O, as it follows V's exponents from tile to tile. It never falls far below the largest met,
-/// so that O cannot overflow when it is rescaled; what is lost then is nothing beside that tile.
+/// so that rescaling O cannot overflow. A tile far below loses only what is negligible beside the largest.
 struct ValueUnit {
     float exponent, largest = -INFINITY;  // -inf: no tile met yet, O is 0
 

@@ -36,8 +36,8 @@ Shape three_roles() {
     return three_roles_shape<T>(75);
 }
 
-/// In each pass the plain shapes first. Up to d = 128 two blocks of four warps an SM are fastest; where shared memory
-/// holds one, as on Turing, a block of eight is. At d = 256 it is a block of twelve.
+/// In each pass the plain shapes come first. Up to d = 128 two blocks of four warps an SM are fastest; if shared memory
+/// holds only one, as on Turing, a block of eight warps is. At d = 256 a block of twelve is.
 constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral, kConverted = Problems::kConverted;
 const std::vector<Shape> kShapes = {
     shape<Pass::kFused, kPlain, 32, 4, 1, 2, 64, 16, 1, 2>(),

@@ -35,8 +35,8 @@ std::vector<Shape> sm80_plain_shapes() {
         sm80_two_roles<T, 256, 2, 2, kFused>(),
     };
 }
-/// Of any problem, and for less shared memory: 128 and 145 KiB at d = 128 and 256 (the first of each), below 99 KiB
-/// otherwise.
+/// The fused pass of any problem, and with less shared memory: 128 and 145 KiB at d = 128 and 256 (the first shape of
+/// each), below 99 KiB otherwise.
 template <class T>
 std::vector<Shape> sm80_general_shapes() {
     constexpr Pass kFused = Pass::kFused;
@@ -48,8 +48,8 @@ std::vector<Shape> sm80_general_shapes() {
         shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kFused>(80),
     };
 }
-/// The deterministic passes. At d = 256 plain problems and large shared memory have a shape of their own; the last fits
-/// 99 KiB.
+/// The deterministic passes. At d = 256 plain problems have a shape of their own, which needs large shared memory; the
+/// last shape of each pass fits 99 KiB.
 template <class T>
 std::vector<Shape> sm80_split_shapes() {
     constexpr Pass kKeys = Pass::kKeys, kQueries = Pass::kQueries;

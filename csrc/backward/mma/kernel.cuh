@@ -8,8 +8,8 @@
 //     Pass::kFused    owns keys, streams queries (of all heads that share the keys): dK and dV stay in registers,
 //                     dQ goes to an fp32 buffer by atomics. Five products, every tile of S once.
 //     Pass::kKeys     the same without dQ, and
-//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. Both together: seven products, no atomics,
-//                     and so the same result in every run.
+//     Pass::kQueries  owns queries, streams keys: dQ stays in registers. These two together compute seven products
+//                     without atomics, so that every run has the same result.
 // In any pass "first" is the operand of S (K of keys, Q of queries), "second" that of dP (V, dO), and the block
 // computes S with its own rows as rows: S^T where it owns keys.
 //
@@ -17,16 +17,16 @@
 // ring of `stages`. Own warp w has rows [w * kWarpRows, + kWarpRows) of the own tile. With one stream warp it sees all
 // streamed rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory.
 // Otherwise `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are
-// exchanged through shared memory (they meet at a named barrier), and each owns its part of the columns of the
+// exchanged through shared memory (the warps meet at a named barrier), and each owns its part of the columns of the
 // gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
 // tile and hide the next one's copy.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
-// fragment must serve three of them. With kWarpRows = 32, one of streamed rows serves four. A tile of 64 queries and
-// 128 keys at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access has a
-// bank conflict. Eight warps an SM, all that registers allow, do not hide every latency, so what is issued between the
-// products counts too (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc = 128 where
-// it fits.
+// fragment must serve three HMMAs. With kWarpRows = 32, a fragment of streamed rows serves four. A tile of 64 queries
+// and 128 keys at d = 64 is 1,920 cycles of HMMA and, as the emulator counts, about 2,350 of shared memory; no access
+// has a bank conflict. Eight warps an SM, all that registers allow, do not hide every latency, so what is issued
+// between the products counts too (docs/tuning/backward.md). The additions to dQ are 0.4 / Bc bytes a FLOP in L2, so Bc
+// = 128 where it fits.
 #pragma once
 
 #include "backward/mma/products.cuh"
@@ -68,8 +68,8 @@ struct DqExponent {
     }
 };
 
-/// Of plain problems all of a block's bounds are known to be the same in every thread, which saves registers. Converted
-/// inputs (scales.cuh) have instances of their own, so that no other has registers for exponents.
+/// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
+/// Converted inputs (scales.cuh) have instances of their own, so that no other instance keeps exponents in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
 // memory, as a rule 10 to 40 loads a streamed tile, at d = 256 up to 85, against some thousand instructions.
 template <class Tile, Problems kProblems, Pass kPass>
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
                 const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
                 scales = PairScales(scale, of_q, of_k);
-                // Accumulators take no notice of a tile that none of their rows sees
+                // A tile that none of the warp's rows sees does not change the units
                 const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
                 const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
                 if (begin < at.row + Tile::kStream && at.row < end) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                 ds.each([&](float& x, int i, int column) {
                                     const std::int64_t q = place.query(i, 8 * part + column),
                                                        k = place.key(i, 8 * part + column);
-                                    // NaN is not 0, whatever its row
+                                    // NaN != 0, so NaN is always added
                                     if (s.at(i, 8 * part + column) != 0.f && q < queries && k < keys)
                                         ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
                                 });
@@ -232,7 +232,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             }
             if constexpr (Tile::kStreamWarps > 1) {
                 ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
-                // Computed again, so that the addresses of these products take no registers in the others
+                // Computed again, so that these products' addresses take no registers during the others
                 const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                 const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
 #pragma unroll

@@ -12,8 +12,8 @@
 
 namespace flash_wmma::backward {
 
-/// Reads 16x16 fragments of a swizzled tile. kA: the rows of A (16x16). kB: the columns of two B (16x8) that are stored
-/// one a row. kBAcross: the rows of two B stored as they are; kAAcross: A stored with its columns as rows.
+/// Reads 16x16 fragments of a swizzled tile. kA: A (16x16), stored row by row. kB: two B (16x8), stored with their
+/// columns as rows. kBAcross: two B, stored row by row. kAAcross: A, stored with its columns as rows.
 enum class Fragment { kA, kB, kAAcross, kBAcross };
 template <Fragment kFragment, class Rows>
 class Reader {
@@ -22,7 +22,7 @@ class Reader {
     __device__ __forceinline__ Reader(int lane, int row, int column)
         : lane_(row + (kByRows ? lane % 16 : lane / 16 * 8 + lane % 8),
                 column + (kByRows ? lane / 16 : lane / 8 % 2) * 8) {}
-    /// The same, where the warp begins at a multiple of 64 columns: takes one register until then.
+    /// The same Reader, computed again from one register; the warp must begin at a multiple of 64 columns.
     __device__ __forceinline__ Reader anew() const { return Reader(typename Rows::Lane(ptx::opaque(lane_.first()))); }
     /// The fragment at (row, column) from there, multiples of 16; the column is known at compile time.
     __device__ __forceinline__ void operator()(std::uint32_t (&fragment)[4], const Rows& rows, int row,
@@ -86,7 +86,7 @@ __device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Colu
                                               const OwnOperand<Tile, InRegisters>& own, const OwnRows& rows,
                                               const StreamRows& stream, int first, const Thread<Tile>& thread) {
     const Reader<Fragment::kB, StreamRows> read(thread.lane, 0, 0);
-    // One or two tiles of S do not hide the latency of their own products, so that every other one goes to a second sum
+    // One or two tiles of S do not hide the latency of their products, so every other product goes to a second sum
     constexpr bool kTwoSums = Tile::kRowTiles * Columns / 8 <= 2;
     [[maybe_unused]] RegisterTile<Tile::kWarpRows, Columns> second;
     second.clear();
@@ -108,8 +108,8 @@ __device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Colu
     if constexpr (kTwoSums) s.each([&](float& x, int i, int column) { x += second.at(i, column); });
 }
 
-/// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those rows, which `read`
-/// begins at.
+/// Gradient += weights of the warp's rows and 16 streamed rows, times the warp's columns of those streamed rows; `read`
+/// begins at these columns.
 template <class Tile, class StreamRows>
 __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
                                                  const std::uint32_t (&weights)[Tile::kRowTiles][4],
@@ -146,15 +146,15 @@ __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTil
                 packed<typename Tile::T>(s.block[r][j + i / 2][i % 2 * 2], s.block[r][j + i / 2][i % 2 * 2 + 1]);
 }
 
-/// Where a lane's accumulators of columns [first, first + 8) of the warp's rows go in shared memory: those of the row
-/// tile r and its half h (16 * r + 8 * h) * kStream further, as rows 8 apart are swizzled alike. Computed anew at each
+/// Where a lane's accumulators of columns [first, first + 8) of the warp's rows go in shared memory. Those of row tile
+/// r and its half h lie (16 * r + 8 * h) * kStream further, since rows 8 apart are swizzled alike. Computed at each
 /// use, which takes fewer registers.
 template <class Tile, class Weights>
 __device__ __forceinline__ typename Tile::T* weights_at(Weights& weights, int first, const Thread<Tile>& thread) {
     return weights.at(ptx::opaque(thread.warp_row() + thread.row()), first) + thread.column();
 }
 
-/// A step of weights to shared memory, for the other warps.
+/// Stores a step of weights to shared memory, for the other warps.
 template <class Tile, int Columns, class Weights>
 __device__ __forceinline__ void exchange(Weights& to, const RegisterTile<Tile::kWarpRows, Columns>& s, int first,
                                          const Thread<Tile>& thread) {
@@ -170,7 +170,8 @@ __device__ __forceinline__ void exchange(Weights& to, const RegisterTile<Tile::k
     }
 }
 
-/// dP to dS = P (dP - D), of a step from `first` on whose facts are `pairs`; P as another warp wrote it.
+/// Turns dP of a step from `first` on into dS = P (dP - D). `pairs` has the step's facts; P is as another warp wrote
+/// it.
 template <class Tile, class Weights>
 __device__ __forceinline__ void weigh(Scores<Tile>& s, Weights& p, const RowPair* pairs, int first,
                                       const Thread<Tile>& thread) {
@@ -191,13 +192,14 @@ __device__ __forceinline__ void weigh(Scores<Tile>& s, Weights& p, const RowPair
     }
 }
 
-/// No exponents: inputs that are stored as they are.
+/// No exponents: for inputs that were not converted.
 struct AsStored {
     static constexpr bool kConverted = false;
 };
 
-/// dQ of the streamed queries from all own keys, added to the buffer that begins with the tile's first row; many columns
-/// of a warp in two parts. Exponent: AsStored, or exponent_of(row) of the products with own keys' group of that row.
+/// Adds dQ of the streamed queries from all own keys to the buffer that begins with the tile's first row. A warp with
+/// many columns takes them in two parts. Exponent: AsStored, or exponent_of(row) gives the exponent of products with
+/// the group of own keys that begins at `row`.
 template <class Tile, class Weights, class OwnRows, class Exponent = AsStored>
 __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const Weights& ds, const OwnRows& keys,
                                           const Thread<Tile>& thread, [[maybe_unused]] Exponent exponent_of = {}) {
@@ -246,7 +248,8 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
     }
 }
 
-/// A gradient, times `factor`, to the rows [0, rows) of global memory; the warp's part of `staging` belongs to it.
+/// Stores a gradient, times `factor`, to the rows [0, rows) of global memory. The warp may overwrite its part of
+/// `staging`.
 template <class Tile, class OwnRows>
 __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch, int rows, int columns,
                                       const Gradient<Tile>& gradient, float factor, OwnRows& staging,
@@ -267,7 +270,7 @@ __device__ __forceinline__ void store(typename Tile::T* out, std::int64_t pitch,
     }
 }
 
-/// The same in another type than the products', straight from the registers.
+/// The same in a type other than the products', straight from the registers.
 template <class Tile, class Out>
 __device__ __forceinline__ void store_as(Out* out, std::int64_t pitch, int rows, int columns,
                                          const Gradient<Tile>& gradient, float factor, const Thread<Tile>& thread) {

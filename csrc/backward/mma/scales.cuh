@@ -1,11 +1,12 @@
 // Exponents of converted inputs (attention.h, Exponents) on their way through backward's products.
 //
-// Stored are K, V, Q and dO times 2^-e, an e for each group of kScaleRows rows; between a group of queries i and one of
-// keys j that makes
+// K, V, Q and dO are stored times 2^-e, with one e for each group of kScaleRows rows. Between a group i of queries and
+// a group j of keys, with products of stored values:
 //     S = 2^(q_i + k_j) Q K^T          dP - D = 2^(dout_i + v_j) dO V^T - D          stored dS = dS * 2^-e_ij.
 // dS has to fit half: P is at most 1, |dP| at most the product of the norms of its rows, so that
 //     e_ij = max(dout_norm_i + v_norm_j, log2 |D|_i) - 14        gives |stored dS| <= 2^15.
-// dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j: accumulators follow them.
+// dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j; their accumulators' units
+// follow these exponents.
 #pragma once
 
 #include "device/backward_rows.cuh"
@@ -19,7 +20,7 @@ struct KeyScales {
     float k, v, v_norm;
 };
 
-/// Those of the group of row `row` of a sequence's head.
+/// The exponents of the group of row `row` of a sequence's head.
 __device__ __forceinline__ QueryScales query_scales(const Problem& problem, const Sequence& s, int head, int row) {
     return problem.scales[q_scale_index(problem.forward, s, head) + row / kScaleRows];
 }
@@ -29,12 +30,12 @@ __device__ __forceinline__ KeyScales key_scales(const Problem& problem, const Se
     return {e.k[i], e.v[i], problem.exponents.v_norm[i]};
 }
 
-/// e_ij, rounded up to an integer; not so small that its inverse overflows (no |dS| is above 2^-105 then).
+/// e_ij, rounded up to an integer; at least -120, so that 2^-e_ij does not overflow (below that, |dS| <= 2^-105).
 __device__ __forceinline__ float ds_exponent(const QueryScales& q, const KeyScales& k) {
     return fmaxf(ceilf(fmaxf(q.dout_norm + k.v_norm, q.delta)) - 14.f, -120.f);
 }
 
-/// What brings the products of a pair of groups to scores (log2 units), dP and D to dS as it is stored.
+/// Factors for a pair of groups: products to scores (log2 units), dP and D to the unit of stored dS.
 struct PairScales {
     float score, dp = 1.f, delta = 1.f;
 
@@ -68,9 +69,9 @@ __device__ __forceinline__ void multiply_by_power(RegisterTile<Rows, Columns>& a
     accumulators.each([&](float& x, int, int) { x = x * first * second; });
 }
 
-/// The unit 2^exponent of a warp's accumulators, as it follows the exponents of what is added. It never falls further
-/// below the largest of them than sums over 2^30 rows bear; a tile below that is added in a unit that is too large for
-/// it, and is still nothing beside the largest.
+/// The unit 2^exponent of a warp's accumulators, as it follows the exponents of the tiles added. It never falls so far
+/// below the largest exponent that sums over 2^30 rows could overflow. A tile below that is added in a unit too large
+/// for it, but is negligible beside the largest.
 struct Unit {
     float exponent = 0.f, bound = -INFINITY;  // bound: no accumulator's exponent is larger
 
@@ -80,7 +81,7 @@ struct Unit {
     __device__ __forceinline__ void follow(RegisterTile<Rows, Columns>& accumulators, float e) {
         constexpr float kRange = 64.f;
         if (e == -INFINITY || (e == exponent && e == bound)) return;
-        // What was added may be far below its bound, or nothing at all, as where a bias hides it
+        // The accumulators may be far below their bound, or all zero (say, if a bias hides every key)
         if (e < bound - kRange) bound = exponent + ceilf(log2f(largest_of_warp(accumulators)));
         const float before = bound == -INFINITY ? e : exponent;
         bound = fmaxf(bound, e);

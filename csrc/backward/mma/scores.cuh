@@ -1,4 +1,4 @@
-// S to P: what the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh do alike between their products.
+// From S to P, for the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh.
 #pragma once
 
 #include <ptx.cuh>

@@ -1,5 +1,5 @@
-// Which tiles a block of kernel.cuh, two_roles.cuh or three_roles.cuh streams over, and how its tiles, own and
-// streamed, get to shared memory.
+// Which tiles a block of kernel.cuh, two_roles.cuh or three_roles.cuh streams over, and the copies of its tiles, own
+// and streamed, to shared memory.
 #pragma once
 
 #include <ptx.cuh>
@@ -10,14 +10,14 @@
 
 namespace flash_wmma::backward {
 
-/// The streamed tiles of one head after the other, each head's from the last to the first.
+/// Walks over the streamed tiles, head by head, and in each head from the last tile to the first.
 struct Cursor {
     int head;         // query head
     int row;          // first of the tile
     int first, last;  // rows at which the first and the last tile of a head begin
     int step;
 
-    /// Whether a new head begins.
+    /// Moves to the next tile. Returns whether a new head begins.
     __device__ bool advance() {
         row -= step;
         if (row >= first) return false;
@@ -27,7 +27,7 @@ struct Cursor {
     }
 };
 
-/// The streamed tiles that see an own row, or that an own row sees, and how many they are.
+/// The streamed tiles that see an own row, or that an own row sees, and their number.
 struct StreamedRange {
     Cursor at;
     int left;
@@ -45,7 +45,7 @@ __device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile&
     return {{own.head, last, first, last, Tile::kStream}, any ? heads * ((last - first) / Tile::kStream + 1) : 0};
 }
 
-/// The own tiles on their way to shared memory.
+/// Copies the own tiles to shared memory.
 template <class Tile, Pass kPass, class OwnRows>
 __device__ __forceinline__ void copy_own(OwnRows& first, OwnRows& second, const Problem& problem,
                                          const OwnedTile& own) {
@@ -103,7 +103,7 @@ class StreamedTiles {
             }
         new_head_ = at_.advance();
     }
-    /// Where copies go through registers: the tile that was started last to shared memory.
+    /// If copies go through registers: stores the tile that was started last to shared memory.
     template <class Map>
     __device__ __forceinline__ void finish(Map& smem, int slot) {
         first_.finish(smem.ring[slot].first);

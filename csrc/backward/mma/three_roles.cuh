@@ -4,9 +4,9 @@
 //     kValues    S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO,
 //     kKeys      dP^T = V dO^T, dS^T = P^T (dP^T - D),         dK += dS^T Q, or
 //     kQueries   dQ += dS K, and the copies of streamed tiles, from global to shared memory through registers.
-// So the first two have, as in two_roles.cuh, a gradient and K or V in registers, and neither a copy nor an addition to
-// wait for. kQueries has K in registers as well, so that it takes no shared memory. Twelve warps, three a scheduler,
-// share an SM; two_roles.cuh has eight.
+// So a warp of the first two has, as in two_roles.cuh, a gradient and K or V in registers, but waits for neither copies
+// nor additions. kQueries has K in registers as well, so that K takes no shared memory. Twelve warps, three a
+// scheduler, share an SM; two_roles.cuh has eight.
 //
 // Who owns what: of each role, four warps. Of the scores, two warps share 16 streamed rows: each computes those of all
 // own rows over half of d, they add their halves up through shared memory, and each goes on with 16 own rows. Of a
@@ -16,15 +16,15 @@
 //     kValues    S, P                           kMeet   dV               kUsed
 //     kKeys      a half of dP                   kMeet   the rest, dS     kUsed   dK                kDone
 //     kQueries   Q of t + 1, dQ of t - 1                                 kUsed   dO of t + 1       kDone
-// Two warps that add up halves have a barrier of their own. kValues and kQueries also meet alone, where none has to wait,
-// so that all pass four barriers a tile, and who writes over what others have read has passed more than they had then:
-// racecheck goes by these numbers (docs/tuning/backward.md).
-// A tile of Q is there one tile ahead; one of dO is replaced between its last use and dP of the next. Blocks begin a
+// Two warps that add up halves have a barrier of their own. kValues and kQueries also meet alone, where no warp has to
+// wait. So every warp passes four barriers a tile, and a warp that overwrites data has passed more barriers than others
+// had when they read them: racecheck compares these numbers (docs/tuning/backward.md).
+// A tile of Q is there one tile ahead; a tile of dO is replaced between its last use and dP of the next. Blocks begin a
 // head's ring of tiles three tiles apart, so that their additions to dQ do not meet at the same rows.
 //
 // Bound: the additions to dQ. A tile of 32 queries and 32 keys adds 32 KiB, which keeps L2's input busy 70 % of the
-// time on the H200; without them it takes 2,600 cycles, with them 3,060. HMMA (m16n8k8) are 1,280 of those, and shared
-// memory with what goes through the same pipe, copies and additions, 1,800.
+// time on the H200; a tile takes 2,600 cycles without them, 3,060 with them. Of those, HMMA (m16n8k8) take 1,280, and
+// shared memory and what shares its pipe, copies and additions, 1,800.
 #pragma once
 
 #include "backward/mma/products.cuh"
@@ -42,7 +42,7 @@ struct ThreeRolesMemory {
     Rows q[2], dout;   // q: K and V before, gradients on their way out at the end
     Weights p, ds[2];  // dS of this tile and the one before
     RowPair facts[2][Tile::kStream / 2];
-    float4 sums[2][Tile::kRoleWarps][2][32];  // the halves of scores that go to another warp, of kValues and kKeys
+    float4 sums[2][Tile::kRoleWarps][2][32];  // halves of scores for another warp, of kValues and kKeys
 };
 
 /// The tiles of a Cursor's heads as a ring, begun `tiles` tiles later.
@@ -111,7 +111,7 @@ struct QueryGradient {
 #pragma unroll
             for (int c = 0; c < kColumns / 16; ++c) read(keys[k][c], rows, 16 * k, 16 * c);
     }
-    /// Adds it to the buffer that begins with the tile's first row.
+    /// Adds dQ to the buffer that begins with the tile's first row.
     template <class Weights>
     __device__ __forceinline__ void add(float* dq_rows, int head_dim, const Weights& ds,
                                         const Thread<Tile>& thread) const {
@@ -184,7 +184,7 @@ class RoleCopies {
         from_ -= Tile::kStream * rows_.row;
         new_head_ = at_.advance();
     }
-    /// The tile that was started last to shared memory.
+    /// Stores the tile that was started last to shared memory.
     template <class Target>
     __device__ __forceinline__ void finish(Target& target) const {
         constexpr int kAlike = 8 / kRowsAtOnce;  // rows 8 apart are swizzled alike
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 constexpr int kPart = HalfScores<Tile>::kSteps / 2;
                 const auto read = read_scored.anew();
                 half.multiply(halves, read, scored, 0, kPart);
-                if (!values) meet();  // kValues learns that dO has landed, kKeys that P is there
+                if (!values) meet();  // tells kValues that dO has landed, and kKeys that P is there
                 half.multiply(halves, read, scored, kPart, HalfScores<Tile>::kSteps);
             }
             Scores<Tile> s;  // S, P or dP, dS

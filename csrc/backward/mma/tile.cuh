@@ -1,5 +1,5 @@
-// What the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh are made of: the shape of a block's work, its tiles
-// in shared memory, and a thread's place in them.
+// What the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh share: the shape of a block's work, its tiles in
+// shared memory, and a thread's place in the tiles.
 #pragma once
 
 #include <type_traits>
@@ -11,7 +11,7 @@
 namespace flash_wmma::backward {
 
 /// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
-/// how often there are OwnWarps * StreamWarps warps (two_roles.cuh, three_roles.cuh).
+/// the number of roles, each of OwnWarps * StreamWarps warps (two_roles.cuh, three_roles.cuh).
 template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
           int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
 struct Tile {
@@ -19,12 +19,12 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = HeadDim, kOwnWarps = OwnWarps, kStreamWarps = StreamWarps, kRowTiles = RowTiles;
     static constexpr int kStream = StreamTile;  // rows of a streamed tile
-    static constexpr int kStep = Step;          // of those, what a warp has of S at a time
+    static constexpr int kStep = Step;          // of those, the rows of S that a warp computes at a time
     static constexpr int kStages = Stages;
     static constexpr bool kSecondInRegisters = Resident >= 1, kFirstInRegisters = Resident == 2;
     static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
 
-    // dP follows S in parts where that repeats no load of its operand
+    // dP is computed in parts of S if that repeats no load of its operand
     static constexpr int kPart = kSecondInRegisters ? 16 : kStep;
 
     static constexpr int kRoleWarps = kOwnWarps * kStreamWarps, kWarps = kRoleWarps * Roles, kThreads = 32 * kWarps;

@@ -4,12 +4,12 @@
 // Algorithm and names as in kernel.cuh; a block owns keys and streams queries. A warp's role is
 //     Role::kValues  S^T = K Q^T,   P^T = exp2(S^T * scale - L),   dV += P^T dO, or
 //     Role::kKeys    dP^T = V dO^T, dS^T = P^T (dP^T - D),         dK += dS^T Q:
-// the same products, with K and V, Q and dO exchanged. So a warp has one gradient in registers instead of two, and owns
-// twice the rows and columns of it: an ldmatrix of a streamed tile serves twice as many HMMAs.
+// the same products, with K and V, Q and dO exchanged. So a warp has one gradient in registers instead of two, and a
+// larger part of this one: an ldmatrix of a streamed tile serves twice as many HMMAs.
 //
 // Who owns what: of each role, `kOwnWarps` x 2 warps. Two stream warps share own rows: each computes the scores of half
-// of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. dQ += dS K is
-// everybody's, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
+// of the streamed rows and owns half of the columns of the gradient; P and dS go through shared memory. All warps share
+// dQ += dS K, a tile later, so that the block meets at one barrier a tile. kKeys begins a tile with dQ and kValues
 // ends with it: one role's exponentials meet the other's products, and P is there when dS needs it. In 64 KiB own
 // operands stay in registers, K and V alike.
 //
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if (turn != thread.role) {
                     if constexpr (kPass == Pass::kFused)
                         if (dq_rows) {
-                            // Computed again, so that the addresses of these products take no registers in the others
+                            // Computed again, so that these products' addresses take no registers during the others
                             const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
                             add_to_dq<Tile>(dq_rows, p.head_dim, smem.ds[parity ^ 1], smem.first, again);
                         }
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 #pragma unroll
                     for (int r = 0; r < kRowTiles; ++r) read(weights[r], shared, 16 * r, k);
                     multiply_weights<Tile>(gradient, weights, weighed, k, again);
-                    // P has long been there. Here is where the other role's dP is done, so that none waits
+                    // P has long been there. The other role finishes dP about now, so that neither waits
                     if (k == Tile::kStream / 2 - 16 && values) ptx::named_barrier_sync(barrier, 64);
                 }
             }

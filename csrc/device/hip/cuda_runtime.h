@@ -1,5 +1,5 @@
-// CUDA's names in HIP: those that the kernels, launch.h and runtime.cu use and that HIP has under its own. Found where
-// nvcc finds the toolkit's header, and like it included before everything else.
+// CUDA's names for what HIP names differently, as far as the kernels, launch.h and runtime.cu use them. Takes the place
+// of the toolkit's header, and like it is included before everything else.
 #pragma once
 
 #include <hip/hip_runtime.h>

@@ -24,8 +24,8 @@ inline void check_cuda(hipError_t error, const char* what) {
     throw std::runtime_error(std::string("flash_wmma: ") + what + ": " + hipGetErrorString(error));
 }
 
-/// The second argument of __launch_bounds__ for so many resident blocks a compute unit, each of `threads`: wavefronts
-/// that each of its four SIMDs has at once. The wavefront is taken as 64, the least that this asks for.
+/// The second argument of __launch_bounds__ for `blocks` resident blocks of `threads` threads a compute unit: the
+/// wavefronts that each of its four SIMDs holds at once. A wavefront counts as 64 lanes, which gives the lowest bound.
 constexpr int resident(int blocks, int threads) { return (blocks * threads + 4 * 64 - 1) / (4 * 64); }
 
 /// Launches `kernel(args...)` asynchronously. Throws std::runtime_error if the launch is refused.

@@ -32,7 +32,7 @@ struct Tile {
     static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
-    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // its place in shared memory
+    static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // in shared memory
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
     static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
@@ -65,7 +65,7 @@ struct SharedMemory
       std::conditional_t<Tile::kQSharesRing, typename SharedTiles<Tile>::Together, typename SharedTiles<Tile>::Apart> {
 };
 
-/// The same where warps share rows, with what goes between them.
+/// The same for warps that share rows, with the places for their exchange.
 template <class Tile>
 struct SharedMemoryWithExchange : SharedMemory<Tile> {
     typename SharedMemory<Tile>::WeightRows p;
@@ -135,7 +135,7 @@ struct Work {
     }
 };
 
-/// Waits for the warps that share these rows; they see each other's writes to shared memory.
+/// Waits for the warps that share these rows; afterwards they see each other's writes to shared memory.
 template <class Tile>
 __device__ __forceinline__ void meet(const Thread<Tile>& thread) {
     if constexpr (Tile::kDimWarps > 1) ptx::named_barrier_sync(1 + thread.row_warp, 32 * Tile::kDimWarps);
@@ -152,7 +152,7 @@ using PerRow = RowValues<Tile::kWarpRows>;
 template <class Tile>
 using Softmax = LaggedSoftmax<Tile::kWarpRows>;
 
-/// P as the second product's operand: the warp's own, unless warps share rows (then shared memory holds it).
+/// P as the second product's operand: in the warp's registers, unless warps share rows (then shared memory holds P).
 template <class Tile>
 using Weights = std::uint32_t[Tile::kRowTiles][Tile::kDimWarps == 1 ? Tile::kBc / 16 : 1][4];
 

@@ -1,4 +1,4 @@
-// What a block of kernel.cuh takes from global memory and gives back: Q and O by warps, K and V by the whole block.
+// How the warps of kernel.cuh load Q from global memory and store O to it.
 #pragma once
 
 #include "device/quad.cuh"
@@ -21,7 +21,7 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     }
 }
 
-/// O * factor to global memory as Out, 16-bit types in pieces of 16 bytes: the lanes that share a row swap words.
+/// Stores O * factor to global memory as Out. 16-bit types go in pieces of 16 bytes: lanes that share a row swap words.
 template <class Out, class Tile>
 __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o, const PerRow<Tile>& factor,
                                         const Thread<Tile>& thread) {

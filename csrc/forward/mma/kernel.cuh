@@ -3,8 +3,8 @@
 // Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = row_warps * row_tiles * 16 query rows of one head and
 // loops over K/V tiles of Bc keys, from the last visible one back to the first:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
-// Backwards, because then the tile that is masked for causality or length is as a rule the first one, which needs the
-// exact maximum in any case.
+// The loop runs backwards because the tile masked for causality or length is then as a rule the first one, which needs
+// the exact maximum in any case.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
@@ -14,18 +14,18 @@
 // Converted inputs (convert.h): K's and Q's exponents fold into the scale of S, V's into P and the unit of O
 // (ValueUnit).
 //
-// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. One pair is a
-// ring as well where copies are asynchronous: V comes while S is computed, the next K while O is. Row warp w owns
-// rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l; S, P and O are registers, and so is Q where they
-// suffice. Where a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each
-// computes S for its part of the keys, P goes to the others through shared memory, and each owns its part of the
-// columns of O.
+// Who owns what: K and V tiles belong to the block, a ring of `stages` pairs in swizzled shared memory. With
+// asynchronous copies a ring may have one pair: V comes while S is computed, the next K while O is. Row warp w owns
+// rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l. S, P and O are in registers, and so is Q if they
+// suffice. If a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each computes
+// S for its part of the keys, P goes to the others through shared memory, and each owns its part of the columns of O.
 //
-// block.cuh says what a block is, copies.cuh how its data come and go. What differs between architectures is a Machine
-// (device/sm75.cuh, device/sm80.cuh): the product's instruction and the way a tile gets to shared memory.
+// block.cuh says what a block is, copies.cuh and key_value_ring.cuh how its data come and go. A Machine holds the
+// differences between architectures (device/sm75.cuh, device/sm80.cuh): the product's instruction and a tile's way to
+// shared memory.
 //
 // Bound: tensor cores; at d = 64 also the issue slots of the softmax between the two products; from d = 128 on also
-// shared memory, whose every byte read feeds row_tiles * 16 rows.
+// shared memory, of which each byte read feeds row_tiles * 16 rows.
 #pragma once
 
 #include <launch.h>
@@ -44,7 +44,7 @@
 
 namespace flash_wmma::mma {
 
-/// The tiles, by their first keys, that have a key that some row of the warp sees, and those whose keys all its rows see.
+/// Which tiles, by their first keys, have a key that some row of the warp sees, and which only keys that all rows see.
 template <class Tile>
 struct VisibleTiles {
     int some_begin, some_end, all_begin, all_end;
@@ -61,9 +61,9 @@ struct VisibleTiles {
     __device__ __forceinline__ bool all(int key) const { return key >= all_begin && key < all_end; }
 };
 
-/// A warp's first product and softmax. P of a tile is made in attempts (device/lagged_softmax.cuh). Accumulators come as
-/// arguments, and the kernel makes one of these for each tile: held by an object that outlives the loop, they cost mma_sm80
-/// up to 7 % (docs/tuning/structure.md).
+/// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel makes
+/// a Weigher for each tile and passes accumulators as arguments: held by an object that outlives a tile, they cost
+/// mma_sm80 up to 7 % (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
 struct Weigher {
     static constexpr bool kModifies = kProblems == kAny;
@@ -80,8 +80,8 @@ struct Weigher {
     const ValueUnit::Step value;
     float factor = Mod::active(work.p) ? 1.f : scale;  // from a score to log2 units
 
-    /// P and its sums, which do not count in l yet. Lagged: with the old m, and false if a weight may have overflowed.
-    /// Otherwise exactly, m and O follow, and true.
+    /// P and its sums, which the caller adds to l if this succeeds. Lagged: uses the old m; returns false if a
+    /// weight may have overflowed. Otherwise: uses the exact maximum, updates m, l and O to it, and returns true.
     __device__ __forceinline__ bool weigh(bool lagged, Weights<Tile>& weights, PerRow<Tile>& sums,
                                           Softmax<Tile>& softmax, Output<Tile>& o) {
         Scores<Tile> s;
@@ -99,7 +99,7 @@ struct Weigher {
         return all_agree<Tile>(softmax.template fits<typename Tile::T>(sums), smem, thread);
     }
 
-    /// The exact path: S masked, m exact, O and l rescaled to it.
+    /// The exact path: masks S, makes m exact, and rescales O and l to it.
     __device__ __forceinline__ void settle(Scores<Tile>& s, PerRow<Tile>& offset, Softmax<Tile>& softmax,
                                            Output<Tile>& o) {
         const bool positive = factor > 0.f;
@@ -131,7 +131,7 @@ struct Weigher {
     __device__ __forceinline__ void modify(Scores<Tile>& s) const {
         if constexpr (kModifies) {
             if (!Mod::active(work.p)) return;
-            // This thread's place is computed again, so that it takes no registers while plain tiles are computed
+            // Computes this thread's place again, so that it takes no registers in plain tiles
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
             const Mod mod(work.p, work.sequence, work.tile);
             const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
@@ -141,10 +141,10 @@ struct Weigher {
         }
     }
 
-    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last where
-    /// `right`.
+    /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
+    /// if `right`.
     __device__ __forceinline__ void hide(Scores<Tile>& s, bool left, bool right) const {
-        // This thread's place is computed again where plain tiles have no registers left for it, or are faster so
+        // Computes this thread's place again if plain tiles have no registers left for it, or are faster that way
         constexpr bool kAnew = kModifies || (kProblems == kDense && Tile::kD <= 64) ||
                                (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
         const int tid = static_cast<int>(threadIdx.x);
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             const auto attempt = [&](bool lagged) { return tile.weigh(lagged, weights, sums, softmax, o); };
             // A tile that every row sees, not the first
             const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;
-            // ScoreMods make this code long: one copy where a few instructions more a tile do not matter
+            // ScoreMods make this code long: one copy of it where a few more instructions a tile do not matter
             if constexpr (kProblems == kAny && !Tile::Machine::kThroughRegisters) {
                 for (bool lagged = may_lag; !attempt(lagged);) lagged = false;
             } else {
@@ -240,7 +240,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
             p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
     });
-    using T = typename Tile::T;  // converted inputs: O is what they were
+    using T = typename Tile::T;  // with converted inputs, O has their type before conversion
     if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
     else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
         store_o<float>(work, o, inverse_l, thread);

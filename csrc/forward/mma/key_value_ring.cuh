@@ -1,4 +1,4 @@
-// The ring of K/V tiles in a block's shared memory: copies, waits, and where the tile that is worked on lies.
+// The ring of K/V tiles in a block's shared memory: its copies, its waits, and the place of the current tile.
 #pragma once
 
 #include <ptx.cuh>
@@ -19,8 +19,8 @@ struct KeyValueCopies {
 };
 
 /// Goes from the last visible tile back to the first, and copies kAhead tiles ahead. With one stage whose copies are
-/// asynchronous, K and V alternate: V comes while S is computed, the next K while O is. The kernel holds the copies, and
-/// the number of tiles that are left: in here they cost registers (docs/tuning/structure.md).
+/// asynchronous, K and V alternate: V comes while S is computed, the next K while O is. The kernel holds the copies and
+/// the number of tiles left: as members they would cost registers (docs/tuning/structure.md).
 template <class Tile>
 class KeyValueRing {
   public:
@@ -35,7 +35,7 @@ class KeyValueRing {
             copies.v.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);
         }
     }
-    /// Finishes them, and starts those of the tiles that copies run ahead.
+    /// Finishes the copies of the first tile, and starts those of the other tiles that are copied ahead.
     __device__ __forceinline__ void run_ahead(Copies& copies) {
         if (work_.tiles > 0) finish(smem_.ring[0], copies);
 #pragma unroll
@@ -48,8 +48,8 @@ class KeyValueRing {
     __device__ __forceinline__ const KeyRows<Tile>& k() const { return smem_.ring[slot_].k; }
     __device__ __forceinline__ const KeyRows<Tile>& v() const { return smem_.ring[slot_].v; }
 
-    /// Waits until the tile (if K and V alternate, its K) has landed; starts the next copy. `left`: the tiles that are
-    /// left, with this one.
+    /// Waits until the tile (if K and V alternate, its K) has landed; starts the next copy. `left` counts the tiles
+    /// left, this one included.
     __device__ __forceinline__ void begin_tile(Copies& copies, int left) {
         ptx::cp_async_wait<Tile::kAhead - 1>();
         __syncthreads();  // the tile has landed, the one before has been used

@@ -8,9 +8,9 @@
 namespace flash_wmma::mma {
 
 /// The shapes for dense and packed problems, found by a sweep (benchmark/tiles.py, docs/tuning/mma.md): per head dim,
-/// the fastest first, then what fills the device with fewer rows or fits less shared memory. Arguments: d, row warps,
-/// dim warps, row tiles, Bc, stages, steps of Q in registers, blocks an SM to keep registers for; then the blocks an SM
-/// from which the shape pays, and how many must be resident on an SM for it to.
+/// the fastest first, then shapes that fill the device with fewer rows or need less shared memory. Arguments: d, row
+/// warps, dim warps, row tiles, Bc, stages, steps of Q in registers, blocks an SM to keep registers for; then the
+/// blocks an SM from which the shape pays, and how many blocks must be resident on an SM for that.
 template <class T, Problems kProblems>
 std::vector<Shape> sm80_shapes() {
     return {

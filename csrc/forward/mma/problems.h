@@ -1,4 +1,4 @@
-// The kinds of problems that the instances of kernel.cuh are for. One that may meet less keeps less in registers.
+// The kinds of problems that the instances of kernel.cuh are for. An instance for fewer keeps less in registers.
 #pragma once
 
 #include "shape_table.h"
@@ -11,7 +11,7 @@ enum Problems : int {
     kAny,     ///< also ScoreMods and converted inputs
 };
 
-/// What p needs at least.
+/// The least kind that covers p.
 inline Problems problems_of(const ForwardParams& p, bool converted) {
     if (converted || p.bias.data || p.alibi_slopes || p.softcap != 0.f) return kAny;
     return is_general(p) ? kPacked : kDense;

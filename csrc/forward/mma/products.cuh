@@ -1,5 +1,5 @@
-// The two products of kernel.cuh as a warp computes them: Q, P, K and V as operands; and what warps that share rows do
-// together.
+// The two products of kernel.cuh as a warp computes them, with Q, P, K and V as operands, and the exchanges of warps
+// that share rows.
 #pragma once
 
 #include <ptx.cuh>
@@ -41,8 +41,8 @@ template <class Tile>
 __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile>& q, Smem<Tile>& smem,
                                             const KeyRows<Tile>& k, const Thread<Tile>& thread) {
     s.clear();
-    // Of ldmatrix's four: the second along d of the first 8 keys. Otherwise the lanes are as for Q and V, with the same
-    // offsets in the same registers.
+    // Which of ldmatrix's four matrices is the second along d of the first 8 keys. If it is the third, lanes are as for
+    // Q and V, with the same offsets in the same registers.
     constexpr int kSecond = Tile::Machine::kPairsB ? 1 : 2;
     const int row = kSecond == 1 ? thread.lane / 16 * 8 + thread.lane % 8 : thread.lane % 16;
     const int column = kSecond == 1 ? thread.lane / 8 % 2 * 8 : thread.lane / 16 * 8;
@@ -95,8 +95,8 @@ __device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>
     }
 }
 
-/// P from the accumulators of the first product to the operand of the second: an accumulator's 16x8 tile is half of a
-/// 16x16 operand, element for element.
+/// Turns P from the accumulators of the first product into the operand of the second: an accumulator's 16x8 tile is
+/// half of a 16x16 operand, element for element.
 template <class Tile>
 __device__ __forceinline__ void hand_over(Weights<Tile>& weights, const Scores<Tile>& p, Smem<Tile>& smem,
                                           const Thread<Tile>& thread) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ void hand_over(Weights<Tile>& weights, const Scores<T
     });
 }
 
-/// Whether it holds in every lane of the warps that share these rows, which meet.
+/// Whether `holds` is true in every lane of the warps that share these rows, which meet.
 template <class Tile>
 __device__ __forceinline__ bool all_agree(bool holds, Smem<Tile>& smem, const Thread<Tile>& thread) {
     bool all = __all_sync(kWarpMask, holds);

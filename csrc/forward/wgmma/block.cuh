@@ -1,4 +1,4 @@
-// What a block of wgmma_sm90 is: its tile shape, what it works on at a time, and the map of its shared memory.
+// A block of wgmma_sm90: its tile shape, its current work, and the map of its shared memory.
 #pragma once
 
 #include <ptx_sm90.cuh>
@@ -17,15 +17,15 @@ struct Tile {
     static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
     static constexpr int kPlans = 4;       // items that are known ahead
     static constexpr bool kTurns = Turns;  // consumers ask for products in turn
-    // Whether the first P V sets O. With two consumers it adds to zeros, which is measured faster
+    // Whether the first P V sets O. With two consumers it adds to zeros, which measured faster
     static constexpr bool kSetsO = Consumers > 2;
-    // Whether a block may have a part of an item, which four consumers' registers have no room for
+    // Whether a block may take a part of an item; four consumers have no registers for it
     static constexpr bool kSplits = Consumers < 4;
-    static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // on the way of O to memory, where it is faster
+    static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // as lanes store O; only where it is faster
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = HeadDim / 64;
-    // Of a thread, in eights: what warpgroup 0 does not need of its registers, the consumers take
+    // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
     static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
     static constexpr int kConsumerRegisters =
@@ -33,7 +33,7 @@ struct Tile {
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
-/// Whether its blocks may have parts. General instances (wgmma_sm90.cuh) have whole items.
+/// Whether an instance's blocks may take parts. General instances (wgmma_sm90.cuh) take whole items.
 template <class Tile, bool General>
 inline constexpr bool kTakesParts = Tile::kSplits && !General;
 
@@ -47,16 +47,17 @@ struct Range {
     int first, end;
 };
 
-/// What a block works on at a time: its sequence and Q tile, and the keys it may see. Words alone (uniform).
+/// What a block works on at a time: its sequence and Q tile, and the keys it may see. All members are words
+/// (uniform()).
 template <class Tile>
 struct Work {
     Sequence sequence;
     QTile tile;
     BandMask mask;
-    int odd;      // whether it is of every other round
-    Range tiles;  // with a key that some row of the Q tile sees. Never empty, but in the one that says: no more
+    int odd;      // alternates from item to item of a block
+    Range tiles;  // with a key that some row of the Q tile sees. Empty only if there is no more work
 
-    /// First row of a consumer. Later rows may see more keys: in every other round the consumers change places.
+    /// First row of a consumer. Later rows may see more keys, so the consumers change places for every other item.
     __device__ __forceinline__ int first_row(int consumer) const {
         return tile.first_row + Tile::kGroupRows * (odd ? Tile::kConsumers - 1 - consumer : consumer);
     }
@@ -106,7 +107,7 @@ struct RingPlace {
     }
 };
 
-/// x, whose words are the same in the whole warp: now the compiler knows.
+/// x, whose words are the same in the whole warp; tells the compiler so.
 template <class X>
 __device__ __forceinline__ X uniform(X x) {
 #pragma unroll

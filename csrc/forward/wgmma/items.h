@@ -1,5 +1,5 @@
-// The items, or Q tiles, of a problem of wgmma_sm90 before a block has seen one: how many they are, whether blocks take
-// them from a queue, and which are split over the keys.
+// The items (Q tiles) of a problem of wgmma_sm90, as the host plans them: how many there are, whether blocks take them
+// from a queue, and which are split over the keys.
 #pragma once
 
 #include <algorithm>
@@ -9,12 +9,12 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Whether a tile's work depends on its place (causal).
+/// Whether the work per tile varies (causal).
 inline bool is_uneven(const ForwardParams& p) {
     return !p.sequences.cu_seqlens_q && p.band.right < kUnbounded && p.band.left >= kUnbounded;
 }
 inline int multiprocessors(const DeviceFacts& device) { return std::max(device.sm_count, 1); }
-/// Q tiles of `br` rows, of packed sequences at least so many.
+/// The number of Q tiles of `br` rows; a lower bound for packed sequences.
 inline std::int64_t items_of(const ForwardParams& p, int br) {
     const bool packed = p.sequences.cu_seqlens_q;
     return ((packed ? p.sequences.total_q : p.seqlen_q) + br - 1) / br * p.heads_q * (packed ? 1 : p.batch);
@@ -34,15 +34,15 @@ inline std::int64_t most_keys(const ForwardParams& p, int br) {
 
 using Queue = unsigned;  ///< how many items were taken from it
 
-/// Whether blocks of `br` rows then take items from a queue in the workspace, when they want one. Of few or short items
-/// that costs more than it gains.
+/// Whether blocks of `br` rows take their next items from a queue in the workspace. With few or short items a queue
+/// costs more than it gains.
 inline bool has_queue(const ForwardParams& p, const DeviceFacts& device, int br) {
     constexpr int kItems = 2, kKeys = 512;  // least of a block, least of a head
     return is_uneven(p) && p.seqlen_k >= kKeys && items_of(p, br) > std::int64_t{kItems} * device.sm_count;
 }
 
-/// Items that would leave SMs idle are split over the keys: each of the last `items`, behind `whole` others, is the work
-/// of `parts` blocks (split.cuh).
+/// Items that would leave SMs idle are split over the keys: each of the last `items`, behind `whole` others, is the
+/// work of `parts` blocks (split.cuh).
 struct Split {
     int whole, items, parts;
 
@@ -50,8 +50,8 @@ struct Split {
     std::int64_t bytes(const Instance& tile) const {
         return std::int64_t{items} * parts * tile.br * (tile.head_dim + 8) * std::int64_t{sizeof(float)};
     }
-    /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, what its
-    /// first tile costs (no products beside its softmax), and what parts cost: to store and to read rows, and a grid.
+    /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, the cost
+    /// of its first tile (no products beside its softmax), and that of parts: storing and reading rows, and a grid.
     double time(const Shape& shape, const ForwardParams& p, const DeviceFacts& device) const {
         constexpr double kRow = 4.75, kGrid = 25'000;
         const Instance& tile = shape.facts;
@@ -64,8 +64,8 @@ struct Split {
         return work * tile.br / shape.speed + (items > 0 ? kRow * rows * items * parts + kGrid : 0);
     }
 };
-/// The split that is through first: none, or into as many parts as one round or two of them hold. Where a tile's work
-/// depends on its place, the last items are small: there all are split or none is.
+/// The split that finishes first: none, or into as many parts as fit one or two rounds. If the work per tile varies,
+/// the last items are small: then all items are split or none is.
 inline Split split_of(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
     constexpr int kKeys = 512, kRounds = 2;  // of a part at least, of parts at most
     const std::int64_t items = items_of(p, shape.facts.br);

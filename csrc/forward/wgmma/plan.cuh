@@ -1,5 +1,5 @@
-// What the blocks of wgmma_sm90 work on, and in which order: the schedule, the planner that follows it, and the way in
-// which the other warps read what it says.
+// What the blocks of wgmma_sm90 work on, and in which order: the schedule, the planner that follows it, and the reader
+// by which other warps get the planner's plans.
 #pragma once
 
 #include <algorithm>
@@ -10,12 +10,12 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// The order of the work: items, which blocks get in rounds of one each, or take from a queue when they want one.
+/// The order of the work. Blocks get items in rounds of one each, or take them from a queue.
 struct Schedule {
-    int items;     // with each part of split ones for itself
-    int dealt;     // of them, those that come head by head, for the sake of the L2 cache, and then the mixed ones
+    int items;     // each part of a split item counts as one
+    int dealt;     // the first of them, which come head by head for the L2 cache; mixed ones follow
     int period;    // heads after which a head's tiles would come to the same blocks again
-    Queue* queue;  // of what comes behind the first item of each block; null: rounds
+    Queue* queue;  // of the items after each block's first one; null: rounds
     Split split;
 
     /// This block's items one after the other; -1: no more.
@@ -23,9 +23,9 @@ struct Schedule {
       public:
         __device__ __forceinline__ explicit Walk(const Schedule& schedule)
             : items_(schedule.items), dealt_(schedule.dealt), queue_(schedule.queue) {}
-        /// For one warp. `await` is called before an item is taken from the queue: what a block takes early, it keeps
-        /// from the others. In rounds, the longest mixed items come first, and their rounds go forth and back: what the
-        /// longest of a round cost more, they save in the next.
+        /// For one warp. Calls `await` before it takes an item from the queue, since an item taken early is kept from
+        /// other blocks. In rounds, the longest mixed items come first, and their rounds go back and forth: a block
+        /// with a longer item in one round has a shorter one in the next.
         template <class Await>
         __device__ __forceinline__ int next(Await await) {
             const int blocks = static_cast<int>(gridDim.x), block = static_cast<int>(blockIdx.x);
@@ -44,7 +44,7 @@ struct Schedule {
             }
             return -1;
         }
-        /// Whether the item last given is every other one.
+        /// Of the item given last: alternates from item to item.
         __device__ __forceinline__ bool odd() const { return !odd_; }
 
       private:
@@ -54,20 +54,20 @@ struct Schedule {
         bool odd_ = false;
     };
 
-    /// Which part `item` is. `item` then numbers what it is a part of, as if all were whole.
+    /// Which part `item` is. Sets `item` to the number of the item it is a part of, as if all were whole.
     __device__ __forceinline__ int part(int& item) const {
         const int part = item - split.whole;
         if (part < 0) return kWhole;
         item = split.whole + part / split.parts;
         return part;
     }
-    /// In how many parts an item with `tiles` is split: of few tiles each may be a part, and some blocks get none.
+    /// How many parts an item with `tiles` is split into: no more than it has tiles, so some blocks may get none.
     __device__ __forceinline__ int parts_of(const Range& tiles) const {
         return min(split.parts, tiles.end - tiles.first);
     }
 
-    /// Heads are those of all batch entries. The tiles of a head are numbered one further on after each period, so that
-    /// of as many heads as there are blocks each block gets every tile once, whatever a tile costs.
+    /// Heads are those of all batch entries. After each period, tile numbers of a head shift by one. So over as many
+    /// heads as there are blocks each block gets every tile once, whatever a tile costs.
     template <int Br>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
@@ -82,8 +82,8 @@ struct Schedule {
     }
 };
 
-/// K tiles with a key that some of `count` rows from `row` on sees; the first may be beyond the sequence's end. None: one
-/// tile, which is masked.
+/// K tiles with a key that some of `count` rows from `row` on sees; `row` may lie beyond the sequence's end. If there
+/// is none: one tile, which is masked.
 template <class Tile>
 __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const BandMask& mask, int row, int count) {
     const int last_row = min(row + count, sequence.seqlen_q) - 1;
@@ -102,9 +102,9 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// The order of a problem. Mixed are, where a tile's work depends on its place: of a queue the last heads, two
-/// items a block, so that blocks end at nearly the same time; else the heads that are not enough for every block to get
-/// each tile once.
+/// The order of a problem. If the work per tile varies (causal), some heads are mixed. With a queue: the last heads,
+/// about two items a block, so that blocks finish together. Without: the heads left over, too few for every block to
+/// get each tile once.
 inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
     const int br = shape.facts.br, items = static_cast<int>(assignment_grid(p, br).x);
     if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}};
@@ -124,7 +124,7 @@ class PlanReader {
     struct View {
         Work<Tile> work;
         Range seen;  // by a consumer
-        int part;    // in lane 0: only who may have one asks for it in all
+        int part;    // valid in lane 0: only instances that take parts broadcast it
     };
 
     __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
@@ -147,7 +147,7 @@ class PlanReader {
     RingPlace<Tile::kPlans> place_;
 };
 
-/// One warp: says what the block works on, one item after the other, ahead of all others.
+/// One warp: publishes what the block works on, one item after the other, ahead of all other warps.
 template <class Tile, bool General>
 class Planner {
   public:

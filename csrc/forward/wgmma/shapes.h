@@ -13,7 +13,7 @@ struct Shape {
     Instance facts;
     bool general;  ///< also for packed sequences and softcap
     bool splits;   ///< takes parts of items
-    float speed;   ///< of a block, beside the other shapes of its head dim
+    float speed;   ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
 };
 

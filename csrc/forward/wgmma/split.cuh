@@ -1,12 +1,12 @@
-// Items of wgmma_sm90 that several blocks share: each sees a part of the keys, and a grid behind the kernel's adds the
-// parts up.
+// Items of wgmma_sm90 that several blocks share: each block sees a part of the keys, and a second grid adds up the
+// parts.
 //
 //     m = max m_i,   l = sum l_i 2^(m_i - m),   O = sum O_i 2^(m_i - m)         and, as ever, O / l and the LSE.
 //
-// A part is kept as the lanes of its warps hold it, for each warp's 16 rows: a vector of each lane beside those of the
-// others. In the grid a warp has 16 rows and 32 columns.
+// A part is stored as the lanes of its warps hold it, for each warp's 16 rows: one vector of all 32 lanes after the
+// other. In the second grid a warp has 16 rows and 32 columns.
 //
-// Bound: L2. Parts are at most two rounds of blocks' O, 36 MB on an H200.
+// Bound: L2. Parts take at most two rounds of blocks' O, 36 MB on an H200.
 #pragma once
 
 #include <launch.h>
@@ -19,7 +19,7 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Where a lane's words of 16 rows' part lie, of those rows of an item that begin with `row`.
+/// Where a lane's words of a part lie, for the 16 rows of an item that begin with `row`.
 template <class Tile>
 struct PartRows {
     static constexpr int kVectors = Tile::kD / 8;  // of O; behind them one of m and l
@@ -33,7 +33,7 @@ struct PartRows {
     __device__ __forceinline__ float4& facts() const { return first[kVectors * 32]; }
 };
 
-/// A warp gives what it has of its rows.
+/// A warp stores its part of its rows.
 template <class Tile>
 __device__ __forceinline__ void give(const PartRows<Tile>& to, const RegisterTile<16, Tile::kD>& o,
                                      const LaggedSoftmax<16>& softmax) {
@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     const Range tiles = visible_tiles<Tile>(a.sequence, mask, a.tile.first_row, Tile::kBr);
     const int lane = static_cast<int>(threadIdx.x) % 32, first_part = item * split.parts,
               parts = schedule.parts_of(tiles);
-    if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // stored by the block itself; no rows
+    if (parts == 1 || a.tile.first_row + row >= a.sequence.seqlen_q) return;  // the block itself stored it; or no rows
 
     constexpr int kVectors = kMergeColumns / 8;
     LaggedSoftmax<16> softmax;
@@ -79,7 +79,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
         const float part_m[2] = {facts.x, facts.y}, part_l[2] = {facts.z, facts.w};
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-            if (part_m[h] == -INFINITY) {  // no visible key: O may be 0 * NaN of v. Scores that are all NaN made l NaN
+            if (part_m[h] == -INFINITY) {  // no visible key: O may be 0 * NaN of v. If all scores are NaN, l is NaN
                 l[h] += part_l[h];
                 continue;
             }

@@ -14,8 +14,8 @@ namespace {
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
 const std::vector<Instance> kInstances = instances_of(kShapes);
 
-/// The least head dim that holds d and d_v; of its shapes the one that is through first. `batch_invariant` takes the
-/// first shape.
+/// Takes the least head dim that holds d and d_v, and of its shapes the one that finishes first. With
+/// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const bool general = is_general(p);
     const Shape* chosen = nullptr;
@@ -38,14 +38,14 @@ const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
     return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
 }
 
-/// One thread, a grid of its own: unlike a memset it overlaps with the grids before and behind it.
+/// One thread, a grid of its own: unlike a memset, it overlaps with the grids before and behind it.
 __global__ void clear(Queue* queue) {
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grids();
     *queue = 0;
 }
 
-/// Of a queue or of the parts of split items: there are never both.
+/// Bytes of the queue or of the parts of split items: a problem never has both.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
     const Shape& shape = choose_shape(p, device);
     return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape.facts);
@@ -61,8 +61,8 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
     shape.launch(p, device, shape, stream);
 }
 
-/// Where mma_sm80 is through first (docs/tuning/hopper.md): so few keys that what a block takes to begin and to end
-/// counts, while there are SMs to spare; or few rows too, which would leave most of this kernel's Q tiles empty.
+/// Whether mma_sm80 finishes first (docs/tuning/hopper.md): with so few keys that a block's start and end count, while
+/// there are SMs to spare; or also with few rows, which would leave most of this kernel's Q tiles empty.
 bool yields(const ForwardParams& p, const DeviceFacts& device) {
     if (p.batch_invariant) return false;  // or the choice would depend on the batch
     const std::int64_t q_tiles = items_of(p, 128), head_dim = std::max({p.head_dim, p.head_dim_v, 64});

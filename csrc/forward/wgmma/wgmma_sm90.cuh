@@ -5,27 +5,26 @@
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
 //
 // Roles: warpgroup 0 plans and produces, one warp each. The planner says what the block works on, ahead of all others;
-// the producer asks for the tiles, and the copy engine brings them. Each consumer warpgroup owns 64 query rows, each of
-// its warps 16 of them with their m and l; S, P and O are registers, which warpgroup 0 gives up (setmaxnreg).
+// the producer issues the copies of the tiles. Each consumer warpgroup owns 64 query rows, each of its warps 16 of them
+// with their m and l. S, P and O are in registers, some of which warpgroup 0 gives up (setmaxnreg).
 //
-// Pipeline: S of the next tile is asked for before P V of this one, so that the tensor cores work while P of the next
-// is made; and so across Q tiles: blocks are persistent, and the last P V of one Q tile stands beside the first S of
-// the next, which is under way while O is stored. Nobody divides or searches between the two: the plan is there.
-// Consumers keep their own time, as far apart as the ring is long; two consumers at d = 64 take turns at asking (named
-// barriers).
+// Pipeline: a consumer issues S of the next tile before P V of this one, so that the tensor cores work while it makes P
+// of the next. The same holds across Q tiles: blocks are persistent, and the last P V of one Q tile is issued beside
+// the first S of the next, which is under way while O is stored. No index arithmetic comes between: the plan is ready.
+// Consumers may be as far apart as the ring is long; two consumers at d = 64 take turns at issuing (named barriers).
 //
 // Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
 // since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
 //
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
-// and one of plans, each place with a barrier that says it is full and one that says it is empty.
+// and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
 //
-// block.cuh says what a block is, plan.cuh what it works on and in which order; items that would leave SMs idle are
-// split over the keys, and a grid behind this one adds the parts up (split.cuh).
+// block.cuh says what a block is, plan.cuh what it works on and in which order. Items that would leave SMs idle are
+// split over the keys, and a second grid adds up the parts (split.cuh).
 //
-// Bound: at d = 64 products and exponentials, each of which would fill the time alone; from d = 128 on the tensor cores
-// and the power they take.
+// Bound: at d = 64 products and exponentials, either of which would take the whole time alone; from d = 128 on the
+// tensor cores and their power.
 #pragma once
 
 #include <launch.h>
@@ -74,7 +73,7 @@ class Producer {
     using Item = Work<Tile>;
     using KeyRows = typename SharedMemory<Tile>::KeyRows;
 
-    /// Waits until `slot` is empty in this round of its ring, then has the rows from `row` on brought there.
+    /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on.
     template <class Rows>
     __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
                                          ptx::Barrier* barrier, int row, int head, const Item& work) const {
@@ -87,8 +86,8 @@ class Producer {
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
-    /// The same of V's `count` first rows, and zeros behind them: beyond a tensor's end the copy engine writes zeros
-    /// itself, but beyond a packed sequence's end it finds rows of the next one.
+    /// The same for V's first `count` rows, with zeros behind them: beyond a tensor's end the copy itself writes zeros,
+    /// but beyond a packed sequence's end it finds rows of the next sequence.
     __device__ __forceinline__ void load_cut(KeyRows& rows, Slot& slot, int row, const Item& work, int count) {
         ptx::barrier_wait(&slot.empty, v_.parity ^ 1);  // every lane for itself, since every lane writes there
         load(rows, maps_.v, slot, v_.parity, &smem_.patch, row, work.tile.head_k, work);
@@ -105,7 +104,7 @@ class Producer {
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
     }
 
-    /// K of the tiles before `tile`, from `last` on, and V of those behind.
+    /// Loads K of the tiles from `tile` - 1 down to `last`, and V one tile behind, from `tile` down to `last` + 1.
     __device__ __forceinline__ void load_down_to(int last, int& tile, const Item& work) {
         for (; tile > last; --tile) {
             load_k(work, tile - 1);
@@ -179,14 +178,14 @@ class Consumer {
         pass_turn();
         while (rows.tiles > 0) {
             attend(rows);
-            // The last product of these rows, the first of the next ones, and beside it O
+            // The last product of these rows, then the first of the next ones, beside which O is stored
             take_turn();
             multiply_pv(rows.tiles > 1);
             release_q();
             const Rows following = next();
             const bool more = following.tiles > 0;
             const int between = rows.after + following.before;  // tiles of the block that these rows do not see
-            // To go on, the producer may want V's slot
+            // The producer may need V's slot to go on
             const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
             if (apart) {
                 ptx::wgmma_wait<0>();
@@ -201,7 +200,7 @@ class Consumer {
                 await_q();
                 await_k();
             } else {
-                q_.stage = k_.stage = 0;  // a product that nobody asks for: wgmma wants one flow of control
+                q_.stage = k_.stage = 0;  // an unused product: wgmma needs one flow of control
             }
             multiply_qk();
             pass_turn();
@@ -251,7 +250,7 @@ class Consumer {
                 seen.first - work.tiles.first};
     }
 
-    /// This warp needs it no longer.
+    /// This warp no longer needs the slot.
     __device__ __forceinline__ void release(Slot& slot) const {
         __syncwarp();
         if (lane_ == 0) ptx::barrier_arrive(&slot.empty);
@@ -285,7 +284,7 @@ class Consumer {
         take_turn();
     }
 
-    // Two consumers that ask at once get their products at once, and nobody's softmax meets the other's products
+    // If two consumers issued at the same time, their products would coincide, and no softmax would overlap with them
     __device__ __forceinline__ void take_turn() const {
         if (Tile::kTurns) ptx::named_barrier_sync(1 + group_, 2 * Tile::kGroupThreads);
     }
@@ -293,7 +292,7 @@ class Consumer {
         if (Tile::kTurns) ptx::named_barrier_arrive(1 + (group_ + 1) % Tile::kConsumers, 2 * Tile::kGroupThreads);
     }
 
-    /// Asks for S = Q K^T.
+    /// Issues S = Q K^T.
     __device__ __forceinline__ void multiply_qk() {
         ptx::wgmma_fence();
 #pragma unroll
@@ -307,7 +306,7 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Asks for O += P V; `begun`: whether O is, or this is the first of its products.
+    /// Issues O += P V; not `begun`: this is O's first product.
     __device__ __forceinline__ void multiply_pv(bool begun) {
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
         ptx::wgmma_fence();
@@ -319,7 +318,7 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// S of this warp's rows once more, without the warpgroup.
+    /// Computes S of this warp's rows once more, without the warpgroup.
     __device__ __forceinline__ void multiply_qk_again() {
         const auto at = [](const T* panel, int r, int vector) { return panel + 64 * r + 8 * (vector ^ r % 8); };
         s_.clear();
@@ -338,7 +337,7 @@ class Consumer {
         }
     }
 
-    /// What brings a product, or with a softcap the score that soft_cap has made of it, to log2 units.
+    /// Brings a product (with a softcap: the score that soft_cap made of the product) to log2 units.
     __device__ __forceinline__ float factor() const { return General && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
     __device__ __forceinline__ void soft_cap() {
         if (!General || p_.softcap == 0.f) return;
@@ -346,8 +345,8 @@ class Consumer {
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
-    /// Scores of keys that a row does not see become -inf: those left of its first where `left`, right of its last
-    /// where `right`.
+    /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
+    /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
         hide_keys(s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
@@ -360,22 +359,22 @@ class Consumer {
         return moderate;
     }
 
-    /// Whether all of the warp's rows say so: `holds` is asked for each of a lane's two. Behind a packed sequence lie
-    /// rows of the next one, which are not asked, or results would depend on them to the bit.
+    /// Whether `holds` is true for all of the warp's rows, two a lane. Rows behind a packed sequence belong to the next
+    /// one and do not count, or the bits of results would depend on them.
     template <class Holds>
     __device__ __forceinline__ bool all_rows(Holds holds) const {
         return __all_sync(kWarpMask,
                           (holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));
     }
 
-    /// Whether all x * factor are below 2^24: then one that is rounded, as m, and one that is not, as in an FMA, differ
-    /// by less than 1. -inf (no visible key yet) counts as such, NaN does not.
+    /// Whether all x * factor are below 2^24: then rounded (as in m) and unrounded (in an FMA) they differ by less than
+    /// 1. -inf (no visible key yet) counts as below, NaN does not.
     __device__ __forceinline__ bool all_moderate(const PerRow& x, float factor) const {
         constexpr float kLimit = 1 << 24;
         return all_rows([&](int h) { return x[h] == -INFINITY || fabsf(x[h] * factor) < kLimit; });
     }
 
-    /// P with the exact maximum of what this tile shows; l is rescaled to it, and so is O, if it has begun. Returns
+    /// P with the exact maximum, this tile's visible scores included; rescales l, and O if it has begun. Returns
     /// whether m is moderate.
     template <class Hide>
     __device__ __forceinline__ bool weigh_exactly(float factor, bool begun, Hide hide_band) {
@@ -407,9 +406,9 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
-    /// All of the rows' work but the product asked for before, the first with K, and the last with V.
+    /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
-        // Where tiles begin whose keys all rows of the warp see
+        // Bounds of the first key of tiles that all rows of the warp see in full
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
         const float factor = this->factor();
@@ -455,7 +454,7 @@ class Consumer {
         }
     }
 
-    /// O / l and the LSE to global memory, or what there is of them to the workspace.
+    /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
         if (rows.part == kWhole)
             store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_);
@@ -477,7 +476,7 @@ class Consumer {
     int rows_left_;  // from row() on in the sequence
 };
 
-/// General: also packed sequences and softcap; without, all of an item's bounds are known to be the same in every
+/// General: also packed sequences and softcap. Otherwise the compiler knows that an item's bounds are the same in every
 /// thread.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles.
@@ -485,9 +484,9 @@ template <class Tile, bool General>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
             const __grid_constant__ Schedule schedule) {
-    auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is found anew for every tile
+    auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is computed again for every tile
     if (threadIdx.x == 0) {
-        constexpr unsigned kWarps = 4;  // of a consumer, each of which releases by itself
+        constexpr unsigned kWarps = 4;  // of a consumer; each releases by itself
         for (auto& stage : smem.q_slot)
             for (Slot& slot : stage) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
         for (auto* ring : {smem.k_slot, smem.v_slot})
@@ -538,7 +537,7 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
         if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
 }
 
-/// `speed`: of a block beside that of other shapes of the same head dim.
+/// `speed`: a block's, relative to other shapes of the same head dim.
 template <class Tile, bool General>
 Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,

@@ -1,5 +1,5 @@
-// What both routes of wmma_v3 (wmma_v3.cuh, v3_opaque.cuh) share: the shape of a block's work, its shared memory, and
-// the way of Q, K and V in and of O and LSE out.
+// What both routes of wmma_v3 (wmma_v3.cuh, v3_opaque.cuh) share: the shape of a block's work, its shared memory, the
+// loads of Q, K and V, and the stores of O and LSE.
 #pragma once
 
 #include <launch.h>
@@ -79,7 +79,7 @@ struct SharedMemory {
     }
 };
 
-/// Starts copying rows [first, first + Rows) of a (rows, d) matrix to shared memory; rows and columns beyond are zeros.
+/// Starts copying rows [first, first + Rows) of a (rows, d) matrix to shared memory, with zeros beyond the matrix.
 template <class Tile, int Rows, class Target>
 __device__ __forceinline__ void copy_tile_async(Target& target, const typename Tile::T* source, std::int64_t pitch,
                                                 int first, int rows, int d) {
@@ -118,7 +118,7 @@ struct Work {
 
     /// Whether the block has no rows, as some have among packed sequences.
     __device__ bool idle() const { return General && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q); }
-    /// What the index functions of tile.cuh ask for: the sequence, or the batch entry where nothing is packed.
+    /// What the index functions of tile.cuh take: the sequence, or the batch entry if nothing is packed.
     __device__ auto place() const {
         if constexpr (General) return sequence;
         else return tile.batch;
@@ -185,8 +185,8 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
         for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
 }
 
-/// Row's final 1/l, times O's unit, and LSE from its sum l and reference m (log2 units): 0 and -inf for a row that saw
-/// no key.
+/// Stores a row's final 1/l, times O's unit, and LSE, from its sum l and reference m (log2 units): 0 and -inf if the
+/// row saw no key.
 template <class Tile, bool General>
 __device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
                            float m, float l) {
@@ -196,7 +196,7 @@ __device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& 
         work.p.lse[lse_index(work.p, work.place(), head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
 }
 
-/// O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
+/// Stores O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
 template <class Tile, bool General>
 __device__ __forceinline__ void store_o(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
                                         OAccumulators<Tile>& o, int warp_row) {

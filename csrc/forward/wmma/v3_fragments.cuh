@@ -1,5 +1,5 @@
-// The fragments of wmma_v3, and what the WMMA API does not tell of them: which row and column each element of a lane
-// is.
+// The fragments of wmma_v3, and what the WMMA API does not say of them: the row and column of each element that a
+// lane holds.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,8 +38,8 @@ __device__ __forceinline__ void each_in_row(Accumulator (&row)[Fragments], int h
         for (int e = 0; e < 4; ++e) f(row[j].x[element_of_row(h, e)], 8 * j + element_of_row(h, e));
 }
 
-/// A fragment from shared memory. bf16's comes through half's, bit for bit: nvcc loads those by LDSM, but bf16's by
-/// plain loads and transposes (layout_is_known checks that both have the same layout).
+/// A fragment from shared memory. A bf16 fragment is loaded as half's, bit for bit: nvcc loads half by LDSM, but bf16
+/// by plain loads and transposes (layout_is_known checks that both have the same layout).
 template <class Use, class Layout>
 __device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, half, Layout>& fragment, const half* from,
                                               unsigned pitch) {
@@ -54,7 +54,7 @@ __device__ __forceinline__ void load_fragment(wmma::fragment<Use, 16, 16, 16, bf
     for (int i = 0; i < fragment.num_elements; ++i) fragment.x[i] = __ushort_as_bfloat16(__half_as_ushort(bits.x[i]));
 }
 
-/// Whether load_fragment gives what load_matrix_sync gives, in this lane.
+/// Whether load_fragment and load_matrix_sync agree in this lane.
 template <class Fragment, class T>
 __device__ bool loads_alike(const T* tile) {
     if constexpr (std::is_same_v<T, half>) return true;
@@ -70,7 +70,7 @@ __device__ bool loads_alike(const T* tile) {
 
 /// Whether the fragments of this hardware are laid out as row_of_element and column_of_element say, matrix_a's element
 /// i (and i + 8, where it has 16) at the accumulator's place i. `index` and `index_f32` are 16x16 tiles whose entries
-/// are their own index, 16 * row + column. The same answer in every lane of the warp.
+/// are their own index, 16 * row + column. Every lane of the warp gets the same answer.
 template <class Tile>
 __device__ bool layout_is_known(const typename Tile::T* index, const float* index_f32) {
     AFragment<Tile> a;

@@ -28,7 +28,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     float m[Tile::kRowTiles], l[Tile::kRowTiles];  // of row lane / 2; both lanes of the pair hold the whole sum
     for (int r = 0; r < Tile::kRowTiles; ++r) m[r] = -INFINITY, l[r] = 0.f;
 
-    ptx::cp_async_wait<0>();  // the first tile, in the other route's place
+    ptx::cp_async_wait<0>();  // the first K tile, copied for the other route, must not land later
     for (int key = work.first_key; key <= work.last_key; key += 16) {
         __syncthreads();
         copy_tile_async<Tile, 16>(k, work.k, p.k.row, key, seqlen_k, p.head_dim);

@@ -3,22 +3,22 @@
 // Algorithm (FlashAttention-2, Algorithm 1): a block owns Br = warps * row_tiles * 16 query rows of one head and loops
 // over K/V tiles of Bc keys:
 //     S = Q K^T;  P = exp2(S * scale - m);  l += rowsum(P);  O += P V            and at the end O / l.
-// What the WMMA API hides and this kernel needs is which row an accumulator element belongs to. A 16x16 tile whose
+// The WMMA API hides which row an accumulator element belongs to, and this kernel needs to know. A 16x16 tile whose
 // entries are their own index, loaded as a fragment, tells each lane the row and column of each of its elements
-// (v3_fragments.cuh). With that:
+// (v3_fragments.cuh). With them:
 //   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
 //   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
 //     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8);
 //   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in the General instances).
-// Hardware whose layout differs takes attend_opaque (v3_opaque.cuh), which asks nothing of it.
+// Hardware with another layout takes attend_opaque (v3_opaque.cuh), which works with any.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
 // m exactly; a plain tile uses the old m and the warp votes that no partial row sum passed Element<T>::kLargestSum.
 // Only if the vote fails is the tile recomputed with the exact maximum, and O and l rescaled.
 //
 // Converted inputs (convert.h): K's and Q's exponents fold into the scale of S. O is kept in the unit 2^u of V's
-// running exponent u (ValueUnit): a tile whose exponent lies a little below u has its weights scaled down by as much,
-// and l takes that back; any other tile moves u, and O with it.
+// running exponent u (ValueUnit). If a tile's exponent lies a little below u, its weights are scaled down by as much,
+// and the sum for l is scaled back. Any other tile moves u, and O with it.
 //
 // Who owns what: warp w owns rows [w * kWarpRows, + kWarpRows) of the Q tile, their O (fragments), m and l. K and V
 // tiles belong to the block, loaded with 16-byte asynchronous copies one tile ahead. Rows are padded by 16 bytes, so
@@ -63,7 +63,7 @@ __device__ __forceinline__ void multiply_qk(Accumulator (&s)[Tile::kRowTiles][Ti
 template <class Tile>
 using Weights = AFragment<Tile>[Tile::kRowTiles][Tile::kBc / 16];
 
-/// P from the accumulators of the first product to the operand of the second, in registers.
+/// Turns P from the accumulators of the first product into the operand of the second, in registers.
 template <class Tile>
 __device__ __forceinline__ void hand_over(Weights<Tile>& weights,
                                           const Accumulator (&p)[Tile::kRowTiles][Tile::kBc / 16]) {
@@ -97,7 +97,7 @@ __device__ __forceinline__ void multiply_pv(OAccumulators<Tile>& o, const Weight
         }
 }
 
-/// ScoreMod on S, where there is one: `scale` brings a product to log2 units.
+/// Applies the ScoreMod, if any, to S; `scale` brings a product to log2 units.
 template <class Tile, bool General>
 __device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::kBc / 16],
                                        const Work<Tile, General>& work, float scale, int warp_row, int key) {
@@ -115,8 +115,7 @@ __device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::k
     }
 }
 
-/// Below this a score's product with its scale, rounded, and the same inside an FMA differ by less than P is rounded
-/// by.
+/// Below this, score * scale differs between rounded and unrounded (inside an FMA) by less than the rounding of P.
 inline constexpr float kModerate = 1 << 13;
 
 /// P = exp2(S * factor + offset), in place; returns this lane's part of the row sum.
@@ -130,7 +129,7 @@ __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16]
     return sum;
 }
 
-/// The main loop where fragments are laid out as known: softmax and P in registers.
+/// The main loop for the known fragment layout: softmax and P in registers.
 template <class Tile, bool General>
 __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
                                        const QOperand<Tile>& q, OAccumulators<Tile>& o, int warp_row) {
@@ -152,7 +151,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
     // The second product runs one tile behind the first, so that it overlaps with the next tile's softmax.
     ValueUnit unit(work.v_exp);
     Weights<Tile> weights;  // of the tile before `key`
-    bool pending = false;   // whether they still wait for their product
+    bool pending = false;   // whether the weights still wait for their product
     int slot = 0;           // of the K ring; the previous V is in the other one
     for (int key = work.first_key; key < work.last_key + 1 + kBc; key += kBc, slot ^= 1) {
         ptx::cp_async_wait<0>();
@@ -195,7 +194,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
         pending = visible;
         if (!visible) continue;
 
-        // Any other tile: S masked and scaled, m exact, O and l rescaled to it
+        // Any other tile: mask and scale S, make m exact, rescale O and l to it
         multiply_qk<Tile>(s, q, k);
         modify(s, work, scale, warp_row, key);
         softmax.l.each([&](int i, float& l) {
@@ -225,8 +224,8 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
     });
 }
 
-/// General: also packed sequences and ScoreMods; without, all of a block's bounds are known to be the same in every
-/// thread.
+/// General: also packed sequences and ScoreMods. Otherwise the compiler knows that a block's bounds are the same in
+/// every thread.
 // spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
 // dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile;
 // tiles that avoid it are slower (docs/tuning).
@@ -239,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const int tid = static_cast<int>(threadIdx.x), warp_row = tid / 32 * Tile::kWarpRows;
     const Sequence& sequence = work.sequence;
 
-    // Q, then the first K tile, on their way; the index tile meanwhile
+    // Start the copies of Q and the first K tile; write the index tiles meanwhile
     const T* queries = row_of<const T>(p.q, work.tile.batch, work.tile.head, sequence.first_q);
     copy_tile_async<Tile, Tile::kBr>(smem.q(), queries, p.q.row, work.tile.first_row, sequence.seqlen_q, p.head_dim);
     ptx::cp_async_commit();
@@ -282,7 +281,7 @@ Shape shape(int min_arch, float blocks_per_sm) {
             launch_tile<Tile, General>};
 }
 
-// The shapes that ship: of those that benchmark/tiles.py compares, per head dim the fastest for many query tiles and
+// The shapes that ship: per head dim, of those that benchmark/tiles.py compares, the fastest for many query tiles and
 // the fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
 // least architecture of the source, and the blocks an SM from which the shape pays.
 
