@@ -6,6 +6,19 @@ from mutations.fault import Fault
 
 WGMMA = ("wgmma_sm90",)
 
+AGAIN = (
+    "            if (!done) {\n"
+    "                if (plain) {\n"
+    "                    multiply_qk_again();\n"
+    "                    soft_cap();\n"
+    "                }\n"
+    "                softmax_.settled =\n"
+    "                    weigh_exactly(factor, key < first, "
+    "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
+    "            }\n"
+)
+"""What a consumer of wgmma_sm90 does with K after the vote."""
+
 FAULTS = [
     # ----------------------------------------------------------------- wgmma_sm90: barriers, parities, fences, releases
     Fault(
@@ -19,31 +32,8 @@ FAULTS = [
     Fault(
         name="wgmma-k-released-before-it-is-read-again",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old=(
-            "            if (!done) {\n"
-            "                if (plain) {\n"
-            "                    multiply_qk_again();\n"
-            "                    soft_cap();\n"
-            "                }\n"
-            "                softmax_.settled =\n"
-            "                    weigh_exactly(factor, key < first, "
-            "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
-            "            }\n"
-            "            release_k();\n"
-        ),
-        new=(
-            "            release(smem_.k_slot[k_.stage]);\n"
-            "            if (!done) {\n"
-            "                if (plain) {\n"
-            "                    multiply_qk_again();\n"
-            "                    soft_cap();\n"
-            "                }\n"
-            "                softmax_.settled =\n"
-            "                    weigh_exactly(factor, key < first, "
-            "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
-            "            }\n"
-            "            k_.advance();\n"
-        ),
+        old=AGAIN + "            release_k();\n",
+        new="            release(smem_.k_slot[k_.stage]);\n" + AGAIN + "            k_.advance();\n",
         why="K of a tile whose vote failed is read behind its release",
         kernels=WGMMA,
     ),

@@ -61,9 +61,8 @@ struct VisibleTiles {
     __device__ __forceinline__ bool all(int key) const { return key >= all_begin && key < all_end; }
 };
 
-/// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel makes
-/// a Weigher for each tile and passes accumulators as arguments: held by an object that outlives a tile, they cost
-/// mma_sm80 up to 7 % (docs/tuning/structure.md).
+/// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
+/// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
 struct Weigher {
     static constexpr bool kModifies = kProblems == kAny;
