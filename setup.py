@@ -71,18 +71,18 @@ SHIPPED = (
     *("csrc/forward/**/*", "csrc/backward/**/*", "csrc/reductions/*"),
 )
 
-CXX_FLAGS = "-std=c++17 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
+CXX_FLAGS = "-std=c++20 -O3 -fPIC -Wall -Wextra -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a
 # row and its LSE too. The kernels name the fast instructions where they want them (ptx.cuh).
 NVCC_FLAGS = (
-    "-std=c++17 -O3 --expt-relaxed-constexpr -Icsrc/device -Icsrc -Xptxas -v"
+    "-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc/device -Icsrc -Xptxas -v"
     " -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
     + (" -Werror all-warnings" if WERROR else "")
     + (" -lineinfo" if os.environ.get("FLASH_WMMA_LINEINFO") == "1" else "")
 )
 # csrc/device/hip comes first: it has <cuda_runtime.h>, <launch.h> and <ptx.cuh>.
 HIP_FLAGS = (
-    f"-x hip -std=c++17 -O3 -fPIC {HIDDEN} -Wall -Wextra -Wno-missing-braces -Icsrc/device/hip -Icsrc/device -Icsrc"
+    f"-x hip -std=c++20 -O3 -fPIC {HIDDEN} -Wall -Wextra -Wno-missing-braces -Icsrc/device/hip -Icsrc/device -Icsrc"
     " -include cuda_runtime.h" + (" -Werror" if WERROR else "")
 )
 

@@ -7,7 +7,7 @@
 The launches are those of the kernels and of the micro-kernels in tests/emulator/micro.cu. For the micro-kernels
 ``measure`` takes the folder with micro.so, which nvcc makes of that file anywhere:
 
-    nvcc -std=c++17 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
+    nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90,code=sm_90 \\
         -o FOLDER/micro.so tests/emulator/micro.cu
     python benchmark/calibrate.py measure gpu.json --programs FOLDER
 """

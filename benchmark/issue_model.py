@@ -212,7 +212,8 @@ class Shape:
 
 def shape_of(function: str) -> Shape | None:
     """The shape of an instance of mma_sm75, from its mangled name; None: another function."""
-    found = re.search(r"3mma7forwardI\w*?4Sm75E6__half((?:L[ib]\d+E)+)E+LN\w+?8ProblemsE(\d)E", function)
+    tile = r"4Sm75E6__halfXtlN\w+?9TileShapeE((?:L[ib]\d+E)+)E+"
+    found = re.search(rf"3mma7forwardI\w*?{tile}LN\w+?8ProblemsE(\d)E", function)
     if not found:
         return None
     numbers = [int(n) for n in re.findall(r"L[ib](\d+)E", found[1])]

@@ -52,7 +52,7 @@ class Shape:
     shared_memory: ClassVar[str]
     dtype: ClassVar[str] = "float16"
     #: the template's arguments behind the Tile
-    more: ClassVar[str] = ", false"
+    more: ClassVar[str] = ""
 
     def tile(self, head_dim: int) -> str:
         """The Tile in C++."""
@@ -76,6 +76,7 @@ class WmmaShape(Shape):
     header: ClassVar[str] = "forward/wmma/wmma_v3.cuh"
     namespace: ClassVar[str] = "wmma_v3"
     shared_memory: ClassVar[str] = "SharedMemory"
+    more: ClassVar[str] = ", wmma_v3::kPlain"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 16 * self.warps * self.row_tiles)
@@ -83,8 +84,8 @@ class WmmaShape(Shape):
     def tile(self, head_dim: int) -> str:
         q = str(self.q_in_registers).lower()
         return (
-            f"wmma_v3::Tile<half, {head_dim}, {self.warps}, {self.row_tiles}, {self.bc}, {q}, "
-            f"{self.blocks_per_sm}, wmma_v3::Handover::k{self.handover}, {self.pad}>"
+            f"wmma_v3::Tile<half, wmma_v3::TileShape{{{head_dim}, {self.warps}, {self.row_tiles}, {self.bc}, {q}, "
+            f"{self.blocks_per_sm}, wmma_v3::Handover::k{self.handover}, {self.pad}}}>"
         )
 
 
@@ -103,15 +104,15 @@ class MmaShape(Shape):
     header: ClassVar[str] = "forward/mma/mma_sm80.cuh"
     namespace: ClassVar[str] = "mma"
     shared_memory: ClassVar[str] = "Smem"
-    more: ClassVar[str] = ", mma::kDense"
+    more: ClassVar[str] = ", Problems::kPlain"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 16 * self.row_warps * self.row_tiles)
 
     def tile(self, head_dim: int) -> str:
         return (
-            f"mma::Tile<mma::{self.machine}, half, {head_dim}, {self.row_warps}, {self.dim_warps}, {self.row_tiles}, "
-            f"{self.bc}, {self.stages}, {self.q_steps}, {self.blocks_per_sm}>"
+            f"mma::Tile<mma::{self.machine}, half, mma::TileShape{{{head_dim}, {self.row_warps}, {self.dim_warps}, "
+            f"{self.row_tiles}, {self.bc}, {self.stages}, {self.q_steps}, {self.blocks_per_sm}}}>"
         )
 
 
@@ -129,15 +130,14 @@ class SimtShape(Shape):
     namespace: ClassVar[str] = "simt"
     shared_memory: ClassVar[str] = "SharedMemory"
     dtype: ClassVar[str] = "float32"
-    more: ClassVar[str] = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "br", 32 // self.lane_columns * self.warps * self.rows)
 
     def tile(self, head_dim: int) -> str:
         return (
-            f"simt::Tile<{head_dim}, {self.warps}, {self.lane_columns}, {self.rows}, {self.bc}, {self.stages}, "
-            f"{self.blocks_per_sm}>"
+            f"simt::Tile<simt::TileShape{{{head_dim}, {self.warps}, {self.lane_columns}, {self.rows}, {self.bc}, "
+            f"{self.stages}, {self.blocks_per_sm}}}>"
         )
 
 
@@ -273,7 +273,7 @@ def build(library: Path, head_dim: int, tiles: Sequence[Shape], arch: str) -> No
             smems=", ".join(f"sizeof({memory})" for memory in each("{space}::{shared_memory}<{tile}>")),
         )
     )
-    flags = ["-std=c++17", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
+    flags = ["-std=c++20", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC", f"-arch={arch}"]
     subprocess.run([nvcc, *flags, "--split-compile=0", str(source), "-o", str(library)], check=True)
 
 

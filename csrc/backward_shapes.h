@@ -14,10 +14,6 @@ struct Problem;
 /// What a launch computes (backward/mma/kernel.cuh).
 enum class Pass { kFused, kKeys, kQueries };
 
-/// The problems that an instance takes: plain ones; also packed sequences and ScoreMods; all of these, with converted
-/// inputs.
-enum class Problems { kPlain, kGeneral, kConverted };
-
 /// A tile shape of a pass and its launch.
 struct Shape {
     Instance facts;
@@ -27,25 +23,24 @@ struct Shape {
     int resident = 1;  ///< blocks that an SM's shared memory must hold for the shape to pay
 };
 
-/// The first shape in the table for this pass, kind of problem and dtype of the products that holds d and d_v and fits
-/// the device.
+/// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and
+/// fits the device. Instances for converted inputs take no others.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
                                  const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
-    constexpr int kReserved = 1024;  // bytes that a block takes beyond those it asks for
-    const bool converted = p.dtype != dtype, plain = !is_general(p);
-    const auto takes = [&](Problems problems) {
-        if (converted) return problems == Problems::kConverted;
-        return problems == Problems::kGeneral || (plain && problems == Problems::kPlain);
-    };
+    const bool converted = p.dtype != dtype;
+    const Problems problems = problems_of(p, converted);
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && takes(shape.problems) &&
-            tile.min_arch <= device.arch &&
-            shape.resident * (tile.smem_bytes + kReserved) <= device.smem_optin + kReserved)
+        if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && includes(shape.problems, problems) &&
+            includes(shape.problems, Problems::kConverted) == converted && tile.min_arch <= device.arch &&
+            fits(tile, shape.resident, device))
             return shape;
     }
     throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");
 }
+
+/// The pass whose instance stands for the whole backward: the one that computes dK and dV.
+inline Pass naming_pass(const BackwardParams& p) { return p.deterministic ? Pass::kKeys : Pass::kFused; }
 
 }  // namespace flash_wmma::backward

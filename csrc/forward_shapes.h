@@ -9,41 +9,47 @@
 
 namespace flash_wmma {
 
-/// A tile shape and its launch. It is faster than the later shapes of the same head dim in the table if there are at
-/// least `blocks_per_sm` blocks per SM and an SM's shared memory holds `resident` blocks.
+/// When a tile shape is faster than the later shapes of the same head dim in the table.
+struct Pays {
+    float blocks_per_sm = 0.f;  ///< if there are at least so many blocks per SM
+    int resident = 1;           ///< and an SM's shared memory holds so many
+};
+
+/// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    int problems;  ///< problems it is for, as its kernel numbers them (or is_general: false or true)
-    float blocks_per_sm;
-    int resident;
+    Problems problems;
+    Pays pays;
     void (*launch)(const ForwardParams&, Stream);
     int lanes = 0;  ///< least lanes per warp that it runs with
 };
 
-/// Whether the device's warps have enough lanes and an SM's shared memory holds the shape's resident blocks. An SM has
-/// 1 KiB more than a block may opt in to; a block takes 1 KiB more than it asks for.
-inline bool fits(const Shape& shape, const DeviceFacts& device) {
-    constexpr int kReserved = 1024;
-    return shape.lanes <= device.warp_size &&
-           shape.resident * (shape.facts.smem_bytes + kReserved) <= device.smem_optin + kReserved;
+/// Of the sets in the table that include `problems`, the one with the fewest.
+inline Problems fewest(const std::vector<Shape>& shapes, DType dtype, Problems problems) {
+    Problems found = Problems::kAny;
+    for (const Shape& shape : shapes)
+        if (shape.facts.dtype == dtype && includes(shape.problems, problems)) found = std::min(found, shape.problems);
+    return found;
 }
 
-/// Takes the least head dim that holds d and d_v. Among its shapes that fit the device, chooses the first in the table
-/// that fills the device, or else the last. With `batch_invariant` it chooses the first that fits, whatever the number
-/// of heads and sequences.
-inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, int problems, const ForwardParams& p,
-                                 const DeviceFacts& device) {
+/// Takes the least head dim that holds d and d_v. Among its shapes for the fewest problems that fit the device, chooses
+/// the first in the table that fills the device, or else the last. With `batch_invariant` it chooses the first that
+/// fits, whatever the number of heads and sequences.
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Problems problems,
+                                 const ForwardParams& p, const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
+    const Problems kind = fewest(shapes, dtype, problems);
     const Shape* chosen = nullptr;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != dtype || tile.head_dim < d || shape.problems != problems) continue;
-        if (tile.min_arch > device.arch || !fits(shape, device)) continue;
+        if (tile.dtype != dtype || tile.head_dim < d || shape.problems != kind) continue;
+        if (tile.min_arch > device.arch || shape.lanes > device.warp_size || !fits(tile, shape.pays.resident, device))
+            continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
         const std::int64_t rows = p.sequences.cu_seqlens_q ? p.sequences.total_q : p.seqlen_q * p.batch;
         const auto blocks = static_cast<float>(rows * p.heads_q) / static_cast<float>(tile.br);
-        if (p.batch_invariant || blocks >= shape.blocks_per_sm * static_cast<float>(device.sm_count)) break;
+        if (p.batch_invariant || blocks >= shape.pays.blocks_per_sm * static_cast<float>(device.sm_count)) break;
     }
     if (!chosen) throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");
     return *chosen;

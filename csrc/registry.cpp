@@ -136,10 +136,9 @@ namespace {
 /// reads the dtype and does not round it.
 template <class Params>
 bool is_exact(const Kernel<Params>& kernel, DType dtype) {
-    const Instance* end = kernel.instances + kernel.instance_count;
-    return kernel.instance_count == 0 ||
-           (!(kernel.rounds_float32 && dtype == DType::kFloat32) &&
-            std::any_of(kernel.instances, end, [&](const Instance& instance) { return instance.dtype == dtype; }));
+    const auto reads = [&](const Instance& instance) { return instance.dtype == dtype; };
+    return kernel.instances.empty() || (!(kernel.rounds_float32 && dtype == DType::kFloat32) &&
+                                        std::any_of(kernel.instances.begin(), kernel.instances.end(), reads));
 }
 
 }  // namespace

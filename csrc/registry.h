@@ -51,16 +51,21 @@ struct Instance {
 struct KernelFacts {
     const char* name;  ///< unique among all kernels, forward and backward
     const char* summary;
-    int min_arch;           ///< 0: a CPU kernel
-    int bf16_min_arch;      ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
-    bool float32, float16;  ///< input types it takes
-    int min_head_dim, max_head_dim;
-    unsigned features;  ///< Feature bits
-    int auto_rank;      ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
-    const Instance* instances;
-    std::size_t instance_count;
+    int min_arch = 0;             ///< 0: a CPU kernel
+    int max_arch = 1 << 30;       ///< the last arch that it has code for, if that is for one architecture (sm_90a)
+    int bf16_min_arch = 0;        ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
+    bool float32 = false;         ///< input types it takes
+    bool float16 = false;         //
+    bool rounds_float32 = false;  ///< its instances that read fp32 round it to half on the way into the products
+    int min_head_dim = 1;         ///< of d and d_v
+    int max_head_dim = 256;       //
+    unsigned features = 0;        ///< Feature bits
+    int auto_rank = 0;            ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
+    std::vector<Instance> instances = {};
 };
 
+/// A kernel's row: its facts and what is called. A row is written as
+///     {{.name = ..., .summary = ..., ...}, choose, workspace_bytes, launch}
 template <class Params>
 struct Kernel : KernelFacts {
     /// The instance that runs these params on that device; null on the CPU.
@@ -69,13 +74,15 @@ struct Kernel : KernelFacts {
     std::int64_t (*workspace_bytes)(const Params&, const DeviceFacts&);
     /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
     void (*launch)(const Params&, const DeviceFacts&, Stream);
-    /// The last arch that it has code for, if its code is for one architecture only (sm_90a).
-    int max_arch = 1 << 30;
-    /// Whether its instances that read fp32 round it to half on the way into the products.
-    bool rounds_float32 = false;
     /// Whether `auto` leaves these params to a kernel of lower rank that is faster for them; null: never.
     bool (*yields)(const Params&, const DeviceFacts&) = nullptr;
 };
+/// Kernel::workspace_bytes of a kernel without a workspace.
+template <class Params>
+std::int64_t no_workspace(const Params&, const DeviceFacts&) {
+    return 0;
+}
+
 using KernelInfo = Kernel<ForwardParams>;
 using BackwardKernelInfo = Kernel<BackwardParams>;
 

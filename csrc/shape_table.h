@@ -1,12 +1,26 @@
 // Functions for the kernels' tables of tile shapes. A Shape is any struct whose member `facts` is its Instance.
 #pragma once
 
+#include <cstddef>
 #include <initializer_list>
+#include <iterator>
+#include <type_traits>
+#include <utility>
 #include <vector>
 
+#include "problems.h"
 #include "registry.h"
 
 namespace flash_wmma {
+
+/// shape_of(i) of each row of a constant table, i a std::integral_constant: the row is a constant, so that it can name
+/// an instance.
+template <const auto& kRows, class ShapeOf>
+auto of_rows(ShapeOf shape_of) {
+    return [&]<std::size_t... kIndex>(std::index_sequence<kIndex...>) {
+        return std::vector{shape_of(std::integral_constant<std::size_t, kIndex>())...};
+    }(std::make_index_sequence<std::size(kRows)>());
+}
 
 /// The parts of a table as one.
 template <class Shape>
@@ -16,18 +30,28 @@ std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
     return all;
 }
 
-/// The instances of `shapes`, in the same order.
+/// These facts with the instances of `shapes`.
 template <class Shape>
-std::vector<Instance> instances_of(const std::vector<Shape>& shapes) {
-    std::vector<Instance> instances;
-    for (const Shape& shape : shapes) instances.push_back(shape.facts);
-    return instances;
+KernelFacts with_instances(KernelFacts facts, const std::vector<Shape>& shapes) {
+    for (const Shape& shape : shapes) facts.instances.push_back(shape.facts);
+    return facts;
 }
 
-/// Whether p has packed sequences or ScoreMods, which plain instances do not handle.
-inline bool is_general(const ForwardParams& p) {
-    const Sequences& s = p.sequences;
-    return p.bias.data || p.alibi_slopes || p.softcap != 0.f || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+/// Whether some shape's products are of that type. Other inputs have to be converted.
+template <class Shape>
+bool reads(const std::vector<Shape>& shapes, DType dtype) {
+    for (const Shape& shape : shapes)
+        if (shape.facts.dtype == dtype) return true;
+    return false;
+}
+
+/// Bytes of shared memory that a block takes beyond those it asks for. An SM has as many more than a block may opt in
+/// to.
+inline constexpr int kReservedSharedMemory = 1024;
+
+/// Whether an SM's shared memory holds `resident` blocks of the instance.
+inline bool fits(const Instance& tile, int resident, const DeviceFacts& device) {
+    return resident * (tile.smem_bytes + kReservedSharedMemory) <= device.smem_optin + kReservedSharedMemory;
 }
 
 }  // namespace flash_wmma

@@ -65,7 +65,7 @@ def build_native(config: pytest.Config) -> None:
     if not module.exists() or module.stat().st_mtime < max(path.stat().st_mtime for path in [*sources, LIBRARY]):
         folder.mkdir(parents=True, exist_ok=True)
         includes = [Path(torch.__file__).parent / "include", sysconfig.get_path("include")]
-        command = ["c++", "-std=c++17", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
+        command = ["c++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden"]
         command += [f"-I{ROOT / 'csrc'}", *(f"-isystem{path}" for path in includes)]
         command += [str(sources[0]), "-o", str(module), str(LIBRARY), f"-Wl,-rpath,{LIBRARY.parent}"]
         subprocess.run(command, check=True)

@@ -57,7 +57,7 @@ def gpu_program(name: str, folder: Path) -> GpuProgram:
     arch += "a" if name == f"sm{arch}" else ""  # of instructions that later cards do not have
     library = folder / f"{name}.so"
     includes = [f"-I{ROOT / folder}" for folder in ("csrc", "csrc/device")]
-    command = [nvcc, "-std=c++17", *includes, "-shared", "-Xcompiler", "-fPIC", "-lineinfo"]
+    command = [nvcc, "-std=c++20", *includes, "-shared", "-Xcompiler", "-fPIC", "-lineinfo"]
     command += ["-gencode", f"arch=compute_{arch},code=sm_{arch}", str(FOLDER / f"{name}.cu"), "-o", str(library)]
     subprocess.run(command, check=True)
     return GpuProgram(library)

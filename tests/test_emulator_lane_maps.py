@@ -1,7 +1,7 @@
 """Which element of a tile each lane holds: in the emulator, and on a GPU where there is one, as the kernels rely on.
 
 On a machine with a GPU and no nvcc, FLASH_WMMA_TEST_PROGRAMS names a folder with lane_maps.so, made by
-nvcc -std=c++17 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90 tests/emulator/lane_maps.cu -o lane_maps.so
+nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90 tests/emulator/lane_maps.cu -o lane_maps.so
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".cu", ".cuh", ".h", ".cpp", ".inl")
-REGISTRY = ("attention.h", "registry.h", "shape_table.h", "forward_shapes.h", "backward_shapes.h")
+REGISTRY = ("attention.h", "problems.h", "registry.h", "shape_table.h", "forward_shapes.h", "backward_shapes.h")
 """The contract, what a kernel says of itself, and the tables of tiles that several families use."""
 BELOW_TORCH = ("cpu/threads.h", "device/product.h", "emulator/api.h", "reductions/reductions.h")
 """What csrc/torch implements for a folder, or calls of it."""

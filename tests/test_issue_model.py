@@ -16,8 +16,8 @@ SCRIPT = ROOT / "benchmark" / "issue_model.py"
 sys.path.insert(0, str(SCRIPT.parent))
 
 # 16 rows, 16 keys, d = 16: 8 HMMA a tile.
-TILE = "4TileINS0_4Sm75E6__halfLi16ELi1ELi1ELi1ELi16ELi1ELb1ELi1EEE"
-NAME = f"_ZN10flash_wmma3mma7forwardINS0_{TILE}LNS0_8ProblemsE0EEEvNS_13ForwardParamsE"
+TILE = "4TileINS0_4Sm75E6__halfXtlNS0_9TileShapeELi16ELi1ELi1ELi1ELi16ELi1ELi1ELi1EEEEE"
+NAME = f"_ZN10flash_wmma3mma7forwardINS0_{TILE}LNS_8ProblemsE0EEEvNS_13ForwardParamsE"
 
 # As cuobjdump -sass writes it: the prologue's loop, then the loop over K/V tiles with the copy of the next tile (0x50),
 # a plain tile (0x90), the exact path (0x160), P V (0x260) and the end (0x300).

@@ -191,6 +191,7 @@ NAMES = """
 struct __half {};
 namespace flash_wmma {
 struct ForwardParams {};
+enum class Problems : unsigned { kAny = 7 };
 namespace {
 template <class T> void __attribute__((used)) wmma_v2(ForwardParams) {}
 template void wmma_v2<__half>(ForwardParams);
@@ -198,9 +199,11 @@ template void wmma_v2<float>(ForwardParams);
 }
 namespace wmma_v3 {
 enum class Handover { kRegisters, kShared };
-template <class Scalar, int, int, int, int, bool, int, Handover, int> struct Tile {};
-template <class Tile, bool> void forward(ForwardParams) {}
-template void forward<Tile<__half, 256, 2, 1, 16, false, 1, Handover::kRegisters, 8>, true>(ForwardParams);
+struct TileShape { int d, warps, row_tiles, keys; bool q_in_registers; int blocks; Handover handover; int pad; };
+template <class Scalar, TileShape> struct Tile {};
+template <class Tile, Problems> void forward(ForwardParams) {}
+template void forward<
+    Tile<__half, TileShape{256, 2, 1, 16, false, 1, Handover::kRegisters, 8}>, Problems::kAny>(ForwardParams);
 }
 }
 """
@@ -209,7 +212,7 @@ template void forward<Tile<__half, 256, 2, 1, 16, false, 1, Handover::kRegisters
 def test_names_of_kernels(cuda_sources: list[str], setup_py: ModuleType, tmp_path: Path) -> None:
     """A kernel that g++ compiles has the name under which the table has what nvcc compiled."""
     (tmp_path / "names.cpp").write_text(NAMES)
-    run(tool("g++"), "-std=c++17", "-c", tmp_path / "names.cpp", "-o", tmp_path / "names.o")
+    run(tool("g++"), "-std=c++20", "-c", tmp_path / "names.cpp", "-o", tmp_path / "names.o")
     mangled = [line.split()[-1] for line in run(tool("nm"), tmp_path / "names.o").splitlines()]
     names = setup_py.demangled(mangled)
     assert len(names) == 3

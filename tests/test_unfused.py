@@ -141,7 +141,7 @@ def cublas(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     source.write_text(CUBLAS)
     library = source.with_suffix(".so")
     csrc = flash_wmma.emulator._compile.CSRC
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{csrc}"]
+    flags = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", f"-I{csrc}"]
     subprocess.run(["g++", *flags, str(source), "-o", str(library)], check=True)
     loaded = ctypes.CDLL(str(library))
     loaded.multiply.restype = ctypes.c_char_p

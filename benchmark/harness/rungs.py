@@ -219,7 +219,7 @@ def build(args: argparse.Namespace) -> None:
     nvcc = find_nvcc()
     if nvcc is None:
         sys.exit("tiles.py rungs: nvcc not found; set CUDA_HOME or put nvcc on PATH")
-    flags = ["-std=c++17", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC"]
+    flags = ["-std=c++20", "-O3", *INCLUDES, "-shared", "-Xcompiler", "-fPIC"]
     source, arch = write_source(args.head_dim), f"-arch=sm_{args.arch}"
     subprocess.run([nvcc, *flags, arch, str(source), "-o", str(library(args.head_dim))], check=True)
 

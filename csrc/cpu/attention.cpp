@@ -175,19 +175,14 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
     });
 }
 
-const KernelInfo kKernel{
-    "cpu",
-    "native CPU kernel, fp32 arithmetic, a lane per query row",
-    /*min_arch=*/0,
-    /*bf16_min_arch=*/1,
-    /*float32=*/true,
-    /*float16=*/true,
-    /*min_head_dim=*/1,
-    /*max_head_dim=*/256,
-    kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
-    /*auto_rank=*/100,
-    /*instances=*/nullptr,
-    /*instance_count=*/0,
+const KernelInfo kKernel = {
+    {.name = "cpu",
+     .summary = "native CPU kernel, fp32 arithmetic, a lane per query row",
+     .bf16_min_arch = 1,
+     .float32 = true,
+     .float16 = true,
+     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,
     launch,

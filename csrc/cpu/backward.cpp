@@ -128,20 +128,15 @@ void launch(const BackwardParams& p, const DeviceFacts&, Stream) {
     });
 }
 
-const BackwardKernelInfo kKernel{
-    "bwd_cpu",
-    "native CPU kernel, fp32 arithmetic, a block of keys a task",
-    /*min_arch=*/0,
-    /*bf16_min_arch=*/1,
-    /*float32=*/true,
-    /*float16=*/true,
-    /*min_head_dim=*/1,
-    /*max_head_dim=*/256,
-    kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic | kBiasGradient |
-        kDeterministicBiasGradient,
-    /*auto_rank=*/100,
-    /*instances=*/nullptr,
-    /*instance_count=*/0,
+const BackwardKernelInfo kKernel = {
+    {.name = "bwd_cpu",
+     .summary = "native CPU kernel, fp32 arithmetic, a block of keys a task",
+     .bf16_min_arch = 1,
+     .float32 = true,
+     .float16 = true,
+     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic | kBiasGradient |
+                 kDeterministicBiasGradient,
+     .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,
     launch,

@@ -9,17 +9,30 @@
 
 namespace flash_wmma::simt {
 
+/// Shape of a block's work.
+struct TileShape {
+    int d;              ///< the largest d and d_v that the instance holds
+    int warps = 4;      //
+    int lane_columns;   ///< of a warp's grid of lanes
+    int rows = 4;       ///< of a lane
+    int keys;           ///< of a tile (backward: streamed rows)
+    int stages = 1;     ///< K/V tiles in flight
+    int blocks_per_sm;  ///< resident blocks to keep registers for
+};
+
 /// Each warp owns kWarpRows rows of a block. Its lanes are a grid of kLaneRows x kLaneColumns. Lane (r, c) has the
 /// groups of four rows r + kLaneRows * i. Of a product with kBc columns ("keys") it has the columns c + kLaneColumns *
 /// n, of one with kD columns the vectors of four columns c + kLaneColumns * v.
 ///
 /// The lowest bit of a lane selects a row, the next ones a column. A 16-byte load takes four wavefronts, but two if
 /// lanes l and l ^ 1, or l and l ^ 2, read the same. In this order the former do for columns, the latter for rows.
-template <int HeadDim, int Warps, int LaneColumns, int Rows, int Keys>
+template <TileShape kShape>
 struct LaneGrid {
-    static constexpr int kD = HeadDim, kWarps = Warps, kBc = Keys;
-    static constexpr int kLaneColumns = LaneColumns, kLaneRows = 32 / LaneColumns;
-    static constexpr int kRows = Rows, kKeys = kBc / kLaneColumns, kVectors = kD / 4 / kLaneColumns;  // of a lane
+    static constexpr int kD = kShape.d, kWarps = kShape.warps, kBc = kShape.keys, kStages = kShape.stages;
+    static constexpr int kLaneColumns = kShape.lane_columns, kLaneRows = 32 / kLaneColumns;
+    static constexpr int kRows = kShape.rows, kKeys = kBc / kLaneColumns,
+                         kVectors = kD / 4 / kLaneColumns;  // of a lane
+    static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
     static constexpr int kWarpRows = kLaneRows * kRows, kBr = kWarps * kWarpRows, kThreads = 32 * kWarps;
     static constexpr int kWeightPitch = kWarpRows + (kWarpRows % 16 == 0 ? 8 : 0);  // four in other banks: see Weights
     static_assert(kRows % 4 == 0 && kBc % kLaneColumns == 0 && kD % (4 * kLaneColumns) == 0 && kLaneColumns >= 8);

@@ -14,7 +14,8 @@ namespace flash_wmma::mma {
 struct Sm75 {
     static constexpr bool kThroughRegisters = true;  // on the way to shared memory
     static constexpr bool kMultipliesBf16 = false;
-    static constexpr bool kPairsB = false;  // each product takes its part of B from one register
+    static constexpr int kSharedMemory = 64 * 1024;  // bytes that a block may have
+    static constexpr bool kPairsB = false;           // each product takes its part of B from one register
 
     /// D += A B: A 16x16, B 16x8, as two products along k.
     template <class T>

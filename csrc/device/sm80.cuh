@@ -13,7 +13,8 @@ namespace flash_wmma::mma {
 struct Sm80 {
     static constexpr bool kThroughRegisters = false;  // on the way to shared memory
     static constexpr bool kMultipliesBf16 = true;
-    static constexpr bool kPairsB = true;  // a product takes B from two neighbouring registers
+    static constexpr int kSharedMemory = 227 * 1024;  // bytes that a block may have
+    static constexpr bool kPairsB = true;             // a product takes B from two neighbouring registers
 
     /// D += A B: A 16x16, B 16x8.
     template <class T>

@@ -39,7 +39,7 @@ py::dict kernel_facts(const KernelFacts& k) {
     if (k.float16) dtypes.emplace_back("float16");
     if (k.bf16_min_arch) dtypes.emplace_back("bfloat16");
     py::list instances;
-    for (std::size_t i = 0; i < k.instance_count; ++i) instances.append(instance_facts(k.instances[i]));
+    for (const Instance& instance : k.instances) instances.append(instance_facts(instance));
     return py::dict(py::arg("name") = k.name, py::arg("device") = k.min_arch == 0 ? "cpu" : "cuda",
                     py::arg("summary") = k.summary, py::arg("min_arch") = k.min_arch, py::arg("dtypes") = dtypes,
                     py::arg("bf16_min_arch") = k.bf16_min_arch,
@@ -177,7 +177,7 @@ py::tuple device_facts(int device) {
 /// None for a kernel that is no CUDA function.
 py::object function_facts(const std::string& name, std::size_t instance) {
     const KernelFacts& kernel = kernel_named(name);
-    if (instance >= kernel.instance_count) throw py::index_error("instance");
+    if (instance >= kernel.instances.size()) throw py::index_error("instance");
     const void* function = kernel.instances[instance].function;
     if (!function) return py::none();
     const FunctionFacts facts = runtime().function_facts(function);

@@ -30,7 +30,7 @@ Mode = Literal["fast", "checked"]
 _CPUINFO = Path("/proc/cpuinfo")
 
 _COMMON = [
-    *("-std=c++17", "-g1", "-fPIC", "-fvisibility=hidden"),  # lines and functions, for the places that are reported
+    *("-std=c++20", "-g1", "-fPIC", "-fvisibility=hidden"),  # lines and functions, for the places that are reported
     *(["-march=x86-64-v3"] if platform.machine() == "x86_64" else []),
 ]
 _KERNEL = [

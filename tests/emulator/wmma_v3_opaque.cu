@@ -7,10 +7,17 @@ namespace {
 
 using namespace flash_wmma;
 
-template <bool General>
+template <Problems kProblems>
 void attend(const ForwardParams& p) {
     using namespace wmma_v3;
-    shape<Tile<half, 64, 2, 2, 16, !General, 1, Handover::kShared>, General>(75, 0.f).launch(p, nullptr);
+    constexpr TileShape kTile = {.d = 64,
+                                 .warps = 2,
+                                 .row_tiles = 2,
+                                 .keys = 16,
+                                 .q_in_registers = kProblems == kPlain,
+                                 .blocks_per_sm = 1,
+                                 .handover = Handover::kShared};
+    shape<Tile<half, kTile>, kProblems>(75).launch(p, nullptr);
 }
 
 /// Contiguous (1, H, N, d) of half and lse (1, H, N); d is 64.
@@ -27,7 +34,7 @@ ForwardParams params(half* q, half* k, half* v, half* o, float* lse, int heads_q
 }
 
 void causal(half* q, half* k, half* v, half* o, float* lse, int heads_q, int heads_k, int nq, int nk) {
-    attend<false>(params(q, k, v, o, lse, heads_q, heads_k, nq, nk));
+    attend<wmma_v3::kPlain>(params(q, k, v, o, lse, heads_q, heads_k, nq, nk));
 }
 
 /// Nq and Nk rows in all, `batch` sequences of at most longest_q and longest_k; bias (H, longest_q, longest_k).
@@ -41,7 +48,7 @@ void general(half* q, half* k, half* v, half* o, float* lse, int heads_q, int he
     p.bias = {bias, DType::kFloat16, 0, longest_q * longest_k, longest_k, 1};
     p.alibi_slopes = slopes;
     p.softcap = softcap;
-    attend<true>(p);
+    attend<Problems::kAny>(p);
 }
 
 const Entry kCausal("causal", causal);

@@ -158,24 +158,24 @@ FAULTS = [
     Fault(
         name="bwd-bias-gradient-of-the-first-batch-entry",
         path=KERNEL,
-        old="b.data + sequence.index * b.batch + at.head * b.head",
-        new="b.data + at.head * b.head",
+        old="b.data + sequence.index * b.batch + head * b.head",
+        new="b.data + head * b.head",
         why="all batch entries add to the first one's bias",
         kernels=SM75,
     ),
     Fault(
         name="bwd-bias-gradient-of-the-first-head",
         path=KERNEL,
-        old="sequence.index * b.batch + at.head * b.head;",
-        new="sequence.index * b.batch + own.head * b.head;",
+        old="add_to_dbias(problem, sequence, at.head,",
+        new="add_to_dbias(problem, sequence, own.head,",
         why="all heads of a group add to the first one's bias",
         kernels=SM75,
     ),
     Fault(
         name="bwd-bias-gradient-in-units-of-half",
         path=KERNEL,
-        old="x * scales.ds());",
-        new="x);",
+        old="ptx::red_add(dbias + q * b.query + k * b.key, x * unit);",
+        new="ptx::red_add(dbias + q * b.query + k * b.key, x);",
         why="of converted inputs the bias gradient lacks the unit of dS",
         kernels=SM75,
     ),
@@ -750,15 +750,15 @@ FAULTS = [
     Fault(
         name="bwd-plain-shape-of-any-problem",
         path=SHAPES,
-        old="(plain && problems == Problems::kPlain)",
-        new="problems == Problems::kPlain",
+        old="includes(shape.problems, problems) &&",
+        new="(includes(shape.problems, problems) || shape.problems == Problems::kPlain) &&",
         why="instances without options or packed sequences take both",
         kernels=SM75,
     ),
     Fault(
         name="bwd-sm80-workspace-of-stored-inputs",
-        path="csrc/backward/mma/bwd_sm80.cu",
-        old="backward::workspace_bytes(p, p.forward.dtype == DType::kFloat32);",
+        path="csrc/backward/mma/row.cuh",
+        old="backward::workspace_bytes(p, converts(p));",
         new="backward::workspace_bytes(p, false);",
         why="the workspace has no place for converted inputs",
         kernels=SM80,
@@ -766,15 +766,20 @@ FAULTS = [
     Fault(
         name="bwd-sm80-no-tile-for-little-memory",
         path="csrc/backward/mma/bwd_sm80.cuh",
-        old="        shape<Sm80Tile<T, 256, 2, 2, 1, 32, 16, 1, 0, 1>, Problems::kGeneral, kKeys>(80),\n",
-        new="",
+        old="""\
+    {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+};
+inline constexpr TableRow kSm80Queries[] = {""",
+        new="""\
+};
+inline constexpr TableRow kSm80Queries[] = {""",
         why="the deterministic pass has no instance for d = 256 in 99 KiB",
         kernels=SM80,
     ),
     Fault(
         name="bwd-sm75-workspace-of-float32-alone",
-        path="csrc/backward/mma/bwd_sm75.cu",
-        old="backward::workspace_bytes(p, p.forward.dtype != DType::kFloat16);",
+        path="csrc/backward/mma/row.cuh",
+        old="backward::workspace_bytes(p, converts(p));",
         new="backward::workspace_bytes(p, p.forward.dtype == DType::kFloat32);",
         why="the workspace has no place for converted bf16",
         kernels=SM75,
@@ -782,9 +787,16 @@ FAULTS = [
     Fault(
         name="bwd-sm75-operands-not-resident",
         path="csrc/backward/mma/bwd_sm75.cu",
-        old="    shape<Pass::kQueries, kConverted, 256, 2, 2, 1, 32, 16, 1, 1>(),\n",
-        new="",
-        why="the deterministic pass of converted inputs has no instance for d = 256",
+        old="""\
+    {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .in_registers = 1}},
+};
+
+template <Pass kPass, const auto& kRows""",
+        new="""\
+};
+
+template <Pass kPass, const auto& kRows""",
+        why="the deterministic pass has no instance for d = 256",
         kernels=SM75,
     ),
     # ---- reductions

@@ -14,16 +14,16 @@ FAULTS = [
     Fault(
         name="wgmma-vote-one-row",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="(holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));",
-        new="holds(0) || (General && rows_left_ <= 0));",
+        old="(holds(0) || (kPacked && rows_left_ <= 0)) && (holds(1) || (kPacked && rows_left_ <= 8)));",
+        new="holds(0) || (kPacked && rows_left_ <= 0));",
         why="the vote asks only one of a lane's two rows: weights of the other overflow",
         kernels=WGMMA,
     ),
     Fault(
         name="wgmma-vote-other-row",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="(holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));",
-        new="holds(1) || (General && rows_left_ <= 8));",
+        old="(holds(0) || (kPacked && rows_left_ <= 0)) && (holds(1) || (kPacked && rows_left_ <= 8)));",
+        new="holds(1) || (kPacked && rows_left_ <= 8));",
         why="the vote asks only the second of a lane's two rows",
         kernels=WGMMA,
     ),
@@ -104,7 +104,7 @@ FAULTS = [
     Fault(
         name="wgmma-packed-batch",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;",
+        old="const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;",
         new="const int batch = work.sequence.index;",
         why="packed sequences but the first are looked for in batch entries that do not exist",
         kernels=WGMMA,
@@ -132,13 +132,15 @@ FAULTS = [
     }
 
   private:
-    using T""",
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kModified""",
         new="""\
         }
     }
 
   private:
-    using T""",
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kModified""",
         why="a warp ends with a product under way",
         kernels=WGMMA,
     ),

@@ -189,9 +189,9 @@ FAULTS = [
     ),
     Fault(
         name="softcap-is-plain",
-        path="csrc/shape_table.h",
-        old="p.bias.data || p.alibi_slopes || p.softcap != 0.f ||",
-        new="p.bias.data || p.alibi_slopes ||",
+        path="csrc/problems.h",
+        old="p.bias.data || p.alibi_slopes || p.softcap != 0.f",
+        new="p.bias.data || p.alibi_slopes",
         why="softcap alone takes a plain instance, which ignores it",
         kernels=("wmma_v3", "bwd_sm75"),
     ),

@@ -68,6 +68,84 @@ struct DqExponent {
     }
 };
 
+/// Brings the units of a warp's gradients to those that a streamed tile asks for. Returns the tile's scales.
+template <class Tile, bool kOwnsKeys>
+__device__ __forceinline__ PairScales follow_units(Gradient<Tile>& d_first, Gradient<Tile>& d_second, Unit& first_unit,
+                                                   Unit& second_unit, const Problem& problem, const OwnedTile& own,
+                                                   const BandMask& mask, const Cursor& at, const Thread<Tile>& thread) {
+    const Sequence& sequence = own.sequence;
+    const int own_base = own.first_row + thread.warp_row();
+    const int own_last = min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
+    const int own_row = min(own_base, own_last);
+    const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
+    const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
+    // A tile that none of the warp's rows sees does not change the units
+    const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
+    const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
+    if (begin < at.row + Tile::kStream && at.row < end) {
+        const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
+        first_unit.follow(d_first, exponent);
+        if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
+    }
+    return PairScales(problem.forward.scale * kLog2e, of_q, of_k);
+}
+
+/// Adds dS, times `unit`, to the gradient of the bias. dS is that of the columns from `column` on of P.
+template <class Tile>
+__device__ __forceinline__ void add_to_dbias(const Problem& problem, const Sequence& sequence, int head,
+                                             const Scores<Tile>& p, ScoresPart<Tile>& ds, int column,
+                                             const ScorePlace<Tile, true>& place, float unit) {
+    const BiasGradient& b = problem.dbias;
+    float* dbias = b.data + sequence.index * b.batch + head * b.head;
+    const int queries = min(sequence.seqlen_q, static_cast<int>(problem.forward.seqlen_q));
+    const int keys = min(sequence.seqlen_k, static_cast<int>(problem.forward.seqlen_k));
+    ds.each([&](float& x, int i, int c) {
+        const std::int64_t q = place.query(i, column + c), k = place.key(i, column + c);
+        // NaN != 0, so NaN is always added
+        if (p.at(i, column + c) != 0.f && q < queries && k < keys)
+            ptx::red_add(dbias + q * b.query + k * b.key, x * unit);
+    });
+}
+
+/// dV += P^T dO and dK += dS^T Q (or dQ += dS K) of P and dS that the warps of own rows have exchanged.
+template <class Tile, bool kOwnsKeys, class Map>
+__device__ __forceinline__ void multiply_exchanged(Gradient<Tile>& d_first, Gradient<Tile>& d_second, const Map& smem,
+                                                   const typename Map::Stage& tile) {
+    // The place is computed again, so that these products' addresses take no registers during the others
+    const Thread<Tile> thread(ptx::opaque(static_cast<int>(threadIdx.x)));
+    const Reader<Fragment::kA, typename Map::Weights> read(thread.lane, thread.warp_row(), 0);
+#pragma unroll
+    for (int k = 0; k < Tile::kStream; k += 16) {
+        std::uint32_t weights[Tile::kRowTiles][4];
+        if constexpr (kOwnsKeys) {
+#pragma unroll
+            for (int r = 0; r < Tile::kRowTiles; ++r) read(weights[r], smem.p, 16 * r, k);
+            multiply_weights<Tile>(d_second, weights, tile.second, k, thread);
+        }
+#pragma unroll
+        for (int r = 0; r < Tile::kRowTiles; ++r) read(weights[r], smem.ds, 16 * r, k);
+        multiply_weights<Tile>(d_first, weights, tile.first, k, thread);
+    }
+}
+
+/// Writes dK and dV, or dQ, as Out: through `staging` if that is the type of the products.
+template <class Tile, bool kOwnsKeys, class Out, class OwnRows>
+__device__ __forceinline__ void store_gradients(const Problem& problem, const OwnedTile& own,
+                                                const Gradient<Tile>& d_first, const Gradient<Tile>& d_second,
+                                                OwnRows& staging, const Thread<Tile>& thread) {
+    const ForwardParams& p = problem.forward;
+    const int head = kOwnsKeys ? own.head_k : own.head;
+    const int row = (kOwnsKeys ? own.sequence.first_k : own.sequence.first_q) + own.first_row;
+    const auto write = [&](const Rows& rows, int columns, const Gradient<Tile>& gradient, float scale) {
+        Out* const out = row_of<Out>(rows, own.sequence.index, head, row);
+        if constexpr (std::is_same_v<Out, typename Tile::T>)
+            store<Tile>(out, rows.row, own.rows, columns, gradient, scale, staging, thread);
+        else store_as<Tile>(out, rows.row, own.rows, columns, gradient, scale, thread);
+    };
+    write(kOwnsKeys ? problem.dk : problem.dq, p.head_dim, d_first, p.scale);
+    if constexpr (kOwnsKeys) write(problem.dv, p.head_dim_v, d_second, 1.f);
+}
+
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
 /// Converted inputs (scales.cuh) have instances of their own, so that no other instance keeps exponents in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
@@ -78,7 +156,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     using T = typename Tile::T;
     using Map = SharedMemory<Tile, kPass>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
-    constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = kProblems == Problems::kConverted;
+    constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
                                   (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
@@ -137,23 +215,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             }
             auto& tile = smem.ring[slot];
             PairScales scales(scale);
-            if constexpr (kConverted) {
-                const int own_base = own.first_row + thread.warp_row();
-                const int own_last =
-                    min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
-                const int own_row = min(own_base, own_last);
-                const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
-                const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
-                scales = PairScales(scale, of_q, of_k);
-                // A tile that none of the warp's rows sees does not change the units
-                const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
-                const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
-                if (begin < at.row + Tile::kStream && at.row < end) {
-                    const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
-                    first_unit.follow(d_first, exponent);
-                    if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
-                }
-            }
+            if constexpr (kConverted)
+                scales = follow_units<Tile, kOwnsKeys>(d_first, d_second, first_unit, second_unit, problem, own, mask,
+                                                       at, thread);
 #pragma unroll 1
             for (int step = 0; step < Tile::kWarpStream; step += kStep) {
                 const int first = thread.warp_stream() + step;  // of the tile's rows
@@ -199,18 +263,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
-                            if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
-                                float* dbias = b.data + sequence.index * b.batch + at.head * b.head;
-                                const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
-                                const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
-                                ds.each([&](float& x, int i, int column) {
-                                    const std::int64_t q = place.query(i, 8 * part + column),
-                                                       k = place.key(i, 8 * part + column);
-                                    // NaN != 0, so NaN is always added
-                                    if (s.at(i, 8 * part + column) != 0.f && q < queries && k < keys)
-                                        ptx::red_add(dbias + q * b.query + k * b.key, x * scales.ds());
-                                });
-                            }
+                            if constexpr (kOwnsKeys)
+                                if (problem.dbias.data)
+                                    add_to_dbias(problem, sequence, at.head, s, ds, 8 * part, place, scales.ds());
                             if (p.softcap != 0.f)
                                 ds.each([&](float& x, int i, int column) { x *= slope.at(i, 8 * part + column); });
                         }
@@ -232,21 +287,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             }
             if constexpr (Tile::kStreamWarps > 1) {
                 ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
-                // Computed again, so that these products' addresses take no registers during the others
-                const Thread<Tile> again(ptx::opaque(static_cast<int>(threadIdx.x)));
-                const Reader<Fragment::kA, typename Map::Weights> read(again.lane, again.warp_row(), 0);
-#pragma unroll
-                for (int k = 0; k < Tile::kStream; k += 16) {
-                    std::uint32_t weights[kRowTiles][4];
-                    if constexpr (kOwnsKeys) {
-#pragma unroll
-                        for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.p, 16 * r, k);
-                        multiply_weights<Tile>(d_second, weights, tile.second, k, again);
-                    }
-#pragma unroll
-                    for (int r = 0; r < kRowTiles; ++r) read(weights[r], smem.ds, 16 * r, k);
-                    multiply_weights<Tile>(d_first, weights, tile.first, k, again);
-                }
+                multiply_exchanged<Tile, kOwnsKeys>(d_first, d_second, smem, tile);
             }
 
             if constexpr (kStages > 1) slot ^= 1;
@@ -275,52 +316,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
 
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
-    const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
-    const int head = kOwnsKeys ? own.head_k : own.head;
-    const int row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
     if constexpr (kConverted) {
         multiply_by_power(d_first, first_unit.exponent);
         multiply_by_power(d_second, second_unit.exponent);
-        const auto store_both = [&](auto type) {
-            using Out = decltype(type);
-            store_as<Tile>(row_of<Out>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim,
-                           d_first, p.scale, thread);
-            if constexpr (kOwnsKeys)
-                store_as<Tile>(row_of<Out>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows,
-                               p.head_dim_v, d_second, 1.f, thread);
-        };
-        if constexpr (Tile::Machine::kMultipliesBf16) store_both(float{});
-        else if (p.out_dtype == DType::kFloat32) store_both(float{});
-        else store_both(bf16{});
+        if constexpr (Tile::Machine::kMultipliesBf16)
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread);
+        else if (p.out_dtype == DType::kFloat32)
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread);
+        else store_gradients<Tile, kOwnsKeys, bf16>(problem, own, d_first, d_second, smem.first, thread);
     } else {
-        store<Tile>(row_of<T>(first_out, sequence.index, head, row), first_out.row, own.rows, p.head_dim, d_first,
-                    p.scale, smem.first, thread);
-        if constexpr (kOwnsKeys)
-            store<Tile>(row_of<T>(problem.dv, sequence.index, head, row), problem.dv.row, own.rows, p.head_dim_v,
-                        d_second, 1.f, smem.first, thread);
+        store_gradients<Tile, kOwnsKeys, T>(problem, own, d_first, d_second, smem.first, thread);
     }
-}
-
-template <class Tile, Problems kProblems, Pass kPass>
-void launch_tile(const Problem& problem, Stream stream) {
-    const ForwardParams& p = problem.forward;
-    const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
-    if (grid.x == 0) return;
-    launch(backward<Tile, kProblems, kPass>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile, kPass>)}, stream,
-           problem);
-}
-
-template <class Tile, Problems kProblems, Pass kPass>
-Shape shape(int min_arch, int resident = 1) {
-    constexpr bool kQueries = kPass == Pass::kQueries;
-    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
-             kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, Tile::kStages,
-             static_cast<int>(sizeof(SharedMemory<Tile, kPass>)),
-             reinterpret_cast<const void*>(backward<Tile, kProblems, kPass>)},
-            kProblems,
-            kPass,
-            launch_tile<Tile, kProblems, kPass>,
-            resident};
 }
 
 }  // namespace flash_wmma::backward

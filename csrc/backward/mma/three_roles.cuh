@@ -384,21 +384,4 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 values ? p.head_dim_v : p.head_dim, gradient, values ? 1.f : p.scale, smem.q[values ? 0 : 1], wide);
 }
 
-template <class Tile>
-void launch_three_roles(const Problem& problem, Stream stream) {
-    const dim3 grid = owned_keys_grid(problem.forward, Tile::kOwn);
-    if (grid.x == 0) return;
-    launch(backward_three_roles<Tile>, {grid, dim3(Tile::kThreads), sizeof(ThreeRolesMemory<Tile>)}, stream, problem);
-}
-
-template <class Tile>
-Shape three_roles_shape(int min_arch) {
-    return {
-        {Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps, 1,
-         static_cast<int>(sizeof(ThreeRolesMemory<Tile>)), reinterpret_cast<const void*>(backward_three_roles<Tile>)},
-        Problems::kPlain,
-        Pass::kFused,
-        launch_three_roles<Tile>};
-}
-
 }  // namespace flash_wmma::backward

@@ -10,24 +10,34 @@
 
 namespace flash_wmma::backward {
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds. Roles:
-/// the number of roles, each of OwnWarps * StreamWarps warps (two_roles.cuh, three_roles.cuh).
-template <class Architecture, class Scalar, int HeadDim, int OwnWarps, int StreamWarps, int RowTiles, int StreamTile,
-          int Step, int Stages, int Resident, int BlocksPerSm, int Roles = 1>
+/// Shape of a block's work. A block owns rows (keys, or queries in Pass::kQueries) and streams the others.
+struct TileShape {
+    int d;                  ///< the largest d and d_v that the instance holds
+    int own_warps = 2;      ///< of a role: groups of warps, each with own rows
+    int stream_warps = 1;   ///< of a group: each has a part of the streamed rows and of the columns
+    int row_tiles = 2;      ///< of 16 own rows each, of a warp
+    int stream_rows;        ///< of a streamed tile
+    int step = 16;          ///< of those, the rows of S that a warp computes at a time
+    int stages = 1;         ///< streamed tiles in flight
+    int in_registers = 0;   ///< own operands that stay there. 1: the second, 2: both
+    int roles = 1;          ///< two_roles.cuh, three_roles.cuh
+    int blocks_per_sm = 1;  ///< resident blocks to keep registers for
+};
+
+/// The same with what follows from it. Scalar is half or bf16.
+template <class Architecture, class Scalar, TileShape kShape>
 struct Tile {
     using Machine = Architecture;
     using T = Scalar;
-    static constexpr int kD = HeadDim, kOwnWarps = OwnWarps, kStreamWarps = StreamWarps, kRowTiles = RowTiles;
-    static constexpr int kStream = StreamTile;  // rows of a streamed tile
-    static constexpr int kStep = Step;          // of those, the rows of S that a warp computes at a time
-    static constexpr int kStages = Stages;
-    static constexpr bool kSecondInRegisters = Resident >= 1, kFirstInRegisters = Resident == 2;
-    static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
+    static constexpr int kD = kShape.d, kOwnWarps = kShape.own_warps, kStreamWarps = kShape.stream_warps;
+    static constexpr int kRowTiles = kShape.row_tiles, kStream = kShape.stream_rows, kStep = kShape.step;
+    static constexpr int kStages = kShape.stages, kRoles = kShape.roles, kBlocksPerSm = kShape.blocks_per_sm;
+    static constexpr bool kSecondInRegisters = kShape.in_registers >= 1, kFirstInRegisters = kShape.in_registers == 2;
 
     // dP is computed in parts of S if that repeats no load of its operand
     static constexpr int kPart = kSecondInRegisters ? 16 : kStep;
 
-    static constexpr int kRoleWarps = kOwnWarps * kStreamWarps, kWarps = kRoleWarps * Roles, kThreads = 32 * kWarps;
+    static constexpr int kRoleWarps = kOwnWarps * kStreamWarps, kWarps = kRoleWarps * kRoles, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kOwnWarps;
     static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kD / kStreamWarps;
     static_assert(kWarpStream % kStep == 0 && kStep % 16 == 0 && kWarpColumns % 16 == 0);

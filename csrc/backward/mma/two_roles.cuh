@@ -144,22 +144,4 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 values ? smem.first : smem.second(), thread);
 }
 
-template <class Tile, Pass kPass>
-void launch_two_roles(const Problem& problem, Stream stream) {
-    const dim3 grid = owned_keys_grid(problem.forward, Tile::kOwn);
-    if (grid.x == 0) return;
-    launch(backward_two_roles<Tile, kPass>, {grid, dim3(Tile::kThreads), sizeof(TwoRolesMemory<Tile>)}, stream,
-           problem);
-}
-
-template <class Tile, Pass kPass>
-Shape two_roles_shape(int min_arch) {
-    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kStream, Tile::kOwn, Tile::kWarps,
-             Tile::kStages, static_cast<int>(sizeof(TwoRolesMemory<Tile>)),
-             reinterpret_cast<const void*>(backward_two_roles<Tile, kPass>)},
-            Problems::kPlain,
-            kPass,
-            launch_two_roles<Tile, kPass>};
-}
-
 }  // namespace flash_wmma::backward

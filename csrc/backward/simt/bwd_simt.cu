@@ -43,15 +43,13 @@ __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constan
 }
 
 const std::vector<Shape> kShapes = join({simt_fused_shapes(), simt_keys_shapes(), simt_queries_shapes()});
-const std::vector<Instance> kInstances = instances_of(kShapes);
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, DType::kFloat32, pass, p.forward, device);
 }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
-    const Shape& shape = shape_of(p.deterministic ? Pass::kKeys : Pass::kFused, p, device);
-    return kInstances[static_cast<std::size_t>(&shape - kShapes.data())];
+    return shape_of(naming_pass(p), p, device).facts;
 }
 
 /// L and D of every row. dQ is added up in place.
@@ -72,22 +70,16 @@ void launch_bwd_simt(const BackwardParams& p, const DeviceFacts& device, Stream 
 }
 
 const BackwardKernelInfo kInfo = {
-    {
-        /*name=*/"bwd_simt",
-        /*summary=*/
-        "fp32 FMAs on CUDA cores: register tiles, dK and dV in registers, dQ by atomics or a pass of its own",
-        /*min_arch=*/75,
-        /*bf16_min_arch=*/0,
-        /*float32=*/true,
-        /*float16=*/false,
-        /*min_head_dim=*/1,
-        /*max_head_dim=*/256,
-        /*features=*/kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient |
-            kDeterministic,
-        /*auto_rank=*/10,
-        kInstances.data(),
-        kInstances.size(),
-    },
+    with_instances(
+        {.name = "bwd_simt",
+         .summary =
+             "fp32 FMAs on CUDA cores: register tiles, dK and dV in registers, dQ by atomics or a pass of its own",
+         .min_arch = 75,
+         .float32 = true,
+         .features =
+             kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient | kDeterministic,
+         .auto_rank = 10},
+        kShapes),
     choose,
     simt_workspace_bytes,
     launch_bwd_simt,

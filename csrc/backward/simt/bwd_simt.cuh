@@ -30,11 +30,11 @@
 
 namespace flash_wmma::backward {
 
-/// Shape of a block's work: simt's, with own rows as rows and streamed rows as keys.
-template <int HeadDim, int Warps, int LaneColumns, int StreamTile, int BlocksPerSm>
-struct SimtTile : simt::LaneGrid<HeadDim, Warps, LaneColumns, 4, StreamTile> {
-    static constexpr int kOwn = SimtTile::kBr, kStream = StreamTile, kBlocksPerSm = BlocksPerSm;
-    static constexpr int kQueryRows = StreamTile >= 64 ? 8 : 4;  // of dQ, per thread, in four columns
+/// A block's work: simt's, with own rows as rows and streamed rows as keys.
+template <simt::TileShape kShape>
+struct SimtTile : simt::LaneGrid<kShape> {
+    static constexpr int kOwn = SimtTile::kBr, kStream = SimtTile::kBc;
+    static constexpr int kQueryRows = kStream >= 64 ? 8 : 4;  // of dQ, per thread, in four columns
     static_assert(kRowGroup % kStream == 0);
 };
 
@@ -268,15 +268,17 @@ Shape simt_shape() {
             launch_simt_tile<Tile, kPass>};
 }
 
-/// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory. Arguments: d, warps,
-/// columns of a warp's grid of lanes, streamed rows, blocks per SM to keep registers for.
+/// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory.
+inline constexpr simt::TileShape kSimtRows[] = {
+    {.d = 64, .lane_columns = 8, .keys = 32, .blocks_per_sm = 2},
+    {.d = 64, .lane_columns = 8, .keys = 16, .blocks_per_sm = 2},
+    {.d = 128, .lane_columns = 16, .keys = 32, .blocks_per_sm = 2},
+    {.d = 128, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2},
+    {.d = 256, .warps = 1, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2},
+};
 template <Pass kPass>
 std::vector<Shape> simt_shapes() {
-    return {
-        simt_shape<SimtTile<64, 4, 8, 32, 2>, kPass>(),   simt_shape<SimtTile<64, 4, 8, 16, 2>, kPass>(),
-        simt_shape<SimtTile<128, 4, 16, 32, 2>, kPass>(), simt_shape<SimtTile<128, 4, 16, 16, 2>, kPass>(),
-        simt_shape<SimtTile<256, 1, 16, 16, 2>, kPass>(),
-    };
+    return of_rows<kSimtRows>([](auto i) { return simt_shape<SimtTile<kSimtRows[i]>, kPass>(); });
 }
 
 }  // namespace flash_wmma::backward

@@ -16,16 +16,26 @@
 
 namespace flash_wmma::mma {
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Architecture, class Scalar, int HeadDim, int RowWarps, int DimWarps, int RowTiles, int KeyTile,
-          int Stages, int QSteps, int BlocksPerSm>
+/// Shape of a block's work.
+struct TileShape {
+    int d;              ///< the largest d and d_v that the instance holds
+    int row_warps = 4;  ///< groups of warps, each with rows of its own
+    int dim_warps = 1;  ///< warps of a group: each has a part of its keys and of its columns
+    int row_tiles = 1;  ///< of 16 rows each, of a warp
+    int keys;           ///< of a K/V tile
+    int stages = 1;     ///< K/V tiles in flight
+    int q_steps;        ///< of the d / 16 steps along d, the first ones for which Q stays in registers
+    int blocks_per_sm;  ///< resident blocks to keep registers for
+};
+
+/// The same with what follows from it. Scalar is half or bf16.
+template <class Architecture, class Scalar, TileShape kShape>
 struct Tile {
     using Machine = Architecture;
     using T = Scalar;
-    static constexpr int kD = HeadDim, kRowWarps = RowWarps, kDimWarps = DimWarps, kRowTiles = RowTiles, kBc = KeyTile;
-    static constexpr int kStages = Stages;
-    static constexpr int kSteps = HeadDim / 16, kQSteps = QSteps;  // of 16 along d; Q's first kQSteps stay in registers
-    static constexpr int kBlocksPerSm = BlocksPerSm;               // resident blocks to keep registers for
+    static constexpr int kD = kShape.d, kRowWarps = kShape.row_warps, kDimWarps = kShape.dim_warps;
+    static constexpr int kRowTiles = kShape.row_tiles, kBc = kShape.keys, kStages = kShape.stages;
+    static constexpr int kSteps = kD / 16, kQSteps = kShape.q_steps, kBlocksPerSm = kShape.blocks_per_sm;
 
     static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;

@@ -38,7 +38,6 @@
 #include "forward/mma/block.cuh"
 #include "forward/mma/copies.cuh"
 #include "forward/mma/key_value_ring.cuh"
-#include "forward/mma/problems.h"
 #include "forward/mma/products.cuh"
 #include "forward_shapes.h"
 
@@ -65,7 +64,7 @@ struct VisibleTiles {
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
 struct Weigher {
-    static constexpr bool kModifies = kProblems == kAny;
+    static constexpr bool kModifies = includes(kProblems, Problems::kModified);
     using Mod = ScoreMod<kModifies>;
 
     const Work<Tile>& work;
@@ -144,7 +143,7 @@ struct Weigher {
     /// if `right`.
     __device__ __forceinline__ void hide(Scores<Tile>& s, bool left, bool right) const {
         // Computes this thread's place again if plain tiles have no registers left for it, or are faster that way
-        constexpr bool kAnew = kModifies || (kProblems == kDense && Tile::kD <= 64) ||
+        constexpr bool kAnew = kModifies || (kProblems == Problems::kPlain && Tile::kD <= 64) ||
                                (Tile::Machine::kThroughRegisters && Tile::kDimWarps == 1);
         const int tid = static_cast<int>(threadIdx.x);
         const Thread<Tile> here(kAnew ? ptx::opaque(tid) : tid);
@@ -159,8 +158,8 @@ struct Weigher {
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc;
-    constexpr bool kPackedToo = kProblems != kDense;
-    constexpr bool kMayScale = kProblems == kAny && std::is_same_v<typename Tile::T, half>;  // converted inputs
+    constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);
+    constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
     const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
             // A tile that every row sees, not the first
             const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;
             // ScoreMods make this code long: one copy of it where a few more instructions a tile do not matter
-            if constexpr (kProblems == kAny && !Tile::Machine::kThroughRegisters) {
+            if constexpr (includes(kProblems, Problems::kModified) && !Tile::Machine::kThroughRegisters) {
                 for (bool lagged = may_lag; !attempt(lagged);) lagged = false;
             } else {
                 bool done = false;
@@ -253,13 +252,24 @@ void launch_tile(const ForwardParams& p, Stream stream) {
 }
 
 template <class Tile, Problems kProblems>
-Shape shape(int min_arch, float blocks_per_sm, int resident) {
+Shape shape(int min_arch, Pays pays) {
+    static_assert(sizeof(Smem<Tile>) <= Tile::Machine::kSharedMemory);
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
              sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
             kProblems,
-            blocks_per_sm,
-            resident,
+            pays,
             launch_tile<Tile, kProblems>};
+}
+
+/// A row of a table of shapes.
+struct TableRow {
+    TileShape tile;
+    Pays pays = {};
+};
+template <class Machine, class T, Problems kProblems, const auto& kRows>
+std::vector<Shape> shapes(int min_arch) {
+    return of_rows<kRows>(
+        [&](auto i) { return shape<Tile<Machine, T, kRows[i].tile>, kProblems>(min_arch, kRows[i].pays); });
 }
 
 }  // namespace flash_wmma::mma

@@ -1,7 +1,6 @@
 // The parts of mma_sm80's table, one source each so that they compile side by side.
 #pragma once
 
-#include "forward/mma/problems.h"
 #include "forward_shapes.h"
 
 namespace flash_wmma::mma {

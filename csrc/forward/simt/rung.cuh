@@ -9,7 +9,7 @@
 #include "device/mask.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
-#include "forward_shapes.h"
+#include "device/tiled_kernel.h"
 
 namespace flash_wmma::simt {
 
@@ -65,9 +65,8 @@ Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardPara
                  int smem_bytes) {
     return {{DType::kFloat32, 75, head_dim, Tile::kBr, Tile::kBc, (threads + 31) / 32, 1, smem_bytes,
              reinterpret_cast<const void*>(kernel)},
-            /*general=*/false,
-            /*blocks_per_sm=*/0.f,
-            /*resident=*/1,
+            Problems::kPlain,
+            Pays(),
             launch,
             Tile::kLanes};
 }
@@ -86,38 +85,12 @@ std::vector<Shape> rung_shapes(ShapeOf shape_of) {
 
 /// A rung's row in the registry.
 template <const std::vector<Shape>& kShapes>
-struct Rung {
-    static const std::vector<Instance>& instances() {
-        static const std::vector<Instance> all = instances_of(kShapes);
-        return all;
-    }
-    static const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-        return flash_wmma::choose_shape(kShapes, DType::kFloat32, /*general=*/false, p, device);
-    }
-    static const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-        return instances()[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
-    }
-    static std::int64_t no_workspace(const ForwardParams&, const DeviceFacts&) { return 0; }
-    static void launch(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-        choose_shape(p, device).launch(p, stream);
-    }
-    static KernelInfo info(const char* name, const char* summary,
-                           std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&) = no_workspace) {
-        KernelInfo info{};
-        info.name = name;
-        info.summary = summary;
-        info.min_arch = 75;
-        info.float32 = true;
-        info.min_head_dim = 1;
-        info.max_head_dim = 256;
-        info.features = kCausal | kWindow | kValueDim;
-        info.instances = instances().data();
-        info.instance_count = instances().size();
-        info.choose = choose;
-        info.workspace_bytes = workspace_bytes;
-        info.launch = launch;
-        return info;
-    }
-};
+KernelInfo rung_row(const char* name, const char* summary,
+                    std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&) = no_workspace) {
+    KernelInfo row = Tiled<kShapes>::row(
+        {.name = name, .summary = summary, .min_arch = 75, .float32 = true, .features = kCausal | kWindow | kValueDim});
+    row.workspace_bytes = workspace_bytes;
+    return row;
+}
 
 }  // namespace flash_wmma::simt

@@ -26,15 +26,12 @@
 #include "device/shuffle.cuh"
 #include "device/simt_tile.cuh"
 #include "device/tile.cuh"
-#include "forward_shapes.h"
+#include "device/tiled_kernel.h"
 
 namespace flash_wmma::simt {
 
-/// Shape of a block's work. HeadDim is the largest d (and d_v) that the instance holds.
-template <int HeadDim, int Warps, int LaneColumns, int Rows, int KeyTile, int Stages, int BlocksPerSm>
-struct Tile : LaneGrid<HeadDim, Warps, LaneColumns, Rows, KeyTile> {
-    static constexpr int kStages = Stages, kBlocksPerSm = BlocksPerSm;
-};
+template <TileShape kShape>
+struct Tile : LaneGrid<kShape> {};
 
 /// Map of a block's shared memory.
 template <class Tile>
@@ -205,14 +202,12 @@ void launch_tile(const ForwardParams& p, Stream stream) {
     launch(forward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, p);
 }
 
-/// See Shape.
 template <class Tile>
-Shape shape(float blocks_per_sm, int resident) {
+Shape shape(Pays pays) {
     return {{DType::kFloat32, 75, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile>)},
-            /*general=*/false,
-            blocks_per_sm,
-            resident,
+            Problems::kAny,
+            pays,
             launch_tile<Tile>};
 }
 

@@ -61,8 +61,8 @@ const std::vector<Shape> kShapes = rung_shapes<RungTile<16, 64>, RungTile<32, 32
     using Tile = decltype(tile);
     return rung_shape<Tile>(block<Tile>, launch_block<Tile>, 256, Tile::kBr * Tile::kBc, 0);
 });
-const KernelInfo kInfo = Rung<kShapes>::info(
-    /*name=*/"simt_block", /*summary=*/"a 2-D block, a score a thread: row maximum and sum by warp shuffles");
+const KernelInfo kInfo =
+    rung_row<kShapes>("simt_block", "a 2-D block, a score a thread: row maximum and sum by warp shuffles");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -72,8 +72,8 @@ const std::vector<Shape> kShapes = rung_shapes<RungTile<64, 64>, RungTile<32, 32
     using Tile = decltype(tile);
     return rung_shape<Tile>(coalesced<Tile>, launch_coalesced<Tile>, 256, Tile::kLanes, 0);
 });
-const KernelInfo kInfo = Rung<kShapes>::info(
-    /*name=*/"simt_coalesced", /*summary=*/"as simt_naive, lanes along the columns: neighbouring addresses");
+const KernelInfo kInfo =
+    rung_row<kShapes>("simt_coalesced", "as simt_naive, lanes along the columns: neighbouring addresses");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -97,9 +97,8 @@ std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
 const std::vector<Shape> kShapes =
     rung_shapes<SharedRung<64, 16, 64, 1, false>, SharedRung<64, 32, 32, 1, false>, SharedRung<128, 32, 32, 1, false>,
                 SharedRung<256, 16, 16, 1, false>>([](auto rung) { return fa1_shape<decltype(rung)>(); });
-const KernelInfo kInfo = Rung<kShapes>::info(
-    /*name=*/"simt_fa1", /*summary=*/"FlashAttention-1's order: K/V tiles outside, O, m and l through global memory",
-    workspace_bytes);
+const KernelInfo kInfo = rung_row<kShapes>(
+    "simt_fa1", "FlashAttention-1's order: K/V tiles outside, O, m and l through global memory", workspace_bytes);
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -67,8 +67,7 @@ const std::vector<Shape> kShapes = rung_shapes<RungTile<64, 32, 64>, RungTile<32
     using Tile = decltype(tile);
     return rung_shape<Tile>(naive<Tile>, launch_naive<Tile>, 256, Tile::kBr, 0);
 });
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_naive",
-                                             /*summary=*/"fp32 on CUDA cores: a thread a row, O rewritten every tile");
+const KernelInfo kInfo = rung_row<kShapes>("simt_naive", "fp32 on CUDA cores: a thread a row, O rewritten every tile");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -9,7 +9,7 @@ namespace {
 /// At d = 256 half as many rows and keys, so that the tiles fit 64 KiB. A row of 64 keys takes a warp of 64 lanes.
 const std::vector<Shape> kShapes = shared_shapes<SharedRung<64, 8, 64, 1, false>, SharedRung<64, 16, 32, 1, false>,
                                                  SharedRung<128, 16, 32, 1, false>, SharedRung<256, 8, 16, 1, false>>();
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_occupancy", /*summary=*/"Br 16: more blocks an SM");
+const KernelInfo kInfo = rung_row<kShapes>("simt_occupancy", "Br 16: more blocks an SM");
 const Registration kRegistration(kInfo);
 
 }  // namespace

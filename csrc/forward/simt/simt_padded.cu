@@ -8,8 +8,7 @@ namespace {
 const std::vector<Shape> kShapes =
     shared_shapes<SharedRung<64, 16, 64, 1, false>, SharedRung<64, 32, 32, 1, false>, SharedRung<128, 32, 32, 1, false>,
                   SharedRung<256, 16, 16, 1, false>>();
-const KernelInfo kInfo =
-    Rung<kShapes>::info(/*name=*/"simt_padded", /*summary=*/"K's rows padded to d + 1: no bank conflicts");
+const KernelInfo kInfo = rung_row<kShapes>("simt_padded", "K's rows padded to d + 1: no bank conflicts");
 const Registration kRegistration(kInfo);
 
 }  // namespace

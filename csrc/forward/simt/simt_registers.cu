@@ -9,8 +9,7 @@ namespace {
 /// At d = 256 half as many keys, so that the tiles fit 64 KiB. A row of 64 keys takes a warp of 64 lanes.
 const std::vector<Shape> kShapes = shared_shapes<SharedRung<64, 8, 64, 1, true>, SharedRung<64, 16, 32, 1, true>,
                                                  SharedRung<128, 16, 32, 1, true>, SharedRung<256, 16, 16, 1, true>>();
-const KernelInfo kInfo =
-    Rung<kShapes>::info(/*name=*/"simt_registers", /*summary=*/"O in registers, divided by l once");
+const KernelInfo kInfo = rung_row<kShapes>("simt_registers", "O in registers, divided by l once");
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -10,8 +10,8 @@ namespace {
 const std::vector<Shape> kShapes =
     shared_shapes<SharedRung<64, 16, 64, 0, false>, SharedRung<64, 32, 32, 0, false>, SharedRung<128, 32, 32, 0, false>,
                   SharedRung<256, 16, 16, 0, false>>();
-const KernelInfo kInfo = Rung<kShapes>::info(/*name=*/"simt_shared",
-                                             /*summary=*/"Q, K and V tiles in shared memory, columns of K in one bank");
+const KernelInfo kInfo =
+    rung_row<kShapes>("simt_shared", "Q, K and V tiles in shared memory, columns of K in one bank");
 const Registration kRegistration(kInfo);
 
 }  // namespace

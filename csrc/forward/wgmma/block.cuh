@@ -7,35 +7,47 @@
 #include "device/constants.cuh"
 #include "device/mask.cuh"
 #include "device/tile.cuh"
+#include "problems.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Scalar, int HeadDim, int Consumers, int KeyTile, int Stages, int QStages, bool Turns = false>
+/// Shape of a block's work.
+struct TileShape {
+    int d;               ///< the largest d and d_v that the instance holds
+    int consumers;       ///< warpgroups of 64 rows each
+    bool turns = false;  ///< consumers ask for products in turn
+    int keys;            ///< of a K/V tile
+    int stages;          ///< K tiles in flight, and V tiles
+    int q_stages = 2;    ///< Q tiles in flight
+};
+
+/// The same with what follows from it. Scalar is half or bf16.
+template <class Scalar, TileShape kShape>
 struct Tile {
     using T = Scalar;
-    static constexpr int kD = HeadDim, kConsumers = Consumers, kBc = KeyTile, kStages = Stages, kQStages = QStages;
-    static constexpr int kPlans = 4;       // items that are known ahead
-    static constexpr bool kTurns = Turns;  // consumers ask for products in turn
+    static constexpr int kD = kShape.d, kConsumers = kShape.consumers, kBc = kShape.keys;
+    static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
+    static constexpr bool kTurns = kShape.turns;
+    static constexpr int kPlans = 4;  // items that are known ahead
     // Whether the first P V sets O. With two consumers it adds to zeros, which measured faster
-    static constexpr bool kSetsO = Consumers > 2;
+    static constexpr bool kSetsO = kConsumers > 2;
     // Whether a block may take a part of an item; four consumers have no registers for it
-    static constexpr bool kSplits = Consumers < 4;
-    static constexpr bool kSwapsOnce = HeadDim == 64 && Consumers > 2;  // as lanes store O; only where it is faster
+    static constexpr bool kSplits = kConsumers < 4;
+    static constexpr bool kSwapsOnce = kD == 64 && kConsumers > 2;  // as lanes store O; only where it is faster
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
-    static constexpr int kPanels = HeadDim / 64;
+    static constexpr int kPanels = kD / 64;
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-    static constexpr int kProducerRegisters = Consumers > 2 ? 32 : HeadDim > 128 ? 24 : 40;
+    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kD > 128 ? 24 : 40;
     static constexpr int kConsumerRegisters =
-        (kLaunchRegisters * (Consumers + 1) - kProducerRegisters) / Consumers / 8 * 8;
+        (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
-/// Whether an instance's blocks may take parts. General instances (wgmma_sm90.cuh) take whole items.
-template <class Tile, bool General>
-inline constexpr bool kTakesParts = Tile::kSplits && !General;
+/// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.
+template <class Tile, Problems kProblems>
+inline constexpr bool kTakesParts = Tile::kSplits && kProblems == Problems::kPlain;
 
 /// A barrier pair of something that one warp fills and others empty.
 struct Slot {

@@ -94,11 +94,12 @@ __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const B
 }
 
 /// Work item `item` of the grid.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
-    if (General && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
+    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    if (kPacked && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
     Assignment found = schedule.dense<Tile::kBr>(p, item);
-    if (General) found.sequence = sequence(p, found.tile.batch);
+    if (kPacked) found.sequence = sequence(p, found.tile.batch);
     return found;
 }
 
@@ -148,7 +149,7 @@ class PlanReader {
 };
 
 /// One warp: publishes what the block works on, one item after the other, ahead of all other warps.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 class Planner {
   public:
     __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
@@ -163,9 +164,10 @@ class Planner {
                 item_parity_ ^= 1;
             });
             int whole = max(item, 0);
-            const int part = kTakesParts<Tile, General> ? schedule.part(whole) : kWhole;
-            const Assignment a = assignment<Tile, General>(p_, schedule, whole);
-            const bool exists = !General || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            const int part = kTakesParts<Tile, kProblems> ? schedule.part(whole) : kWhole;
+            const Assignment a = assignment<Tile, kProblems>(p_, schedule, whole);
+            const bool exists = !includes(kProblems, Problems::kPacked) ||
+                                (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
             if (exists || item < 0) publish(schedule, a, part, walk.odd(), item < 0);
         } while (item >= 0);
     }

@@ -11,9 +11,9 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    bool general;  ///< also for packed sequences and softcap
-    bool splits;   ///< takes parts of items
-    float speed;   ///< of a block, relative to other shapes of its head dim
+    Problems problems;  ///< kPlain, or kGeneral: packed sequences and softcap
+    bool splits;        ///< takes parts of items
+    float speed;        ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
 };
 

@@ -12,17 +12,16 @@ namespace flash_wmma::wgmma_sm90 {
 namespace {
 
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
-const std::vector<Instance> kInstances = instances_of(kShapes);
 
 /// Takes the least head dim that holds d and d_v, and of its shapes the one that finishes first. With
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const bool general = is_general(p);
+    const Problems problems = problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
     const Shape* chosen = nullptr;
     double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != p.dtype || shape.general != general || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
+        if (tile.dtype != p.dtype || shape.problems != problems || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
             continue;
         if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
         const double time = split_of(p, device, shape).time(shape, p, device);
@@ -34,9 +33,7 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     return *chosen;
 }
 
-const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
-}
+const Instance& choose(const ForwardParams& p, const DeviceFacts& device) { return choose_shape(p, device).facts; }
 
 /// One thread, a grid of its own: unlike a memset, it overlaps with the grids before and behind it.
 __global__ void clear(Queue* queue) {
@@ -71,23 +68,19 @@ bool yields(const ForwardParams& p, const DeviceFacts& device) {
 }
 
 const KernelInfo kInfo = {
-    /*name=*/"wgmma_sm90",
-    /*summary=*/"wgmma, TMA, planner, producer and two to four consumer warpgroups, lagged maximum, P in registers",
-    /*min_arch=*/90,
-    /*bf16_min_arch=*/90,
-    /*float32=*/false,
-    /*float16=*/true,
-    /*min_head_dim=*/1,
-    /*max_head_dim=*/256,
-    /*features=*/kCausal | kWindow | kSoftcap | kVarlen | kValueDim,
-    /*auto_rank=*/40,
-    kInstances.data(),
-    kInstances.size(),
+    with_instances(
+        {.name = "wgmma_sm90",
+         .summary = "wgmma, TMA, planner, producer and two to four consumer warpgroups, lagged maximum, P in registers",
+         .min_arch = 90,
+         .max_arch = 90,
+         .bf16_min_arch = 90,
+         .float16 = true,
+         .features = kCausal | kWindow | kSoftcap | kVarlen | kValueDim,
+         .auto_rank = 40},
+        kShapes),
     choose,
     workspace_bytes,
     launch_wgmma_sm90,
-    /*max_arch=*/90,
-    /*rounds_float32=*/false,
     yields,
 };
 const Registration kRegistration(kInfo);

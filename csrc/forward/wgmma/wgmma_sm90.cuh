@@ -50,7 +50,7 @@ namespace flash_wmma::wgmma_sm90 {
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
 /// One warp: fills the slots of the shared memory, in the order in which the consumers want them.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 class Producer {
   public:
     __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
@@ -70,6 +70,7 @@ class Producer {
     }
 
   private:
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     using Item = Work<Tile>;
     using KeyRows = typename SharedMemory<Tile>::KeyRows;
 
@@ -79,7 +80,7 @@ class Producer {
                                          ptx::Barrier* barrier, int row, int head, const Item& work) const {
         if (lane_ != 0) return;
         ptx::barrier_wait(&slot.empty, parity ^ 1);
-        const int batch = General && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
+        const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
         ptx::barrier_arrive_expect(barrier, sizeof(Rows));
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i)
@@ -135,7 +136,7 @@ class Producer {
         auto& rows = smem_.v[v_.stage];
         const int row = work.sequence.first_k + tile * Tile::kBc;
         const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
-        if (General && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
+        if (kPacked && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
             load_cut(rows, slot, row, work, count);
         else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
         v_.advance();
@@ -154,7 +155,7 @@ class Producer {
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 rows of the Q tile.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
@@ -217,6 +218,8 @@ class Consumer {
     }
 
   private:
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kModified = includes(kProblems, Problems::kModified);
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
     using PerRow = RowValues<Tile::kWarpRows>;
@@ -242,7 +245,7 @@ class Consumer {
         return {work.sequence,
                 work.tile.head,
                 work.mask,
-                kTakesParts<Tile, General> ? uniform(part) : kWhole,
+                kTakesParts<Tile, kProblems> ? uniform(part) : kWhole,
                 work.first_row(group_) + Tile::kWarpRows * warp_,
                 seen.first,
                 seen.end - seen.first,
@@ -338,9 +341,9 @@ class Consumer {
     }
 
     /// Brings a product (with a softcap: the score that soft_cap made of the product) to log2 units.
-    __device__ __forceinline__ float factor() const { return General && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
+    __device__ __forceinline__ float factor() const { return kModified && p_.softcap != 0.f ? 1.f : p_.scale * kLog2e; }
     __device__ __forceinline__ void soft_cap() {
-        if (!General || p_.softcap == 0.f) return;
+        if (!kModified || p_.softcap == 0.f) return;
         const float to_x = p_.scale / p_.softcap, from_x = kLog2e * p_.softcap;
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
@@ -364,7 +367,7 @@ class Consumer {
     template <class Holds>
     __device__ __forceinline__ bool all_rows(Holds holds) const {
         return __all_sync(kWarpMask,
-                          (holds(0) || (General && rows_left_ <= 0)) && (holds(1) || (General && rows_left_ <= 8)));
+                          (holds(0) || (kPacked && rows_left_ <= 0)) && (holds(1) || (kPacked && rows_left_ <= 8)));
     }
 
     /// Whether all x * factor are below 2^24: then rounded (as in m) and unrounded (in an FMA) they differ by less than
@@ -476,11 +479,11 @@ class Consumer {
     int rows_left_;  // from row() on in the sequence
 };
 
-/// General: also packed sequences and softcap. Otherwise the compiler knows that an item's bounds are the same in every
-/// thread.
+/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
+/// softcap.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
             const __grid_constant__ Schedule schedule) {
@@ -505,11 +508,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, General>(p, maps, smem).run();
-        else if (threadIdx.x < 64) Planner<Tile, General>(p, smem).run(schedule);
+        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, smem).run();
+        else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, General>(p, smem).run();
+        Consumer<Tile, kProblems>(p, smem).run();
     }
 }
 
@@ -520,7 +523,7 @@ inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t
                            {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape& shape, Stream stream) {
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
@@ -532,38 +535,47 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
     const int blocks = std::min(schedule.items, multiprocessors(device));
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
                               /*cluster=*/1, /*programmatic=*/true};
-    launch(forward<Tile, General>, config, stream, p, maps, schedule);
-    if constexpr (kTakesParts<Tile, General>)
+    launch(forward<Tile, kProblems>, config, stream, p, maps, schedule);
+    if constexpr (kTakesParts<Tile, kProblems>)
         if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
 }
 
 /// `speed`: a block's, relative to other shapes of the same head dim.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
-             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
-            General,
-            kTakesParts<Tile, General>,
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
+            kProblems,
+            kTakesParts<Tile, kProblems>,
             speed,
-            launch_tile<Tile, General>};
+            launch_tile<Tile, kProblems>};
 }
 
-/// The shapes that ship (docs/tuning/hopper.md). Arguments: d, consumers, Bc, stages of K and V, of Q; then the speed.
-template <class T>
+/// A row of a table of shapes. `speed`: a block's, relative to other shapes of the same head dim.
+struct TableRow {
+    TileShape tile;
+    float speed = 1.f;
+};
+template <class T, Problems kProblems, const auto& kRows>
 std::vector<Shape> shapes() {
-    return {
-        shape<Tile<T, 64, 4, 64, 4, 2>, false>(1.f),          shape<Tile<T, 64, 3, 128, 4, 2>, false>(1.03f),
-        shape<Tile<T, 64, 2, 128, 4, 2, true>, false>(0.87f), shape<Tile<T, 128, 3, 64, 4, 2>, false>(1.f),
-        shape<Tile<T, 128, 2, 128, 2, 2>, false>(0.9f),       shape<Tile<T, 256, 2, 64, 2, 1>, false>(1.f),
-    };
+    return of_rows<kRows>([](auto i) { return shape<Tile<T, kRows[i].tile>, kProblems>(kRows[i].speed); });
 }
-template <class T>
-std::vector<Shape> general_shapes() {
-    return {
-        shape<Tile<T, 64, 3, 64, 4, 2>, true>(1.f),  shape<Tile<T, 64, 2, 128, 4, 2, true>, true>(0.87f),
-        shape<Tile<T, 128, 3, 64, 4, 2>, true>(1.f), shape<Tile<T, 128, 2, 64, 4, 2>, true>(0.86f),
-        shape<Tile<T, 256, 2, 64, 2, 1>, true>(1.f),
-    };
-}
+
+/// The shapes that ship (docs/tuning/hopper.md).
+inline constexpr TableRow kPlainRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+inline constexpr TableRow kGeneralRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
 
 }  // namespace flash_wmma::wgmma_sm90

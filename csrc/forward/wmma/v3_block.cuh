@@ -13,25 +13,37 @@
 #include "device/tile.cuh"
 #include "device/value_unit.cuh"
 #include "forward/wmma/v3_fragments.cuh"
+#include "problems.h"
 
 namespace flash_wmma::wmma_v3 {
 
 /// How P gets from QK^T to PV: in registers if the fragment layout is the known one, or always through shared memory.
 enum class Handover { kRegisters, kShared };
 
-/// Shape of a block's work. Scalar is half or bf16; HeadDim is the largest d (and d_v) that the instance holds.
-template <class Scalar, int HeadDim, int Warps, int RowTiles, int KeyTile, bool QInRegisters, int BlocksPerSm,
-          Handover Route = Handover::kRegisters, int Pad = 8>
+/// Shape of a block's work.
+struct TileShape {
+    int d;                ///< the largest d and d_v that the instance holds
+    int warps = 4;        //
+    int row_tiles = 1;    ///< of 16 rows each, of a warp
+    int keys;             ///< of a K/V tile
+    bool q_in_registers;  //
+    int blocks_per_sm;    ///< resident blocks to keep registers for
+    Handover handover = Handover::kRegisters;
+    int pad = 8;  ///< elements behind a row in shared memory
+};
+
+/// The same with what follows from it. Scalar is half or bf16.
+template <class Scalar, TileShape kShape>
 struct Tile {
     using T = Scalar;
-    static constexpr int kD = HeadDim, kWarps = Warps, kRowTiles = RowTiles, kBc = KeyTile;
-    static constexpr bool kQInRegisters = QInRegisters;
-    static constexpr int kBlocksPerSm = BlocksPerSm;  // resident blocks to keep registers for
-    static constexpr Handover kHandover = Route;
+    static constexpr int kD = kShape.d, kWarps = kShape.warps, kRowTiles = kShape.row_tiles, kBc = kShape.keys;
+    static constexpr bool kQInRegisters = kShape.q_in_registers;
+    static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
+    static constexpr Handover kHandover = kShape.handover;
 
     static constexpr int kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kWarps;
-    static constexpr int kPitch = kD + Pad;                     // elements of T
+    static constexpr int kPitch = kD + kShape.pad;              // elements of T
     static constexpr int kOutColumns = kD % 64 == 0 ? 64 : 16;  // columns of O staged at a time
     static constexpr int kOutPitch = kOutColumns + 4;           // floats
     static_assert(kD % 16 == 0 && kBc % 16 == 0 && kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
@@ -102,9 +114,10 @@ __device__ __forceinline__ void copy_tile_async(Target& target, const typename T
 }
 
 /// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 struct Work {
     using T = typename Tile::T;
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     const ForwardParams& p;
     Sequence sequence;
     QTile tile;
@@ -114,13 +127,13 @@ struct Work {
     int first_key, last_key;     // visible to some row of the tile, first_key a multiple of Bc
 
     __device__ explicit Work(const ForwardParams& params)
-        : Work(params, General ? assignment<Tile::kBr>(params) : dense_assignment<Tile::kBr>(params)) {}
+        : Work(params, kPacked ? assignment<Tile::kBr>(params) : dense_assignment<Tile::kBr>(params)) {}
 
     /// Whether the block has no rows, as some have among packed sequences.
-    __device__ bool idle() const { return General && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q); }
+    __device__ bool idle() const { return kPacked && (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q); }
     /// What the index functions of tile.cuh take: the sequence, or the batch entry if nothing is packed.
     __device__ auto place() const {
-        if constexpr (General) return sequence;
+        if constexpr (kPacked) return sequence;
         else return tile.batch;
     }
 
@@ -187,8 +200,8 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
 
 /// Stores a row's final 1/l, times O's unit, and LSE, from its sum l and reference m (log2 units): 0 and -inf if the
 /// row saw no key.
-template <class Tile, bool General>
-__device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
+template <class Tile, Problems kProblems>
+__device__ void finish_row(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
                            float m, float l) {
     smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(unit.exponent) / l;
     const auto [query, head] = work.tile.row(row);
@@ -197,8 +210,8 @@ __device__ void finish_row(const Work<Tile, General>& work, SharedMemory<Tile>& 
 }
 
 /// Stores O / l, from fragments through shared memory to global memory in 16-byte pieces of whole rows.
-template <class Tile, bool General>
-__device__ __forceinline__ void store_o(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
+template <class Tile, Problems kProblems>
+__device__ __forceinline__ void store_o(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem,
                                         OAccumulators<Tile>& o, int warp_row) {
     using T = typename Tile::T;
     constexpr int kColumns = Tile::kOutColumns, kVector = 8, kVectors = kColumns / kVector;

@@ -8,11 +8,12 @@ namespace flash_wmma::wmma_v3 {
 /// The whole of a block's work for any fragment layout, once Q is in shared memory: S and P through shared memory, 16
 /// keys at a time, a lane pair on each row. Not inlined, so that it costs the common route no registers.
 // spills: sm_80 sm_90: as forward, whose registers bound it.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     using T = typename Tile::T;
+    constexpr bool kModified = includes(kProblems, Problems::kModified);
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    const Work<Tile, General> work(p);
+    const Work<Tile, kProblems> work(p);
     const int warp_row = static_cast<int>(threadIdx.x) / 32 * Tile::kWarpRows;
     QOperand<Tile> q;
     q.load(smem, warp_row);
@@ -37,7 +38,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
         ptx::cp_async_wait<0>();
         __syncthreads();
         const float scale = work.score_scale(q_scale, key);
-        const float factor = ScoreMod<General>::active(p) ? 1.f : scale;
+        const float factor = ScoreMod<kModified>::active(p) ? 1.f : scale;
         const ValueUnit::Step value = work.v_exp ? unit.step(work.v_exp[key / kScaleRows]) : ValueUnit::Step{0.f, 0.f};
 
 #pragma unroll
@@ -57,9 +58,9 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             const int begin = work.mask.begin(query) - key, end = work.mask.end(query) - key;
             float score[8], top = m[r], sum = 0.f;
             for (int i = 0; i < 8; ++i) score[i] = scratch.tile[row][first_column + i];
-            if constexpr (General)
-                if (ScoreMod<General>::active(p)) {
-                    const ScoreMod<General> mod(p, work.sequence, work.tile);
+            if constexpr (kModified)
+                if (ScoreMod<kModified>::active(p)) {
+                    const ScoreMod<kModified> mod(p, work.sequence, work.tile);
                     for (int i = 0; i < 8; i += 2)
                         mod.template apply<1, 1>([&](int, int, int e) -> float& { return score[i + e]; }, scale,
                                                  [&](int) { return query; }, key + first_column + i);

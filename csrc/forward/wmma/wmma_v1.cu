@@ -183,23 +183,19 @@ void launch_wmma_v1(const ForwardParams& p, const DeviceFacts&, Stream stream) {
 }
 
 const KernelInfo kInfo = {
-    /*name=*/"wmma_v1",
-    /*summary=*/"WMMA, one warp a 16-row Q tile: softmax in shared memory, O divided in global memory",
-    /*min_arch=*/75,
-    /*bf16_min_arch=*/0,
-    /*float32=*/true,
-    /*float16=*/true,
-    /*min_head_dim=*/kD,
-    /*max_head_dim=*/kD,
-    /*features=*/kCausal | kWindow,
-    /*auto_rank=*/0,
-    kInstances,
-    std::size(kInstances),
+    {.name = "wmma_v1",
+     .summary = "WMMA, one warp a 16-row Q tile: softmax in shared memory, O divided in global memory",
+     .min_arch = 75,
+     .float32 = true,
+     .float16 = true,
+     .rounds_float32 = true,
+     .min_head_dim = kD,
+     .max_head_dim = kD,
+     .features = kCausal | kWindow,
+     .instances = {std::begin(kInstances), std::end(kInstances)}},
     choose,
     workspace_bytes,
     launch_wmma_v1,
-    /*max_arch=*/1 << 30,
-    /*rounds_float32=*/true,
 };
 const Registration kRegistration(kInfo);
 

@@ -208,31 +208,25 @@ const Instance kInstances[] = {
 
 const Instance& choose(const ForwardParams& p, const DeviceFacts&) { return kInstances[p.dtype == DType::kFloat16]; }
 
-std::int64_t workspace_bytes(const ForwardParams&, const DeviceFacts&) { return 0; }
-
 void launch_wmma_v2(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     const LaunchConfig config{q_tile_grid(p, kBr), dim3(32), sizeof(SharedMemory)};
     launch(p.dtype == DType::kFloat16 ? wmma_v2<half> : wmma_v2<float>, config, stream, p);
 }
 
 const KernelInfo kInfo = {
-    /*name=*/"wmma_v2",
-    /*summary=*/"WMMA, one warp a 16-row Q tile: scores in registers, one maximum a tile, O rescaled in its fragments",
-    /*min_arch=*/75,
-    /*bf16_min_arch=*/0,
-    /*float32=*/true,
-    /*float16=*/true,
-    /*min_head_dim=*/kD,
-    /*max_head_dim=*/kD,
-    /*features=*/kCausal | kWindow,
-    /*auto_rank=*/0,
-    kInstances,
-    std::size(kInstances),
+    {.name = "wmma_v2",
+     .summary = "WMMA, one warp a 16-row Q tile: scores in registers, one maximum a tile, O rescaled in its fragments",
+     .min_arch = 75,
+     .float32 = true,
+     .float16 = true,
+     .rounds_float32 = true,
+     .min_head_dim = kD,
+     .max_head_dim = kD,
+     .features = kCausal | kWindow,
+     .instances = {std::begin(kInstances), std::end(kInstances)}},
     choose,
-    workspace_bytes,
+    no_workspace,
     launch_wmma_v2,
-    /*max_arch=*/1 << 30,
-    /*rounds_float32=*/true,
 };
 const Registration kRegistration(kInfo);
 

@@ -5,26 +5,23 @@
 #include <algorithm>
 #include <tuple>
 
-#include "device/convert.h"
+#include "device/tiled_kernel.h"
 
 namespace flash_wmma::wmma_v3 {
 
 namespace {
 
 /// In place of the wide shapes on sm_75, where those would not keep their registers.
-std::vector<Shape> turing_shapes() {
-    return {
-        shape<Tile<half, 64, 4, 2, 32, true, 2>>(75, 0.75f),
-        shape<Tile<half, 96, 4, 1, 32, true, 2>>(75, 0.f),
-        shape<Tile<half, 192, 4, 1, 16, false, 1>>(75, 0.f),
-    };
-}
+inline constexpr TableRow kTuringRows[] = {
+    {{.d = 64, .row_tiles = 2, .keys = 32, .q_in_registers = true, .blocks_per_sm = 2}, {0.75f}},
+    {{.d = 96, .keys = 32, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 192, .keys = 16, .q_in_registers = false, .blocks_per_sm = 1}},
+};
 
 /// Every shape of this build, by head dim, the largest tile first.
 const std::vector<Shape> kShapes = [] {
-    std::vector<Shape> all = common_shapes<half>(75);
-    for (auto* more :
-         {turing_shapes, sm80_half_shapes, sm80_bf16_shapes, half_general_shapes, sm80_bf16_general_shapes})
+    std::vector<Shape> all = join({shapes<half, kPlain, kCommonRows>(75), shapes<half, kPlain, kTuringRows>(75)});
+    for (auto* more : {sm80_half_shapes, sm80_bf16_shapes, half_general_shapes, sm80_bf16_general_shapes})
         if (more)
             for (const Shape& shape : more()) all.push_back(shape);
     std::stable_sort(all.begin(), all.end(), [](const Shape& a, const Shape& b) {
@@ -34,45 +31,15 @@ const std::vector<Shape> kShapes = [] {
     return all;
 }();
 
-const std::vector<Instance> kInstances = instances_of(kShapes);
-
-/// fp32 runs on the half instances.
-const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const DType dtype = p.dtype == DType::kBFloat16 ? DType::kBFloat16 : DType::kFloat16;
-    return flash_wmma::choose_shape(kShapes, dtype, is_general(p), p, device);
-}
-
-const Instance& choose(const ForwardParams& p, const DeviceFacts& device) {
-    return kInstances[static_cast<std::size_t>(&choose_shape(p, device) - kShapes.data())];
-}
-
-std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
-    return p.dtype == DType::kFloat32 ? converted_bytes(p) : 0;
-}
-
-void launch_wmma_v3(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-    const Shape& shape = choose_shape(p, device);
-    if (p.dtype == DType::kFloat32) shape.launch(convert_to_half(p, stream), stream);
-    else shape.launch(p, stream);
-}
-
-const KernelInfo kInfo = {
-    /*name=*/"wmma_v3",
-    /*summary=*/"WMMA, exact per-row softmax in registers, lagged maximum, any d up to 256, cp.async, padded tiles",
-    /*min_arch=*/75,
-    /*bf16_min_arch=*/sm80_bf16_shapes ? 80 : 0,
-    /*float32=*/true,
-    /*float16=*/true,
-    /*min_head_dim=*/1,
-    /*max_head_dim=*/256,
-    /*features=*/kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
-    /*auto_rank=*/10,
-    kInstances.data(),
-    kInstances.size(),
-    choose,
-    workspace_bytes,
-    launch_wmma_v3,
-};
+const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
+    {.name = "wmma_v3",
+     .summary = "WMMA, exact per-row softmax in registers, lagged maximum, any d up to 256, cp.async, padded tiles",
+     .min_arch = 75,
+     .bf16_min_arch = sm80_bf16_shapes ? 80 : 0,
+     .float32 = true,
+     .float16 = true,
+     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .auto_rank = 10});
 const Registration kRegistration(kInfo);
 
 }  // namespace

@@ -9,7 +9,7 @@
 //   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
 //   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
 //     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8);
-//   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in the General instances).
+//   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in instances that take it).
 // Hardware with another layout takes attend_opaque (v3_opaque.cuh), which works with any.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
@@ -98,12 +98,13 @@ __device__ __forceinline__ void multiply_pv(OAccumulators<Tile>& o, const Weight
 }
 
 /// Applies the ScoreMod, if any, to S; `scale` brings a product to log2 units.
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __device__ __forceinline__ void modify(Accumulator (&s)[Tile::kRowTiles][Tile::kBc / 16],
-                                       const Work<Tile, General>& work, float scale, int warp_row, int key) {
-    if constexpr (General) {
-        if (!ScoreMod<General>::active(work.p)) return;
-        const ScoreMod<General> mod(work.p, work.sequence, work.tile);
+                                       const Work<Tile, kProblems>& work, float scale, int warp_row, int key) {
+    constexpr bool kModified = includes(kProblems, Problems::kModified);
+    if constexpr (kModified) {
+        if (!ScoreMod<kModified>::active(work.p)) return;
+        const ScoreMod<kModified> mod(work.p, work.sequence, work.tile);
         const int lane = static_cast<int>(threadIdx.x) % 32;
         const auto at = [&](int i, int j, int e) -> float& {
             return s[i / 2][j / 2].x[element_of_row(i % 2, 2 * (j % 2) + e)];
@@ -130,10 +131,11 @@ __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16]
 }
 
 /// The main loop for the known fragment layout: softmax and P in registers.
-template <class Tile, bool General>
-__device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMemory<Tile>& smem,
+template <class Tile, Problems kProblems>
+__device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem,
                                        const QOperand<Tile>& q, OAccumulators<Tile>& o, int warp_row) {
     constexpr int kBc = Tile::kBc, kRowTiles = Tile::kRowTiles;
+    constexpr bool kModified = includes(kProblems, Problems::kModified);
     const ForwardParams& p = work.p;
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const int seqlen_q = work.sequence.seqlen_q, seqlen_k = work.sequence.seqlen_k;
@@ -166,7 +168,7 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
         ptx::cp_async_commit();
 
         const float scale = work.score_scale(q_scale, key);
-        const float factor = ScoreMod<General>::active(p) ? 1.f : scale;  // from s to log2 units
+        const float factor = ScoreMod<kModified>::active(p) ? 1.f : scale;  // from s to log2 units
         const bool visible = key < some_end && key + kBc > some_begin && key <= work.last_key;
         ValueUnit::Step value{0.f, 0.f};
         if (work.v_exp && visible) value = unit.step(work.v_exp[key / kScaleRows]);
@@ -224,16 +226,14 @@ __device__ __forceinline__ void attend(const Work<Tile, General>& work, SharedMe
     });
 }
 
-/// General: also packed sequences and ScoreMods. Otherwise the compiler knows that a block's bounds are the same in
-/// every thread.
 // spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
 // dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile;
 // tiles that avoid it are slower (docs/tuning).
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    const Work<Tile, General> work(p);
+    const Work<Tile, kProblems> work(p);
     if (work.idle()) return;
     const int tid = static_cast<int>(threadIdx.x), warp_row = tid / 32 * Tile::kWarpRows;
     const Sequence& sequence = work.sequence;
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     ptx::cp_async_wait<1>();
     __syncthreads();
     if (Tile::kHandover == Handover::kShared || !layout_is_known<Tile>(smem.start.index[0], smem.start.index_f32[0])) {
-        attend_opaque<Tile, General>(p);
+        attend_opaque<Tile, kProblems>(p);
         return;
     }
     QOperand<Tile> q;
@@ -265,54 +265,61 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     store_o(work, smem, o, warp_row);
 }
 
-template <class Tile, bool General>
+template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, Stream stream) {
     const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
-    launch(forward<Tile, General>, config, stream, p);
+    launch(forward<Tile, kProblems>, config, stream, p);
 }
 
-template <class Tile, bool General = false>
-Shape shape(int min_arch, float blocks_per_sm) {
+template <class Tile, Problems kProblems>
+Shape shape(int min_arch, Pays pays = {}) {
     return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, /*stages=*/2,
-             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, General>)},
-            General,
-            blocks_per_sm,
-            /*resident=*/1,
-            launch_tile<Tile, General>};
+             sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
+            kProblems,
+            pays,
+            launch_tile<Tile, kProblems>};
+}
+
+/// A row of a table of shapes.
+struct TableRow {
+    TileShape tile;
+    Pays pays = {};
+};
+template <class T, Problems kProblems, const auto& kRows>
+std::vector<Shape> shapes(int min_arch) {
+    return of_rows<kRows>([&](auto i) { return shape<Tile<T, kRows[i].tile>, kProblems>(min_arch, kRows[i].pays); });
 }
 
 // The shapes that ship: per head dim, of those that benchmark/tiles.py compares, the fastest for many query tiles and
-// the fastest for few. Arguments: d, warps, row tiles, Bc, Q in registers, blocks an SM to keep registers for; then the
-// least architecture of the source, and the blocks an SM from which the shape pays.
+// the fastest for few.
 
 /// At most 64 KiB of shared memory: for every architecture.
-template <class T>
-std::vector<Shape> common_shapes(int min_arch) {
-    return {
-        shape<Tile<T, 32, 4, 2, 64, true, 2>>(min_arch, 0.75f), shape<Tile<T, 32, 4, 1, 64, true, 2>>(min_arch, 0.f),
-        shape<Tile<T, 64, 4, 1, 64, true, 2>>(min_arch, 0.f),   shape<Tile<T, 128, 4, 1, 32, true, 2>>(min_arch, 0.f),
-        shape<Tile<T, 256, 2, 1, 16, false, 1>>(min_arch, 0.f),
-    };
-}
+inline constexpr TableRow kCommonRows[] = {
+    {{.d = 32, .row_tiles = 2, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}, {0.75f}},
+    {{.d = 32, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 64, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 128, .keys = 32, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 256, .warps = 2, .keys = 16, .q_in_registers = false, .blocks_per_sm = 1}},
+};
 
 /// From sm_80 on: more registers and shared memory a block.
-template <class T>
-std::vector<Shape> wide_shapes() {
-    return {
-        shape<Tile<T, 64, 4, 2, 64, true, 2>>(80, 0.75f), shape<Tile<T, 96, 4, 2, 32, true, 1>>(80, 1.5f),
-        shape<Tile<T, 96, 4, 1, 64, true, 2>>(80, 0.f),   shape<Tile<T, 128, 4, 2, 32, false, 1>>(80, 1.5f),
-        shape<Tile<T, 192, 4, 1, 32, true, 1>>(80, 0.f),  shape<Tile<T, 256, 4, 1, 32, false, 1>>(80, 0.f),
-    };
-}
+inline constexpr TableRow kWideRows[] = {
+    {{.d = 64, .row_tiles = 2, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}, {0.75f}},
+    {{.d = 96, .row_tiles = 2, .keys = 32, .q_in_registers = true, .blocks_per_sm = 1}, {1.5f}},
+    {{.d = 96, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 128, .row_tiles = 2, .keys = 32, .q_in_registers = false, .blocks_per_sm = 1}, {1.5f}},
+    {{.d = 192, .keys = 32, .q_in_registers = true, .blocks_per_sm = 1}},
+    {{.d = 256, .keys = 32, .q_in_registers = false, .blocks_per_sm = 1}},
+};
 
 /// For packed sequences and ScoreMods, on every architecture: one per range of d, since `auto` prefers another kernel.
-template <class T>
-std::vector<Shape> general_shapes(int min_arch) {
-    return {
-        shape<Tile<T, 64, 4, 1, 64, true, 2>, true>(min_arch, 0.f),
-        shape<Tile<T, 128, 4, 1, 32, true, 2>, true>(min_arch, 0.f),
-        shape<Tile<T, 256, 2, 1, 16, false, 1>, true>(min_arch, 0.f),
-    };
-}
+inline constexpr TableRow kGeneralRows[] = {
+    {{.d = 64, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 128, .keys = 32, .q_in_registers = true, .blocks_per_sm = 2}},
+    {{.d = 256, .warps = 2, .keys = 16, .q_in_registers = false, .blocks_per_sm = 1}},
+};
+
+/// What the instances of kCommonRows and kWideRows take: every instance takes converted inputs.
+inline constexpr Problems kPlain = Problems::kConverted;
 
 }  // namespace flash_wmma::wmma_v3

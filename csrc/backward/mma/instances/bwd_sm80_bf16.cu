@@ -4,6 +4,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_bf16_shapes() { return sm80_plain_shapes<bf16>(); }
+std::vector<Shape> sm80_bf16_shapes() { return shapes<mma::Sm80, bf16, Pass::kFused, kSm80Plain>(80); }
 
 }  // namespace flash_wmma::backward

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
+std::vector<Shape> sm80_bf16_general_shapes() { return shapes<mma::Sm80, bf16, Pass::kFused, kSm80General>(80); }
 
 }  // namespace flash_wmma::backward

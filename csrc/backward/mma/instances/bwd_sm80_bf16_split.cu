@@ -4,6 +4,9 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_bf16_split_shapes() { return sm80_split_shapes<bf16>(); }
+std::vector<Shape> sm80_bf16_split_shapes() {
+    return join({shapes<mma::Sm80, bf16, Pass::kKeys, kSm80Keys>(80),
+                 shapes<mma::Sm80, bf16, Pass::kQueries, kSm80Queries>(80)});
+}
 
 }  // namespace flash_wmma::backward

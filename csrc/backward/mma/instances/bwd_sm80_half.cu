@@ -4,6 +4,6 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_half_shapes() { return sm80_plain_shapes<half>(); }
+std::vector<Shape> sm80_half_shapes() { return shapes<mma::Sm80, half, Pass::kFused, kSm80Plain>(80); }
 
 }  // namespace flash_wmma::backward

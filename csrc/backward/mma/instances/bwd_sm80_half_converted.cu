@@ -4,6 +4,10 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_half_converted_shapes() { return sm80_converted_shapes<half>(); }
+std::vector<Shape> sm80_half_converted_shapes() {
+    return join({shapes<mma::Sm80, half, Pass::kFused, kSm80Converted, Problems::kConverted>(80),
+                 shapes<mma::Sm80, half, Pass::kKeys, kSm80ConvertedKeys, Problems::kConverted>(80),
+                 shapes<mma::Sm80, half, Pass::kQueries, kSm80ConvertedQueries, Problems::kConverted>(80)});
+}
 
 }  // namespace flash_wmma::backward

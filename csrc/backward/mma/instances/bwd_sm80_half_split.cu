@@ -4,6 +4,9 @@
 
 namespace flash_wmma::backward {
 
-std::vector<Shape> sm80_half_split_shapes() { return sm80_split_shapes<half>(); }
+std::vector<Shape> sm80_half_split_shapes() {
+    return join({shapes<mma::Sm80, half, Pass::kKeys, kSm80Keys>(80),
+                 shapes<mma::Sm80, half, Pass::kQueries, kSm80Queries>(80)});
+}
 
 }  // namespace flash_wmma::backward

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_bf16_shapes() { return sm80_shapes<bf16, kDense>(); }
+std::vector<Shape> sm80_bf16_shapes() { return shapes<Sm80, bf16, Problems::kPlain, kSm80Rows>(80); }
 
 }  // namespace flash_wmma::mma

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_bf16_general_shapes() { return sm80_general_shapes<bf16>(); }
+std::vector<Shape> sm80_bf16_general_shapes() { return shapes<Sm80, bf16, Problems::kGeneral, kSm80GeneralRows>(80); }
 
 }  // namespace flash_wmma::mma

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_bf16_packed_shapes() { return sm80_shapes<bf16, kPacked>(); }
+std::vector<Shape> sm80_bf16_packed_shapes() { return shapes<Sm80, bf16, Problems::kPacked, kSm80Rows>(80); }
 
 }  // namespace flash_wmma::mma

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_half_shapes() { return sm80_shapes<half, kDense>(); }
+std::vector<Shape> sm80_half_shapes() { return shapes<Sm80, half, Problems::kPlain, kSm80Rows>(80); }
 
 }  // namespace flash_wmma::mma

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_half_general_shapes() { return sm80_general_shapes<half>(); }
+std::vector<Shape> sm80_half_general_shapes() { return shapes<Sm80, half, Problems::kAny, kSm80GeneralRows>(80); }
 
 }  // namespace flash_wmma::mma

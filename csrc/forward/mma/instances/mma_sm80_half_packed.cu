@@ -4,6 +4,6 @@
 
 namespace flash_wmma::mma {
 
-std::vector<Shape> sm80_half_packed_shapes() { return sm80_shapes<half, kPacked>(); }
+std::vector<Shape> sm80_half_packed_shapes() { return shapes<Sm80, half, Problems::kPacked, kSm80Rows>(80); }
 
 }  // namespace flash_wmma::mma

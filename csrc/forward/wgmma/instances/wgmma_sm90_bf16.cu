@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> bf16_shapes() { return shapes<bf16>(); }
+std::vector<Shape> bf16_shapes() { return shapes<bf16, Problems::kPlain, kPlainRows>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

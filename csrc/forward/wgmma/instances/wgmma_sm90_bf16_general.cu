@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> bf16_general_shapes() { return general_shapes<bf16>(); }
+std::vector<Shape> bf16_general_shapes() { return shapes<bf16, Problems::kGeneral, kGeneralRows>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

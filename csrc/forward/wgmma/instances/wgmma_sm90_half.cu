@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_shapes() { return shapes<half>(); }
+std::vector<Shape> half_shapes() { return shapes<half, Problems::kPlain, kPlainRows>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

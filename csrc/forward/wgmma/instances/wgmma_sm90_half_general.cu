@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_general_shapes() { return general_shapes<half>(); }
+std::vector<Shape> half_general_shapes() { return shapes<half, Problems::kGeneral, kGeneralRows>(); }
 
 }  // namespace flash_wmma::wgmma_sm90

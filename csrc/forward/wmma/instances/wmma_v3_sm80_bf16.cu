@@ -5,9 +5,7 @@
 namespace flash_wmma::wmma_v3 {
 
 std::vector<Shape> sm80_bf16_shapes() {
-    std::vector<Shape> shapes = wide_shapes<bf16>();
-    for (const Shape& shape : common_shapes<bf16>(80)) shapes.push_back(shape);
-    return shapes;
+    return join({shapes<bf16, kPlain, kWideRows>(80), shapes<bf16, kPlain, kCommonRows>(80)});
 }
 
 }  // namespace flash_wmma::wmma_v3

@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wmma_v3 {
 
-std::vector<Shape> sm80_half_shapes() { return wide_shapes<half>(); }
+std::vector<Shape> sm80_half_shapes() { return shapes<half, kPlain, kWideRows>(80); }
 
 }  // namespace flash_wmma::wmma_v3

@@ -1,0 +1,35 @@
+// What a compiled instance is for, and what a problem asks of one.
+#pragma once
+
+#include "attention.h"
+
+namespace flash_wmma {
+
+/// What an instance takes beyond plain attention: a set. An instance that takes less keeps less in registers.
+enum class Problems : unsigned {
+    kPlain = 0,      ///< dense q, k and v, with any band: a block's bounds are the same in every thread
+    kPacked = 1,     ///< packed sequences
+    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod)
+    kConverted = 4,  ///< inputs with exponents (device/convert.h)
+    kGeneral = kPacked | kModified,
+    kAny = kGeneral | kConverted,
+};
+
+constexpr Problems operator|(Problems a, Problems b) {
+    return static_cast<Problems>(static_cast<unsigned>(a) | static_cast<unsigned>(b));
+}
+/// Whether `set` has all that is in `part`.
+constexpr bool includes(Problems set, Problems part) {
+    return (static_cast<unsigned>(part) & ~static_cast<unsigned>(set)) == 0;
+}
+
+/// What p asks of an instance. `converted`: the instance reads p's inputs after a conversion.
+inline Problems problems_of(const ForwardParams& p, bool converted) {
+    const Sequences& s = p.sequences;
+    Problems problems = converted ? Problems::kConverted : Problems::kPlain;
+    if (s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k) problems = problems | Problems::kPacked;
+    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f) problems = problems | Problems::kModified;
+    return problems;
+}
+
+}  // namespace flash_wmma
