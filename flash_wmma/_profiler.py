@@ -9,6 +9,7 @@ from ._attention import attend
 from ._call import Causal, Window, call_of
 from ._errors import EmulatorError, refuse
 from ._figures import launches_of
+from ._library import library
 from ._profile import Profile
 from ._sources import CSRC, kernel_sources
 from .emulator import settings
@@ -69,8 +70,9 @@ def profile(
     changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
     with alone(), settings(mode="checked", counters=True, **changes) as now:
         take_profile()  # of whatever ran before
+        before = library.flash_wmma_emulated_products()
         out, lse = attend(q, k, v, call)
-        text = take_profile()
+        text, products = take_profile(), library.flash_wmma_emulated_products() - before
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", tensors, strict=True))
     return Profile(
         kernel=kernel,
@@ -79,4 +81,5 @@ def profile(
         launches=launches_of(text, now.arch, CSRC.parent),
         ideal_read_bytes=sum(t.nbytes for t in tensors),
         ideal_written_bytes=out.nbytes + lse.nbytes,
+        products=products,
     )

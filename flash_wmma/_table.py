@@ -53,6 +53,8 @@ class Kernel:
     summary: str
     min_arch: int
     """The least architecture, 10 * major + minor; 0 on the CPU."""
+    max_arch: int | None
+    """The last architecture, where later ones cannot run its code (``wgmma_sm90``: 90); else ``None``."""
     dtypes: tuple[torch.dtype, ...]
     """Of q, k and v."""
     bf16_min_arch: int
