@@ -11,7 +11,7 @@ import torch
 from ._errors import EmulatorError, refuse
 from ._native import native
 from ._sources import Direction, kernel_sources
-from .emulator import kernel_library
+from .emulator import current, kernel_library
 
 
 @dataclass(frozen=True)
@@ -96,10 +96,10 @@ def not_built() -> dict[str, str]:
     their facts from their sources, which it first compiles for the emulator if needed."""
     if native().cuda_build() is not None:
         return {}
-    missing = {}
+    missing, mode = {}, current().mode  # that in which a kernel will run, if one does
     for name in kernel_sources():
         try:
-            native().add_library(str(kernel_library(name, "fast")))
+            native().add_library(str(kernel_library(name, mode)))
         except (EmulatorError, OSError, RuntimeError) as error:
             missing[name] = str(error)
     return missing

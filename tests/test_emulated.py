@@ -237,10 +237,29 @@ def test_auto_compiles_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+BY_DEFAULT = """
+import pathlib, torch, flash_wmma
+q = torch.zeros(1, 1, 16, 64)
+flash_wmma.forward(q, q, q, kernel="wmma_v1")
+maps = pathlib.Path("/proc/self/maps").read_text()
+print({mode for mode in ("fast", "checked") if f"/wmma_v1.{mode}-" in maps})
+"""
+
+
+def test_kernels_are_checked_by_default() -> None:
+    """Without a setting and without a variable, as a user finds it."""
+    environment = {name: value for name, value in os.environ.items() if name != "FLASH_WMMA_EMULATOR"}
+    done = subprocess.run(
+        [sys.executable, "-c", BY_DEFAULT], capture_output=True, text=True, check=False, env=environment
+    )
+    assert (done.returncode, done.stdout) == (0, "{'checked'}\n"), done.stderr
+    assert Settings().mode == "checked"
+
+
 def test_mode_from_the_environment() -> None:
     code = "from flash_wmma.emulator import current; print(current().mode)"
-    assert python(code, FLASH_WMMA_EMULATOR="checked").stdout == "checked\n"
-    assert python(code, FLASH_WMMA_EMULATOR="").stdout == "fast\n"
+    assert python(code, FLASH_WMMA_EMULATOR="fast").stdout == "fast\n"
+    assert python(code, FLASH_WMMA_EMULATOR="").stdout == "checked\n"
     assert (
         "FLASH_WMMA_EMULATOR: got 'slow', allowed: 'fast', 'checked'" in python(code, FLASH_WMMA_EMULATOR="slow").stderr
     )
