@@ -12,16 +12,15 @@ from ._sources import Direction, kernel_sources
 
 
 @functools.cache
-def _kernel_names(direction: Direction) -> tuple[str, ...]:
-    built = {facts["name"] for facts in native().kernels(direction)}
-    return tuple(sorted(built.union(kernel_sources(direction))))
+def _built(direction: Direction) -> frozenset[str]:
+    return frozenset(facts["name"] for facts in native().kernels(direction))
 
 
 def kernel_names(direction: Direction) -> tuple[str, ...]:
     """The names of that direction's kernels; nothing is compiled to find them. Empty without ``_C``, since only ``_C``
     knows what is built."""
     try:
-        return _kernel_names(direction)
+        return tuple(sorted(_built(direction).union(kernel_sources(direction))))
     except ImportError:
         return ()
 
