@@ -59,13 +59,13 @@ def profile(
     call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel)
     _checks.tensors(q=q, k=k, v=v)
     _checks.call_tensors(q, k, v, call)
-    _checks.options(call)
     if q.device.type not in ("cpu", "cuda"):
         refuse("q.device", q.device, "cpu, cuda")
     if not kernel_sources("forward"):
         raise EmulatorError(f"no CUDA kernel can run on the CPU: this installation has no kernel sources in {CSRC}")
-    if kernel not in kernel_sources("forward"):
+    if isinstance(kernel, str) and kernel not in kernel_sources("forward"):
         refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources("forward"))))
+    _checks.options(call)
     q, k, v = tensors = [t.cpu() if t.device.type == "cuda" else t for t in (q, k, v)]
     changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
     with alone(), settings(mode="checked", counters=True, **changes) as now:
