@@ -149,10 +149,10 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
     const bool cpu_kernel = kernel.min_arch == 0, cpu_tensors = device.arch == 0;
     if (cpu_kernel && !cpu_tensors) return "runs on cpu tensors, these are on a cuda device";
     if (!cpu_kernel && cpu_tensors) return "runs on cuda tensors, and on cpu tensors by name, in the emulator";
-    if (device.arch < kernel.min_arch)
-        return "needs " + arch_name(kernel.min_arch) + " or later, the device is " + arch_name(device.arch);
-    if (device.arch > kernel.max_arch)
-        return "has no code behind " + arch_name(kernel.max_arch) + ", the device is " + arch_name(device.arch);
+    if (device.arch < kernel.min_arch || device.arch > kernel.max_arch)
+        return (kernel.max_arch == kernel.min_arch ? "runs on " + arch_name(kernel.min_arch) + " alone"
+                                                   : "needs " + arch_name(kernel.min_arch) + " or later") +
+               ", the device is " + arch_name(device.arch);
 
     const bool takes = p.dtype == DType::kFloat32   ? kernel.float32
                        : p.dtype == DType::kFloat16 ? kernel.float16

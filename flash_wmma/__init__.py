@@ -1,4 +1,15 @@
-"""Exact attention whose kernels are written by hand in CUDA C++, from the first WMMA kernel on."""
+"""Exact attention, softmax(q kᵀ · scale + mask) v, as PyTorch ops with gradients.
+
+The kernels are written by hand in CUDA C++: a ladder from a naive kernel on CUDA cores through WMMA and mma.sync to
+Hopper's wgmma, and the same for backward. CPU tensors have a kernel of their own, and run any CUDA kernel that is named
+in the emulator.
+
+- :func:`forward`, :func:`forward_varlen`, :class:`MultiheadAttention`: attention.
+- :func:`scaled_dot_product_attention`, :func:`flash_attn_func` and its relatives: in place of torch's and flash-attn's.
+- :func:`explain`, :func:`kernels`, :func:`build_info`: which kernel runs, and what was built.
+- :func:`profile`, :mod:`emulator`: a profiler and a test bench for kernels, without a GPU.
+- :mod:`reductions`: maxima, sums and softmax.
+"""
 
 from . import (
     _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)

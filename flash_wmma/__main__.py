@@ -31,7 +31,7 @@ CARDS = {  # multiprocessors of a usual card
 def _kernel_lines() -> list[str]:
     lines = []
     for k in (*flash_wmma.kernels(), *flash_wmma.kernels("backward")):
-        where = "cpu" if k.device == "cpu" else f"cuda, sm_{k.min_arch} on"
+        where = "cpu" if k.device == "cpu" else f"cuda, sm_{k.min_arch} {'on' if k.max_arch is None else 'alone'}"
         dtypes = ", ".join(str(t).removeprefix("torch.") for t in k.dtypes)
         if k.device == "cuda" and k.bf16_min_arch > k.min_arch:
             dtypes += f" (sm_{k.bf16_min_arch} on)"
@@ -180,8 +180,12 @@ def _shape(text: str) -> tuple[int, ...]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m flash_wmma", description=flash_wmma.__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    parser = argparse.ArgumentParser(
+        prog="python -m flash_wmma",
+        description="Which attention kernels are here, which one runs a shape, and what a profiler shows of one.",
+    )
+    parser.add_argument("--version", action="version", version=f"flash_wmma {flash_wmma.__version__}")
+    commands = parser.add_subparsers(dest="command")
     commands.add_parser("info", help="versions, driver, devices, architectures, kernels, what auto takes")
     p = commands.add_parser("explain", help="which kernel runs a shape, and why not the others")
     p.add_argument("--shape", type=_shape, required=True, metavar="B,H,N,d", help="of q")
@@ -218,6 +222,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     what.add_argument("--banks", metavar="LINE", help="120 or wmma_v2.cu:120 (default: that with most bank conflicts)")
     what.add_argument("--timeline", action="store_true", help="the warps of a block and its barriers")
     arguments = parser.parse_args(argv)
+    if arguments.command is None:
+        parser.print_help()
+        return 0
     if arguments.command == "profile" and (arguments.banks or arguments.timeline) and not arguments.plot:
         p.error("--banks and --timeline say what to draw: --plot FILE is needed too")
     try:

@@ -24,18 +24,19 @@ def _half(x: Any, dtype: torch.dtype) -> Any:
     return x.to(dtype) if isinstance(x, Tensor) and x.dtype in _HALF else x
 
 
-def _enabled(device: torch.device) -> bool:
+def enabled(device: torch.device) -> bool:
+    """Whether autocast is on for that device."""
     return device.type in ("cpu", "cuda") and torch.is_autocast_enabled(device.type)
 
 
 def suspended(device: torch.device) -> AbstractContextManager[Any]:
     """A context in which torch's ops compute in their inputs' dtypes."""
-    return torch.autocast(device.type, enabled=False) if _enabled(device) else nullcontext()
+    return torch.autocast(device.type, enabled=False) if enabled(device) else nullcontext()
 
 
 def cast(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
     """The differentiable inputs as the ops will see them: autograd must save the cast tensors."""
-    if not _enabled(q.device):
+    if not enabled(q.device):
         return q, k, v, call
     dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (t.to(dtype) if t.dtype in DTYPES else t for t in (q, k, v))

@@ -6,6 +6,7 @@ torch ops take it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -109,11 +110,13 @@ def call_of(
     validate: bool = False,
 ) -> Call:
     """The call of these arguments of ``forward`` and ``forward_varlen``. With ``bottom_right`` a window is aligned to
-    the last key even without ``causal``. Only causal and window are checked here, but fully.
+    the last key even without ``causal``. Only causal, window and deterministic are checked here, but fully.
 
     Raises:
-        TypeError, ValueError: causal or window.
+        TypeError, ValueError: causal, window or deterministic.
     """
+    if deterministic is not None and deterministic is not True and deterministic is not False:
+        refuse("deterministic", repr(deterministic), "None or a bool", TypeError)
     try:
         only_band = (
             attn_bias is None
@@ -180,13 +183,17 @@ def band(causal: Any, window: Any) -> tuple[int, int, bool]:
         refuse("window", repr(window), allowed, TypeError)
     if len(window) != 2:
         refuse("window", repr(window), allowed)
-    bounds: list[Any] = list(window)
-    for bound in bounds:
-        if bound is None:
-            continue
-        if isinstance(bound, bool) or not (isinstance(bound, int | torch.SymInt) or hasattr(bound, "__index__")):
-            refuse("window", repr(window), allowed, TypeError)
-        if not -(2**63) <= bound < 2**63:
-            refuse("window", repr(window), allowed + ", below 2**63")
-    left, right = window
+    bounds: list[Any] = []
+    for bound in window:
+        if bound is not None and not isinstance(bound, torch.SymInt):
+            try:
+                bound = None if isinstance(bound, bool) else operator.index(bound)
+            except (TypeError, RuntimeError):  # a RuntimeError of a tensor that is no number
+                bound = None
+            if bound is None:
+                refuse("window", repr(window), allowed, TypeError)
+            if not -(2**63) <= bound < 2**63:
+                refuse("window", repr(window), allowed + ", below 2**63")
+        bounds.append(bound)
+    left, right = bounds
     return -1 if left is None else left, 0 if causal else -1 if right is None else right, bottom_right

@@ -18,12 +18,14 @@ from torch.autograd import forward_ad
 
 from ._call import Call, Lengths
 from ._errors import refuse
-from ._registry import backward_kernel_names
+from ._registry import kernel_names
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 MATH_DTYPES = (*DTYPES, torch.float64)
 """The dtypes that ``kernel="math"`` takes."""
 MAX_SEQLEN = 2**30
+LARGEST = torch.finfo(torch.float32).max
+"""The largest scale."""
 
 FORWARD_MODE = (
     'forward-mode differentiation is not built: pass kernel="math", plain torch ops, which have every derivative, or '
@@ -223,13 +225,20 @@ def options(call: Call) -> None:
     scale: object = call.scale
     if scale is not None and not isinstance(scale, int | float | torch.SymFloat):
         refuse("scale", repr(scale), "None or a float", TypeError)
+    if isinstance(scale, int | float) and not abs(scale) <= LARGEST:
+        refuse("scale", scale, "None or a finite float32")
     cap(call.softcap)
-    kernel: object = call.kernel_name
-    if not isinstance(kernel, str):
-        refuse("kernel", repr(kernel), "'auto' or a name of flash_wmma.kernels()", TypeError)
-    batch_invariant: object = call.batch_invariant
-    if not isinstance(batch_invariant, bool):
-        refuse("batch_invariant", repr(batch_invariant), "a bool", TypeError)
+    kernel(call.kernel_name)
+    flag(batch_invariant=call.batch_invariant)
+
+
+def kernel(name: object) -> None:
+    """``"auto"``, a kernel for the forward pass, or ``"math"``."""
+    if not isinstance(name, str):
+        refuse("kernel", repr(name), "'auto' or a name of flash_wmma.kernels()", TypeError)
+    names = kernel_names("forward")
+    if names and name not in ("auto", *names, "math"):
+        refuse("kernel", repr(name), ", ".join(map(repr, ("auto", *names, "math"))))
 
 
 def backward_kernel(name: object) -> None:
@@ -238,9 +247,25 @@ def backward_kernel(name: object) -> None:
         refuse("backward_kernel", repr(name), "'auto' or a name of flash_wmma.kernels('backward')", TypeError)
     if name == "auto":
         return
-    names = backward_kernel_names()
+    names = kernel_names("backward")
     if names and name not in names:
         refuse("backward_kernel", repr(name), ", ".join(map(repr, ("auto", *names))))
+
+
+def flag(**named: object) -> None:
+    """Each must be a bool."""
+    for name, value in named.items():
+        if not isinstance(value, bool):
+            refuse(name, repr(value), "a bool", TypeError)
+
+
+def count(**named: object) -> None:
+    """Each must be a positive int."""
+    for name, value in named.items():
+        if not isinstance(value, int) or isinstance(value, bool):
+            refuse(name, repr(value), "an int", TypeError)
+        if value < 1:
+            refuse(name, value, "1 or more")
 
 
 def device(q: Tensor) -> None:

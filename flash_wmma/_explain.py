@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from dataclasses import dataclass, field
 
 import torch
@@ -12,10 +13,14 @@ from ._call import Causal, Window, call_of
 from ._device import DeviceFacts
 from ._device import device_facts as facts_of
 from ._errors import refuse
+from ._ranks import folded, is_plain, refusal
 from ._registry import Problem, choose, choose_backward
-from ._sdpa import left_to_torch
+from ._sdpa import backward_kernel_for, kernel_for, why_torch
 from ._table import Instance, instance_of, kernel_named, not_built
 from .emulator import current
+
+_WIDTH = 120
+"""Columns of text."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +48,23 @@ class Explanation:
         lines = [f"device   {device}", f"kernel   {self.kernel or 'none can run this'}"]
         if self.instance is not None:
             lines.append(f"tile     {self.instance}")
-        width = max(map(len, (*self.reasons, *self.backward_reasons)), default=0)
-        lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.reasons.items()]
+        lines += _refused(self.reasons)
         lines.append(f"backward {self.backward_kernel or 'none can run this'}")
-        lines += [f"{'not':8} {name:{width}}  {why}" for name, why in self.backward_reasons.items()]
+        lines += _refused(self.backward_reasons)
         if self.left_to_torch:
             lines.append(f"SDPA     is left to torch: {self.left_to_torch}")
         return "\n".join(lines)
+
+
+def _refused(reasons: dict[str, str]) -> list[str]:
+    """Lines that say each reason once, after the kernels that it holds for."""
+    names: dict[str, list[str]] = {}
+    for name, why in reasons.items():
+        names.setdefault(why, []).append(name)
+    return [
+        textwrap.fill(f"{', '.join(whose)}: {why}", _WIDTH, initial_indent="not      ", subsequent_indent=" " * 9)
+        for why, whose in names.items()
+    ]
 
 
 def explain(
@@ -63,8 +78,10 @@ def explain(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
-    dropout_p: float = 0.0,
-    enable_gqa: bool = True,
+    attn_mask: Tensor | None = None,
+    is_causal: bool | None = None,
+    dropout_p: float | None = None,
+    enable_gqa: bool | None = None,
     batch: int = 1,
     max_seqlen_q: int | None = None,
     max_seqlen_k: int | None = None,
@@ -84,28 +101,46 @@ def explain(
 
     ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel`` and ``deterministic``
     are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
-    :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device);
-    ``dropout_p`` and ``enable_gqa`` are arguments of that function alone. For inputs that only that function takes
-    (float64, other ranks, nested), nothing else is answered. In a build without CUDA the first call compiles the
-    kernels for the emulator, as :func:`flash_wmma.kernels` does.
+    :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device).
+
+    The question is about that function alone if one of its own arguments is given, ``attn_mask``, ``is_causal``,
+    ``dropout_p`` or ``enable_gqa``, or if q has other than 3 or 4 dimensions: q, k and v are then (..., N, d) as there,
+    of any rank, ``enable_gqa`` is ``False`` by default, and the kernel is the one that the function asks for. (Say
+    ``is_causal=False`` for three dimensions, (H, N, d).) What it leaves to torch and :func:`flash_wmma.forward` does
+    not take (float64, nested tensors, other ranks) has no other answer.
+
+    In a build without CUDA the first call compiles the kernels for the emulator, as :func:`flash_wmma.kernels` does.
 
     Raises:
         TypeError, ValueError: as :func:`flash_wmma.forward`; a kernel that cannot run this is no error here.
         ImportError: ``flash_wmma._C`` was not built for this Python.
     """
+    of_sdpa = any(given is not None for given in (attn_mask, is_causal, dropout_p, enable_gqa))
+    of_sdpa = of_sdpa or (isinstance(q, Tensor) and (q.is_nested or q.dim() not in (3, 4)))
+    grouped = not of_sdpa if enable_gqa is None else enable_gqa
+    if attn_mask is not None or is_causal is not None:
+        if attn_bias is not None or causal:
+            refuse("attn_bias, causal", "both with attn_mask or is_causal", "the arguments of one function")
+        attn_bias, causal = attn_mask, bool(is_causal)
     why = ""
     given = (q, k, v) if attn_bias is None else (q, k, v, attn_bias)
-    if all(isinstance(t, Tensor) for t in given) and q.device.type != "meta":
-        why = left_to_torch(q, k, v, attn_bias, dropout_p, bool(causal), enable_gqa)
-        if why and _beyond_forward(q):
+    if all(isinstance(t, Tensor) for t in given) and (of_sdpa or q.dim() == 4) and q.device.type != "meta":
+        why = why_torch(q, k, v, attn_bias, dropout_p or 0.0, bool(causal), grouped)
+        if why and kernel != "math" and _is_beyond_forward(q, k, v, attn_bias, grouped):
             device = device_facts or facts_of(q.device)
             return Explanation(kernel=None, instance=None, reasons={}, device=device, left_to_torch=why)
-    _checks.tensors(q=q, k=k, v=v)
+    for name, t in zip(("q", "k", "v", "attn_bias"), given, strict=False):
+        _checks.tensors(**{name: t})
     _checks.device(q)
+    if of_sdpa and not is_plain(q.shape, k.shape, v.shape, grouped):
+        bias_shape = None if attn_bias is None else attn_bias.shape
+        if refusal(q.shape, k.shape, v.shape, bias_shape, grouped) == "":
+            q, k, v, attn_bias, _ = folded(q, k, v, attn_bias, grouped)
     call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant)
     q, k, v, call = _autocast.cast(q, k, v, call)
-    is_packed = q.dim() == 3
-    _checks.inputs(q, k, v, "(total, H, d)" if is_packed else "(B, H, N, d)")
+    is_packed = q.dim() == 3 and not of_sdpa
+    dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
+    _checks.inputs(q, k, v, "(total, H, d)" if is_packed else "(B, H, N, d)", dtypes)
     if is_packed:
         seqlen_q = q.shape[0] if max_seqlen_q is None else max_seqlen_q
         seqlen_k = k.shape[0] if max_seqlen_k is None else max_seqlen_k
@@ -121,6 +156,12 @@ def explain(
             refuse("device_facts", None, "a DeviceFacts for tensors on the meta device")
         device_facts = facts_of(q.device)
     on_cpu = device_facts.arch == 0
+    if kernel == "math":
+        return Explanation("math", None, {}, device_facts, backward_kernel="math", left_to_torch=why)
+    if of_sdpa and kernel == "auto" and not _autocast.enabled(q.device):
+        kernel = kernel_for("cpu" if on_cpu else "cuda", q.dtype)
+        if backward_kernel == "auto":
+            backward_kernel = backward_kernel_for(kernel)
     emulated = kernel != "auto" and kernel_named(kernel, "forward").device == "cuda" and on_cpu
     if emulated:
         device_facts = _emulated_facts()
@@ -174,10 +215,13 @@ def explain(
     )
 
 
-def _beyond_forward(q: Tensor) -> bool:
-    """Whether :func:`flash_wmma.scaled_dot_product_attention` takes q, by calling torch, and :func:`flash_wmma.forward`
-    does not."""
-    return q.is_nested or q.dtype == torch.float64 or q.dim() not in (3, 4)
+def _is_beyond_forward(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, enable_gqa: bool) -> bool:
+    """Whether :func:`flash_wmma.scaled_dot_product_attention` takes these inputs, by calling torch, and no kernel takes
+    such numbers or shapes."""
+    if q.is_nested or q.dtype == torch.float64:
+        return True
+    bias_shape = None if attn_bias is None else attn_bias.shape
+    return q.dim() != 4 and refusal(q.shape, k.shape, v.shape, bias_shape, enable_gqa) != ""
 
 
 def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:

@@ -6,6 +6,7 @@ masks and windows are aligned to the last key; ALiBi is -slope * |i + Nk - Nq - 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NoReturn
 
 from torch import Tensor
@@ -16,6 +17,8 @@ from ._call import Lengths, call_of
 from ._errors import refuse
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
+WindowSize = Sequence[int] | Tensor
+"""Two integers, (left, right). Those of a tensor on a GPU are read back, which waits for the device."""
 
 
 def _not_yet(option: str, why: str) -> NoReturn:
@@ -30,16 +33,24 @@ def _refuse_dropout(dropout_p: object) -> NoReturn:
     _not_yet("dropout_p", "dropout")
 
 
-def _window(window_size: tuple[int, int]) -> tuple[int, int] | None:
+def _window(window_size: WindowSize) -> tuple[int, int] | None:
     allowed = "a pair (left, right) of int, -1 for no bound"
-    if not isinstance(window_size, tuple | list):
+    bounds: object = window_size.tolist() if hasattr(window_size, "tolist") else window_size
+    if not isinstance(bounds, Sequence) or isinstance(bounds, str):
         refuse("window_size", repr(window_size), allowed, TypeError)
-    if len(window_size) != 2:
+    if len(bounds) != 2:
         refuse("window_size", repr(window_size), allowed)
-    left, right = window_size
+    left, right = bounds
     if isinstance(left, int) and isinstance(right, int) and left < 0 and right < 0:
         return None
     return left, right
+
+
+def _flag(name: str, value: object) -> bool:
+    """An argument that flash-attn's own functions take as a bool: whatever has a truth value of its own."""
+    if value is None or not hasattr(type(value), "__bool__"):
+        refuse(name, repr(value), "a bool", TypeError)
+    return bool(value)
 
 
 def _result(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
@@ -62,7 +73,7 @@ def flash_attn_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -77,7 +88,8 @@ def flash_attn_func(
         dropout_p: 0; anything else is not built yet.
         softmax_scale: factor on the scores; default 1 / sqrt(d).
         causal: query i sees the keys j <= i + Nk - Nq.
-        window_size: (left, right): query i sees the keys from i + Nk - Nq - left to i + Nk - Nq + right; -1: no bound.
+        window_size: (left, right), any sequence of two integers, a tensor included: query i sees the keys from
+            i + Nk - Nq - left to i + Nk - Nq + right; -1: no bound.
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap).
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the scores.
         deterministic: compute gradients that are bitwise the same from run to run. The forward pass always is.
@@ -97,15 +109,16 @@ def flash_attn_func(
             _checks.tensors(**{name: t})
             refuse(f"{name}.shape", tuple(t.shape), "(B, N, H, d)")
     call = call_of(
-        causal=bool(causal),
+        causal=_flag("causal", causal),
         scale=softmax_scale,
         window=_window(window_size),
         alibi_slopes=alibi_slopes,
         softcap=softcap,
-        deterministic=deterministic or None,
+        deterministic=_flag("deterministic", deterministic) or None,
         bottom_right=True,
         out_bnhd=True,
     )
+    return_attn_probs = _flag("return_attn_probs", return_attn_probs)
     out, lse = attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), call)
     return _result(out.transpose(1, 2), lse, return_attn_probs)
 
@@ -116,7 +129,7 @@ def flash_attn_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -144,7 +157,7 @@ def flash_attn_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -178,7 +191,7 @@ def flash_attn_varlen_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -216,16 +229,17 @@ def flash_attn_varlen_func(
     if block_table is not None:
         _not_yet("block_table", "a paged cache")
     call = call_of(
-        causal=bool(causal),
+        causal=_flag("causal", causal),
         scale=softmax_scale,
         window=_window(window_size),
         alibi_slopes=alibi_slopes,
         softcap=softcap,
-        deterministic=deterministic or None,
+        deterministic=_flag("deterministic", deterministic) or None,
         bottom_right=True,
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k),
-        validate=validate,
+        validate=_flag("validate", validate),
     )
+    return_attn_probs = _flag("return_attn_probs", return_attn_probs)
     out, lse = attend(q, k, v, call)
     return _result(out, lse, return_attn_probs)
 
@@ -240,7 +254,7 @@ def flash_attn_varlen_kvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
@@ -277,7 +291,7 @@ def flash_attn_varlen_qkvpacked_func(
     dropout_p: float = 0.0,
     softmax_scale: float | None = None,
     causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
+    window_size: WindowSize = (-1, -1),
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,

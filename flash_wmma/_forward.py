@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._attention import attend
 from ._call import Causal, Lengths, Window, call_of
+from ._checks import flag
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -45,6 +46,12 @@ def forward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[Options]
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def forward(
@@ -112,6 +119,9 @@ def forward(
     FlashAttention: https://arxiv.org/abs/2205.14135. FlashAttention-2: https://arxiv.org/abs/2307.08691. Online
     softmax: https://arxiv.org/abs/1805.02867.
     """
+    with_lse: object = return_lse
+    if not isinstance(with_lse, bool):
+        flag(return_lse=with_lse)
     call = call_of(  # by position, which costs the host less than by name
         causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, backward_kernel, deterministic
     )
@@ -147,6 +157,21 @@ def forward_varlen(
     return_lse: Literal[True],
     **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_lse: bool,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 def forward_varlen(
@@ -202,6 +227,7 @@ def forward_varlen(
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
         ValueError: with ``validate``, lengths that decrease, end beyond a tensor, or exceed max_seqlen.
     """
+    flag(return_lse=return_lse, validate=validate)
     call = call_of(
         causal,
         scale,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from ._call import Causal
+from . import _autocast, _checks
+from ._call import Causal, call_of
 from ._errors import refuse
 from ._forward import forward
 
@@ -22,7 +23,8 @@ class MultiheadAttention(nn.Module):
         device, dtype: of the parameters.
 
     Raises:
-        ValueError: the numbers do not divide each other.
+        TypeError, ValueError: an argument is of a wrong type, the numbers do not divide each other, or there is no such
+            kernel. Whether a kernel can run x is known when it is called.
     """
 
     def __init__(
@@ -40,20 +42,44 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if num_heads < 1 or embed_dim % num_heads != 0:
-            refuse("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
         shared = num_heads if num_kv_heads is None else num_kv_heads
-        if shared < 1 or num_heads % shared != 0:
+        _checks.count(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=shared)
+        if embed_dim % num_heads != 0:
+            refuse("num_heads", num_heads, f"a divisor of embed_dim, {embed_dim}")
+        if num_heads % shared != 0:
             refuse("num_kv_heads", num_kv_heads, f"a divisor of num_heads, {num_heads}")
+        call_of(causal, deterministic=deterministic)  # which checks them
+        _checks.kernel(kernel)
+        _checks.backward_kernel(backward_kernel)
+        _checks.flag(bias=bias)
+        if dtype is not None and dtype not in _checks.MATH_DTYPES:
+            error = ValueError if isinstance(dtype, torch.dtype) else TypeError
+            refuse("dtype", repr(dtype), ", ".join(map(str, _checks.MATH_DTYPES)), error)
         self.heads = (num_heads, shared, shared)
-        self.head_dim = embed_dim // num_heads
+        self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.causal: Causal = causal
         self.kernel, self.backward_kernel, self.deterministic = kernel, backward_kernel, deterministic
         self.qkv = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(B, N, embed_dim), attended to and projected."""
+        """x (B, N, embed_dim), attended to and projected: (B, N, embed_dim).
+
+        Args:
+            x: of the parameters' dtype, unless ``torch.autocast`` is on, and on their device.
+
+        Raises:
+            TypeError, ValueError: x, or as :func:`flash_wmma.forward`.
+        """
+        _checks.tensors(x=x)
+        if x.dim() != 3 or x.shape[2] != self.embed_dim:
+            refuse("x.shape", tuple(x.shape), f"(B, N, embed_dim) with embed_dim = {self.embed_dim}")
+        if type(self.qkv) is nn.Linear:  # others, such as quantised ones, may take what their weights are not
+            weight = self.qkv.weight
+            if x.device != weight.device:
+                refuse("x.device", x.device, f"the parameters', {weight.device}")
+            if x.dtype != weight.dtype and not _autocast.enabled(x.device):
+                refuse("x.dtype", x.dtype, f"the parameters', {weight.dtype}")
         heads = self.qkv(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
         q, k, v = heads.split(self.heads, dim=1)
         attended = forward(

@@ -27,11 +27,23 @@ class Profile:
     """Bytes of q, k and v, each read once; ``None``: unknown."""
     ideal_written_bytes: int | None
     """Bytes of the output and the logarithms of the softmax's denominators, each written once; ``None``: unknown."""
+    products: int = 0
+    """Products of matrices that it left to cuBLAS, here to torch's matmul. Nothing is counted of them."""
 
     @property
     def counts(self) -> Counts:
-        """The counts of all launches."""
+        """The counts of all launches. What :attr:`products` do is not among them."""
         return sum((launch.counts for launch in self.launches), Counts.of(()))
+
+    @property
+    def read_bytes(self) -> int | None:
+        """Bytes that all launches read from global memory; ``None``: unknown, since there are :attr:`products`."""
+        return None if self.products else self.counts.read_bytes
+
+    @property
+    def written_bytes(self) -> int | None:
+        """Bytes that all launches write to global memory; ``None``: unknown, since there are :attr:`products`."""
+        return None if self.products else self.counts.written_bytes
 
     @property
     def lines(self) -> tuple[Line, ...]:
@@ -65,6 +77,9 @@ class Profile:
             "kernel": self.kernel,
             "inputs": self.inputs,
             "arch": self.arch,
+            "products": self.products,
+            "read_bytes": self.read_bytes,
+            "written_bytes": self.written_bytes,
             "ideal_read_bytes": self.ideal_read_bytes,
             "ideal_written_bytes": self.ideal_written_bytes,
             "counts": self.counts.to_dict(),
@@ -102,7 +117,7 @@ class Profile:
     def _shown(self) -> _report.Report:
         inputs = f": {self.inputs}" if self.inputs else ""
         title = f"{self.kernel} in the emulator, as on sm_{self.arch}{inputs}"
-        return _report.Report(title, self.launches, self.ideal_read_bytes, self.ideal_written_bytes)
+        return _report.Report(title, self.launches, self.products, self.ideal_read_bytes, self.ideal_written_bytes)
 
     def __str__(self) -> str:
         return _report.text(self._shown())

@@ -9,6 +9,7 @@ from ._attention import attend
 from ._call import Causal, Window, call_of
 from ._errors import EmulatorError, refuse
 from ._figures import launches_of
+from ._library import library
 from ._profile import Profile
 from ._sources import CSRC, kernel_sources
 from .emulator import settings
@@ -58,19 +59,20 @@ def profile(
     call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel)
     _checks.tensors(q=q, k=k, v=v)
     _checks.call_tensors(q, k, v, call)
-    _checks.options(call)
     if q.device.type not in ("cpu", "cuda"):
         refuse("q.device", q.device, "cpu, cuda")
     if not kernel_sources("forward"):
         raise EmulatorError(f"no CUDA kernel can run on the CPU: this installation has no kernel sources in {CSRC}")
-    if kernel not in kernel_sources("forward"):
+    if isinstance(kernel, str) and kernel not in kernel_sources("forward"):
         refuse("kernel", repr(kernel), ", ".join(map(repr, kernel_sources("forward"))))
+    _checks.options(call)
     q, k, v = tensors = [t.cpu() if t.device.type == "cuda" else t for t in (q, k, v)]
     changes = {name: value for name, value in (("arch", arch), ("seed", seed)) if value is not None}
     with alone(), settings(mode="checked", counters=True, **changes) as now:
         take_profile()  # of whatever ran before
+        before = library.flash_wmma_emulated_products()
         out, lse = attend(q, k, v, call)
-        text = take_profile()
+        text, products = take_profile(), library.flash_wmma_emulated_products() - before
     shapes = ", ".join(f"{name} {tuple(t.shape)}" for name, t in zip("qkv", tensors, strict=True))
     return Profile(
         kernel=kernel,
@@ -79,4 +81,5 @@ def profile(
         launches=launches_of(text, now.arch, CSRC.parent),
         ideal_read_bytes=sum(t.nbytes for t in tensors),
         ideal_written_bytes=out.nbytes + lse.nbytes,
+        products=products,
     )

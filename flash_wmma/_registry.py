@@ -8,26 +8,25 @@ from typing import Any, NamedTuple
 
 from ._device import DeviceFacts
 from ._native import native
-from ._sources import kernel_sources
+from ._sources import Direction, kernel_sources
 
 
 @functools.cache
-def _backward_kernel_names() -> tuple[str, ...]:
-    built = {facts["name"] for facts in native().kernels("backward")}
-    return tuple(sorted(built.union(kernel_sources("backward"))))
+def _built(direction: Direction) -> frozenset[str]:
+    return frozenset(facts["name"] for facts in native().kernels(direction))
 
 
-def backward_kernel_names() -> tuple[str, ...]:
-    """The values of ``backward_kernel`` apart from ``"auto"``; nothing is compiled to find them. Empty without ``_C``,
-    since only ``_C`` knows what is built."""
+def kernel_names(direction: Direction) -> tuple[str, ...]:
+    """The names of that direction's kernels; nothing is compiled to find them. Empty without ``_C``, since only ``_C``
+    knows what is built."""
     try:
-        return _backward_kernel_names()
+        return tuple(sorted(_built(direction).union(kernel_sources(direction))))
     except ImportError:
         return ()
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: a constant in traced calls.
-backward_kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
+kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 class Problem(NamedTuple):

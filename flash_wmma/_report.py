@@ -93,8 +93,11 @@ def _facts(launch: Launch) -> list[str]:
     ]
 
 
-def _traffic(counts: Counts, ideal_read: int | None, ideal_written: int | None) -> list[str]:
+def _traffic(counts: Counts, products: int, ideal_read: int | None, ideal_written: int | None) -> list[str]:
     def beside(moved: int, ideal: int | None) -> str:
+        if products:
+            whose = "one product" if products == 1 else f"{products:,} products"
+            return f"unknown: {moved:,} bytes and what {whose} by cuBLAS move, of which nothing is counted"
         if ideal is None:
             return f"{moved:,} bytes"
         return f"{moved:,} bytes ({moved / ideal:.3g} x the ideal {ideal:,})" if ideal else f"{moved:,} bytes (ideal 0)"
@@ -111,6 +114,8 @@ class Report(NamedTuple):
 
     title: str
     launches: Sequence[Launch]
+    products: int
+    """By cuBLAS, of which nothing is counted."""
     ideal_read_bytes: int | None
     """``None``: unknown."""
     ideal_written_bytes: int | None
@@ -123,7 +128,8 @@ class Report(NamedTuple):
             return
         for launch in self.launches:
             yield "\n".join(_facts(launch))
-        yield "\n".join(_traffic(_total(self.launches), self.ideal_read_bytes, self.ideal_written_bytes))
+        traffic = _traffic(_total(self.launches), self.products, self.ideal_read_bytes, self.ideal_written_bytes)
+        yield "\n".join(traffic)
         yield _memory_table(self.launches)
         for launch in self.launches:
             yield _line_table(launch)

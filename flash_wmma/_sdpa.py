@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._attention import attend
 from ._call import band, call_of
-from ._checks import DTYPES
+from ._checks import DTYPES, LARGEST
 from ._device import device_facts
 from ._native import native
+from ._ranks import folded, is_plain, refusal
 from ._registry import Problem, choose, choose_backward
 
 
@@ -99,6 +100,16 @@ def _wraps(t: object) -> bool:
     return is_traceable_wrapper_subclass(t)
 
 
+def is_switched_off() -> bool:
+    """Whether the caller has switched off the backend that these kernels stand for, torch's flash attention, as
+    ``torch.nn.attention.sdpa_kernel`` does."""
+    return not torch.backends.cuda.flash_sdp_enabled()  # type: ignore[no-untyped-call]
+
+
+# As for largest_head_dim: to torch.compile the backends are those of the time of tracing, as for torch's own attention
+is_switched_off._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 def left_to_torch(
     query: Tensor,
     key: Tensor,
@@ -109,7 +120,8 @@ def left_to_torch(
     enable_gqa: bool = False,
     differentiable: bool = True,
 ) -> str:
-    """Why torch's own attention computes this; empty if a kernel of this library does.
+    """Why torch's own attention computes this, whichever backends are switched on; empty if a kernel of this library
+    does.
 
     ``differentiable``: whether gradients may be asked for; only then do inputs that require one matter.
     """
@@ -144,22 +156,19 @@ def left_to_torch(
     if dtype not in DTYPES:
         return f"the dtype is {dtype}"
     q, k, v = query.shape, key.shape, value.shape
-    if len(q) != 4 or len(k) != 4 or len(v) != 4:
-        return "query, key and value are not all (B, H, N, d)"
-    batch, heads, nq, d = q
-    heads_k, nk, dv = k[1], k[2], v[3]
-    if k[0] != batch or v[0] != batch or v[1] != heads_k or v[2] != nk or k[3] != d:
-        return "the shapes are not (B, Hq, Nq, d), (B, Hk, Nk, d) and (B, Hk, Nk, d_v)"
-    if heads_k != heads and (not enable_gqa or heads_k == 0 or heads % heads_k != 0):
-        return "key has other heads than query" + (", and not a divisor of them" if enable_gqa else "")
     if attn_mask is not None:
         if is_causal:
             return "both attn_mask and is_causal are given"
         if attn_mask.dtype not in (torch.bool, torch.float32, dtype):
             return f"attn_mask is {attn_mask.dtype}"
-        sizes, full = attn_mask.shape, (batch, heads, nq, nk)
-        if len(sizes) > 4 or any(n != 1 and n != m for n, m in zip(reversed(sizes), reversed(full), strict=False)):
-            return "attn_mask does not broadcast to (B, Hq, Nq, Nk)"
+    plain = is_plain(q, k, v, enable_gqa)
+    if not plain and 0 in (*q, *k, *v):
+        return "an input is empty"  # torch's result then has query's dimensions, whatever key's and value's are
+    if attn_mask is not None or not plain:
+        why_not = refusal(q, k, v, None if attn_mask is None else attn_mask.shape, enable_gqa)
+        if why_not:
+            return why_not
+    d, dv = q[-1], v[-1]
     other_d_v = bias_gradient = deterministic = False
     if d != dv:  # a branch, since to torch.compile a traced comparison is no constant
         other_d_v = True
@@ -186,6 +195,21 @@ def left_to_torch(
     return ""
 
 
+def why_torch(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    enable_gqa: bool = False,
+) -> str:
+    """Why :func:`scaled_dot_product_attention` calls torch; empty if it does not."""
+    if is_switched_off():
+        return "the caller has switched off flash attention"
+    return left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
+
+
 def scaled_dot_product_attention(
     query: Tensor,
     key: Tensor,
@@ -199,26 +223,28 @@ def scaled_dot_product_attention(
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
     Calls that no kernel of this library covers go to torch's own implementation: dropout, forward-mode differentiation,
-    ``torch.func``, other ranks than 4, float64, … :func:`flash_wmma.explain` names the reason. Torch also raises the
-    errors for wrong arguments.
+    ``torch.func``, float64, … So do those for which torch's flash attention is switched off, which these kernels stand
+    for, as within ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. :func:`flash_wmma.explain` names the reason.
+    Torch also raises the errors for wrong arguments.
     float32 on a GPU is multiplied as float32, by the kernel ``simt``, while ``torch.get_float32_matmul_precision()`` is
     ``"highest"`` (torch's default), and otherwise by the kernel that ``auto`` takes, which multiplies float16. With
     ``torch.use_deterministic_algorithms(True)`` the gradient of a broadcast ``attn_mask`` is summed from the gradient
     of all scores, (B, Hq, Nq, Nk), which is stored, as in torch.
 
     Args:
-        query: (B, Hq, Nq, d).
-        key: (B, Hk, Nk, d); Hk is Hq, or with ``enable_gqa`` a divisor of it.
-        value: (B, Hk, Nk, d_v).
-        attn_mask: broadcastable to (B, Hq, Nq, Nk): bool, ``True`` where the query sees the key, or numbers added to
-            the scores.
+        query: (..., Nq, d), as (B, Hq, Nq, d), (Hq, Nq, d) or (Nq, d).
+        key: (..., Nk, d). The dimensions before Nk broadcast with query's; with ``enable_gqa`` the last of them, Hk, is
+            a divisor of query's.
+        value: (..., Nk, d_v), likewise.
+        attn_mask: broadcastable to the scores, (..., Nq, Nk): bool, ``True`` where the query sees the key, or numbers
+            added to the scores.
         dropout_p: probability of dropping a weight.
         is_causal: query i sees the keys j <= i; not together with ``attn_mask``.
         scale: factor on the scores; default 1 / sqrt(d).
         enable_gqa: query head h reads key and value head h // (Hq // Hk).
 
     Returns:
-        (B, Hq, Nq, d_v), in query's dtype (autocast's under ``torch.autocast``).
+        (..., Nq, d_v), in query's dtype (autocast's under ``torch.autocast``).
 
     Raises:
         RuntimeError, TypeError, ValueError: as torch's.
@@ -226,10 +252,14 @@ def scaled_dot_product_attention(
     given = isinstance(query, Tensor) and isinstance(key, Tensor) and isinstance(value, Tensor)
     given = given and (attn_mask is None or isinstance(attn_mask, Tensor))
     given = given and isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
-    if not given or left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
+    given = given and (scale is None or (isinstance(scale, int | float | torch.SymFloat) and abs(scale) <= LARGEST))
+    if not given or why_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
+    batch = None
+    if not is_plain(query.shape, key.shape, value.shape, enable_gqa):
+        query, key, value, attn_mask, batch = folded(query, key, value, attn_mask, enable_gqa)
     if attn_mask is not None and attn_mask.requires_grad and torch.are_deterministic_algorithms_enabled():
         # No kernel on a GPU sums a broadcast mask's gradient in a fixed order: torch does, from all scores' gradients
         attn_mask = attn_mask.expand(*query.shape[:3], key.shape[2])
@@ -242,4 +272,5 @@ def scaled_dot_product_attention(
         kernel=kernel,
         backward_kernel=backward_kernel_for(kernel),
     )
-    return attend(query, key, value, call)[0]
+    out = attend(query, key, value, call)[0]
+    return out if batch is None else out.view(*batch, *out.shape[2:])

@@ -11,7 +11,7 @@ import torch
 from ._errors import EmulatorError, refuse
 from ._native import native
 from ._sources import Direction, kernel_sources
-from .emulator import kernel_library
+from .emulator import current, kernel_library
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,8 @@ class Kernel:
     summary: str
     min_arch: int
     """The least architecture, 10 * major + minor; 0 on the CPU."""
+    max_arch: int | None
+    """The last architecture, where later ones cannot run its code (``wgmma_sm90``: 90); else ``None``."""
     dtypes: tuple[torch.dtype, ...]
     """Of q, k and v."""
     bf16_min_arch: int
@@ -94,10 +96,10 @@ def not_built() -> dict[str, str]:
     their facts from their sources, which it first compiles for the emulator if needed."""
     if native().cuda_build() is not None:
         return {}
-    missing = {}
+    missing, mode = {}, current().mode  # that in which a kernel will run, if one does
     for name in kernel_sources():
         try:
-            native().add_library(str(kernel_library(name, "fast")))
+            native().add_library(str(kernel_library(name, mode)))
         except (EmulatorError, OSError, RuntimeError) as error:
             missing[name] = str(error)
     return missing

@@ -23,6 +23,11 @@ from .emulator import Mode, Program, current
 
 __all__ = ["max", "row_max", "row_softmax", "row_sum", "sum"]
 
+
+def __dir__() -> list[str]:
+    return __all__
+
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.int32)
 """dtypes of the arrays, in the order of ``Type`` in csrc/reductions/reductions.h."""
 

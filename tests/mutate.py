@@ -72,6 +72,7 @@ TESTS = {
     "flash_wmma/_report.py": ("profile",),
     "flash_wmma/_occupancy.py": ("occupancy", "profile"),
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
+    "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/": OP_TESTS,
 }

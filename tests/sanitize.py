@@ -3,7 +3,7 @@
 compute-sanitizer --tool memcheck python tests/sanitize.py
 compute-sanitizer --tool racecheck python tests/sanitize.py --kernel wmma_v3 --kernel bwd_sm80
 
-With --device cpu the same calls run in the emulator, under its own checks with FLASH_WMMA_EMULATOR=checked.
+With --device cpu the same calls run in the emulator, under its own checks.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import flash_wmma
+from flash_wmma import _registry
 from flash_wmma.emulator import _compile, _runtime
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,7 +46,7 @@ def test_a_kernel_is_added(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Path(name).parent.mkdir(parents=True, exist_ok=True)
         Path(name).write_text(text)
     sources = {"simt_by_row": (tmp_path / "csrc/forward/simt/simt_by_row.cu",)}
-    for module in (_compile, _runtime):
+    for module in (_compile, _runtime, _registry):
         monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": sources)
     execute("adding.md")
 

@@ -8,11 +8,13 @@ import math
 import shutil
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from reference import DENSE, Mask, Modification, attention, bits, normal
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -104,14 +106,12 @@ def tensors(*shape: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 LEFT = {
     "dropout": (lambda: (*tensors(1, 2, 8, 64), None, 0.5), "dropout_p is not 0"),
     "float64": (lambda: tensors(1, 2, 8, 64, dtype=torch.float64), "the dtype is torch.float64"),
-    "rank 3": (lambda: tensors(2, 8, 64), "not all (B, H, N, d)"),
-    "rank 2": (lambda: tensors(8, 64), "not all (B, H, N, d)"),
     "large d": (lambda: tensors(1, 2, 8, 300), "no kernel runs head dims 300 and 300"),
     "large d_v": (
         lambda: (*tensors(1, 2, 8, 64)[:2], tensors(1, 2, 8, 300)[2]),
         "no kernel runs head dims 64 and 300",
     ),
-    "multi-query": (lambda: (tensors(1, 4, 8, 64)[0], *tensors(1, 1, 8, 64)[1:]), "key has other heads than query"),
+    "no keys": (lambda: (tensors(4, 8, 64)[0], *tensors(1, 0, 64)[1:]), "an input is empty"),
     "subclass": (
         lambda: (*tensors(1, 2, 8, 64), causal_lower_right(8, 8)),
         "a tensor subclass",
@@ -180,17 +180,66 @@ def test_explain_says_what_is_left_to_torch() -> None:
     assert answer.left_to_torch == "dropout_p is not 0"
     assert "left to torch: dropout_p is not 0" in str(answer)
     assert flash_wmma.explain(q.requires_grad_(), k, v).left_to_torch == ""
-    k, v = k[:, :1], v[:, :1]
+    q = tensors(1, 6, 8, 64)[0]
     assert flash_wmma.explain(q, k, v).left_to_torch == ""
-    assert flash_wmma.explain(q, k, v, enable_gqa=False).left_to_torch == "key has other heads than query"
+    assert "do not broadcast" in flash_wmma.explain(q, k, v, enable_gqa=False).left_to_torch
+    assert flash_wmma.explain(q, k, v, enable_gqa=True).left_to_torch == ""
+    with sdpa_kernel(SDPBackend.MATH):
+        assert "switched off" in flash_wmma.explain(q, k, v, enable_gqa=True).left_to_torch
+    packed = q[0]  # sequences for forward_varlen are not torch's
+    assert flash_wmma.explain(packed, packed, packed).left_to_torch == ""
 
 
-@pytest.mark.parametrize("case", ["float64", "rank 2"])
-def test_explain_of_inputs_that_torch_alone_takes(case: str) -> None:
-    make, why = LEFT[case]
+@pytest.mark.parametrize("shape", [(8, 64), (2, 8, 64), (1, 2, 8, 64), (2, 1, 2, 8, 64)], ids=len)
+@pytest.mark.parametrize("masked", [False, True])
+def test_explain_takes_sdpas_arguments(shape: tuple[int, ...], masked: bool) -> None:
+    """The answer is that of forward for the same heads, (B, H, N, d)."""
+    q, k, v = tensors(*shape)
+    mask = torch.zeros(*shape[:-1], 8) if masked else None
+    answer = flash_wmma.explain(q, k, v, attn_mask=mask, is_causal=False)
+    assert (answer.kernel, answer.left_to_torch) == ("cpu", "")
+    bias = torch.zeros(8, 8) if masked else None
+    assert answer.reasons == flash_wmma.explain(*tensors(2, 2, 8, 64), attn_bias=bias).reasons
+    assert flash_wmma.explain(q, k, v, attn_mask=mask, dropout_p=0.5).left_to_torch == "dropout_p is not 0"
+    assert "both" in flash_wmma.explain(q, k, v, attn_mask=torch.zeros(8, 8), is_causal=True).left_to_torch
+
+
+def test_explain_takes_sdpas_arguments_for_another_device() -> None:
+    """The kernel is the one that SDPA's stand-in asks for there: float32 is multiplied as float32."""
+    q = torch.empty(3, 8, 64, device="meta")
+    facts = flash_wmma.DeviceFacts(75, 40, 64 * 1024)
+    answer = flash_wmma.explain(q, q, q, is_causal=True, device_facts=facts)
+    assert (answer.kernel, answer.backward_kernel) == ("simt", "bwd_simt")
+    assert flash_wmma.explain(q.half(), q.half(), q.half(), is_causal=True, device_facts=facts).kernel == "mma_sm75"
+
+
+@pytest.mark.parametrize("option", [{"causal": True}, {"attn_bias": torch.zeros(8, 8)}])
+def test_explain_refuses_arguments_of_two_functions(option: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="attn_bias, causal: got both with attn_mask or is_causal"):
+        flash_wmma.explain(*tensors(1, 2, 8, 64), is_causal=False, **option)
+
+
+def test_explain_says_each_reason_once() -> None:
+    text = str(flash_wmma.explain(*tensors(1, 2, 8, 64)))
+    why = "runs on cuda tensors, and on cpu tensors by name, in the emulator"
+    assert " ".join(text.split()).count(why) == 2  # forward's kernels and backward's
+    assert all(kernel.name in text for kernel in flash_wmma.kernels())
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_explain_of_inputs_that_torch_alone_takes() -> None:
+    make, why = LEFT["float64"]
     answer = flash_wmma.explain(*make())
     assert answer.kernel is None
     assert why in answer.left_to_torch
+
+
+def test_explain_of_plain_torch_ops() -> None:
+    """kernel="math" is no kernel, and takes float64."""
+    q = tensors(1, 2, 8, 64, dtype=torch.float64)[0]
+    answer = flash_wmma.explain(q, q, q, kernel="math")
+    assert (answer.kernel, answer.backward_kernel) == ("math", "math")
+    assert "torch.float64" in answer.left_to_torch
 
 
 def test_sdpa_leaves_transforms_to_torch() -> None:
@@ -227,6 +276,186 @@ def test_sdpa_leaves_distributed_tensors_to_torch() -> None:
         close(ours.full_tensor(), functional.scaled_dot_product_attention(q, q, q))
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_sdpa_within_the_math_backend_is_torchs() -> None:
+    """To the bit, and with the derivatives of the derivatives, which no kernel here has."""
+    inputs = [t.requires_grad_() for t in tensors(1, 2, 8, 64)]
+
+    def derivatives(attend: Any) -> list[Tensor]:
+        with sdpa_kernel(SDPBackend.MATH):
+            out = attend(*inputs, is_causal=True)
+            first = torch.autograd.grad(out.square().sum(), inputs, create_graph=True)
+            second = torch.autograd.grad(sum(t.square().sum() for t in first), inputs)
+        return [out, *first, *second]
+
+    ours = derivatives(flash_wmma.scaled_dot_product_attention)
+    assert len(ours) == 7
+    assert all(map(torch.equal, ours, derivatives(functional.scaled_dot_product_attention)))
+
+
+@pytest.mark.parametrize(
+    ("backends", "ours"),
+    [
+        ([SDPBackend.FLASH_ATTENTION], True),
+        ([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], True),
+        ([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH], False),
+        ([SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH], False),
+        ([SDPBackend.MATH], False),
+    ],
+    ids=lambda x: "+".join(backend.name for backend in x) if isinstance(x, list) else None,
+)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_sdpa_keeps_to_the_callers_backends(backends: list[SDPBackend], ours: bool, compiled: bool) -> None:
+    """These kernels stand for flash attention."""
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        with sdpa_kernel(backends):
+            return flash_wmma.scaled_dot_product_attention(q, k, v)
+
+    if compiled:
+        torch._dynamo.reset()
+        attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
+    arguments = tensors(1, 2, 8, 64)
+    attend(*arguments)
+    assert ("flash_wmma::forward" in calls(lambda: attend(*arguments))) == ours
+    assert "flash_wmma::forward" in calls(lambda: flash_wmma.scaled_dot_product_attention(*arguments))
+
+
+@pytest.mark.parametrize("scale", [math.nan, math.inf, 1e300, torch.tensor(0.5)], ids=str)
+def test_sdpa_takes_any_scale_that_torch_takes(scale: Any) -> None:
+    ours, torchs = (
+        attend(*tensors(1, 2, 8, 64), scale=scale)
+        for attend in (flash_wmma.scaled_dot_product_attention, functional.scaled_dot_product_attention)
+    )
+    torch.testing.assert_close(ours, torchs, equal_nan=True)
+
+
+RANKS: dict[str, tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], bool]] = {
+    # q's, k's and v's dimensions before (N, d), and enable_gqa
+    "N": ((), (), (), False),
+    "HN": ((3,), (3,), (3,), False),
+    "HN grouped": ((4,), (2,), (2,), True),
+    "BHN": ((2, 3), (2, 3), (2, 3), False),
+    "ABHN": ((2, 1, 3), (2, 1, 3), (2, 1, 3), False),
+    "ABHN grouped": ((2, 3, 4), (2, 3, 2), (2, 3, 2), True),
+    "six": ((2, 1, 3, 2), (2, 1, 3, 2), (2, 1, 3, 2), False),
+    "one key head": ((2, 3), (2, 1), (2, 1), False),
+    "one key head, value heads": ((2, 3), (2, 1), (2, 3), False),
+    "one query head": ((2, 1), (2, 3), (2, 3), False),
+    "one batch entry of keys": ((2, 3), (1, 3), (1, 3), False),
+    "one batch entry of queries": ((1, 3), (2, 3), (2, 3), False),
+    "one batch entry of keys, grouped": ((2, 4), (1, 2), (1, 2), True),
+    "batch of values alone": ((1, 3), (1, 3), (2, 3), False),
+    "keys without batch": ((2, 3), (3,), (), False),
+    "queries without batch": ((), (2, 3), (3,), False),
+    "each in its own dimension": ((2, 1, 1), (1, 3, 1), (1, 1, 2), False),
+}
+MASKS: dict[str, Any] = {  # the mask's dimensions, from those of the scores
+    "full": lambda scores: scores,
+    "one for all": lambda scores: (*(1 for _ in scores[:-2]), *scores[-2:]),
+    "rank 2": lambda scores: scores[-2:],
+    "rank 1": lambda scores: scores[-1:],
+    "first repeated": lambda scores: (1, *scores[1:]),
+    "one row": lambda scores: (*scores[:-2], 1, scores[-1]),
+}
+KINDS = ["no mask", "causal", *(f"{mask}, {kind}" for mask in MASKS for kind in ("bool", "float"))]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_sdpa_of_other_ranks(ranks: str, kind: str, device: str) -> None:
+    """Forward and every gradient, on these kernels."""
+    of_q, of_k, of_v, enable_gqa = RANKS[ranks]
+    generator = torch.Generator().manual_seed(1)
+    dtype = torch.float16 if device == "cuda" else torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device, dtype).requires_grad_()
+
+    inputs = [normal(*of_q, 5, 16), normal(*of_k, 7, 16), normal(*of_v, 7, 8)]
+    options: dict[str, Any] = {"is_causal": kind == "causal", "enable_gqa": enable_gqa}
+    given, (mask, _, dtype_of_mask) = inputs, kind.partition(", ")
+    scores = (*torch.broadcast_shapes(of_q, (*of_k[:-1], of_q[-1]) if enable_gqa else of_k), 5, 7)
+    if mask in MASKS:
+        bias = normal(*MASKS[mask](scores))
+        given = [*inputs, bias.detach() > -1 if dtype_of_mask == "bool" else bias]
+        inputs = given if dtype_of_mask == "float" else inputs
+    assert _sdpa.left_to_torch(*given, **options) == ""
+    with Recorded() as recorded:
+        ours = flash_wmma.scaled_dot_product_attention(*given, **options)
+        gradients = torch.autograd.grad(ours.float().square().sum(), inputs)
+    assert [op for op, _ in recorded.calls] == ["forward", "backward"]
+    exact = [t.double() if t.is_floating_point() else t for t in given]
+    exact[3:] = [t.expand(scores) for t in exact[3:]]  # torch refuses some masks of one dimension
+    right = functional.scaled_dot_product_attention(*exact, **options)
+    assert ours.shape == right.shape
+    assert ours.is_contiguous()
+    for got, expected in zip(
+        (ours, *gradients), (right, *torch.autograd.grad(right.square().sum(), inputs)), strict=True
+    ):
+        tolerance = (2e-5 if dtype == torch.float32 else 1e-2) * max(1.0, float(expected.detach().abs().max()))
+        torch.testing.assert_close(got.double(), expected.double(), atol=tolerance, rtol=0)
+
+
+def test_sdpa_repeats_nothing_where_a_view_will_do() -> None:
+    """Keys and values that all batch entries or all heads share are read where they lie."""
+    for of_q, of_k in (((2, 3, 4), ()), ((2, 3, 4), (4,)), ((2, 4), (2, 1)), ((4,), (4,))):
+        q, k, v = tensors(*of_q, 8, 64)[0], *tensors(*of_k, 8, 64)[1:]
+        with Recorded() as recorded:
+            flash_wmma.scaled_dot_product_attention(q, k, v)
+        ((_, arguments),) = recorded.calls
+        assert [arguments[name].data_ptr() for name in "qkv"] == [t.data_ptr() for t in (q, k, v)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "options"),
+    [
+        (((64,), (64,), (64,)), None, {}),
+        (((3, 8, 64), (2, 8, 64), (2, 8, 64)), None, {}),
+        (((2, 2, 8, 64), (3, 2, 8, 64), (3, 2, 8, 64)), None, {}),
+        (((8, 64), (9, 64), (8, 64)), None, {}),
+        (((2, 8, 64), (2, 8, 32), (2, 8, 64)), None, {}),
+        (((3, 8, 64), (2, 8, 64), (2, 8, 64)), None, {"enable_gqa": True}),
+        (((1, 8, 64), (2, 8, 64), (2, 8, 64)), None, {"enable_gqa": True}),
+        (((8, 64), (8, 64), (8, 64)), (2, 8, 8), {}),
+        (((1, 2, 8, 64), (1, 2, 8, 64), (3, 2, 8, 64)), (3, 1, 8, 8), {}),
+        (((2, 8, 64), (2, 8, 64), (2, 8, 64)), (3, 8, 8), {}),
+        (((2, 8, 64), (2, 8, 64), (2, 8, 64)), (8, 8), {"is_causal": True}),
+    ],
+)
+def test_sdpa_of_shapes_that_do_not_go_together(
+    shapes: tuple[tuple[int, ...], ...], mask: tuple[int, ...] | None, options: dict[str, Any]
+) -> None:
+    """Torch's errors."""
+    arguments = [torch.zeros(shape) for shape in shapes] + ([] if mask is None else [torch.zeros(mask)])
+    with pytest.raises((RuntimeError, IndexError)) as theirs:
+        functional.scaled_dot_product_attention(*arguments, **options)
+    with pytest.raises(theirs.type) as ours:
+        flash_wmma.scaled_dot_product_attention(*arguments, **options)
+    assert str(ours.value) == str(theirs.value)
+
+
+@pytest.mark.parametrize("empty", ["batch", "heads", "queries", "keys"])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_sdpa_of_empty_inputs(ranks: int, empty: str) -> None:
+    sizes = {"batch": 2, "heads": 2, "queries": 5, "keys": 7} | {empty: 0}
+    before = (2, sizes["batch"], sizes["heads"])[-ranks:]
+    q, k = (torch.randn(*before, sizes[n], 16) for n in ("queries", "keys"))
+    for few in (k, k[..., :1, :, :]):
+        ours = flash_wmma.scaled_dot_product_attention(q, few, few)
+        torch.testing.assert_close(ours, functional.scaled_dot_product_attention(q, few, few))
+
+
+def test_sdpa_of_other_ranks_compiles() -> None:
+    torch._dynamo.reset()
+    attend = torch.compile(flash_wmma.scaled_dot_product_attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for n in (20, 33):
+        q, k, v = (t.requires_grad_() for t in (*tensors(2, 1, 3, n, 16)[:2], tensors(2, 1, n, 16)[2]))
+        got, right = (f(q, k, v, is_causal=True) for f in (attend, functional.scaled_dot_product_attention))
+        torch.testing.assert_close(got, right)
+        for a, b in zip(*(torch.autograd.grad(t.square().sum(), (q, k, v)) for t in (got, right)), strict=True):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.gpu
@@ -458,6 +687,50 @@ def test_flash_attn_options(function: str, chosen: str, device: str) -> None:
         flash_attn(function, q, k, v, dropout_p=0.1, **options)
 
 
+SEQUENCES: dict[str, Any] = {
+    "tuple": (3, 5),
+    "list": [3, 5],
+    "tensor": torch.tensor([3, 5]),
+    "int32": torch.tensor([3, 5], dtype=torch.int32),
+    "size": torch.Size([3, 5]),
+    "range": range(3, 7, 2),
+    "array": numpy.array([3, 5]),
+    "tuple of array's": tuple(numpy.array([3, 5])),
+    "tuple of tensor's": tuple(torch.tensor([3, 5])),
+}
+
+
+@pytest.mark.parametrize("window", SEQUENCES)
+@pytest.mark.parametrize("function", FLASH_ATTN)
+def test_flash_attn_window_is_any_sequence(function: str, window: str) -> None:
+    """As in flash-attn's own tests, which pass a tensor."""
+    q, k, v = (t.transpose(1, 2) for t in tensors(2, 4, 14, 64))
+    with Recorded() as recorded:
+        ours = flash_attn(function, q, k, v, window_size=SEQUENCES[window])
+    ((_, given),) = recorded.calls
+    assert (given["window_left"], given["window_right"]) == (3, 5)
+    assert torch.equal(ours, flash_attn(function, q, k, v, window_size=(3, 5)))
+
+
+@pytest.mark.parametrize("window", [(-1, -1), torch.tensor([-1, -1])], ids=["tuple", "tensor"])
+def test_flash_attn_window_without_bounds(window: Any) -> None:
+    q, k, v = (t.transpose(1, 2) for t in tensors(2, 4, 14, 64))
+    with Recorded() as recorded:
+        flash_wmma.flash_attn_func(q, k, v, window_size=window)
+    ((_, given),) = recorded.calls
+    assert (given["window_left"], given["window_right"]) == (-1, -1)
+
+
+@pytest.mark.parametrize("flag", [1, 0, numpy.bool_(True), torch.tensor(True)], ids=repr)
+def test_flash_attn_flags_have_truth_values(flag: Any) -> None:
+    q, k, v = (t.transpose(1, 2) for t in tensors(1, 2, 14, 64))
+    options = ("causal", "deterministic", "return_attn_probs")
+    result = flash_wmma.flash_attn_func(q, k, v, **dict.fromkeys(options, flag))
+    expected = flash_wmma.flash_attn_func(q, k, v, **dict.fromkeys(options, bool(flag)))
+    assert isinstance(result, tuple) == bool(flag)
+    assert all(map(torch.equal, *((r if isinstance(r, tuple) else (r,)) for r in (result, expected))))
+
+
 def test_flash_attn_packed_forms(device: str) -> None:
     """Each packed form is the unpacked one, on views: nothing is copied."""
     qkv = torch.randn(2, 20, 3, 4, 64, generator=torch.Generator().manual_seed(1)).half().to(device)
@@ -499,6 +772,20 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "dropout type": ({"dropout_p": "a"}, TypeError, "dropout_p: got 'a', allowed: a float"),
     "window": ({"window_size": 3}, TypeError, r"window_size: got 3, allowed: a pair \(left, right\)"),
     "window of three": ({"window_size": (1, 2, 3)}, ValueError, r"window_size: got \(1, 2, 3\)"),
+    "window a word": ({"window_size": "35"}, TypeError, r"window_size: got '35', allowed: a pair"),
+    "window a set": ({"window_size": {3, 5}}, TypeError, r"window_size: got \{3, 5\}, allowed: a pair"),
+    "window a number's tensor": ({"window_size": torch.tensor(3)}, TypeError, r"window_size: got tensor\(3\), allowed"),
+    "window of three's tensor": (
+        {"window_size": torch.zeros(3).long()},
+        ValueError,
+        r"window_size: got tensor\(\[0, 0",
+    ),
+    "window of floats": ({"window_size": torch.tensor([3.0, 5.0])}, TypeError, r"window: got \(3\.0, 5\.0\), allowed"),
+    **{
+        f"{flag} {value!r}": ({flag: value}, TypeError, f"{flag}: got {value!r}, allowed: a bool")
+        for flag in ("causal", "deterministic", "return_attn_probs")
+        for value in ("yes", None)
+    },
     "softcap": ({"softcap": -1.0}, ValueError, r"softcap: got -1\.0, allowed: 0 \(none\) or a positive float"),
     "slopes": (
         {"alibi_slopes": torch.zeros(3)},

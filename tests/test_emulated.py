@@ -17,6 +17,7 @@ from reference import PLAIN, Mask, Modification, check, normal, reference, run
 from torch import Tensor
 
 import flash_wmma
+from flash_wmma import _registry
 from flash_wmma.emulator import (
     EmulatorError,
     Program,
@@ -70,9 +71,11 @@ def test_by_name(cuda_kernel: flash_wmma.Kernel, mode: str) -> None:
 
 
 def devices(instance: flash_wmma.Instance) -> list[flash_wmma.DeviceFacts]:
-    """Those of the emulator that have the instance, of all sizes: the number of blocks an SM decides between tiles."""
+    """Those of the emulator that have the instance, of all sizes: the number of blocks per SM decides between tiles.
+    Those with wavefronts of 64 come last; a build without CUDA has tiles for them."""
     return [
-        flash_wmma.DeviceFacts(arch, sm_count, smem_optin=shared_memory(arch))
+        flash_wmma.DeviceFacts(arch, sm_count, shared_memory(arch), warp_size)
+        for warp_size in (32, 64)
         for arch in ARCHITECTURES
         if arch >= instance.min_arch
         for sm_count in (1, 2, 8, 1000)
@@ -105,7 +108,8 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
             v = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=3)
             options = {"causal": mask.causal, "kernel": cuda_kernel.name, "softcap": modification.softcap}
             if flash_wmma.explain(q, k, v, device_facts=device, **options).instance == instance:
-                with settings(mode="checked", arch=device.arch, sm_count=device.sm_count):
+                emulated = {"arch": device.arch, "sm_count": device.sm_count, "warp_size": device.warp_size}
+                with settings(mode="checked", **emulated):
                     assert flash_wmma.explain(q, k, v, **options).instance == instance
                     expected = reference(emulated_kernel(cuda_kernel), q, k, v, mask, None, modification)
                     check(*run(cuda_kernel, q, k, v, mask, None, modification), expected)
@@ -151,7 +155,7 @@ def test_unknown_kernel() -> None:
     with pytest.raises(ValueError) as caught:
         flash_wmma.forward(q, k, v, kernel="wmma_v0")
     names = sorted({"cpu", *(kernel.name for kernel in CUDA_KERNELS)})
-    assert str(caught.value) == "kernel: got 'wmma_v0', allowed: 'auto', " + ", ".join(map(repr, names))
+    assert str(caught.value) == "kernel: got 'wmma_v0', allowed: " + ", ".join(map(repr, ("auto", *names, "math")))
 
 
 def broken(monkeypatch: pytest.MonkeyPatch, source: Path, changes: dict[str, str]) -> str:
@@ -162,19 +166,21 @@ def broken(monkeypatch: pytest.MonkeyPatch, source: Path, changes: dict[str, str
         assert text.count(old) >= 1, old
         text = text.replace(old, new, 1)
     source.write_text(text)
-    for module in (_compile, _runtime):
+    for module in (_compile, _runtime, _registry):
         monkeypatch.setattr(module, "kernel_sources", lambda direction="forward": {"broken": (source,)})
     return "broken"
 
 
-def test_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What the checks find is an EmulatorError, which says where; and the next run is clean."""
+@pytest.mark.parametrize("asked", [{"mode": "checked"}, {}], ids=["asked", "default"])
+def test_finding(asked: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the checks find is an EmulatorError, which says where, without a setting too; and the next run is clean."""
+    monkeypatch.delenv("FLASH_WMMA_EMULATOR")
     kernel = broken(
         monkeypatch, tmp_path / "broken.cu", {"p.seqlen_q) - tile.first_row": "p.seqlen_q) + 1 - tile.first_row"}
     )
     q, k, v = (t[:, :1] for t in inputs())  # one head: what lies beyond its rows is nothing
     with (
-        settings(mode="checked"),
+        settings(**asked),
         pytest.raises(EmulatorError, match=r"^emulator: .*wmma_v2<__half>: out of bounds .* of q: ") as caught,
     ):
         flash_wmma.forward(q, k, v, kernel=kernel)
@@ -214,8 +220,7 @@ def test_without_compiler(tmp_path: Path) -> None:
     if not built:
         code = "from flash_wmma.__main__ import main; main(['info'])"
         done = python(code, FLASH_WMMA_GXX="no-such-compiler", FLASH_WMMA_CACHE=str(tmp_path))
-        absent = ", ".join(kernel.name for kernel in CUDA_KERNELS)
-        assert f"not compiled: {absent}: running a CUDA kernel on the CPU needs" in done.stdout
+        assert f"not compiled: {', '.join(kernel_sources())}: running a CUDA kernel on the CPU needs" in done.stdout
 
 
 AUTO = """
@@ -239,8 +244,8 @@ def test_auto_compiles_nothing(tmp_path: Path) -> None:
 
 def test_mode_from_the_environment() -> None:
     code = "from flash_wmma.emulator import current; print(current().mode)"
-    assert python(code, FLASH_WMMA_EMULATOR="checked").stdout == "checked\n"
-    assert python(code, FLASH_WMMA_EMULATOR="").stdout == "fast\n"
+    assert python(code, FLASH_WMMA_EMULATOR="fast").stdout == "fast\n"
+    assert python(code, FLASH_WMMA_EMULATOR="").stdout == "checked\n"
     assert (
         "FLASH_WMMA_EMULATOR: got 'slow', allowed: 'fast', 'checked'" in python(code, FLASH_WMMA_EMULATOR="slow").stderr
     )

@@ -121,8 +121,28 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "scale a word": ({"scale": "1"}, TypeError, r"scale: got '1', allowed: None or a float"),
     "kernel None": ({"kernel": None}, TypeError, r"kernel: got None, allowed: 'auto' or a name"),
-    "kernel unknown": ({"kernel": "wmma_v0"}, ValueError, r"kernel: got 'wmma_v0', allowed: 'auto', .*'cpu'"),
-    "kernel empty": ({"kernel": ""}, ValueError, r"kernel: got '', allowed: 'auto', .*'cpu'"),
+    "kernel unknown": (
+        {"kernel": "wmma_v0"},
+        ValueError,
+        r"kernel: got 'wmma_v0', allowed: 'auto', .*'cpu', .*'math'$",
+    ),
+    "kernel empty": ({"kernel": ""}, ValueError, r"kernel: got '', allowed: 'auto', .*'cpu', .*'math'$"),
+    **{
+        f"scale {scale}": (
+            {"scale": scale},
+            ValueError,
+            rf"scale: got {re.escape(str(scale))}, allowed: None or a finite",
+        )
+        for scale in (float("nan"), float("inf"), -float("inf"), 1e39)
+    },
+    **{
+        f"{option} {value!r}": ({option: value}, TypeError, rf"{option}: got {value!r}, allowed: .*a bool")
+        for option, value in (
+            *(("return_lse", value) for value in ("yes", 1, None)),
+            *(("deterministic", value) for value in ("yes", 0)),
+            ("batch_invariant", "yes"),
+        )
+    },
     "slopes want grad": (
         {"alibi_slopes": lambda device: torch.zeros(4, device=device, requires_grad=True)},
         NotImplementedError,
@@ -273,7 +293,9 @@ def test_device_below_the_least_architecture() -> None:
     answer = flash_wmma.explain(q, q, q, device_facts=facts)
     assert answer.kernel is None
     for kernel in flash_wmma.kernels():
-        expected = f"needs sm_{kernel.min_arch} or later, the device is sm_70" if kernel.min_arch else "runs on cpu"
+        expected = f"needs sm_{kernel.min_arch} or later" if kernel.min_arch else "runs on cpu tensors"
+        if kernel.max_arch is not None:
+            expected = f"runs on sm_{kernel.max_arch} alone"
         assert answer.reasons[kernel.name].startswith(expected)
 
 
@@ -379,3 +401,83 @@ def test_not_a_positional_option() -> None:
     call = good()
     with pytest.raises(TypeError):
         flash_wmma.forward(call["q"], call["k"], call["v"], True)  # type: ignore[misc]
+
+
+def test_flags_of_packed_sequences() -> None:
+    q, cu = torch.zeros(20, 4, 64), torch.tensor([0, 20], dtype=torch.int32)
+    for option in ("return_lse", "deterministic", "validate"):
+        with pytest.raises(TypeError, match=rf"{option}: got 'yes', allowed: .*a bool"):
+            flash_wmma.forward_varlen(q, q, q, cu, cu, 20, 20, **{option: "yes"})  # type: ignore[call-overload]
+
+
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scale_is_checked_everywhere(scale: float) -> None:
+    for kernel in ("math", "cpu"):
+        with pytest.raises(ValueError, match=f"scale: got {scale}"):
+            flash_wmma.forward(**good(), scale=scale, kernel=kernel)
+    with pytest.raises((RuntimeError, ValueError), match="scale"):
+        torch.ops.flash_wmma.forward(**good(), scale=scale)
+
+
+MODULE: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "embed_dim a float": ({"embed_dim": 64.0}, TypeError, r"embed_dim: got 64\.0, allowed: an int"),
+    "embed_dim 0": ({"embed_dim": 0}, ValueError, "embed_dim: got 0, allowed: 1 or more"),
+    "num_heads a word": ({"num_heads": "4"}, TypeError, "num_heads: got '4', allowed: an int"),
+    "num_heads a flag": ({"num_heads": True}, TypeError, "num_heads: got True, allowed: an int"),
+    "num_heads negative": ({"num_heads": -4}, ValueError, "num_heads: got -4, allowed: 1 or more"),
+    "num_heads no divisor": ({"num_heads": 5}, ValueError, "num_heads: got 5, allowed: a divisor of embed_dim, 64"),
+    "num_kv_heads a float": ({"num_kv_heads": 2.0}, TypeError, r"num_kv_heads: got 2\.0, allowed: an int"),
+    "num_kv_heads 0": ({"num_kv_heads": 0}, ValueError, "num_kv_heads: got 0, allowed: 1 or more"),
+    "num_kv_heads no divisor": (
+        {"num_kv_heads": 3},
+        ValueError,
+        "num_kv_heads: got 3, allowed: a divisor of num_heads",
+    ),
+    "causal a word": ({"causal": "bottomright"}, ValueError, "causal: got 'bottomright', allowed: .*'bottom_right'"),
+    "causal None": ({"causal": None}, TypeError, "causal: got None, allowed: False, True"),
+    "kernel unknown": ({"kernel": "x"}, ValueError, "kernel: got 'x', allowed: 'auto', .*'math'"),
+    "kernel None": ({"kernel": None}, TypeError, "kernel: got None, allowed: 'auto' or a name"),
+    "backward_kernel unknown": ({"backward_kernel": "cpu"}, ValueError, "backward_kernel: got 'cpu', allowed: 'auto'"),
+    "deterministic a word": ({"deterministic": "yes"}, TypeError, "deterministic: got 'yes', allowed: None or a bool"),
+    "bias a word": ({"bias": "yes"}, TypeError, "bias: got 'yes', allowed: a bool"),
+    "dtype a word": ({"dtype": "half"}, TypeError, r"dtype: got 'half', allowed: torch\.float32, "),
+    "dtype int": ({"dtype": torch.int32}, ValueError, r"dtype: got torch\.int32, allowed: torch\.float32, "),
+}
+
+
+@pytest.mark.parametrize("wrong", MODULE)
+def test_wrong_argument_of_the_module(wrong: str) -> None:
+    """Refused when it is made, not when it is called."""
+    changes, error, message = MODULE[wrong]
+    with pytest.raises(error, match=message):
+        flash_wmma.MultiheadAttention(**{"embed_dim": 64, "num_heads": 4} | changes)
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        ([1.0], TypeError, r"x: got list, allowed: torch\.Tensor"),
+        (torch.zeros(8, 64), ValueError, r"x\.shape: got \(8, 64\), allowed: \(B, N, embed_dim\) with embed_dim = 64"),
+        (torch.zeros(2, 4, 8, 64), ValueError, r"x\.shape: got \(2, 4, 8, 64\), allowed: \(B, N, embed_dim\)"),
+        (torch.zeros(2, 8, 32), ValueError, r"x\.shape: got \(2, 8, 32\), allowed: \(B, N, embed_dim\)"),
+        (
+            torch.zeros(2, 8, 64).half(),
+            ValueError,
+            r"x\.dtype: got torch\.float16, allowed: the parameters', torch\.float32",
+        ),
+        (torch.zeros(2, 8, 64, device="meta"), ValueError, r"x\.device: got meta, allowed: the parameters', cpu"),
+        (torch.zeros(2, 8, 64).to_sparse(), ValueError, r"x\.layout: got torch\.sparse_coo"),
+    ],
+    ids=["list", "rank 2", "rank 4", "width", "dtype", "device", "sparse"],
+)
+def test_wrong_input_of_the_module(x: Any, error: type[Exception], message: str) -> None:
+    module = flash_wmma.MultiheadAttention(64, 4)
+    with pytest.raises(error, match=message):
+        module(x)
+    with torch.autocast("cpu", torch.bfloat16):  # which casts x
+        assert module(torch.zeros(2, 8, 64).half()).dtype == torch.bfloat16
+
+
+def test_module_of_float64() -> None:
+    module = flash_wmma.MultiheadAttention(16, 2, kernel="math", dtype=torch.float64)
+    assert module(torch.zeros(1, 3, 16, dtype=torch.float64)).dtype == torch.float64

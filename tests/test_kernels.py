@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 import sysconfig
@@ -55,6 +56,7 @@ def test_table_is_consistent() -> None:
         low, high = kernel.head_dims
         assert 1 <= low <= 64 <= high  # the tests rely on d = 64
         assert kernel.auto_rank >= 0
+        assert kernel.max_arch is None or kernel.max_arch >= kernel.min_arch > 0
         for instance in kernel.instances:
             assert instance.dtype in kernel.dtypes
             assert instance.head_dim <= (high + 15) // 16 * 16
@@ -64,6 +66,27 @@ def test_table_is_consistent() -> None:
             assert max(instance.head_dim for instance in kernel.instances) >= high
     ranks = [kernel.auto_rank for kernel in kernels if kernel.auto_rank]
     assert len(ranks) == len(set(ranks)), "two kernels of one rank"
+
+
+def test_kernels_run_on_the_architectures_that_the_table_says(kernel: flash_wmma.Kernel) -> None:
+    if kernel.min_arch == 0:
+        assert kernel.max_arch is None
+    for arch in DEVICES if kernel.min_arch else ():
+        q = meta(1, 2, 100, 64, dtype=kernel.dtypes[0])
+        answer = flash_wmma.explain(q, q, q, kernel=kernel.name, device_facts=facts(arch))
+        runs = kernel.min_arch <= arch <= (arch if kernel.max_arch is None else kernel.max_arch)
+        assert (answer.kernel == kernel.name) == runs
+        if kernel.max_arch == kernel.min_arch and not runs:
+            assert answer.reasons[kernel.name] == f"runs on sm_{kernel.min_arch} alone, the device is sm_{arch}"
+
+
+def test_hoppers_kernel_runs_on_hopper_alone() -> None:
+    """It is machine code for sm_90a, which no later device takes."""
+    table = {kernel.name: kernel.max_arch for kernel in flash_wmma.kernels()}
+    if "wgmma_sm90" not in table:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    assert {name for name, last in table.items() if last is not None} == {"wgmma_sm90"}
+    assert table["wgmma_sm90"] == 90
 
 
 def test_kernels_are_frozen() -> None:
@@ -332,10 +355,41 @@ def test_command_info() -> None:
         assert kernel.name in done.stdout
         assert kernel.summary in done.stdout
     assert "auto, float32   cpu" in done.stdout
+    for kernel in flash_wmma.kernels():
+        where = f"sm_{kernel.min_arch} {'on' if kernel.max_arch is None else 'alone'}; "
+        if kernel.min_arch:
+            shown = done.stdout[done.stdout.index(kernel.summary) :].splitlines()[1]
+            assert where in shown
     if torch.cuda.is_available():
         assert torch.cuda.get_device_name() in done.stdout
     else:
         assert "no device that torch can use" in done.stdout
+
+
+def test_command_without_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out = capsys.readouterr().out
+    assert all(command in out for command in ("info", "explain", "profile"))
+
+
+def test_command_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    assert capsys.readouterr().out == f"flash_wmma {flash_wmma.__version__}\n"
+
+
+def test_docstring_names_what_is_there() -> None:
+    named = re.findall(r":\w+:`(\w+)`", flash_wmma.__doc__ or "")
+    assert {"forward", "scaled_dot_product_attention", "flash_attn_func", "emulator", "reductions"} <= set(named)
+    assert set(named) <= set(flash_wmma.__all__)
+
+
+def test_modules_show_what_they_export() -> None:
+    assert dir(flash_wmma.reductions) == sorted(flash_wmma.reductions.__all__)
+    shown = {name for name in dir(flash_wmma) if not name.startswith("_")}
+    assert shown == {name for name in flash_wmma.__all__ if not name.startswith("_")}
+    assert {name for name in dir(flash_wmma.emulator) if not name.startswith("_")} == set(flash_wmma.emulator.__all__)
 
 
 def test_command_explain(capsys: pytest.CaptureFixture[str]) -> None:

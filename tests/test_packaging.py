@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.metadata
 import importlib.util
+import inspect
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
+import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 from types import ModuleType
@@ -15,6 +19,7 @@ from types import ModuleType
 import pytest
 
 import flash_wmma
+from flash_wmma import _forward
 from flash_wmma.emulator import kernel_sources
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
@@ -80,6 +85,39 @@ def test_one_version() -> None:
     except importlib.metadata.PackageNotFoundError:
         pytest.skip("flash_wmma is not installed")
     assert installed == flash_wmma.__version__
+
+
+def test_editable_install_is_a_path(tmp_path: Path) -> None:
+    """Which type checkers follow to py.typed. They do not follow setuptools' import hook, which could be there."""
+    project, wheels = tmp_path / "project", tmp_path / "wheels"
+    shutil.copytree(ROOT / "flash_wmma", project / "flash_wmma", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, project)
+    wheels.mkdir()
+    code = f"from setuptools.build_meta import build_editable; print(build_editable({str(wheels)!r}))"
+    built = subprocess.run([sys.executable, "-c", code], cwd=project, capture_output=True, text=True, check=True)
+    with zipfile.ZipFile(wheels / built.stdout.split()[-1]) as wheel:
+        (pth,) = (name for name in wheel.namelist() if name.endswith(".pth"))
+        (path,) = wheel.read(pth).decode().split()
+    assert (Path(path) / "flash_wmma" / "py.typed").samefile(project / "flash_wmma" / "py.typed")
+
+
+@pytest.mark.parametrize("function", ["forward", "forward_varlen"])
+def test_overloads_cover_every_return_lse(function: str) -> None:
+    """To type checkers a ``bool`` that is not known is neither of the literals."""
+    overloads = [
+        node
+        for node in ast.walk(ast.parse(inspect.getsource(_forward)))
+        if isinstance(node, ast.FunctionDef) and node.name == function and node.decorator_list
+    ]
+    kinds = {
+        ast.unparse(argument.annotation): ast.unparse(node.returns)
+        for node in overloads
+        for argument in node.args.kwonlyargs
+        if argument.arg == "return_lse" and argument.annotation is not None and node.returns is not None
+    }
+    out, both = "Tensor", "tuple[Tensor, Tensor]"
+    assert kinds == {"Literal[False]": out, "Literal[True]": both, "bool": f"{out} | {both}"}
 
 
 def test_library_needs_no_cuda_library() -> None:

@@ -558,6 +558,26 @@ def test_without_launches() -> None:
         profile.at(None)
 
 
+@pytest.mark.parametrize("batch_in_one_product", [True, False])
+def test_products_by_cublas_are_unknown(batch_in_one_product: bool) -> None:
+    """What they read and write is missing in the sum, so that there is none."""
+    q, k, v = (torch.randn(2, 2, 32, 64).half() for _ in "qkv")
+    if not batch_in_one_product:
+        k = k.transpose(1, 2).contiguous().transpose(1, 2)
+    profile = flash_wmma.profile(q, k, v, kernel="unfused")
+    assert profile.products == (2 if batch_in_one_product else 3)
+    assert (profile.read_bytes, profile.written_bytes) == (None, None)
+    figures = json.loads(profile.to_json())
+    assert (figures["products"], figures["read_bytes"], figures["written_bytes"]) == (profile.products, None, None)
+    text = str(profile)
+    assert "x the ideal" not in text
+    assert text.count("unknown: ") == 2
+    assert text.count(f"{profile.products} products by cuBLAS move, of which nothing is counted") == 2
+    other = flash_wmma.profile(q, k, v, kernel="wmma_v2")
+    assert other.products == 0
+    assert (other.read_bytes, other.written_bytes) == (other.counts.read_bytes, other.counts.written_bytes)
+
+
 # -------------------------------------------------------------------------------------------------------- command
 
 

@@ -215,6 +215,7 @@ void Problem::set_options() {
     p.head_dim = static_cast<int32_t>(q.sizes[q.dim - 1]);
     p.head_dim_v = static_cast<int32_t>(v.sizes[v.dim - 1]);
     p.scale = static_cast<float>(options.scale.value_or(1.0 / std::sqrt(static_cast<double>(std::max(p.head_dim, 1)))));
+    if (!std::isfinite(p.scale)) invalid("scale: allowed: a finite float32");
     const auto bound = [](int64_t keys) { return keys < 0 ? kUnbounded : std::min(keys, kUnbounded); };
     p.band = {bound(options.window_left), bound(options.window_right), options.bottom_right};
     if (options.attn_bias) p.bias = bias_of(*options.attn_bias, p, q);

@@ -79,5 +79,8 @@ void flash_wmma_set_emulator_resolver(flash_wmma::EmulatorResolver resolver);
 /// Keeps the launches of other threads out until this thread has unlocked as often as it has locked.
 void flash_wmma_lock_emulator();
 void flash_wmma_unlock_emulator();
+
+/// How many products multiply_by_torch has computed. The emulator counts nothing of them.
+int flash_wmma_emulated_products();
 }
 #pragma GCC visibility pop

@@ -33,7 +33,8 @@ py::dict instance_facts(const Instance& i) {
                     py::arg("warps") = i.warps, py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
 }
 
-py::dict kernel_facts(const KernelFacts& k) {
+template <class Params>
+py::dict kernel_facts(const Kernel<Params>& k) {
     std::vector<std::string> dtypes;
     if (k.float32) dtypes.emplace_back("float32");
     if (k.float16) dtypes.emplace_back("float16");
@@ -41,8 +42,9 @@ py::dict kernel_facts(const KernelFacts& k) {
     py::list instances;
     for (const Instance& instance : k.instances) instances.append(instance_facts(instance));
     return py::dict(py::arg("name") = k.name, py::arg("device") = k.min_arch == 0 ? "cpu" : "cuda",
-                    py::arg("summary") = k.summary, py::arg("min_arch") = k.min_arch, py::arg("dtypes") = dtypes,
-                    py::arg("bf16_min_arch") = k.bf16_min_arch,
+                    py::arg("summary") = k.summary, py::arg("min_arch") = k.min_arch,
+                    py::arg("max_arch") = k.max_arch == k.min_arch ? py::object(py::int_(k.max_arch)) : py::none(),
+                    py::arg("dtypes") = dtypes, py::arg("bf16_min_arch") = k.bf16_min_arch,
                     py::arg("head_dims") = py::make_tuple(k.min_head_dim, k.max_head_dim),
                     py::arg("features") = registry::feature_names(k.features), py::arg("auto_rank") = k.auto_rank,
                     py::arg("instances") = instances);
@@ -50,7 +52,11 @@ py::dict kernel_facts(const KernelFacts& k) {
 
 py::list kernels(const std::string& direction) {
     py::list all;
-    for (const KernelFacts* kernel : emulation::kernels().facts(direction)) all.append(kernel_facts(*kernel));
+    const KernelTable& table = emulation::kernels();
+    if (direction == "backward")
+        for (const BackwardKernelInfo* kernel : table.backward) all.append(kernel_facts(*kernel));
+    else
+        for (const KernelInfo* kernel : table.forward) all.append(kernel_facts(*kernel));
     return all;
 }
 

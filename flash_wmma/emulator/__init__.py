@@ -1,7 +1,7 @@
 """CUDA kernels on the CPU: their own source, compiled by g++, run lane by lane.
 
-``flash_wmma.forward(q, k, v, kernel="wmma_v2")`` with CPU tensors runs here. ``FLASH_WMMA_EMULATOR=fast`` (the default)
-only runs; ``checked`` also raises :class:`EmulatorError` at races, accesses out of bounds, deadlocks and the like.
+``flash_wmma.forward(q, k, v, kernel="wmma_v2")`` with CPU tensors runs here. It raises :class:`EmulatorError` at races,
+accesses out of bounds, deadlocks and the like. ``FLASH_WMMA_EMULATOR=fast`` runs kernels faster and checks little.
 """
 
 from .._errors import EmulatorError

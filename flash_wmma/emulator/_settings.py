@@ -31,8 +31,8 @@ _RANGES = {
 class Settings:
     """Settings of the next launches in this thread. :func:`settings` changes them for a while."""
 
-    mode: Mode = "fast"
-    """``"fast"`` runs kernels; ``"checked"`` also watches every access to memory and every wait."""
+    mode: Mode = "checked"
+    """``"checked"`` watches every access to memory and every wait; ``"fast"`` only runs kernels."""
     arch: int = 90
     """Architecture that kernels choose their tiles for, 10 * major + minor."""
     sm_count: int = 2
@@ -82,7 +82,7 @@ _changes: ContextVar[tuple[dict[str, Any], ...]] = ContextVar("flash_wmma.emulat
 
 def current() -> Settings:
     """The settings in force: ``FLASH_WMMA_EMULATOR`` gives the mode unless :func:`settings` does."""
-    mode = os.environ.get("FLASH_WMMA_EMULATOR") or "fast"
+    mode = os.environ.get("FLASH_WMMA_EMULATOR") or Settings.mode
     if mode not in get_args(Mode):
         refuse("FLASH_WMMA_EMULATOR", repr(mode), "'fast', 'checked'")
     fields: dict[str, Any] = {"mode": mode}
@@ -96,7 +96,7 @@ def settings(**changes: Any) -> Iterator[Settings]:
     """Changes fields of :class:`Settings` within a ``with`` block, for the thread or asyncio task that runs it.
     A thread started within the block begins with the defaults, unless Python gives it the context of its starter.
 
-    >>> with flash_wmma.emulator.settings(mode="checked", arch=75, seed=3):
+    >>> with flash_wmma.emulator.settings(mode="fast", arch=75, seed=3):
     ...     flash_wmma.forward(q, k, v, kernel="wmma_v3")
 
     Raises:

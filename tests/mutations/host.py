@@ -155,8 +155,8 @@ FAULTS = [
     Fault(
         name="needs-a-later-architecture",
         path=REGISTRY,
-        old="    if (device.arch < kernel.min_arch)\n",
-        new="    if (device.arch <= kernel.min_arch && kernel.min_arch)\n",
+        old="    if (device.arch < kernel.min_arch || device.arch > kernel.max_arch)\n",
+        new="    if ((device.arch <= kernel.min_arch && kernel.min_arch) || device.arch > kernel.max_arch)\n",
         why="a kernel is refused on the architecture that it is for",
     ),
     Fault(
