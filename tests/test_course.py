@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import html
 import importlib.util
 import inspect
 import re
@@ -109,31 +109,48 @@ def test_a_quotation_that_is_not_one_line_is_refused(quote: ModuleType, beginnin
         quote.statement("csrc/forward/simt/simt_naive.cu", beginning)
 
 
-def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
-    heading, rule, row = quote.table_row("docs/simt.md", "| 5 | `simt_padded`").splitlines()
-    assert heading.startswith("| step | kernel") and set(rule) <= {"|", "-"}
-    assert heading.count("|") == rule.count("|") == row.count("|")
-    with pytest.raises(ValueError, match="no row of a table"):
-        quote.table_row("docs/simt.md", "# On CUDA cores")
+def test_table_rows_have_their_heading(quote: ModuleType) -> None:
+    heading, rule, *rows = quote.table_rows("docs/ladder.md", "| `simt_naive`", "| `simt_block`").splitlines()
+    assert heading.startswith("| kernel | inputs") and set(rule) <= set("|-:")
+    assert [row.split("`")[1] for row in rows] == ["simt_naive", "simt_block"]
+    assert heading.count("|") == rule.count("|") == rows[0].count("|")
 
 
-def test_definitions(quote: ModuleType) -> None:
-    """Signature and docstring, nothing of the body; fields and public methods of a class."""
-    forward = quote.definition("flash_wmma/_forward.py", "forward")
-    assert forward.startswith("def forward(") and forward.endswith('"""')
-    assert ast.get_docstring(ast.parse(forward).body[0]) == inspect.getdoc(flash_wmma.forward)
-    program = quote.definition("flash_wmma/emulator/_program.py", "Program")
-    assert "def call(self" in program and "def __init__(self" in program and "ctypes" not in program
-    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_device.py", "DeviceFacts")
-    with pytest.raises(ValueError, match="no function or class nothing"):
-        quote.definition("flash_wmma/_forward.py", "nothing")
+@pytest.mark.parametrize(
+    "path, beginnings, message",
+    [
+        ("docs/ladder.md", ["# The ladder"], "no row of a table"),
+        ("docs/ladder.md", ["| `simt_naive`", "| duration"], "rows of 2 tables"),
+    ],
+)
+def test_what_is_no_row_of_one_table_is_refused(
+    quote: ModuleType, path: str, beginnings: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        quote.table_rows(path, *beginnings)
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
+def test_formulas_are_translated(page: str) -> None:
+    """Every formula of a page becomes MathML, and no TeX is left of it."""
+    formulas = program("formulas")
+    text = re.sub(r"^```(?!math).*?^```$|`[^`\n]+`", "", (DOCS / page).read_text(), flags=re.M | re.S)
+    blocks = re.findall(r"^```math\n(.*?)^```$", text, re.M | re.S)
+    lines = re.findall(r"\$([^$\n]+)\$", text)
+    assert text.count("$") == 2 * len(lines)
+    marked = [rf'<div class="arithmatex">\[{html.escape(tex)}\]</div>' for tex in blocks]
+    marked += [rf'<span class="arithmatex">\({html.escape(tex)}\)</span>' for tex in lines]
+    for source in marked:
+        built = formulas.on_page_content(source)
+        assert built.count("<math ") == 1 and "arithmatex" not in built
+        assert "\\" not in built, built
 
 
 @pytest.mark.parametrize("module", [flash_wmma, flash_wmma.reductions, flash_wmma.emulator])
 def test_reference_has_every_public_name(module: ModuleType) -> None:
     page = (DOCS / "reference.md").read_text()
     prefix = re.escape(module.__name__)
-    found = set(re.findall(rf"^### `{prefix}\.(\w+)`$", page, re.M))
+    found = set(re.findall(rf"^::: {prefix}\.(\w+)$", page, re.M))
     described = {name for name in module.__all__ if inspect.getdoc(getattr(module, name)) and name != "__version__"}
     modules = {name for name in described if inspect.ismodule(getattr(module, name))}
     assert found == described - modules - {"Direction", "Mode"}, "all but types that are a choice of strings"
