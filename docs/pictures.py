@@ -1,13 +1,16 @@
-"""Draws pictures of docs from the emulator's data, no GPU needed. Called as
+"""Draws the pictures of docs that need no GPU. Called as
 
     python docs/pictures.py                  # all of them, into docs/images
 
-One request of a kernel, by a line of its source: which lane touches which bank of shared memory, or which sector of
-global memory. The fragments of WMMA: which lane holds which element. And what a block's warps wait for, over time.
+From the emulator: one request of a kernel, by a line of its source, with the banks of shared memory or the sectors of
+global memory that each lane touches; the lanes that hold the elements of WMMA's fragments; what the warps of a block
+wait for, over time. From docs/data: the throughput over N that README shows.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -37,6 +40,13 @@ FRAGMENTS = {  # entries of lane_maps.cu: what they hold
 }
 
 TIMELINE = "timeline_wgmma_sm90.png"
+FORWARD_DATA = quote.ROOT / "docs" / "data" / "forward_h200.json"
+LINES = {  # contender: label, colour, width
+    "wgmma_sm90": ("flash_wmma: wgmma_sm90", "#0072b2", 3.5),
+    "mma_sm80": ("flash_wmma: mma_sm80", "#56a5d8", 2.0),
+    "sdpa_cudnn": ("cuDNN (SDPA)", "#555555", 1.5),
+    "sdpa_flash": ("FlashAttention-2 (SDPA)", "#999999", 1.5),
+}
 
 
 def draw_request(name: str, folder: Path) -> None:
@@ -88,7 +98,49 @@ def draw_timeline(path: Path) -> None:
     flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90).plot_timeline(path)
 
 
+def apart(heights: list[float], gap: float) -> list[float]:
+    """The heights, moved upwards as far as labels that must not touch need."""
+    moved = list(heights)
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    for lower, upper in itertools.pairwise(order):
+        moved[upper] = max(moved[upper], moved[lower] + gap)
+    return moved
+
+
+def draw_forward(path: Path) -> None:
+    """TFLOP/s over N of the fast kernels and of SDPA's, a panel for each head dim, not causal."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    data = json.loads(FORWARD_DATA.read_text())
+    rows = [row for row in data["rows"] if not row["problem"]["causal"]]
+    head_dims = sorted({row["problem"]["head_dim"] for row in rows})
+    figure, panels = plt.subplots(1, len(head_dims), figsize=(11, 3.3), sharey=True, layout="constrained")
+    for panel, head_dim in zip(panels, head_dims, strict=True):
+        shown = [row for row in rows if row["problem"]["head_dim"] == head_dim]
+        lengths = [row["problem"]["length"] for row in shown]
+        speeds = {name: [row["cells"][name]["tflops"] for row in shown] for name in LINES}
+        heights = apart([line[-1] for line in speeds.values()], 50)
+        for (name, (label, colour, width)), height in zip(LINES.items(), heights, strict=True):
+            panel.plot(lengths, speeds[name], "o-", color=colour, linewidth=width, markersize=width + 2)
+            named = f"  {label}" if panel is panels[-1] else ""
+            at = (1.03, height)
+            text = f"{speeds[name][-1]:.0f}{named}"
+            panel.annotate(text, at, xycoords=("axes fraction", "data"), va="center", color=colour, weight="bold")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        panel.set(title=f"d = {head_dim}", xlabel="N", ylim=(0, 850))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel("TFLOP/s")
+    device = data["environment"]["device"]
+    figure.suptitle(f"{device}, fp16 forward, 16,384 tokens, hidden size 2048, not causal", fontsize=10)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
+    draw_forward(IMAGES / "forward.png")
     for name in REQUESTS:
         draw_request(name, IMAGES)
     draw_fragments(IMAGES / "fragments.png")

@@ -5,8 +5,10 @@ from __future__ import annotations
 import html
 import importlib.util
 import inspect
+import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 from types import ModuleType
 
@@ -172,3 +174,31 @@ def test_picture_of_fragments(pictures: ModuleType, tmp_path: Path) -> None:
     left, accumulator = (pictures.holders(entry) for entry in ("matrix_a_half_row", "accumulator_row"))
     assert left == accumulator, "what docs/rungs/wmma_v3.md says"
     assert {lane // 4 for (row, _), (lane, _) in left.items() if row == 9} == {1}, "a row lies in a quad"
+
+
+def test_first_code_of_the_readme_runs() -> None:
+    """On the CPU here, unchanged on a GPU."""
+    names: dict[str, object] = {}
+    block = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert block is not None
+    exec(compile(block[1], "README.md", "exec"), names)
+    out = names["out"]
+    assert isinstance(out, torch.Tensor) and out.shape == (2, 4, 2048, 64)
+
+
+def test_claim_of_the_readme() -> None:
+    """The ratios of its first sentence: the least and the largest of the rows of docs/data/forward_h200.json."""
+    claim = re.search(
+        r"\*\*([\d.]+) to ([\d.]+) times.*?([\d.]+) to ([\d.]+) times", (ROOT / "README.md").read_text(), re.S
+    )
+    assert claim is not None
+    rows = json.loads((DOCS / "data/forward_h200.json").read_text())["rows"]
+    for peer, least, most in (("sdpa_flash", *claim.groups()[:2]), ("sdpa_cudnn", *claim.groups()[2:])):
+        ratios = []
+        for row in rows:
+            rounds = (row["cells"][name]["samples_ms"] for name in (peer, "wgmma_sm90"))
+            ratios.append(statistics.median(theirs / ours for theirs, ours in zip(*rounds, strict=True)))
+        found = [
+            f"{extreme:.{len(said.split('.')[1])}f}" for extreme, said in ((min(ratios), least), (max(ratios), most))
+        ]
+        assert found == [least, most], peer
