@@ -24,14 +24,31 @@ import quote
 
 IMAGES = Path(__file__).resolve().parent / "images"
 LANE_MAPS = quote.ROOT / "tests" / "emulator" / "lane_maps.cu"
-FORWARD = "csrc/forward/"
 REQUESTS = {  # file: the kernel, its source, and how the line with the request begins
-    "sectors_simt_naive.png": ("simt_naive", "simt/simt_naive.cu", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "sectors_simt_coalesced.png": ("simt_coalesced", "simt/simt_coalesced.cu", "for (int c = lane; c < p.head_dim; c"),
-    "banks_simt_shared.png": ("simt_shared", "simt/shared_rung.cuh", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "banks_simt_padded.png": ("simt_padded", "simt/shared_rung.cuh", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "banks_wmma_v1.png": ("wmma_v1", "wmma/wmma_v1.cu", "return all_visible ||"),
-    "banks_wmma_v2.png": ("wmma_v2", "wmma/wmma_v2.cu", "wmma::load_matrix_sync(k_fragment"),
+    "sectors_simt_naive.png": (
+        "simt_naive",
+        "forward/simt/simt_naive.cu",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "sectors_simt_coalesced.png": (
+        "simt_coalesced",
+        "forward/simt/simt_coalesced.cu",
+        "for (int c = lane; c < p.head_dim; c",
+    ),
+    "banks_simt_shared.png": (
+        "simt_shared",
+        "forward/simt/shared_rung.cuh",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "banks_simt_padded.png": (
+        "simt_padded",
+        "forward/simt/shared_rung.cuh",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "banks_wmma_v1.png": ("wmma_v1", "forward/wmma/wmma_v1.cu", "return all_visible ||"),
+    "banks_wmma_v2.png": ("wmma_v2", "forward/wmma/wmma_v2.cu", "wmma::load_matrix_sync(k_fragment"),
+    "banks_mma_sm75.png": ("mma_sm75", "forward/mma/products.cuh", "ptx::ldmatrix_x4(b, k_lane"),
+    "copies_mma_sm80.png": ("mma_sm80", "device/sm80.cuh", "ptx::cp_async_16(to, from, inside"),
 }
 FRAGMENTS = {  # entries of lane_maps.cu: what they hold
     "matrix_a_half_row": "left operand (Q, P)",
@@ -50,11 +67,12 @@ LINES = {  # contender: label, colour, width
 
 
 def draw_request(name: str, folder: Path) -> None:
-    """A head of 32 queries and keys, d = 64."""
+    """A head of 64 queries and keys, d = 64."""
     kernel, source, beginning = REQUESTS[name]
-    q, k, v = torch.randn(3, 1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    dtype = torch.float32 if kernel.startswith("simt") else torch.float16
+    q, k, v = torch.randn(3, 1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     profile = flash_wmma.profile(q, k, v, kernel=kernel)
-    profile.plot_banks(f"{FORWARD}{source}:{quote.line_of(FORWARD + source, beginning) + 1}", folder / name)
+    profile.plot_banks(f"csrc/{source}:{quote.line_of(f'csrc/{source}', beginning) + 1}", folder / name)
 
 
 def holders(entry: str) -> dict[tuple[int, int], tuple[int, int]]:

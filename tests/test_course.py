@@ -162,7 +162,7 @@ def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> N
     """Every request that is drawn is that of one line, and every picture is shown on a page."""
     pages = "".join(p.read_text() for p in DOCS.rglob("*.md"))
     for name, (_, source, beginning) in pictures.REQUESTS.items():
-        quote.line_of(pictures.FORWARD + source, beginning)
+        quote.line_of(f"csrc/{source}", beginning)
         assert (DOCS / "images" / name).is_file() and f"images/{name}" in pages
     assert (DOCS / "images" / pictures.TIMELINE).is_file() and f"images/{pictures.TIMELINE}" in pages
 
