@@ -132,6 +132,20 @@ def test_what_is_no_row_of_one_table_is_refused(
         quote.table_rows(path, *beginnings)
 
 
+@pytest.mark.parametrize("rung", sorted(set(flash_wmma.emulator.kernel_sources("forward")) - {"unfused"}))
+def test_every_kernel_of_the_ladder_has_a_page(quote: ModuleType, rung: str) -> None:
+    """With its code, its row of the ladder, a way on, and on tensor cores a picture of its own."""
+    page = (DOCS / f"rungs/{rung}.md").read_text()
+    assert page.startswith(f"# `{rung}`: ")
+    assert "```cpp quote" in page and "\n**Next.** " in page and "\n**Read on.** " in page
+    rows = [line for line in page.splitlines() if line.startswith(f"docs/ladder.md: | `{rung}` | fp")]
+    assert len(rows) == 1
+    if not rung.startswith("simt"):
+        assert ("fragments" if rung == "wmma_v3" else f"_{rung}") + ".png)" in page
+    assert f"]({rung}.md)" in (DOCS / "rungs/index.md").read_text()
+    assert f"rungs/{rung}.md" in (ROOT / "mkdocs.yml").read_text()
+
+
 @pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
 def test_formulas_are_translated(page: str) -> None:
     """Every formula of a page becomes MathML, and no TeX is left of it."""
