@@ -559,8 +559,21 @@ class BuildHip(Command):
         run_ninja(build / "build.ninja", ninja_text(build, rules, edges))
 
 
+def long_description() -> str:
+    """README.md for pages outside of the repository: links and pictures are absolute, those of this version's tag."""
+    metadata = re.search(r'^Repository = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.M)
+    if metadata is None:
+        raise SetupError("pyproject.toml: [project.urls] has no Repository")
+    version = runpy.run_path(str(ROOT / "flash_wmma" / "_version.py"))["__version__"]
+    text = (ROOT / "README.md").read_text()
+    text = re.sub(r'(!\[[^]]*\]\(|<img src=")(?!https?:)', rf"\g<1>{metadata[1]}/raw/v{version}/", text)
+    return re.sub(r"\]\((?!https?:|#)", f"]({metadata[1]}/blob/v{version}/", text)
+
+
 if __name__ == "__main__":
     setup(
+        long_description=long_description(),
+        long_description_content_type="text/markdown",
         # Two libraries and a table: "extensions" are what setuptools puts beside the Python files, editable or not.
         ext_modules=[Extension(f"flash_wmma.{name}", []) for name in ("libflash_wmma", "_C", "kernels")],
         cmdclass={"build_ext": NinjaBuild, "build_py": ShipSources, "build_hip": BuildHip},

@@ -1,13 +1,16 @@
-"""Draws pictures of docs from the emulator's data, no GPU needed. Called as
+"""Draws the pictures of docs that need no GPU. Called as
 
     python docs/pictures.py                  # all of them, into docs/images
 
-One request of a kernel, by a line of its source: which lane touches which bank of shared memory, or which sector of
-global memory. The fragments of WMMA: which lane holds which element. And what a block's warps wait for, over time.
+From the emulator: one request of a kernel, by a line of its source, with the banks of shared memory or the sectors of
+global memory that each lane touches; the lanes that hold the elements of WMMA's fragments; what the warps of a block
+wait for, over time. From docs/data: the throughput over N that README shows.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 from pathlib import Path
 
@@ -21,14 +24,31 @@ import quote
 
 IMAGES = Path(__file__).resolve().parent / "images"
 LANE_MAPS = quote.ROOT / "tests" / "emulator" / "lane_maps.cu"
-FORWARD = "csrc/forward/"
 REQUESTS = {  # file: the kernel, its source, and how the line with the request begins
-    "sectors_simt_naive.png": ("simt_naive", "simt/simt_naive.cu", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "sectors_simt_coalesced.png": ("simt_coalesced", "simt/simt_coalesced.cu", "for (int c = lane; c < p.head_dim; c"),
-    "banks_simt_shared.png": ("simt_shared", "simt/shared_rung.cuh", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "banks_simt_padded.png": ("simt_padded", "simt/shared_rung.cuh", "for (int c = 0; c < p.head_dim; ++c) product"),
-    "banks_wmma_v1.png": ("wmma_v1", "wmma/wmma_v1.cu", "return all_visible ||"),
-    "banks_wmma_v2.png": ("wmma_v2", "wmma/wmma_v2.cu", "wmma::load_matrix_sync(k_fragment"),
+    "sectors_simt_naive.png": (
+        "simt_naive",
+        "forward/simt/simt_naive.cu",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "sectors_simt_coalesced.png": (
+        "simt_coalesced",
+        "forward/simt/simt_coalesced.cu",
+        "for (int c = lane; c < p.head_dim; c",
+    ),
+    "banks_simt_shared.png": (
+        "simt_shared",
+        "forward/simt/shared_rung.cuh",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "banks_simt_padded.png": (
+        "simt_padded",
+        "forward/simt/shared_rung.cuh",
+        "for (int c = 0; c < p.head_dim; ++c) product",
+    ),
+    "banks_wmma_v1.png": ("wmma_v1", "forward/wmma/wmma_v1.cu", "return all_visible ||"),
+    "banks_wmma_v2.png": ("wmma_v2", "forward/wmma/wmma_v2.cu", "wmma::load_matrix_sync(k_fragment"),
+    "banks_mma_sm75.png": ("mma_sm75", "forward/mma/products.cuh", "ptx::ldmatrix_x4(b, k_lane"),
+    "copies_mma_sm80.png": ("mma_sm80", "device/sm80.cuh", "ptx::cp_async_16(to, from, inside"),
 }
 FRAGMENTS = {  # entries of lane_maps.cu: what they hold
     "matrix_a_half_row": "left operand (Q, P)",
@@ -37,14 +57,22 @@ FRAGMENTS = {  # entries of lane_maps.cu: what they hold
 }
 
 TIMELINE = "timeline_wgmma_sm90.png"
+FORWARD_DATA = quote.ROOT / "docs" / "data" / "forward_h200.json"
+LINES = {  # contender: label, colour, width
+    "wgmma_sm90": ("flash_wmma: wgmma_sm90", "#0072b2", 3.5),
+    "mma_sm80": ("flash_wmma: mma_sm80", "#56a5d8", 2.0),
+    "sdpa_cudnn": ("cuDNN (SDPA)", "#555555", 1.5),
+    "sdpa_flash": ("FlashAttention-2 (SDPA)", "#999999", 1.5),
+}
 
 
 def draw_request(name: str, folder: Path) -> None:
-    """A head of 32 queries and keys, d = 64."""
+    """A head of 64 queries and keys, d = 64."""
     kernel, source, beginning = REQUESTS[name]
-    q, k, v = torch.randn(3, 1, 1, 32, 64, generator=torch.Generator().manual_seed(0))
+    dtype = torch.float32 if kernel.startswith("simt") else torch.float16
+    q, k, v = torch.randn(3, 1, 1, 64, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
     profile = flash_wmma.profile(q, k, v, kernel=kernel)
-    profile.plot_banks(f"{FORWARD}{source}:{quote.line_of(FORWARD + source, beginning) + 1}", folder / name)
+    profile.plot_banks(f"csrc/{source}:{quote.line_of(f'csrc/{source}', beginning) + 1}", folder / name)
 
 
 def holders(entry: str) -> dict[tuple[int, int], tuple[int, int]]:
@@ -88,7 +116,49 @@ def draw_timeline(path: Path) -> None:
     flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90).plot_timeline(path)
 
 
+def apart(heights: list[float], gap: float) -> list[float]:
+    """The heights, moved upwards as far as labels that must not touch need."""
+    moved = list(heights)
+    order = sorted(range(len(heights)), key=heights.__getitem__)
+    for lower, upper in itertools.pairwise(order):
+        moved[upper] = max(moved[upper], moved[lower] + gap)
+    return moved
+
+
+def draw_forward(path: Path) -> None:
+    """TFLOP/s over N of the fast kernels and of SDPA's, a panel for each head dim, not causal."""
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    data = json.loads(FORWARD_DATA.read_text())
+    rows = [row for row in data["rows"] if not row["problem"]["causal"]]
+    head_dims = sorted({row["problem"]["head_dim"] for row in rows})
+    figure, panels = plt.subplots(1, len(head_dims), figsize=(11, 3.3), sharey=True, layout="constrained")
+    for panel, head_dim in zip(panels, head_dims, strict=True):
+        shown = [row for row in rows if row["problem"]["head_dim"] == head_dim]
+        lengths = [row["problem"]["length"] for row in shown]
+        speeds = {name: [row["cells"][name]["tflops"] for row in shown] for name in LINES}
+        heights = apart([line[-1] for line in speeds.values()], 50)
+        for (name, (label, colour, width)), height in zip(LINES.items(), heights, strict=True):
+            panel.plot(lengths, speeds[name], "o-", color=colour, linewidth=width, markersize=width + 2)
+            named = f"  {label}" if panel is panels[-1] else ""
+            at = (1.03, height)
+            text = f"{speeds[name][-1]:.0f}{named}"
+            panel.annotate(text, at, xycoords=("axes fraction", "data"), va="center", color=colour, weight="bold")
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(lengths, [f"{n:,}" for n in lengths])
+        panel.set(title=f"d = {head_dim}", xlabel="N", ylim=(0, 850))
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(alpha=0.25)
+    panels[0].set_ylabel("TFLOP/s")
+    device = data["environment"]["device"]
+    figure.suptitle(f"{device}, fp16 forward, 16,384 tokens, hidden size 2048, not causal", fontsize=10)
+    figure.savefig(path, dpi=140)
+    plt.close(figure)
+
+
 if __name__ == "__main__":
+    draw_forward(IMAGES / "forward.png")
     for name in REQUESTS:
         draw_request(name, IMAGES)
     draw_fragments(IMAGES / "fragments.png")

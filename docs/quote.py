@@ -6,21 +6,22 @@ A fenced block whose info string ends in `quote` names a file of the repository 
     csrc/forward/simt/simt_naive.cu: for (int first = keys.first_tile
     ```
 
-becomes the statement, function or struct that begins there, to its closing brace or semicolon. Of a table in Markdown
-(`md quote`) it becomes the row that begins so, below the table's heading. No line may begin so but one. Of Python
-(`python quote`), where the name of a function or class stands instead, it becomes its signature and docstring.
+becomes the statement, function or struct that begins there, to its closing brace or semicolon. One line alone may
+begin so. A block `md quote` names rows of a table in Markdown, a line each, and becomes the rows with the heading:
+
+    ```md quote
+    docs/ladder.md: | `simt_naive`
+    docs/ladder.md: | `simt_coalesced`
+    ```
 """
 
 from __future__ import annotations
 
-import ast
-import itertools
 import re
-import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-FENCE = re.compile(r"^```(\w+) quote\n(.+?): (.+)\n```$", re.M)
+FENCE = re.compile(r"^```(\w+) quote\n((?:.+: .+\n)+)```$", re.M)
 
 
 def line_of(path: str, beginning: str) -> int:
@@ -50,53 +51,33 @@ def statement(path: str, beginning: str) -> str:
     raise ValueError(f"{path}: what begins with {beginning!r} does not end")
 
 
-def table_row(path: str, beginning: str) -> str:
-    """The row of a table in Markdown that begins so, with the table's heading."""
-    row = heading = line_of(path, beginning)
+def table_rows(path: str, *beginnings: str) -> str:
+    """The rows of one table in Markdown that begin so, below the table's heading."""
     lines = (ROOT / path).read_text().splitlines()
-    while heading and lines[heading - 1].startswith("|"):
-        heading -= 1
-    if row < heading + 2:
-        raise ValueError(f"{path}: {beginning!r} is no row of a table")
-    return "\n".join([*lines[heading : heading + 2], lines[row]])
-
-
-def definition(path: str, name: str) -> str:
-    """A function's signature and docstring; of a class also its fields and its public methods'.
-
-    Raises:
-        ValueError: there is none of that name, or one without a docstring.
-    """
-    text = (ROOT / path).read_text()
-    lines = text.splitlines()
-
-    def head(node: ast.FunctionDef | ast.ClassDef) -> str:
-        if ast.get_docstring(node) is None:
-            raise ValueError(f"{path}: {node.name} has no docstring")
-        fields = itertools.takewhile(lambda n: not isinstance(n, ast.FunctionDef), node.body)
-        shown = list(fields) if isinstance(node, ast.ClassDef) else node.body[:1]
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        return "\n".join(lines[first - 1 : shown[-1].end_lineno])
-
-    nodes = [n for n in ast.parse(text).body if isinstance(n, ast.FunctionDef | ast.ClassDef) and n.name == name]
-    if not nodes:
-        raise ValueError(f"{path}: no function or class {name}")
-    node = nodes[-1]  # after overloads
-    parts = [head(node)]
-    if isinstance(node, ast.ClassDef):
-        methods = [n for n in node.body if isinstance(n, ast.FunctionDef) and ast.get_docstring(n)]
-        parts += [head(n) for n in methods if not n.name.startswith("_") or n.name == "__init__"]
-    return textwrap.dedent("\n\n".join(parts))
+    headings, rows = set(), []
+    for beginning in beginnings:
+        row = heading = line_of(path, beginning)
+        while heading and lines[heading - 1].startswith("|"):
+            heading -= 1
+        if row < heading + 2:
+            raise ValueError(f"{path}: {beginning!r} is no row of a table")
+        headings.add(heading)
+        rows.append(lines[row])
+    if len(headings) > 1:
+        raise ValueError(f"{path}: {beginnings} are rows of {len(headings)} tables, should be of one")
+    heading = headings.pop()
+    return "\n".join([*lines[heading : heading + 2], *rows])
 
 
 def quote(match: re.Match[str]) -> str:
     """What stands in place of a block."""
-    language, path, beginning = match.groups()
+    language = match[1]
+    paths, beginnings = zip(*(line.split(": ", 1) for line in match[2].splitlines()), strict=True)
+    if len(set(paths)) > 1 or (language != "md" and len(paths) > 1):
+        raise ValueError(f"a block quotes {paths}: should be one statement, or rows of one table")
     if language == "md":
-        return table_row(path, beginning)
-    if language == "python":
-        return f"```python\n{definition(path, beginning)}\n```"
-    return f'```{language} title="{path}"\n{statement(path, beginning)}\n```'
+        return table_rows(paths[0], *beginnings)
+    return f'```{language} title="{paths[0]}"\n{statement(paths[0], beginnings[0])}\n```'
 
 
 def on_page_markdown(markdown: str, **_: object) -> str:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import ast
+import html
 import importlib.util
 import inspect
+import json
 import re
 import shutil
+import statistics
 from pathlib import Path
 from types import ModuleType
 
@@ -110,31 +112,62 @@ def test_a_quotation_that_is_not_one_line_is_refused(quote: ModuleType, beginnin
         quote.statement("csrc/forward/simt/simt_naive.cu", beginning)
 
 
-def test_a_table_row_has_its_heading(quote: ModuleType) -> None:
-    heading, rule, row = quote.table_row("docs/simt.md", "| 5 | `simt_padded`").splitlines()
-    assert heading.startswith("| step | kernel") and set(rule) <= {"|", "-"}
-    assert heading.count("|") == rule.count("|") == row.count("|")
-    with pytest.raises(ValueError, match="no row of a table"):
-        quote.table_row("docs/simt.md", "# On CUDA cores")
+def test_table_rows_have_their_heading(quote: ModuleType) -> None:
+    heading, rule, *rows = quote.table_rows("docs/ladder.md", "| `simt_naive`", "| `simt_block`").splitlines()
+    assert heading.startswith("| kernel | inputs") and set(rule) <= set("|-:")
+    assert [row.split("`")[1] for row in rows] == ["simt_naive", "simt_block"]
+    assert heading.count("|") == rule.count("|") == rows[0].count("|")
 
 
-def test_definitions(quote: ModuleType) -> None:
-    """Signature and docstring, nothing of the body; fields and public methods of a class."""
-    forward = quote.definition("flash_wmma/_forward.py", "forward")
-    assert forward.startswith("def forward(") and forward.endswith('"""')
-    assert ast.get_docstring(ast.parse(forward).body[0]) == inspect.getdoc(flash_wmma.forward)
-    program = quote.definition("flash_wmma/emulator/_program.py", "Program")
-    assert "def call(self" in program and "def __init__(self" in program and "ctypes" not in program
-    assert "smem_optin: int = 0" in quote.definition("flash_wmma/_device.py", "DeviceFacts")
-    with pytest.raises(ValueError, match="no function or class nothing"):
-        quote.definition("flash_wmma/_forward.py", "nothing")
+@pytest.mark.parametrize(
+    "path, beginnings, message",
+    [
+        ("docs/ladder.md", ["# The ladder"], "no row of a table"),
+        ("docs/ladder.md", ["| `simt_naive`", "| duration"], "rows of 2 tables"),
+    ],
+)
+def test_what_is_no_row_of_one_table_is_refused(
+    quote: ModuleType, path: str, beginnings: list[str], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        quote.table_rows(path, *beginnings)
+
+
+@pytest.mark.parametrize("rung", sorted(set(flash_wmma.emulator.kernel_sources("forward")) - {"unfused"}))
+def test_every_kernel_of_the_ladder_has_a_page(quote: ModuleType, rung: str) -> None:
+    """With its code, its row of the ladder, a way on, and on tensor cores a picture of its own."""
+    page = (DOCS / f"rungs/{rung}.md").read_text()
+    assert page.startswith(f"# `{rung}`: ")
+    assert "```cpp quote" in page and "\n**Next.** " in page and "\n**Read on.** " in page
+    rows = [line for line in page.splitlines() if line.startswith(f"docs/ladder.md: | `{rung}` | fp")]
+    assert len(rows) == 1
+    if not rung.startswith("simt"):
+        assert ("fragments" if rung == "wmma_v3" else f"_{rung}") + ".png)" in page
+    assert f"]({rung}.md)" in (DOCS / "rungs/index.md").read_text()
+    assert f"rungs/{rung}.md" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.parametrize("page", sorted(str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")))
+def test_formulas_are_translated(page: str) -> None:
+    """Every formula of a page becomes MathML, and no TeX is left of it."""
+    formulas = program("formulas")
+    text = re.sub(r"^```(?!math).*?^```$|`[^`\n]+`", "", (DOCS / page).read_text(), flags=re.M | re.S)
+    blocks = re.findall(r"^```math\n(.*?)^```$", text, re.M | re.S)
+    lines = re.findall(r"\$([^$\n]+)\$", text)
+    assert text.count("$") == 2 * len(lines)
+    marked = [rf'<div class="arithmatex">\[{html.escape(tex)}\]</div>' for tex in blocks]
+    marked += [rf'<span class="arithmatex">\({html.escape(tex)}\)</span>' for tex in lines]
+    for source in marked:
+        built = formulas.on_page_content(source)
+        assert built.count("<math ") == 1 and "arithmatex" not in built
+        assert "\\" not in built, built
 
 
 @pytest.mark.parametrize("module", [flash_wmma, flash_wmma.reductions, flash_wmma.emulator])
 def test_reference_has_every_public_name(module: ModuleType) -> None:
     page = (DOCS / "reference.md").read_text()
     prefix = re.escape(module.__name__)
-    found = set(re.findall(rf"^### `{prefix}\.(\w+)`$", page, re.M))
+    found = set(re.findall(rf"^::: {prefix}\.(\w+)$", page, re.M))
     described = {name for name in module.__all__ if inspect.getdoc(getattr(module, name)) and name != "__version__"}
     modules = {name for name in described if inspect.ismodule(getattr(module, name))}
     assert found == described - modules - {"Direction", "Mode"}, "all but types that are a choice of strings"
@@ -144,7 +177,7 @@ def test_pictures_have_their_lines(quote: ModuleType, pictures: ModuleType) -> N
     """Every request that is drawn is that of one line, and every picture is shown on a page."""
     pages = "".join(p.read_text() for p in DOCS.rglob("*.md"))
     for name, (_, source, beginning) in pictures.REQUESTS.items():
-        quote.line_of(pictures.FORWARD + source, beginning)
+        quote.line_of(f"csrc/{source}", beginning)
         assert (DOCS / "images" / name).is_file() and f"images/{name}" in pages
     assert (DOCS / "images" / pictures.TIMELINE).is_file() and f"images/{pictures.TIMELINE}" in pages
 
@@ -156,3 +189,32 @@ def test_picture_of_fragments(pictures: ModuleType, tmp_path: Path) -> None:
     left, accumulator = (pictures.holders(entry) for entry in ("matrix_a_half_row", "accumulator_row"))
     assert left == accumulator, "what docs/rungs/wmma_v3.md says"
     assert {lane // 4 for (row, _), (lane, _) in left.items() if row == 9} == {1}, "a row lies in a quad"
+
+
+def test_first_code_of_the_readme_runs() -> None:
+    """On the CPU here, unchanged on a GPU."""
+    names: dict[str, object] = {}
+    block = re.search(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.M | re.S)
+    assert block is not None
+    exec(compile(block[1], "README.md", "exec"), names)
+    out = names["out"]
+    assert isinstance(out, torch.Tensor) and isinstance(sdpa := names["sdpa"], torch.Tensor)
+    assert out.shape == (2, 4, 2048, 64) and (out - sdpa).abs().max() < 1e-2
+
+
+def test_claim_of_the_readme() -> None:
+    """The ratios of its first sentence: the least and the largest of the rows of docs/data/forward_h200.json."""
+    claim = re.search(
+        r"\*\*([\d.]+) to ([\d.]+) times.*?([\d.]+) to ([\d.]+) times", (ROOT / "README.md").read_text(), re.S
+    )
+    assert claim is not None
+    rows = json.loads((DOCS / "data/forward_h200.json").read_text())["rows"]
+    for peer, least, most in (("sdpa_flash", *claim.groups()[:2]), ("sdpa_cudnn", *claim.groups()[2:])):
+        ratios = []
+        for row in rows:
+            rounds = (row["cells"][name]["samples_ms"] for name in (peer, "wgmma_sm90"))
+            ratios.append(statistics.median(theirs / ours for theirs, ours in zip(*rounds, strict=True)))
+        found = [
+            f"{extreme:.{len(said.split('.')[1])}f}" for extreme, said in ((min(ratios), least), (max(ratios), most))
+        ]
+        assert found == [least, most], peer
