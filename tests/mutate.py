@@ -12,14 +12,13 @@ fault that a compiler refuses by a static assertion counts as caught; one that d
 and so is one whose place is not in the file exactly once.
 
 The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught
-is not tried again as long as its text and the code of its file stay as they are (--again: it is). The exit status is 1
+is not tried again as long as its text and the code around its place stay as they are (--again: it is). The exit status is 1
 if a fault survives whose record gives no reason for that.
 """
 
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
 import fcntl
 import functools
@@ -298,25 +297,22 @@ def uncompiled(said: str) -> Verdict:
 # ---------------------------------------------------------------------------------------------------------- all of them
 
 
-def code_of(path: Path) -> str:
-    """A source without what cannot change a result: comments, docstrings and, in C++, white space."""
-    text = path.read_text()
-    if path.suffix != ".py":
-        return re.sub(r"//[^\n]*|/\*.*?\*/|\s+", " ", text, flags=re.DOTALL).replace(" ", "")
-    tree = ast.parse(text)
-    for node in ast.walk(tree):
-        if isinstance(body := getattr(node, "body", None), list):
-            node.body = [  # type: ignore[attr-defined]
-                part for part in body if not (isinstance(part, ast.Expr) and isinstance(part.value, ast.Constant))
-            ]
-    return ast.dump(tree)
+NEAR = 20
+"""Lines on either side of a fault's place. If they change, the fault is tried again."""
+
+
+def code_near(fault: Fault) -> str:
+    """The code around the fault's place, without comments and white space."""
+    before, _, after = (ROOT / fault.path).read_text().partition(fault.old)
+    near = [*before.splitlines()[-NEAR:], fault.old, *after.splitlines()[:NEAR]]
+    comment = r"#.*" if fault.path.endswith(".py") else r"//.*"
+    return re.sub(r"\s+", "", "".join(re.sub(comment, "", line) for line in near))
 
 
 def digest(fault: Fault) -> str:
-    """Changes with the fault and with the code of its file."""
-    return hashlib.sha256(
-        "\0".join([fault.path, fault.old, fault.new, code_of(ROOT / fault.path)]).encode()
-    ).hexdigest()[:16]
+    """Changes with the fault and with the code around its place."""
+    parts = [fault.path, fault.old, fault.new, code_near(fault)]
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 class Results:
