@@ -12,8 +12,8 @@ fault that a compiler refuses by a static assertion counts as caught; one that d
 and so is one whose place is not in the file exactly once.
 
 The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught
-is not tried again as long as its text and the code around its place stay as they are (--again: it is). The exit status is 1
-if a fault survives whose record gives no reason for that.
+is not tried again as long as its text and the code around its place stay as they are (--again: it is). The exit status
+is 1 if a fault survives whose record gives no reason for that.
 """
 
 from __future__ import annotations
