@@ -27,20 +27,20 @@ __device__ OwnedTile owned_queries(const ForwardParams& p) {
 /// Numbered tile-fastest, so that neighbours in time share a head's queries in L2. With a causal band the first tile
 /// has the most queries and goes first.
 template <int Own, bool Packed>
-__device__ OwnedTile owned_keys(const ForwardParams& p) {
+__device__ OwnedTile owned_keys(const ForwardParams& p, unsigned block_index = blockIdx.x) {
     const Sequences& s = p.sequences;
     const int group = static_cast<int>(p.heads_q / p.heads_k);
     if (Packed && s.cu_seqlens_k) {
         const auto tiles = static_cast<unsigned>(packed_tiles(s.total_k, p.batch, Own));
-        const int head = static_cast<int>(blockIdx.x / tiles);
+        const int head = static_cast<int>(block_index / tiles);
         const PackedTile found =
-            packed_tile(s.cu_seqlens_k, p.batch, s.total_k, Own, static_cast<int>(blockIdx.x % tiles));
+            packed_tile(s.cu_seqlens_k, p.batch, s.total_k, Own, static_cast<int>(block_index % tiles));
         const Sequence rows = sequence(p, found.sequence);
         const int first_row = found.tile * Own;
         return {rows, head * group, head, first_row, first_row < 0 ? 0 : rows.seqlen_k - first_row};
     }
     const auto tiles = static_cast<unsigned>((p.seqlen_k + Own - 1) / Own), heads = static_cast<unsigned>(p.heads_k);
-    const int tile = static_cast<int>(blockIdx.x % tiles), slice = static_cast<int>(blockIdx.x / tiles);
+    const int tile = static_cast<int>(block_index % tiles), slice = static_cast<int>(block_index / tiles);
     const int batch = slice / static_cast<int>(heads), head = slice % static_cast<int>(heads);
     const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
     Sequence rows{batch, 0, 0, seqlen_q, seqlen_k};

@@ -85,12 +85,21 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, 
         : "memory");
 }
 
+/// Copies `bytes` adjacent bytes, a multiple of 16, to shared memory; both addresses are 16-byte aligned. They count for
+/// the barrier's phase. One thread (cp.async.bulk).
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     detail::shared_address(shared)),
+                 "l"(global), "r"(bytes), "r"(detail::shared_address(barrier))
+                 : "memory");
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 /// How a matrix of 16-bit elements lies in shared memory: as panels of 128-byte rows (64 elements), 1024-byte aligned,
 /// which the 128-byte swizzle permutes: byte b of a panel lies at b ^ (b / 128 % 8) * 16, as a tensor copy writes it.
 ///     K: a panel's rows are the matrix's rows or columns (m or n), and run along k. One panel.
-///     N: a panel's rows are k, and run along n; panels of 64 n follow each other at a distance.
+///     N: a panel's rows are k, and run along n (or m); panels of 64 n follow each other at a distance.
 enum class Major { K, N };
 
 /// A matrix in shared memory as wgmma's operand (a matrix descriptor).
@@ -133,7 +142,7 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // wgmma<T, N>(d, a, b, accumulate): D = A B + (accumulate ? D : 0), asynchronously, of half or bf16
-// (wgmma.mma_async.m64nNk16): A 64x16, rows along k, from shared memory or registers, B 16xN. All four warps of a
+// (wgmma.mma_async.m64nNk16): A 64x16 from shared memory (either way) or registers (rows along k), B 16xN. All four warps of a
 // warpgroup; warp w owns rows 16 w to 16 w + 15. With g = lane / 4 and t = lane % 4 a lane holds
 //     d[4 j + i]: D[16 w + g + 8 (i / 2)][8 j + 2 t + i % 2]
 // and, where A comes from registers, in pairs along k
@@ -163,20 +172,22 @@ __device__ __forceinline__ void wgmma_wait() {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %" #SCALE ", 0;\nwgmma.mma_async.sync.aligned.m64n" #COLUMNS        \
                  "k16.f32." TYPE "." TYPE " {" TEXT "}, " A ", %" #B ", p, 1, 1" TRANSPOSE_A ", %" #TRANSPOSE_B ";\n}" \
                  : D()                                                                                                 \
-                 : __VA_ARGS__, "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(kMajor == Major::N))
+                 : __VA_ARGS__, "l"(b.bits()), "r"(static_cast<int>(accumulate)), "n"(kMajor == Major::N),             \
+                   "n"(kMajorA == Major::N))
 
 /// The products with this many columns. R0 to R6: the numbers of the operands behind D's registers.
 #define FLASH_WMMA_WGMMA(COLUMNS, TEXT, D, R0, R1, R2, R3, R4, R5, R6)                                            \
-    template <class T, int N, Major kMajor, std::enable_if_t<N == COLUMNS, int> = 0>                              \
-    __device__ __forceinline__ void wgmma(float (&d)[N / 2], SharedMatrix<Major::K> a, SharedMatrix<kMajor> b,    \
+    template <class T, int N, Major kMajorA, Major kMajor, std::enable_if_t<N == COLUMNS, int> = 0>               \
+    __device__ __forceinline__ void wgmma(float (&d)[N / 2], SharedMatrix<kMajorA> a, SharedMatrix<kMajor> b,     \
                                           bool accumulate) {                                                      \
         if constexpr (std::is_same_v<T, __half>)                                                                  \
-            FLASH_WMMA_ASM(COLUMNS, "f16", TEXT, D, "%" #R0, R1, R2, ", 0", R3, "l"(a.bits()));                   \
-        else FLASH_WMMA_ASM(COLUMNS, "bf16", TEXT, D, "%" #R0, R1, R2, ", 0", R3, "l"(a.bits()));                 \
+            FLASH_WMMA_ASM(COLUMNS, "f16", TEXT, D, "%" #R0, R1, R2, ", %" #R4, R3, "l"(a.bits()));               \
+        else FLASH_WMMA_ASM(COLUMNS, "bf16", TEXT, D, "%" #R0, R1, R2, ", %" #R4, R3, "l"(a.bits()));             \
     }                                                                                                             \
     template <class T, int N, Major kMajor, std::enable_if_t<N == COLUMNS, int> = 0>                              \
     __device__ __forceinline__ void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], SharedMatrix<kMajor> b, \
                                           bool accumulate) {                                                      \
+        constexpr Major kMajorA = Major::K;                                                                       \
         if constexpr (std::is_same_v<T, __half>)                                                                  \
             FLASH_WMMA_ASM(COLUMNS, "f16", TEXT, D, "{%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}", R4, R5, "", R6,   \
                            "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                           \

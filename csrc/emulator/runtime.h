@@ -122,15 +122,18 @@ const char* refuse_tensor_map(const TensorMap& map);
 /// Copies the box at these coordinates. The copy lands when a wait for the barrier's phase needs it, the last legal
 /// moment.
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
+/// The same of adjacent bytes.
+void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc);
 
 /// The descriptor of a matrix that starts at `shared` (bits 0 to 13), without its swizzle and its distances.
 std::uint64_t matrix_start(const void* shared, const void* pc);
 /// One lane's part in D = A B + (accumulate ? D : 0), of 16-bit elements: A 64x16, B 16 x columns.
 struct WarpgroupProduct {
     float* d;                ///< columns / 2 registers
-    const std::uint32_t* a;  ///< 4 registers, or null: the matrix that a_matrix describes, rows along k
+    const std::uint32_t* a;  ///< 4 registers, or null: the matrix that a_matrix describes
     std::uint64_t a_matrix, b_matrix;
     int columns;
+    bool a_along_m;  ///< A's rows in shared memory run along m, not along k
     bool b_along_n;  ///< B's rows in shared memory run along n, not along k
     bool accumulate;
     bool bf16;

@@ -211,7 +211,7 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
     const auto refuse_copy = [&](const std::string& why) {
         stop(finding(why, describe(lane) + " in " + kName, source_line(site)));
     };
-    const int alignment = 128 * map.swizzle;  // of the swizzle's pattern
+    const int alignment = map.rank == 1 ? 16 : 128 * map.swizzle;  // of the swizzle's pattern
     if (!arena.contains(to)) refuse_copy("a tensor copy to an address outside shared memory");
     if (to % static_cast<std::uintptr_t>(alignment))
         refuse_copy("a tensor copy to a place that is not " + std::to_string(alignment) + "-byte aligned");
@@ -296,6 +296,15 @@ void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const v
 void fence_proxy_async() { t_worker->fence_proxy_async(); }
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc) {
     t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
+}
+void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc) {
+    constexpr int kUnit = 16;
+    if (!bytes || bytes % kUnit || reinterpret_cast<std::uintptr_t>(global) % kUnit)
+        t_worker->stop(finding("a bulk copy of bytes or from an address that is no multiple of 16",
+                               t_worker->describe(*t_lane) + " in bulk_load", source_line(site)));
+    const int units = static_cast<int>(bytes / kUnit), first = 0;
+    const TensorMap map{global, 1, kUnit, {units}, {}, {units}, 1};
+    t_worker->tensor_load(shared, map, barrier, &first, site, pc);
 }
 
 }  // namespace flash_wmma::emulator

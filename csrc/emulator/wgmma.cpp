@@ -114,9 +114,9 @@ void Worker::check_registers(const WarpgroupProduct& what, int place) {
 /// Checks that the matrix that `a_matrix` or `b_matrix` describes may be read now.
 void Worker::check_matrix(const WarpgroupProduct& what, bool a, const Accessor& who) {
     const Descriptor matrix{a ? what.a_matrix : what.b_matrix};
-    const bool along_k = a || !what.b_along_n;
-    const int rows = !along_k ? kDepth : a ? kRows : what.columns;
-    const int units = along_k ? kDepth / kUnit : what.columns / kUnit;
+    const bool along_k = a ? !what.a_along_m : !what.b_along_n;
+    const int width = a ? kRows : what.columns;  // along m or n
+    const int rows = along_k ? width : kDepth, units = (along_k ? kDepth : width) / kUnit;
     char* base = arena.of_block(warps[static_cast<std::size_t>(running_leader)].block);
     for (int r = 0; r < rows; ++r)
         for (int u = 0; u < units; ++u) {
@@ -247,12 +247,14 @@ void Worker::compute(const Product& product, float* tile) const {
                 a[to + 1] = value(static_cast<std::uint16_t>(pair >> 16), what.bf16);
             }
     } else {
-        for (int r = 0; r < kRows; ++r)
-            for (int u = 0; u < kDepth / kUnit; ++u) {
-                const auto x = unit(what.a_matrix, r, u, true);
-                for (int e = 0; e < kUnit; ++e)
-                    a[static_cast<std::size_t>(r * kDepth + u * kUnit + e)] =
-                        value(x[static_cast<std::size_t>(e)], what.bf16);
+        const int rows = what.a_along_m ? kDepth : kRows, units = (what.a_along_m ? kRows : kDepth) / kUnit;
+        for (int r = 0; r < rows; ++r)
+            for (int u = 0; u < units; ++u) {
+                const auto x = unit(what.a_matrix, r, u, !what.a_along_m);
+                for (int e = 0; e < kUnit; ++e) {
+                    const int i = u * kUnit + e, to = what.a_along_m ? i * kDepth + r : r * kDepth + i;
+                    a[static_cast<std::size_t>(to)] = value(x[static_cast<std::size_t>(e)], what.bf16);
+                }
             }
     }
     const int rows = what.b_along_n ? kDepth : n, units = (what.b_along_n ? n : kDepth) / kUnit;

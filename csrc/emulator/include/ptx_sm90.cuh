@@ -36,6 +36,11 @@ EMULATOR_BRICK inline void tensor_load(void* shared, const TensorMap* map, Barri
     emulator::tensor_load(shared, *map, barrier, coordinates, site, EMULATOR_PC);
 }
 
+EMULATOR_BRICK inline void bulk_load(void* shared, const void* global, unsigned bytes, Barrier* barrier,
+                                     EMULATOR_SITE) {
+    emulator::bulk_load(shared, global, bytes, barrier, site, EMULATOR_PC);
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 enum class Major { K, N };
@@ -68,12 +73,19 @@ EMULATOR_BRICK void wgmma_wait(EMULATOR_SITE) {
     emulator::wgmma_wait(Pending, site, EMULATOR_PC);
 }
 
-template <class T, int N, Major kMajor>
-EMULATOR_BRICK void wgmma(float (&d)[N / 2], SharedMatrix<Major::K> a, SharedMatrix<kMajor> b, bool accumulate,
+template <class T, int N, Major kMajorA, Major kMajor>
+EMULATOR_BRICK void wgmma(float (&d)[N / 2], SharedMatrix<kMajorA> a, SharedMatrix<kMajor> b, bool accumulate,
                           EMULATOR_SITE) {
     static_assert(N % 8 == 0 && N <= 256);
-    emulator::WarpgroupProduct product{
-        d, nullptr, a.bits(), b.bits(), N, kMajor == Major::N, accumulate, std::is_same_v<T, __nv_bfloat16>};
+    emulator::WarpgroupProduct product{d,
+                                       nullptr,
+                                       a.bits(),
+                                       b.bits(),
+                                       N,
+                                       kMajorA == Major::N,
+                                       kMajor == Major::N,
+                                       accumulate,
+                                       std::is_same_v<T, __nv_bfloat16>};
     emulator::wgmma(product, site, EMULATOR_PC);
 }
 template <class T, int N, Major kMajor>
@@ -81,7 +93,7 @@ EMULATOR_BRICK void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], Shared
                           EMULATOR_SITE) {
     static_assert(N % 8 == 0 && N <= 256);
     emulator::WarpgroupProduct product{
-        d, a, 0, b.bits(), N, kMajor == Major::N, accumulate, std::is_same_v<T, __nv_bfloat16>};
+        d, a, 0, b.bits(), N, false, kMajor == Major::N, accumulate, std::is_same_v<T, __nv_bfloat16>};
     emulator::wgmma(product, site, EMULATOR_PC);
 }
 

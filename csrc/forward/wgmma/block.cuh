@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "device/constants.cuh"
 #include "device/mask.cuh"
+#include "device/pipeline.cuh"
 #include "device/tile.cuh"
 #include "problems.h"
 
@@ -48,11 +49,6 @@ struct Tile {
 /// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.
 template <class Tile, Problems kProblems>
 inline constexpr bool kTakesParts = Tile::kSplits && kProblems == Problems::kPlain;
-
-/// A barrier pair of something that one warp fills and others empty.
-struct Slot {
-    ptx::Barrier full, empty;
-};
 
 /// K tiles [first, end).
 struct Range {
@@ -107,27 +103,5 @@ struct SharedMemory {
 struct Maps {
     TensorMap q, k, v;
 };
-
-/// A place in the ring, and how often the ring has come round.
-template <int Stages>
-struct RingPlace {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == Stages) stage = 0, parity ^= 1;
-    }
-};
-
-/// x, whose words are the same in the whole warp; tells the compiler so.
-template <class X>
-__device__ __forceinline__ X uniform(X x) {
-#pragma unroll
-    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
-        int& word = reinterpret_cast<int*>(&x)[i];
-        word = __shfl_sync(kWarpMask, word, 0);
-    }
-    return x;
-}
 
 }  // namespace flash_wmma::wgmma_sm90

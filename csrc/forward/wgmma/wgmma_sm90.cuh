@@ -516,13 +516,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
 }
 
-/// The map of rows (B, H, N, columns), or of packed ones (total, H, columns), for boxes of box_rows rows.
-inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t columns, std::int64_t n,
-                          std::int64_t heads, int box_rows) {
-    return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
-                           {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
-}
-
 template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape& shape, Stream stream) {
     const Sequences& s = p.sequences;

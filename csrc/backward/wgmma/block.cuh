@@ -1,0 +1,99 @@
+// A block of bwd_sm90: its tile shape, the map of its shared memory, and the order of its tiles of queries.
+#pragma once
+
+#include <ptx_sm90.cuh>
+
+#include "device/backward_rows.cuh"
+#include "device/mask.cuh"
+#include "device/owned_tile.cuh"
+#include "device/pipeline.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+/// Shape of a block's work.
+struct TileShape {
+    int d;              ///< the largest d and d_v that the instance holds
+    int queries;        ///< of a streamed tile of Q and dO
+    int stages = 2;     ///< streamed tiles in flight
+    int ds_stages = 3;  ///< tiles of dS in flight
+    bool stores_first;  ///< dS is stored before the products of the tile are issued, not between them
+    int consumers = 2;  ///< warpgroups of 64 keys each
+    int producer_registers = 24, consumer_registers = 240;
+};
+
+/// The same with what follows from it. Scalar is half or bf16.
+template <class Scalar, TileShape kShape>
+struct Tile {
+    using T = Scalar;
+    static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
+    static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
+    static constexpr bool kStoresFirst = kShape.stores_first;
+    static constexpr int kProducerRegisters = kShape.producer_registers;
+    static constexpr int kConsumerRegisters = kShape.consumer_registers;
+    static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
+    static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    static constexpr int kPanels = kD / 64, kQueryPanels = kQueries / 64;  // of 64 columns
+    // dQ of a tile among the consumers: 64 queries and all columns each, or all queries and 64 columns
+    static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
+    static constexpr int kDqColumns = kSharesQueries ? kD : 64;
+    static_assert(kD % 64 == 0 && kQueries % 64 == 0 &&
+                  (kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
+    static_assert(kQueries % kRowGroup == 0);
+};
+
+/// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
+template <class Tile>
+struct SharedMemory {
+    using T = typename Tile::T;
+    struct alignas(1024) KeyRows {
+        T panel[Tile::kPanels][Tile::kKeys * 64];
+    };
+    struct alignas(1024) QueryRows {
+        T panel[Tile::kPanels][Tile::kQueries * 64];
+    };
+    struct alignas(1024) Transposed {  // dS^T: rows are keys, columns queries
+        T panel[Tile::kQueryPanels][Tile::kKeys * 64];
+    };
+    KeyRows k, v;
+    QueryRows q[Tile::kStages], dout[Tile::kStages];
+    Transposed ds[Tile::kDsStages];
+    RowPair facts[Tile::kStages][Tile::kQueries / 2];
+    Slot slot[Tile::kStages], ds_slot[Tile::kDsStages];
+    ptx::Barrier keys;  // K and V have landed
+};
+
+/// Where q, k, v and dO lie, for the copy engine.
+struct Maps {
+    TensorMap q, k, v, dout;
+};
+
+/// The streamed tiles that see a key of the block: head by head, in each head all tiles once, in the order start, start
+/// + 1, ..., last, first, ..., start - 1. Blocks of a head start at different tiles, so that their additions to dQ do
+/// not meet.
+struct Walk {
+    int head, row;           // query head; first row of the tile
+    int first, last, start;  // first rows of a head's tiles
+    int step, left;          // rows of a tile; tiles that are left
+
+    __device__ __forceinline__ void advance() {
+        --left;
+        row = row == last ? first : row + step;
+        head += row == start;
+    }
+};
+
+template <class Tile>
+__device__ __forceinline__ Walk walk(const ForwardParams& p, const OwnedTile& own, const BandMask& mask) {
+    constexpr int kStep = Tile::kQueries;
+    const Sequence& s = own.sequence;
+    const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
+    const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
+    const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
+    const int tiles = end > begin && end_key > own.first_row ? (last - first) / kStep + 1 : 0;
+    const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
+    const auto turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / max(blocks, 1));
+    const int start = first + kStep * turned;
+    return {own.head, start, first, last, start, kStep, tiles * static_cast<int>(p.heads_q / p.heads_k)};
+}
+
+}  // namespace flash_wmma::backward::wgmma

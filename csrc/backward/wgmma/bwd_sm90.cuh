@@ -1,0 +1,369 @@
+// bwd_sm90: FlashAttention-2 backward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
+//
+// Algorithm: as in backward/mma/kernel.cuh, the fused pass. A block owns 128 keys of a key/value head and streams over
+// the tiles of queries that see them, of all query heads that share the keys:
+//     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
+//     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
+//
+// Roles: warpgroup 0 produces: one warp issues the copies of the tiles. Each of two consumer warpgroups owns 64 keys,
+// each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first
+// operand of dV and dK in registers. dS also goes to shared memory, for dQ.
+//
+// dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
+// consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
+// the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
+// (device/backward_rows.cuh).
+//
+// Shared memory: K and V, a ring of tiles of Q and dO with their L and D, a ring of tiles of dS. Each place has a
+// barrier that says it is full and one that says it is empty.
+//
+// Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+#include <shared_memory.cuh>
+
+#include "backward/wgmma/block.cuh"
+#include "backward/wgmma/shapes.h"
+#include "device/constants.cuh"
+#include "device/element.cuh"
+#include "device/quad.cuh"
+#include "device/register_tile.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+// ---- Producer -------------------------------------------------------------------------------------------------------
+
+/// One warp: K and V once, then the tiles of Q and dO with their facts, each as soon as its place is empty.
+template <class Tile>
+class Producer {
+  public:
+    __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
+        : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+
+    __device__ __forceinline__ void run(const OwnedTile& own, Walk at) {
+        if (lane_ == 0) {
+            ptx::barrier_arrive_expect(&smem_.keys, sizeof(smem_.k) + sizeof(smem_.v));
+            load(smem_.k, maps_.k, &smem_.keys, own.first_row, own.head_k, own.sequence.index);
+            load(smem_.v, maps_.v, &smem_.keys, own.first_row, own.head_k, own.sequence.index);
+        }
+        const int group_rows = (own.sequence.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
+        for (; at.left > 0; at.advance(), place_.advance()) {
+            Slot& slot = smem_.slot[place_.stage];
+            RowPair* const facts = smem_.facts[place_.stage];
+            ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, since every lane may write
+            const int rows = min(Tile::kQueries, group_rows - at.row);
+            for (int i = rows / 2 + lane_; i < Tile::kQueries / 2; i += 32)  // behind the last group: P is 0
+                facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
+            ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
+            __syncwarp();
+            if (lane_ > 0) continue;
+            constexpr unsigned kRowBytes = sizeof(RowPair) / 2;
+            const unsigned fact_bytes = static_cast<unsigned>(rows) * kRowBytes;
+            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.q[0]) + fact_bytes);
+            load(smem_.q[place_.stage], maps_.q, &slot.full, at.row, at.head, own.sequence.index);
+            load(smem_.dout[place_.stage], maps_.dout, &slot.full, at.row, at.head, own.sequence.index);
+            ptx::bulk_load(facts, facts_of(problem_, own.sequence, at.head) + at.row / 2, fact_bytes, &slot.full);
+        }
+    }
+
+  private:
+    template <class Rows>
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
+                                         int batch) const {
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
+    }
+
+    const Problem& problem_;
+    const Maps& maps_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    RingPlace<Tile::kStages> place_;
+};
+
+// ---- Consumers ------------------------------------------------------------------------------------------------------
+
+/// One warpgroup with its 64 keys.
+template <class Tile>
+class Consumer {
+  public:
+    __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
+        : problem_(problem),
+          smem_(shared),
+          group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    /// Before the first tile, and if there is none.
+    __device__ __forceinline__ void clear() {
+        dk_.clear();
+        dv_.clear();
+    }
+
+    __device__ __forceinline__ void run(const OwnedTile& own, const BandMask& mask, Walk at) {
+        ptx::barrier_wait(&smem_.keys, 0);
+        work<false>(own, mask, at);
+        for (at.advance(); at.left > 0; at.advance()) work<true>(own, mask, at);
+        ptx::barrier_wait(&smem_.ds_slot[ds_place_.stage].full, ds_place_.parity);
+        ptx::wgmma_fence();
+        multiply_dq(ds_place_.stage);
+        ptx::wgmma_wait<0>();
+        add_dq();
+    }
+
+    /// Writes dK and dV.
+    __device__ __forceinline__ void store(const OwnedTile& own) const {
+        const ForwardParams& p = problem_.forward;
+        store_rows(problem_.dk, own, p.head_dim, dk_, p.scale);
+        store_rows(problem_.dv, own, p.head_dim_v, dv_, 1.f);
+    }
+
+  private:
+    using T = typename Tile::T;
+    static constexpr int kQueries = Tile::kQueries;
+
+    __device__ __forceinline__ int row() const { return lane_ / 4; }
+    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
+    __device__ __forceinline__ int warp_key() const { return Tile::kGroupKeys * group_ + Tile::kWarpKeys * warp_; }
+
+    /// This warp's word to the others of the slot's barrier.
+    __device__ __forceinline__ void tell(ptx::Barrier& barrier) const {
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&barrier);
+    }
+
+    /// All of a tile's work but its dQ, and with kLate dQ of the tile before.
+    template <bool kLate>
+    __device__ __forceinline__ void work(const OwnedTile& own, const BandMask& mask, const Walk& at) {
+        Slot& slot = smem_.slot[place_.stage];
+        ptx::barrier_wait(&slot.full, place_.parity);
+        ptx::wgmma_fence();
+        multiply_rows(s_, smem_.k, smem_.q[place_.stage]);
+        multiply_rows(dp_, smem_.v, smem_.dout[place_.stage]);
+        ptx::wgmma_wait<1>();
+        weigh(own, mask, at);
+        ptx::wgmma_wait<0>();
+        differentiate();
+        const RingPlace<Tile::kDsStages> late = ds_place_;  // of the tile before
+        if (kLate) ds_place_.advance();
+        if (Tile::kStoresFirst) store_ds();
+        if (kLate) ptx::barrier_wait(&smem_.ds_slot[late.stage].full, late.parity);
+        ptx::wgmma_fence();
+        if (kLate) multiply_dq(late.stage);
+        multiply_weights(dv_, p_, smem_.dout[place_.stage]);
+        if (!Tile::kStoresFirst) {
+            store_ds();
+            ptx::wgmma_fence();
+        }
+        multiply_weights(dk_, ds_, smem_.q[place_.stage]);
+        if (kLate) {
+            ptx::wgmma_wait<2>();
+            tell(smem_.ds_slot[late.stage].empty);
+            add_dq();
+        }
+        late_dq_ = dq_rows(own, at);
+        ptx::wgmma_wait<0>();
+        tell(slot.empty);
+        place_.advance();
+    }
+
+    /// Issues own rows of `keys` times `queries`, transposed.
+    template <class KeyRows, class QueryRows>
+    __device__ __forceinline__ void multiply_rows(RegisterTile<16, kQueries>& product, const KeyRows& keys,
+                                                  const QueryRows& queries) const {
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i) {
+            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
+                b(queries.panel[i]);
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    /// P of own keys in place of S; 0 where a query does not see a key.
+    __device__ __forceinline__ void weigh(const OwnedTile& own, const BandMask& mask, const Walk& at) {
+        const float factor = problem_.forward.scale * kLog2e;
+        const RowPair* facts = smem_.facts[place_.stage] + lane_ % 4;
+        s_.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, facts[c / 8 * 4].minus_lse[c % 2])); });
+        const int first_key = own.first_row + warp_key();
+        if (mask.all_visible(at.row, at.row + kQueries - 1, first_key, first_key + Tile::kWarpKeys - 1)) return;
+        s_.each([&](float& x, int i, int c) {
+            const int query = at.row + column() + c, key = first_key + row() + 8 * i;
+            if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
+        });
+    }
+
+    /// P and dS as operands, from P and dP.
+    __device__ __forceinline__ void differentiate() {
+        const RowPair* facts = smem_.facts[place_.stage] + lane_ % 4;
+        dp_.each([&](float& x, int i, int c) { x = s_.at(i, c) * (x + facts[c / 8 * 4].minus_delta[c % 2]); });
+        s_.each_pair([&](float x, float y, int i, int j) { p_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
+        dp_.each_pair([&](float x, float y, int i, int j) { ds_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
+    }
+
+    /// dS^T to shared memory, in the swizzle of its panels.
+    __device__ __forceinline__ void store_ds() {
+        Slot& slot = smem_.ds_slot[ds_place_.stage];
+        ptx::barrier_wait(&slot.empty, ds_place_.parity ^ 1);
+        auto& panels = smem_.ds[ds_place_.stage].panel;
+        const int swizzle = ptx::opaque(row());  // hidden, or every address is kept through the loop
+#pragma unroll
+        for (int j = 0; j < kQueries / 8; ++j)
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                T* const to = panels[j / 8] + 64 * (warp_key() + row() + 8 * i) + 8 * (j % 8 ^ swizzle) + column();
+                *reinterpret_cast<std::uint32_t*>(to) = ds_[j / 2][j % 2 * 2 + i];
+            }
+        ptx::fence_proxy_async();
+        tell(slot.full);
+    }
+
+    /// Issues dV += P^T dO or dK += dS^T Q.
+    template <class QueryRows>
+    __device__ __forceinline__ void multiply_weights(RegisterTile<16, Tile::kD>& gradient,
+                                                     const std::uint32_t (&weights)[kQueries / 16][4],
+                                                     const QueryRows& queries) const {
+        const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
+#pragma unroll
+        for (int step = 0; step < kQueries / 16; ++step)
+            ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
+        ptx::wgmma_commit();
+    }
+
+    /// Issues this warpgroup's part of dQ = dS K.
+    __device__ __forceinline__ void multiply_dq(int stage) {
+        const auto& ds = smem_.ds[stage];
+        const ptx::SharedMatrix<ptx::Major::N> a(ds.panel[Tile::kSharesQueries ? group_ : 0]),
+            b(smem_.k.panel[Tile::kSharesQueries ? 0 : group_], sizeof(smem_.k.panel[0]));
+#pragma unroll
+        for (int step = 0; step < Tile::kKeys / 16; ++step)
+            ptx::wgmma<T, Tile::kDqColumns>(dq_.flat(), a + 16 * 128 * step, b + 16 * 128 * step, step > 0);
+        ptx::wgmma_commit();
+    }
+
+    /// Where this lane's part of dQ of a tile goes; null behind the last row.
+    __device__ __forceinline__ float* dq_rows(const OwnedTile& own, const Walk& at) const {
+        const int first_row = at.row + (Tile::kSharesQueries ? 64 * group_ : 0);
+        const int column = Tile::kSharesQueries ? 0 : 64 * group_;
+        if (first_row >= own.sequence.seqlen_q || column >= problem_.forward.head_dim) return nullptr;
+        return dq_of(problem_, own.sequence, at.head, first_row + 16 * warp_) +
+               DqFragment::offset(0, column, problem_.forward.head_dim) + 4 * lane_;
+    }
+    /// Adds the late dQ to it.
+    __device__ __forceinline__ void add_dq() const {
+        if (!late_dq_) return;
+        const int columns = problem_.forward.head_dim - (Tile::kSharesQueries ? 0 : 64 * group_);
+        const auto add = [&](int j) { ptx::red_add_4(late_dq_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
+        if (columns >= Tile::kDqColumns) {
+#pragma unroll
+            for (int j = 0; j < Tile::kDqColumns / 8; ++j) add(j);
+        } else {
+#pragma unroll
+            for (int j = 0; j < Tile::kDqColumns / 8; ++j)
+                if (8 * j < columns) add(j);
+        }
+    }
+
+    /// Writes the rows of a gradient that exist; the lanes of a quad swap words until each has 16 neighbouring bytes.
+    __device__ __forceinline__ void store_rows(const Rows& rows, const OwnedTile& own, int columns,
+                                               const RegisterTile<16, Tile::kD>& gradient, float factor) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = warp_key() + row() + 8 * i;
+            T* const to = row_of<T>(rows, own.sequence.index, own.head_k, own.first_row + key);
+#pragma unroll
+            for (int j = 0; j < Tile::kD / 8; j += 4) {
+                std::uint32_t words[4];
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    words[w] =
+                        packed<T>(gradient.at(i, 8 * (j + w)) * factor, gradient.at(i, 8 * (j + w) + 1) * factor);
+                transpose_in_quad(words, lane_ % 4);
+                const int c = 8 * (j + lane_ % 4);
+                if (key < own.rows && c < columns)
+                    *reinterpret_cast<uint4*>(to + c) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+
+    const Problem& problem_;
+    SharedMemory<Tile>& smem_;
+    const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
+    RingPlace<Tile::kStages> place_;
+    RingPlace<Tile::kDsStages> ds_place_;  // of the newest dS
+
+    RegisterTile<16, kQueries> s_, dp_;  // scores, then P; dP, then dS: rows are keys
+    std::uint32_t p_[kQueries / 16][4], ds_[kQueries / 16][4];
+    RegisterTile<16, Tile::kD> dk_, dv_;
+    RegisterTile<16, Tile::kDqColumns> dq_;
+    float* late_dq_;  // where dq_ goes
+};
+
+template <class Tile>
+__global__ void __launch_bounds__(Tile::kThreads, 1)
+    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
+    auto& smem = shared_memory<SharedMemory<Tile>>();
+    const ForwardParams& p = problem.forward;
+    if (threadIdx.x == 0) {
+        constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
+        for (Slot& slot : smem.slot) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
+        for (Slot& slot : smem.ds_slot) ptx::barrier_init(&slot.full, kWarps), ptx::barrier_init(&slot.empty, kWarps);
+        ptx::barrier_init(&smem.keys, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    const OwnedTile own = owned_keys<Tile::kKeys, false>(p);
+    const BandMask mask(p.band, own.sequence.seqlen_q, own.sequence.seqlen_k);
+    const Walk at = walk<Tile>(p, own, mask);
+    if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
+        ptx::release_registers<Tile::kProducerRegisters>();
+        if (threadIdx.x < 32 && at.left > 0) Producer<Tile>(problem, maps, smem).run(own, at);
+    } else {
+        ptx::acquire_registers<Tile::kConsumerRegisters>();
+        Consumer<Tile> consumer(problem, smem);
+        consumer.clear();
+        if (at.left > 0) consumer.run(own, mask, at);
+        // Computed again, so that nothing of it is kept through the loop
+        consumer.store(
+            owned_keys<Tile::kKeys, false>(p, static_cast<unsigned>(ptx::opaque(static_cast<int>(blockIdx.x)))));
+    }
+}
+
+template <class Tile>
+void launch_tile(const Problem& problem, Stream stream) {
+    const ForwardParams& p = problem.forward;
+    const dim3 grid = owned_keys_grid(p, Tile::kKeys);
+    if (grid.x == 0) return;
+    const Maps maps{map_rows(p, p.q, p.head_dim, p.seqlen_q, p.heads_q, Tile::kQueries),
+                    map_rows(p, p.k, p.head_dim, p.seqlen_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, p.v, p.head_dim_v, p.seqlen_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, problem.dout, p.head_dim_v, p.seqlen_q, p.heads_q, Tile::kQueries)};
+    launch(backward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps);
+}
+
+template <class Tile>
+Shape shape() {
+    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
+             Tile::kStages, sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(backward<Tile>)},
+            Problems::kPlain,
+            Pass::kFused,
+            launch_tile<Tile>};
+}
+
+/// The shapes that ship (docs/tuning/hopper_backward.md).
+inline constexpr TileShape kShapes[] = {
+    {.d = 64, .queries = 128, .stores_first = true},
+    {.d = 128, .queries = 64, .stores_first = false},
+};
+template <class T>
+std::vector<Shape> shapes() {
+    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>>(); });
+}
+
+}  // namespace flash_wmma::backward::wgmma

@@ -1,0 +1,7 @@
+// The bf16 instances of bwd_sm90.
+// architectures: 9.0a
+#include "backward/wgmma/bwd_sm90.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_bf16_shapes() { return wgmma::shapes<bf16>(); }
+}  // namespace flash_wmma::backward

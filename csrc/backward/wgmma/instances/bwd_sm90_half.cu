@@ -1,0 +1,7 @@
+// The half instances of bwd_sm90.
+// architectures: 9.0a
+#include "backward/wgmma/bwd_sm90.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_half_shapes() { return wgmma::shapes<half>(); }
+}  // namespace flash_wmma::backward

@@ -1,0 +1,11 @@
+// The parts of bwd_sm90's table, one source each so that they compile side by side.
+#pragma once
+
+#include "backward_shapes.h"
+
+namespace flash_wmma::backward {
+
+std::vector<Shape> sm90_half_shapes();
+std::vector<Shape> sm90_bf16_shapes();
+
+}  // namespace flash_wmma::backward

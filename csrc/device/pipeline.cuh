@@ -1,0 +1,45 @@
+// What the warps of Hopper kernels hand over through shared memory: slots of rings with transaction barriers.
+#pragma once
+
+#include <ptx_sm90.cuh>
+
+#include "attention.h"
+#include "device/constants.cuh"
+
+namespace flash_wmma {
+
+/// A barrier pair of something that one warp fills and others empty.
+struct Slot {
+    ptx::Barrier full, empty;
+};
+
+/// A place in the ring, and how often the ring has come round.
+template <int Stages>
+struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if (++stage == Stages) stage = 0, parity ^= 1;
+    }
+};
+
+/// x, whose words are the same in the whole warp; tells the compiler so.
+template <class X>
+__device__ __forceinline__ X uniform(X x) {
+#pragma unroll
+    for (unsigned i = 0; i < sizeof(X) / sizeof(int); ++i) {
+        int& word = reinterpret_cast<int*>(&x)[i];
+        word = __shfl_sync(kWarpMask, word, 0);
+    }
+    return x;
+}
+
+/// The map of rows (B, H, N, columns), or of packed ones (total, H, columns), for boxes of box_rows rows.
+inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t columns, std::int64_t n,
+                          std::int64_t heads, int box_rows) {
+    return make_tensor_map(rows.data, p.dtype, {columns, n, heads, p.sequences.cu_seqlens_q ? 1 : p.batch},
+                           {rows.row, rows.head, rows.batch}, {64, box_rows, 1, 1});
+}
+
+}  // namespace flash_wmma
