@@ -177,7 +177,7 @@ class Consumer {
                                                   const QueryRows& queries) const {
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
-            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
+            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * ptx::opaque(group_)),
                 b(queries.panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
@@ -359,7 +359,7 @@ Shape shape() {
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 128, .queries = 64, .stores_first = false},
+    {.d = 128, .queries = 64, .stores_first = true},
 };
 template <class T>
 std::vector<Shape> shapes() {
