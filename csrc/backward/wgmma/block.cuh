@@ -15,10 +15,10 @@ struct TileShape {
     int d;              ///< the largest d and d_v that the instance holds
     int queries;        ///< of a streamed tile of Q and dO
     int stages = 2;     ///< streamed tiles in flight
-    int ds_stages = 3;  ///< tiles of dS in flight
+    int ds_stages = 2;  ///< tiles of dS in flight
     bool stores_first;  ///< dS is stored before the products of the tile are issued, not between them
     int consumers = 2;  ///< warpgroups of 64 keys each
-    int producer_registers = 24, consumer_registers = 240;
+    int producer_registers = 32, consumer_registers = 240;
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -30,6 +30,7 @@ struct Tile {
     static constexpr bool kStoresFirst = kShape.stores_first;
     static constexpr int kProducerRegisters = kShape.producer_registers;
     static constexpr int kConsumerRegisters = kShape.consumer_registers;
+    static constexpr int kKeyStages = 2, kPlans = 3;  // K and V of items in flight; items that are known
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = kD / 64, kQueryPanels = kQueries / 64;  // of 64 columns
@@ -39,6 +40,45 @@ struct Tile {
     static_assert(kD % 64 == 0 && kQueries % 64 == 0 &&
                   (kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
     static_assert(kQueries % kRowGroup == 0);
+};
+
+/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
+/// each head all tiles once, in the order start, start + kQueries, ..., last, first, ... So blocks of a head begin at
+/// different tiles, and their additions to dQ do not meet.
+struct Item {
+    int batch, head, head_k;  // head: the first query head that reads the keys
+    int first_key, keys;      // rows of K, and how many of them exist
+    int seqlen_q;
+    BandMask mask;
+    int first, last, start;  // first rows of tiles of queries
+    int tiles;               // of all heads. 0: no query sees a key; negative: there are no more items
+};
+
+template <class Tile>
+__device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
+    constexpr int kStep = Tile::kQueries;
+    const OwnedTile own = owned_keys<Tile::kKeys, false>(p, static_cast<unsigned>(index));
+    const Sequence& s = own.sequence;
+    const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
+    const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
+    const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
+    const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
+    const int tiles = end > begin ? (last - first) / kStep + 1 : 0;
+    const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
+    const auto turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
+    const int heads = static_cast<int>(p.heads_q / p.heads_k);
+    return {s.index, own.head, own.head_k, own.first_row,          own.rows,     s.seqlen_q,
+            mask,    first,    last,       first + kStep * turned, tiles * heads};
+}
+
+/// The place of a tile of queries in an item.
+struct QueryPlace {
+    int head, row;
+
+    __device__ __forceinline__ void advance(const Item& item, int step) {
+        row = row == item.last ? item.first : row + step;
+        head += row == item.start;
+    }
 };
 
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
@@ -54,46 +94,17 @@ struct SharedMemory {
     struct alignas(1024) Transposed {  // dS^T: rows are keys, columns queries
         T panel[Tile::kQueryPanels][Tile::kKeys * 64];
     };
-    KeyRows k, v;
+    KeyRows k[Tile::kKeyStages], v[Tile::kKeyStages];
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
     RowPair facts[Tile::kStages][Tile::kQueries / 2];
-    Slot slot[Tile::kStages], ds_slot[Tile::kDsStages];
-    ptx::Barrier keys;  // K and V have landed
+    Item plan[Tile::kPlans];
+    Slot key_slot[Tile::kKeyStages], slot[Tile::kStages], ds_slot[Tile::kDsStages], plan_slot[Tile::kPlans];
 };
 
 /// Where q, k, v and dO lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;
 };
-
-/// The streamed tiles that see a key of the block: head by head, in each head all tiles once, in the order start, start
-/// + 1, ..., last, first, ..., start - 1. Blocks of a head start at different tiles, so that their additions to dQ do
-/// not meet.
-struct Walk {
-    int head, row;           // query head; first row of the tile
-    int first, last, start;  // first rows of a head's tiles
-    int step, left;          // rows of a tile; tiles that are left
-
-    __device__ __forceinline__ void advance() {
-        --left;
-        row = row == last ? first : row + step;
-        head += row == start;
-    }
-};
-
-template <class Tile>
-__device__ __forceinline__ Walk walk(const ForwardParams& p, const OwnedTile& own, const BandMask& mask) {
-    constexpr int kStep = Tile::kQueries;
-    const Sequence& s = own.sequence;
-    const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
-    const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
-    const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
-    const int tiles = end > begin && end_key > own.first_row ? (last - first) / kStep + 1 : 0;
-    const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
-    const auto turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / max(blocks, 1));
-    const int start = first + kStep * turned;
-    return {own.head, start, first, last, start, kStep, tiles * static_cast<int>(p.heads_q / p.heads_k)};
-}
 
 }  // namespace flash_wmma::backward::wgmma

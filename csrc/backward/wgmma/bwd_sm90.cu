@@ -1,5 +1,7 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
+#include <algorithm>
+
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
 
@@ -18,14 +20,28 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(Pass::kFused, p, device).facts;
 }
 
+constexpr std::int64_t kQueueBytes = 16;
+
+/// The queue comes first, so that what follows stays aligned.
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return backward::workspace_bytes(p, /*converted=*/false);
+    return kQueueBytes + backward::workspace_bytes(p, /*converted=*/false);
+}
+
+template <class T>
+void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    BackwardParams params = p;
+    params.workspace = static_cast<char*>(p.workspace) + kQueueBytes;
+    Problem problem = problem_of(params);
+    problem.queue = static_cast<unsigned*>(p.workspace);
+    problem.multiprocessors = std::max(device.sm_count, 1);
+    launch_rows(prepare<Sm90, T, false>, problem, stream);
+    shape_of(Pass::kFused, p, device).launch(problem, stream);
+    launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    const auto shape = [&](Pass pass) { return shape_of(pass, p, device); };
-    if (p.forward.dtype == DType::kFloat16) launch_all<Sm90, half, false>(p, stream, shape);
-    else launch_all<Sm90, bf16, false>(p, stream, shape);
+    if (p.forward.dtype == DType::kFloat16) launch_of<half>(p, device, stream);
+    else launch_of<bf16>(p, device, stream);
 }
 
 const BackwardKernelInfo kInfo = {

@@ -25,6 +25,8 @@
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
+#include <algorithm>
+
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/constants.cuh"
@@ -36,40 +38,71 @@ namespace flash_wmma::backward::wgmma {
 
 // ---- Producer -------------------------------------------------------------------------------------------------------
 
-/// One warp: K and V once, then the tiles of Q and dO with their facts, each as soon as its place is empty.
+/// One warp: says what the block works on, and copies K and V of each item and its tiles of Q and dO with their facts,
+/// each as soon as its place is empty.
 template <class Tile>
 class Producer {
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ __forceinline__ void run(const OwnedTile& own, Walk at) {
-        if (lane_ == 0) {
-            ptx::barrier_arrive_expect(&smem_.keys, sizeof(smem_.k) + sizeof(smem_.v));
-            load(smem_.k, maps_.k, &smem_.keys, own.first_row, own.head_k, own.sequence.index);
-            load(smem_.v, maps_.v, &smem_.keys, own.first_row, own.head_k, own.sequence.index);
+    __device__ __forceinline__ void run(int items) {
+        for (int index = static_cast<int>(blockIdx.x); index < items;) {
+            const Item item = item_of<Tile>(problem_.forward, index);
+            publish(item);
+            int next = 0;
+            if (lane_ == 0) next = static_cast<int>(gridDim.x + atomicAdd(problem_.queue, 1u));
+            if (item.tiles > 0) load_item(item);
+            index = uniform(next);
         }
-        const int group_rows = (own.sequence.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
-        for (; at.left > 0; at.advance(), place_.advance()) {
+        Item none{};
+        none.tiles = -1;
+        publish(none);
+    }
+
+  private:
+    __device__ __forceinline__ void publish(const Item& item) {
+        Slot& slot = smem_.plan_slot[plan_.stage];
+        if (lane_ == 0) {
+            ptx::barrier_wait(&slot.empty, plan_.parity ^ 1);
+            smem_.plan[plan_.stage] = item;
+            ptx::barrier_arrive(&slot.full);
+        }
+        plan_.advance();
+    }
+
+    __device__ __forceinline__ void load_item(const Item& item) {
+        if (lane_ == 0) {
+            Slot& slot = smem_.key_slot[keys_.stage];
+            ptx::barrier_wait(&slot.empty, keys_.parity ^ 1);
+            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.k[0]));
+            load(smem_.k[keys_.stage], maps_.k, &slot.full, item.first_key, item.head_k, item.batch);
+            load(smem_.v[keys_.stage], maps_.v, &slot.full, item.first_key, item.head_k, item.batch);
+        }
+        keys_.advance();
+        const int group_rows = (item.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
+        QueryPlace at{item.head, item.start};
+        for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance()) {
             Slot& slot = smem_.slot[place_.stage];
             RowPair* const facts = smem_.facts[place_.stage];
             ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, since every lane may write
             const int rows = min(Tile::kQueries, group_rows - at.row);
-            for (int i = rows / 2 + lane_; i < Tile::kQueries / 2; i += 32)  // behind the last group: P is 0
-                facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
-            ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
-            __syncwarp();
+            if (rows < Tile::kQueries) {  // behind the last group P is 0
+                for (int i = rows / 2 + lane_; i < Tile::kQueries / 2; i += 32)
+                    facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
+                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
+                __syncwarp();
+            }
             if (lane_ > 0) continue;
             constexpr unsigned kRowBytes = sizeof(RowPair) / 2;
             const unsigned fact_bytes = static_cast<unsigned>(rows) * kRowBytes;
             ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.q[0]) + fact_bytes);
-            load(smem_.q[place_.stage], maps_.q, &slot.full, at.row, at.head, own.sequence.index);
-            load(smem_.dout[place_.stage], maps_.dout, &slot.full, at.row, at.head, own.sequence.index);
-            ptx::bulk_load(facts, facts_of(problem_, own.sequence, at.head) + at.row / 2, fact_bytes, &slot.full);
+            load(smem_.q[place_.stage], maps_.q, &slot.full, at.row, at.head, item.batch);
+            load(smem_.dout[place_.stage], maps_.dout, &slot.full, at.row, at.head, item.batch);
+            ptx::bulk_load(facts, facts_of(problem_, {item.batch}, at.head) + at.row / 2, fact_bytes, &slot.full);
         }
     }
 
-  private:
     template <class Rows>
     __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
                                          int batch) const {
@@ -82,6 +115,8 @@ class Producer {
     const Maps& maps_;
     SharedMemory<Tile>& smem_;
     const int lane_;
+    RingPlace<Tile::kPlans> plan_;
+    RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kStages> place_;
 };
 
@@ -98,28 +133,55 @@ class Consumer {
           warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
 
-    /// Before the first tile, and if there is none.
-    __device__ __forceinline__ void clear() {
-        dk_.clear();
-        dv_.clear();
-    }
-
-    __device__ __forceinline__ void run(const OwnedTile& own, const BandMask& mask, Walk at) {
-        ptx::barrier_wait(&smem_.keys, 0);
-        work<false>(own, mask, at);
-        for (at.advance(); at.left > 0; at.advance()) work<true>(own, mask, at);
+    __device__ __forceinline__ void run() {
+        // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
+#pragma unroll
+        for (auto& four : ds_)
+#pragma unroll
+            for (std::uint32_t& word : four) word = 0;
+        store_ds();
+        late_dq_ = nullptr;
+        RingPlace<Tile::kPlans> plan;
+        Owned owned{};  // whose dK and dV are in registers
+        RingPlace<Tile::kKeyStages> keys;
+        int late_keys = 0;
+        bool any = false;
+        for (;; plan.advance()) {
+            ptx::barrier_wait(&smem_.plan_slot[plan.stage].full, plan.parity);
+            const Item item = smem_.plan[plan.stage];
+            tell(smem_.plan_slot[plan.stage].empty);
+            if (item.tiles < 0) break;
+            if (item.tiles == 0) {
+                store_zeros(item);
+                continue;
+            }
+            ptx::barrier_wait(&smem_.key_slot[keys.stage].full, keys.parity);
+            QueryPlace at{item.head, item.start};
+            // The first tile's first products are under way while dK and dV of the item before are stored
+            begin_tile(keys.stage);
+            store(owned);
+            dk_.clear();
+            dv_.clear();
+            finish_tile(item, at, late_keys);
+            if (any) tell(smem_.key_slot[late_keys].empty);
+#pragma unroll 1
+            for (int left = item.tiles; left > 1; --left) {
+                at.advance(item, kQueries);
+                begin_tile(keys.stage);
+                finish_tile(item, at, keys.stage);
+            }
+            any = true;
+            late_keys = keys.stage;
+            owned = {item.batch, item.head_k, item.first_key, item.keys};
+            keys.advance();
+        }
+        if (!any) return;
         ptx::barrier_wait(&smem_.ds_slot[ds_place_.stage].full, ds_place_.parity);
         ptx::wgmma_fence();
-        multiply_dq(ds_place_.stage);
+        multiply_dq(ds_place_.stage, late_keys);
         ptx::wgmma_wait<0>();
         add_dq();
-    }
-
-    /// Writes dK and dV.
-    __device__ __forceinline__ void store(const OwnedTile& own) const {
-        const ForwardParams& p = problem_.forward;
-        store_rows(problem_.dk, own, p.head_dim, dk_, p.scale);
-        store_rows(problem_.dv, own, p.head_dim_v, dv_, 1.f);
+        store(owned);
     }
 
   private:
@@ -136,38 +198,38 @@ class Consumer {
         if (lane_ == 0) ptx::barrier_arrive(&barrier);
     }
 
-    /// All of a tile's work but its dQ, and with kLate dQ of the tile before.
-    template <bool kLate>
-    __device__ __forceinline__ void work(const OwnedTile& own, const BandMask& mask, const Walk& at) {
-        Slot& slot = smem_.slot[place_.stage];
-        ptx::barrier_wait(&slot.full, place_.parity);
+    /// Issues S^T and dP^T of the next tile.
+    __device__ __forceinline__ void begin_tile(int keys) {
+        ptx::barrier_wait(&smem_.slot[place_.stage].full, place_.parity);
         ptx::wgmma_fence();
-        multiply_rows(s_, smem_.k, smem_.q[place_.stage]);
-        multiply_rows(dp_, smem_.v, smem_.dout[place_.stage]);
+        multiply_rows(s_, smem_.k[keys], smem_.q[place_.stage]);
+        multiply_rows(dp_, smem_.v[keys], smem_.dout[place_.stage]);
+    }
+
+    /// The rest of its work but for dQ, and dQ of the tile before, of K in place `late_keys`.
+    __device__ __forceinline__ void finish_tile(const Item& item, const QueryPlace& at, int late_keys) {
         ptx::wgmma_wait<1>();
-        weigh(own, mask, at);
+        weigh(item, at.row);
         ptx::wgmma_wait<0>();
         differentiate();
-        const RingPlace<Tile::kDsStages> late = ds_place_;  // of the tile before
-        if (kLate) ds_place_.advance();
+        const RingPlace<Tile::kDsStages> late = ds_place_;
+        ds_place_.advance();
         if (Tile::kStoresFirst) store_ds();
-        if (kLate) ptx::barrier_wait(&smem_.ds_slot[late.stage].full, late.parity);
+        ptx::barrier_wait(&smem_.ds_slot[late.stage].full, late.parity);
         ptx::wgmma_fence();
-        if (kLate) multiply_dq(late.stage);
+        multiply_dq(late.stage, late_keys);
         multiply_weights(dv_, p_, smem_.dout[place_.stage]);
         if (!Tile::kStoresFirst) {
             store_ds();
             ptx::wgmma_fence();
         }
         multiply_weights(dk_, ds_, smem_.q[place_.stage]);
-        if (kLate) {
-            ptx::wgmma_wait<2>();
-            tell(smem_.ds_slot[late.stage].empty);
-            add_dq();
-        }
-        late_dq_ = dq_rows(own, at);
+        ptx::wgmma_wait<2>();
+        tell(smem_.ds_slot[late.stage].empty);
+        add_dq();
+        late_dq_ = dq_rows(item, at);
         ptx::wgmma_wait<0>();
-        tell(slot.empty);
+        tell(smem_.slot[place_.stage].empty);
         place_.advance();
     }
 
@@ -187,15 +249,16 @@ class Consumer {
     }
 
     /// P of own keys in place of S; 0 where a query does not see a key.
-    __device__ __forceinline__ void weigh(const OwnedTile& own, const BandMask& mask, const Walk& at) {
+    __device__ __forceinline__ void weigh(const Item& item, int first_query) {
         const float factor = problem_.forward.scale * kLog2e;
         const RowPair* facts = smem_.facts[place_.stage] + lane_ % 4;
         s_.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, facts[c / 8 * 4].minus_lse[c % 2])); });
-        const int first_key = own.first_row + warp_key();
-        if (mask.all_visible(at.row, at.row + kQueries - 1, first_key, first_key + Tile::kWarpKeys - 1)) return;
+        const int first_key = item.first_key + warp_key();
+        if (item.mask.all_visible(first_query, first_query + kQueries - 1, first_key, first_key + Tile::kWarpKeys - 1))
+            return;
         s_.each([&](float& x, int i, int c) {
-            const int query = at.row + column() + c, key = first_key + row() + 8 * i;
-            if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
+            const int query = first_query + column() + c, key = first_key + row() + 8 * i;
+            if (key < item.mask.begin(query) || key >= item.mask.end(query)) x = 0.f;
         });
     }
 
@@ -237,10 +300,12 @@ class Consumer {
     }
 
     /// Issues this warpgroup's part of dQ = dS K.
-    __device__ __forceinline__ void multiply_dq(int stage) {
+    __device__ __forceinline__ void multiply_dq(int stage, int keys) {
         const auto& ds = smem_.ds[stage];
-        const ptx::SharedMatrix<ptx::Major::N> a(ds.panel[Tile::kSharesQueries ? group_ : 0]),
-            b(smem_.k.panel[Tile::kSharesQueries ? 0 : group_], sizeof(smem_.k.panel[0]));
+        const auto& k = smem_.k[keys];
+        const int group = ptx::opaque(group_);
+        const ptx::SharedMatrix<ptx::Major::N> a(ds.panel[Tile::kSharesQueries ? group : 0]),
+            b(k.panel[Tile::kSharesQueries ? 0 : group], sizeof(k.panel[0]));
 #pragma unroll
         for (int step = 0; step < Tile::kKeys / 16; ++step)
             ptx::wgmma<T, Tile::kDqColumns>(dq_.flat(), a + 16 * 128 * step, b + 16 * 128 * step, step > 0);
@@ -248,11 +313,11 @@ class Consumer {
     }
 
     /// Where this lane's part of dQ of a tile goes; null behind the last row.
-    __device__ __forceinline__ float* dq_rows(const OwnedTile& own, const Walk& at) const {
+    __device__ __forceinline__ float* dq_rows(const Item& item, const QueryPlace& at) const {
         const int first_row = at.row + (Tile::kSharesQueries ? 64 * group_ : 0);
         const int column = Tile::kSharesQueries ? 0 : 64 * group_;
-        if (first_row >= own.sequence.seqlen_q || column >= problem_.forward.head_dim) return nullptr;
-        return dq_of(problem_, own.sequence, at.head, first_row + 16 * warp_) +
+        if (first_row >= item.seqlen_q || column >= problem_.forward.head_dim) return nullptr;
+        return dq_of(problem_, {item.batch}, at.head, first_row + 16 * warp_) +
                DqFragment::offset(0, column, problem_.forward.head_dim) + 4 * lane_;
     }
     /// Adds the late dQ to it.
@@ -270,13 +335,25 @@ class Consumer {
         }
     }
 
-    /// Writes the rows of a gradient that exist; the lanes of a quad swap words until each has 16 neighbouring bytes.
-    __device__ __forceinline__ void store_rows(const Rows& rows, const OwnedTile& own, int columns,
+    /// The keys of an item, as far as its gradients need it.
+    struct Owned {
+        int batch, head, first_key, keys;
+    };
+    /// Writes dK and dV.
+    __device__ __forceinline__ void store(const Owned& owned) const {
+        const ForwardParams& p = problem_.forward;
+        const int key = warp_key() + row(), left = owned.keys - key;
+        const Rows &dk = problem_.dk, &dv = problem_.dv;
+        store_rows(row_of<T>(dk, owned.batch, owned.head, owned.first_key + key), dk.row, left, p.head_dim, dk_,
+                   p.scale);
+        store_rows(row_of<T>(dv, owned.batch, owned.head, owned.first_key + key), dv.row, left, p.head_dim_v, dv_, 1.f);
+    }
+    /// The rows of a gradient from this lane's row `to` on, of which `left` exist; the lanes of a quad swap words until
+    /// each has 16 neighbouring bytes.
+    __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int left, int columns,
                                                const RegisterTile<16, Tile::kD>& gradient, float factor) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int key = warp_key() + row() + 8 * i;
-            T* const to = row_of<T>(rows, own.sequence.index, own.head_k, own.first_row + key);
 #pragma unroll
             for (int j = 0; j < Tile::kD / 8; j += 4) {
                 std::uint32_t words[4];
@@ -286,10 +363,24 @@ class Consumer {
                         packed<T>(gradient.at(i, 8 * (j + w)) * factor, gradient.at(i, 8 * (j + w) + 1) * factor);
                 transpose_in_quad(words, lane_ % 4);
                 const int c = 8 * (j + lane_ % 4);
-                if (key < own.rows && c < columns)
-                    *reinterpret_cast<uint4*>(to + c) = make_uint4(words[0], words[1], words[2], words[3]);
+                if (8 * i < left && c < columns)
+                    *reinterpret_cast<uint4*>(to + 8 * i * pitch + c) =
+                        make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
+    }
+    /// The gradients of keys that no query sees.
+    __device__ __forceinline__ void store_zeros(const Item& item) const {
+        const auto clear = [&](const Rows& rows, int columns) {
+            for (int i = lane_; i < Tile::kWarpKeys * columns / 8; i += 32) {
+                const int key = warp_key() + i / (columns / 8);
+                if (key < item.keys)
+                    *reinterpret_cast<uint4*>(row_of<T>(rows, item.batch, item.head_k, item.first_key + key) +
+                                              i % (columns / 8) * 8) = uint4{};
+            }
+        };
+        clear(problem_.dk, problem_.forward.head_dim);
+        clear(problem_.dv, problem_.forward.head_dim_v);
     }
 
     const Problem& problem_;
@@ -307,44 +398,41 @@ class Consumer {
 
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps) {
+    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    const ForwardParams& p = problem.forward;
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-        for (Slot& slot : smem.slot) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps);
-        for (Slot& slot : smem.ds_slot) ptx::barrier_init(&slot.full, kWarps), ptx::barrier_init(&slot.empty, kWarps);
-        ptx::barrier_init(&smem.keys, 1);
+        const auto prepare = [](auto& slots, unsigned fills) {
+            for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, kWarps);
+        };
+        prepare(smem.plan_slot, 1);
+        prepare(smem.key_slot, 1);
+        prepare(smem.slot, 1);
+        prepare(smem.ds_slot, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    const OwnedTile own = owned_keys<Tile::kKeys, false>(p);
-    const BandMask mask(p.band, own.sequence.seqlen_q, own.sequence.seqlen_k);
-    const Walk at = walk<Tile>(p, own, mask);
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32 && at.left > 0) Producer<Tile>(problem, maps, smem).run(own, at);
+        if (threadIdx.x < 32) Producer<Tile>(problem, maps, smem).run(items);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile> consumer(problem, smem);
-        consumer.clear();
-        if (at.left > 0) consumer.run(own, mask, at);
-        // Computed again, so that nothing of it is kept through the loop
-        consumer.store(
-            owned_keys<Tile::kKeys, false>(p, static_cast<unsigned>(ptx::opaque(static_cast<int>(blockIdx.x)))));
+        Consumer<Tile>(problem, smem).run();
     }
 }
 
 template <class Tile>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const dim3 grid = owned_keys_grid(p, Tile::kKeys);
-    if (grid.x == 0) return;
+    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
+    if (items == 0) return;
     const Maps maps{map_rows(p, p.q, p.head_dim, p.seqlen_q, p.heads_q, Tile::kQueries),
                     map_rows(p, p.k, p.head_dim, p.seqlen_k, p.heads_k, Tile::kKeys),
                     map_rows(p, p.v, p.head_dim_v, p.seqlen_k, p.heads_k, Tile::kKeys),
                     map_rows(p, problem.dout, p.head_dim_v, p.seqlen_q, p.heads_q, Tile::kQueries)};
-    launch(backward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps);
+    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
+    launch(backward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps,
+           static_cast<int>(items));
 }
 
 template <class Tile>
