@@ -288,7 +288,7 @@ FAULTS = [
     Fault("registers", "LanesDiffer", "lanes of a warpgroup differ in a matrix", "product"),
     Fault("registers", "ThreeWarps", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 2, .*: in wgmma_fence at "),
     Fault(
-        "budget", "TooMany", "setmaxnreg of 66560 registers in the block, of which there are 65536: warps 8-11", "inc"
+        "budget", "TooMany", "setmaxnreg of 66560 registers in the block, which has at most 64512: warps 8-11", "inc"
     ),
     Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
 ]

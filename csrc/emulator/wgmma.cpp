@@ -338,7 +338,7 @@ void Worker::wait_for_products(int pending) {
 }
 
 void Worker::set_registers(int count) {
-    constexpr int kOfMultiprocessor = 65536;
+    constexpr int kOfMultiprocessor = 65536, kUnit = 8;
     warpgroups[running_leader].registers = count;
     const Block& block = blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(running_leader)].block)];
     int sum = 0;
@@ -346,8 +346,11 @@ void Worker::set_registers(int count) {
         if (!warpgroups.count(w) || !warpgroups[w].registers) return;
         sum += kLanes * warpgroups[w].registers;
     }
-    if (sum > kOfMultiprocessor)
-        stop(finding("setmaxnreg of " + std::to_string(sum) + " registers in the block, of which there are 65536",
+    // The most that a block of one a multiprocessor is launched with: setmaxnreg only shares out what it has
+    const int launched = kOfMultiprocessor / block.threads / kUnit * kUnit * block.threads;
+    if (sum > launched)
+        stop(finding("setmaxnreg of " + std::to_string(sum) + " registers in the block, which has at most " +
+                         std::to_string(launched),
                      describe_warpgroup(), source_line(running->site)));
 }
 

@@ -18,7 +18,6 @@ struct TileShape {
     int ds_stages = 2;  ///< tiles of dS in flight
     bool stores_first;  ///< dS is stored before the products of the tile are issued, not between them
     int consumers = 2;  ///< warpgroups of 64 keys each
-    int producer_registers = 32, consumer_registers = 240;
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -28,11 +27,13 @@ struct Tile {
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kStoresFirst = kShape.stores_first;
-    static constexpr int kProducerRegisters = kShape.producer_registers;
-    static constexpr int kConsumerRegisters = kShape.consumer_registers;
     static constexpr int kKeyStages = 2, kPlans = 3;  // K and V of items in flight; items that are known
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 24;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static constexpr int kPanels = kD / 64, kQueryPanels = kQueries / 64;  // of 64 columns
     // dQ of a tile among the consumers: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;

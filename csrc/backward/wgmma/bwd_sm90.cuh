@@ -256,10 +256,15 @@ class Consumer {
         const int first_key = item.first_key + warp_key();
         if (item.mask.all_visible(first_query, first_query + kQueries - 1, first_key, first_key + Tile::kWarpKeys - 1))
             return;
-        s_.each([&](float& x, int i, int c) {
-            const int query = first_query + column() + c, key = first_key + row() + 8 * i;
-            if (key < item.mask.begin(query) || key >= item.mask.end(query)) x = 0.f;
-        });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = first_key + row() + 8 * i, base = first_query + column();
+            const int first = item.mask.first_query(key) - base;
+            const int last = key < item.mask.seqlen_k ? item.mask.last_query(key) - base : -1;
+            s_.each_in_row(i, [&](float& x, int c) {
+                if (c < first || c > last) x = 0.f;
+            });
+        }
     }
 
     /// P and dS as operands, from P and dP.
