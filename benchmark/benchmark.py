@@ -66,6 +66,8 @@ except ImportError as missing:
 
 DEFAULT_LENGTHS = (64, 128, 256, 512, 1024, 2048)
 DEFAULT_DTYPES = {"cpu": ("fp32",), "cuda": ("fp32", "fp16")}
+EMULATED_DTYPE = "fp16"
+"""Of the emulated kernels, if none is asked for: every kernel takes it."""
 CLOCKS = {"wall": "wall clock", "events": "events", "graph": "CUDA graph"}
 LABELS = {AUTO: "flash_wmma"}
 CHOICES = {AUTO: "  auto:", SDPA: "  default:"}
@@ -157,6 +159,7 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
     except UnknownName as error:
         raise CannotRun(str(error)) from error
     method = Method(warmup=options.warmup, repeats=options.repeats, graph=options.graph)
+    emulated_dtype = options.dtype[0] if options.dtype else EMULATED_DTYPE
     options.dtype = list(options.dtype or DEFAULT_DTYPES[device.type])
     problems = {
         dtype: [
@@ -190,7 +193,7 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
                 if rows[dtype]:
                     print_tables(rows[dtype], implementations, options)
         if emulated:
-            run_emulator(library, emulated, options, found)
+            run_emulator(library, emulated, emulated_dtype, options, found)
     except DeviceLost as error:
         print(error, file=sys.stderr)
         ended = 1
@@ -252,14 +255,13 @@ def measure(
 
 
 def run_emulator(
-    library: ModuleType, kernels: Sequence[str], options: argparse.Namespace, found: list[Emulated]
+    library: ModuleType, kernels: Sequence[str], dtype: str, options: argparse.Namespace, found: list[Emulated]
 ) -> None:
     """Appends the emulated kernels, and prints their table, or the line that says why there is none."""
     why_not = obstacle(library)
     if why_not:
         print(wrapped(f"The CUDA kernels were not emulated: {why_not}"), flush=True)
         return
-    dtype = options.dtype[0]
     shape = (options.head_dim, DTYPES[dtype], options.causal, options.seed)
     try:
         with progress() as bar:

@@ -505,7 +505,7 @@ def test_cpu_table(tmp_path):
         assert row["cells"]["sdpa"]["speedup_over_sdpa"] == 1
     if shutil.which("g++") is None:
         return
-    assert "CUDA kernels in the emulator, as on sm_90: B=1 H=1 N=64 d=64, fp32 inputs" in result.stdout
+    assert "CUDA kernels in the emulator, as on sm_90: B=1 H=1 N=64 d=64, fp16 inputs" in result.stdout
     emulated = {row["kernel"]: row for row in json.loads(numbers.read_text())["emulated"]}
     assert {"wmma_v1", "wmma_v2", "wmma_v3"} <= emulated.keys()
     assert all(row["right"] and row["mma"] == 256 for row in emulated.values() if row["kernel"].startswith("wmma_"))
