@@ -28,32 +28,22 @@ from typing import Any
 import torch
 
 from harness.accuracy import Judge
-from harness.contenders import SDPA, Implementation, flash_wmma_kernel, listed_kernels, peers, why_not
+from harness.contenders import (
+    SDPA,
+    UNITS,
+    Implementation,
+    flash_wmma_kernel,
+    in_order,
+    listed_kernels,
+    peers,
+    why_not,
+)
 from harness.environment import compiled_kernels, describe
 from harness.problems import DTYPES, Cell, Problem, check, is_refusal, make_inputs, timed_cell
 from harness.program import CannotRun, choose_device, load_library, positive
 from harness.report import ABSENT, Table, milliseconds, progress
 from harness.timing import Contender, DeviceLost, Measurement, Method, measure
 
-UNITS = {  # each kernel in the order of the course, and the instruction that multiplies in it
-    "cpu": None,
-    "simt_naive": "FFMA",
-    "simt_coalesced": "FFMA",
-    "simt_block": "FFMA",
-    "simt_shared": "FFMA",
-    "simt_padded": "FFMA",
-    "simt_occupancy": "FFMA",
-    "simt_registers": "FFMA",
-    "simt_fa1": "FFMA",
-    "simt": "FFMA",
-    "unfused": None,
-    "wmma_v1": "mma m16n8k16",
-    "wmma_v2": "mma m16n8k16",
-    "wmma_v3": "mma m16n8k16",
-    "mma_sm75": "mma m16n8k8",
-    "mma_sm80": "mma m16n8k16",
-    "wgmma_sm90": "wgmma",
-}
 ASIDE = ("simt_fa1", "unfused")
 """Kernels beside the ladder: they have no rung before them and are no rung before another kernel."""
 PEERS = {"fp32": ("sdpa_math", "sdpa_efficient"), "fp16": ("sdpa_math", "sdpa_efficient", "sdpa_flash", "sdpa_cudnn")}
@@ -110,10 +100,8 @@ def ceiling(card: str, name: str, head_dim: int) -> tuple[float, str] | None:
 
 def entries(library: ModuleType, device: torch.device) -> list[Entry]:
     """The device's kernels in the order of the ladder, then kernels that are no rungs yet, then the peers."""
-    listed = [kernel.name for kernel in listed_kernels(library) if kernel.device == device.type]
-    names = [name for name in UNITS if name in listed] + [name for name in listed if name not in UNITS]
     found = []
-    for name in names:
+    for name in in_order(kernel.name for kernel in listed_kernels(library) if kernel.device == device.type):
         implementation = flash_wmma_kernel(library, name, device)
         own = ("fp16",) if implementation.half_operands else ("fp32",)
         found += [Entry(implementation, dtype) for dtype in (("fp32", "fp16") if name == "unfused" else own)]
@@ -256,7 +244,7 @@ def run(library: ModuleType, options: argparse.Namespace) -> int:
     for dtype in ("fp32", "fp16"):
         names = [e.implementation.name for e in contestants if e.implementation.ours and e.dtype == dtype]
         compiled = compiled_kernels(library, names, [shape], DTYPES[dtype], device)
-        facts += [kernel.line([problem.length]) for kernel in compiled]
+        facts += [kernel.line() for kernel in compiled]
     print("\n".join(facts), end="\n\n", flush=True)
     try:
         with torch.inference_mode():

@@ -40,10 +40,15 @@ EMULATED_CONVERTED_CASES = 8
 """The same for gradients of inputs that the kernel converts: what is special about them has tests of its own."""
 EMULATED_RUNG_CASES = 1
 """The same for each of the early rungs of the ladder on CUDA cores, which have little to go wrong."""
+QUICK = 4
+"""With --quick, one case in so many of a test, a kernel and a dtype; at least one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="every combination of parameters instead of every pair")
+    parser.addoption("--every-combination", action="store_true", help="of parameters, instead of every pair")
+    parser.addoption(
+        "--quick", action="store_true", help=f"of each test one case in {QUICK}, for each kernel and dtype"
+    )
     parser.addoption("--kernel", action="append", default=[], help="test that kernel alone; may be repeated")
 
 
@@ -56,6 +61,9 @@ def pytest_configure(config: pytest.Config) -> None:
         flash_wmma.build_info()
     except ImportError:
         build_native(config)
+    if not hasattr(config, "workerinput"):
+        with config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
+            flash_wmma.kernels()  # a build without CUDA compiles them for the emulator, and says which
 
 
 def build_native(config: pytest.Config) -> None:
@@ -236,22 +244,34 @@ def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
     return EMULATED_SIMT_CASES if "simt" in kernel.name else EMULATED_CASES
 
 
+def spread(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
+    """So many of them, evenly spaced."""
+    return {cases[i * len(cases) // count] for i in range(count)}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype; ``--full``: all. None
-    of them is one that is marked `long`."""
-    cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
+    """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype;
+    ``--every-combination``: all. None of them is one that is marked `long`. ``--quick``: of what is left, for each
+    kernel and dtype, one case in QUICK."""
+    cases: dict[tuple[Path, str, str, torch.dtype | None], list[pytest.Item]] = {}
     for item in items:
         kernel, dtype = target_of(case_of(item))
+        given = kernel.name if isinstance(kernel, flash_wmma.Kernel) else ""
+        cases.setdefault((item.path, getattr(item, "originalname", item.name), given, dtype), []).append(item)
+    kept: set[pytest.Item] = set()
+    for same in cases.values():
+        kernel, dtype = target_of(case_of(same[0]))
+        left = same
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
-            at_most = emulated_cases(kernel, dtype)
-            cases.setdefault((item.path, item.originalname, kernel.name, dtype, at_most), []).append(item)
-    left_out = set()
-    for (*_, at_most), same in cases.items():
-        count = len(same) if config.getoption("--full") else min(len(same), at_most)
-        chosen = {same[i * len(same) // count] for i in range(count)}
-        left_out |= {item for item in same if item not in chosen or item.get_closest_marker("long")}
-    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+            if not config.getoption("--every-combination"):
+                chosen = spread(left, min(len(left), emulated_cases(kernel, dtype)))
+                left = [item for item in left if item in chosen]
+            left = [item for item in left if not item.get_closest_marker("long")]
+        if config.getoption("--quick") and left:
+            left = list(spread(left, -(-len(left) // QUICK)))
+        kept.update(left)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

@@ -190,6 +190,30 @@ def test_piped_table_is_aligned_markdown(capsys):
     assert lines == ["|   N |    a |", "|----:|-----:|", "|  64 | 1.00 |", f"| 128 |    {report.ABSENT} |"]
 
 
+def test_text_table_is_aligned_and_never_too_wide():
+    table = report.Table("title", ["N", "64", "128"], [["sdpa", "1.00", report.ABSENT], ["a", "12.50", "3"]])
+    title, empty, *lines = table.text().splitlines()
+    assert (title, empty) == ("title", "")
+    assert lines == ["N        64  128", "----------------", f"sdpa   1.00    {report.ABSENT}", "a     12.50    3"]
+    narrow = table.text(width=12).split("\n\n")
+    assert [part.splitlines()[0] for part in narrow] == ["title", "N        64", "N     128"]
+    assert narrow[2].splitlines()[3] == "a       3"
+
+
+def test_microseconds_have_three_digits():
+    assert [report.microseconds(x) for x in (0.00401, 0.0375, 0.587, 4.678)] == ["4.01", "37.5", "587", "4678"]
+
+
+def test_labels_stay_apart_and_near_their_lines():
+    assert report.apart([0.5, 0.1, 0.9], 0.1) == [0.5, 0.1, 0.9]
+    assert report.apart([0.5, 0.5], 0.1) == pytest.approx([0.45, 0.55])
+    places = [0.30, 0.32, 0.31, 0.9, 0.42]
+    found = report.apart(places, 0.1)
+    assert sorted(range(5), key=found.__getitem__) == sorted(range(5), key=places.__getitem__)
+    assert all(b - a > 0.0999 for a, b in zip(sorted(found), sorted(found)[1:], strict=False))
+    assert found[3] == 0.9
+
+
 # --------------------------------------------------------------------------------------------------- with a stand-in
 
 
@@ -208,11 +232,10 @@ def stand_in(monkeypatch):
         end = k.shape[2] - lost
         return scaled_dot_product_attention(q, k[:, :, :end], v[:, :, :end], is_causal=causal)
 
-    names = ("right", "wrong", "refuses", "breaks", "full")
     library = SimpleNamespace(
         __version__="0",
         forward=forward,
-        kernels=lambda: [SimpleNamespace(name=name, device="cpu") for name in names],
+        build_info=lambda: SimpleNamespace(cuda="13.0", architectures=("9.0",)),
         device_facts=lambda device: None,
         explain=lambda q, k, v, *, kernel, device_facts: SimpleNamespace(
             kernel=kernel, instance="64 x 32 rows" if q.shape[2] > 16 else "16 x 32 rows"
@@ -221,6 +244,7 @@ def stand_in(monkeypatch):
             binary_version=90, ptx_version=80, registers=128, local_bytes=0
         ),
     )
+    monkeypatch.setattr(contenders, "CPU_KERNELS", ("right", "wrong", "refuses", "breaks", "full"))
     monkeypatch.setattr(benchmark, "load_library", lambda: library)
     return library
 
@@ -236,11 +260,16 @@ def test_exit_status(stand_in, capsys, kernels, status):
     assert benchmark.main([*ARGUMENTS, "--kernels", *kernels.split()]) == status
     out, err = capsys.readouterr()
     if "refuses" in kernels:
-        assert "refuses: head dim: got 64, allowed: 32" in out
-        assert "full: out of memory" in out
+        unwrapped = " ".join(out.split())
+        assert "refuses (head dim: got 64, allowed: 32)" in unwrapped
+        assert "full (out of memory)" in unwrapped
+        assert not re.search("^(refuses|full) ", out, re.MULTILINE), "what cannot run is no line of the table"
     if "wrong" in kernels:
-        assert "WRONG: wrong" in out
-        assert "wrong: wrong at N = 16; wrong at N = 33" in err
+        assert re.search("^wrong .* WRONG$", out, re.MULTILINE)
+        assert "wrong: wrong at N = 16, fp32; wrong at N = 33, fp32" in err
+    if kernels == "breaks":
+        assert re.search("^breaks .* WRONG$", out, re.MULTILINE)
+        assert "breaks (launch failed)" in " ".join(out.split())
     if status == 2:
         assert "'right', 'wrong', 'refuses'" in err
 
@@ -259,6 +288,7 @@ def test_json(stand_in, tmp_path, causal):
     flops = 4 * 2 * 1 * 33 * 33 * 64 / (2 if causal else 1)
     assert cell["tflops"] == pytest.approx(flops / cell["median_ms"] / 1e9)
     assert set(document["rows"][0]["cells"]) == {"sdpa", "sdpa_math", "right"}
+    assert document["complete"]
     assert [(c["kernel"], c["tile"], c["lengths"]) for c in document["compiled_kernels"]] == [
         ("right", "16 x 32 rows", [16]),
         ("right", "64 x 32 rows", [33]),
@@ -267,14 +297,182 @@ def test_json(stand_in, tmp_path, causal):
 
 def test_header_tells_load_time_compilation(stand_in, capsys):
     benchmark.main([*ARGUMENTS, "--kernels", "right"])
-    expected = "right (N = 16): 16 x 32 rows; sm_90 code compiled at load from PTX for compute_80; 128 registers"
-    assert expected in capsys.readouterr().out
+    assert "kernels   sm_90 code compiled at load from PTX for compute_80: right\n" in capsys.readouterr().out
 
 
 def test_gpu_without_cuda_kernels_is_an_error(stand_in, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "choose_device", lambda _: torch.device("cuda"))
+    stand_in.build_info = lambda: SimpleNamespace(cuda=None)
     assert benchmark.main([]) == 2
     assert "built without CUDA kernels" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flags", [(), ("--kernels", "all"), ("--tflops", "--errors")])
+def test_tables_are_for_reading(stand_in, capsys, flags):
+    """flash_wmma as it is called leads, SDPA follows; one line a contender, one verdict a line; 100 characters."""
+    many = [str(n) for n in range(1000, 3000, 300)]
+    assert benchmark.main([*ARGUMENTS[:2], "--lengths", *many, *ARGUMENTS[4:], "--dtype", "fp32", "bf16", *flags]) in (
+        0,
+        1,
+    )
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= report.WIDTH
+    for dtype in ("fp32", "bf16"):
+        table = out.split(f"{dtype} inputs: latency in ")[1].split("\n\n")[1].splitlines()
+        assert table[0].split()[:2] == ["N", "1000"]
+        assert [line.split()[0] for line in table[2:6]] == ["flash_wmma", "auto:", "sdpa", "default:"]
+        assert table[3].split()[1] == "right"
+        assert table[4].split()[2] == "1.00x"
+    assert ("wrong   " in out) == (flags == ("--kernels", "all"))
+    assert out.count("TFLOP/s") == out.count("largest error") == (2 if "--errors" in flags else 0)
+    assert out.count("not here:") == 2
+
+
+@pytest.mark.parametrize(("suffix", "unit"), [(9.99, "µs"), (10.0, "ms")])
+def test_unit_of_latency(capsys, suffix, unit):
+    sdpa = contenders.Implementation("sdpa", "sdpa", scaled_dot_product_attention)
+    row = benchmark.Row(
+        benchmark.Problem(1, 1, 8, 8, "fp16", False),
+        "graph",
+        {"sdpa": benchmark.Cell(median_ms=suffix, speedup_over_sdpa=1.0, spread=1.3)},
+    )
+    benchmark.print_tables([row], [sdpa], SimpleNamespace(tflops=False, errors=False))
+    out = capsys.readouterr().out
+    assert f"fp16 inputs: latency in {unit}," in out
+    assert {"µs": "9990 1.00x", "ms": "10.0 1.00x"}[unit] in out
+
+
+def test_default_table_of_a_gpu_is_one_block(capsys):
+    peers = ("sdpa", *contenders.SDPA_BACKENDS)
+    kernels = ("auto", *filter(contenders.on_tensor_cores, contenders.UNITS))
+    compared = [contenders.Implementation(name, "sdpa", print) for name in peers]
+    compared += [contenders.Implementation(name, "flash_wmma", print) for name in kernels]
+    rows = []
+    for length in benchmark.DEFAULT_LENGTHS:
+        cells = {i.name: benchmark.Cell(median_ms=9.876, speedup_over_sdpa=12.3, spread=0.1) for i in compared}
+        cells["auto"].choice, cells["sdpa"].choice = "wgmma_sm90", "sdpa_efficient"
+        rows.append(benchmark.Row(benchmark.Problem(2, 4, length, 64, "fp16", False), "graph", cells))
+    benchmark.print_tables(rows, compared, SimpleNamespace(tflops=False, errors=False))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= report.WIDTH
+    assert len([line for line in lines if line.startswith("N ")]) == 1
+    assert [line.split()[0] for line in lines if "9876 12.3x" in line] == [
+        "flash_wmma" if i.name == "auto" else i.name for i in compared
+    ]
+
+
+@pytest.mark.parametrize("spread", [0.9, 1.1])
+def test_a_busy_machine_is_named(spread):
+    problem = benchmark.Problem(1, 1, 64, 8, "fp16", False)
+    row = benchmark.Row(problem, "wall", {"cpu": benchmark.Cell(spread=0.1), "sdpa": benchmark.Cell(spread=spread)})
+    line, *hint = benchmark.spread_lines([row])
+    assert line.endswith(f"at most ±{100 * spread:.0f} % (sdpa, N = 64)")
+    assert [("too busy" in text) for text in hint] == [True] * (spread > 1)
+
+
+@pytest.mark.parametrize("option", ["--json", "--plot"])
+@pytest.mark.parametrize("name", ["no-such-folder/result.png", "folder.png"])
+def test_a_file_that_cannot_be_written_is_said_before_measuring(stand_in, monkeypatch, tmp_path, capsys, option, name):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "folder.png").mkdir()
+    monkeypatch.setattr(benchmark, "measure_row", None)
+    assert benchmark.main([*ARGUMENTS, option, str(tmp_path / name)]) == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert err.startswith(f"{option} {tmp_path / name}: cannot be written (")
+    assert err.count("\n") == 1
+
+
+def test_a_plot_of_an_unknown_format_is_refused(stand_in, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    assert benchmark.main([*ARGUMENTS, "--plot", str(tmp_path / "latency.txt")]) == 2
+    assert "latency.txt: the name's end says the format; allowed are" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_that_exists_is_kept_until_there_is_a_result(stand_in, tmp_path):
+    (tmp_path / "result.json").write_text("old")
+    assert benchmark.main([*ARGUMENTS, "--kernels", "unheard_of", "--json", str(tmp_path / "result.json")]) == 2
+    assert (tmp_path / "result.json").read_text() == "old"
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, timing.DeviceLost("the CUDA device is unusable")])
+def test_what_was_measured_is_kept(stand_in, monkeypatch, tmp_path, capsys, error):
+    """After Ctrl-C in the second row, or a broken device."""
+    pytest.importorskip("matplotlib")
+
+    def measure_row(problem, *arguments):
+        if problem.length == 33:
+            raise error
+        return measured(problem, *arguments)
+
+    measured = benchmark.measure_row
+    monkeypatch.setattr(benchmark, "measure_row", measure_row)
+    numbers, plot = tmp_path / "result.json", tmp_path / "latency.svg"
+    outputs = ["--json", str(numbers), "--plot", str(plot)]
+    status = benchmark.main([*ARGUMENTS, "--kernels", "auto,right", *outputs])
+    assert status == (130 if error is KeyboardInterrupt else 1)
+    out, err = capsys.readouterr()
+    assert "right" in out
+    assert ("interrupted" if error is KeyboardInterrupt else "unusable") in err
+    document = json.loads(numbers.read_text())
+    assert not document["complete"]
+    assert [row["problem"]["length"] for row in document["rows"]] == [16]
+    assert "</svg>" in plot.read_text()
+
+
+def test_lines_of_the_plot():
+    """What a default always calls is no line of its own; of the peers, those that lead somewhere."""
+    ms = {
+        "auto": (1, 2),
+        "sdpa": (3, 3),
+        "sdpa_flash": (3, 3),
+        "sdpa_math": (9, 9),
+        "flash_attn": (4, 1),
+        "wmma_v1": (5, 5),
+    }
+    implementations = [
+        contenders.Implementation(
+            name, "sdpa" if "sdpa" in name else "other" if "attn" in name else "flash_wmma", print
+        )
+        for name in ms
+    ]
+    rows = []
+    for at, length in enumerate((64, 128)):
+        cells = {name: benchmark.Cell(median_ms=values[at], speedup_over_sdpa=1.0) for name, values in ms.items()}
+        cells["sdpa"].choice = "sdpa_flash"
+        cells["auto"].choice = ("wmma_v1", "wmma_v2")[at]
+        rows.append(benchmark.Row(benchmark.Problem(1, 1, length, 8, "fp16", False), "wall", cells))
+    found = {curve.name: curve.look for curve in benchmark.curves(implementations, rows)}
+    assert found == {
+        "flash_wmma (auto)": "auto",
+        "SDPA (default: sdpa_flash)": "baseline",
+        "flash_attn": "peer",
+        "wmma_v1": "kernel",
+    }
+    rows[1].cells["auto"].choice = "wmma_v1"
+    always = [curve.name for curve in benchmark.curves(implementations, rows)]
+    assert always == ["flash_wmma (auto: wmma_v1)", "SDPA (default: sdpa_flash)", "flash_attn"]
+
+
+# --------------------------------------------------------------------------------------------------------- contenders
+
+
+def test_default_contenders(monkeypatch):
+    kernels = ["wgmma_sm90", "simt", "wmma_v2", "unfused", "wmma_v1", "new", "cpu"]
+    library = SimpleNamespace(
+        kernels=lambda: [SimpleNamespace(name=name, device="cpu" if name == "cpu" else "cuda") for name in kernels]
+    )
+
+    def chosen(names, device="cuda"):
+        return [i.name for i in contenders.flash_wmma_kernels(library, torch.device(device), names)]
+
+    assert chosen(None) == ["auto", "wmma_v1", "wmma_v2", "wgmma_sm90", "new"]
+    assert chosen(["all"]) == ["auto", "simt", "unfused", "wmma_v1", "wmma_v2", "wgmma_sm90", "new"]
+    assert chosen(["simt", "auto"]) == ["simt", "auto"]
+    monkeypatch.setattr(library, "kernels", lambda: pytest.fail("a list of kernels compiles them for the emulator"))
+    assert chosen(None, "cpu") == ["auto"]
+    assert chosen(["all"], "cpu") == ["auto", "cpu"]
 
 
 # ---------------------------------------------------------------------------------------------------- as it is called
@@ -298,14 +496,16 @@ def test_cpu_table(tmp_path):
     )
     assert result.returncode == 0, result.stderr
     assert "\x1b" not in result.stdout + result.stderr
-    assert "| 17 |" in result.stdout
+    assert "N  " in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= report.WIDTH
     assert plot.read_bytes().startswith(b"\x89PNG")
     for row in json.loads(numbers.read_text())["rows"]:
-        assert row["cells"]["cpu"]["right"]
+        assert row["cells"]["auto"]["right"]
+        assert row["cells"]["auto"]["choice"] == "cpu"
         assert row["cells"]["sdpa"]["speedup_over_sdpa"] == 1
     if shutil.which("g++") is None:
         return
-    assert "CUDA kernels in the emulator, as on sm_90: B=1 H=1 N=64 d=64, fp32 inputs" in result.stdout
+    assert "CUDA kernels in the emulator, as on sm_90: B=1 H=1 N=64 d=64, fp16 inputs" in result.stdout
     emulated = {row["kernel"]: row for row in json.loads(numbers.read_text())["emulated"]}
     assert {"wmma_v1", "wmma_v2", "wmma_v3"} <= emulated.keys()
     assert all(row["right"] and row["mma"] == 256 for row in emulated.values() if row["kernel"].startswith("wmma_"))
@@ -318,7 +518,9 @@ def test_without_a_compiler_there_is_no_emulation(tmp_path):
         *("--device", "cpu", "--lengths", "17", "--repeats", "2", "--json", str(numbers)), FLASH_WMMA_GXX="no-such-g++"
     )
     assert result.returncode == 0, result.stderr
-    assert "The CUDA kernels were not emulated: running a CUDA kernel on the CPU needs no-such-g++" in result.stdout
+    assert "The CUDA kernels were not emulated: running a CUDA kernel on the CPU needs no-such-g++" in " ".join(
+        result.stdout.split()
+    )
     assert json.loads(numbers.read_text())["emulated"] == []
 
 
@@ -328,9 +530,10 @@ def test_named_cuda_kernels_are_emulated_not_timed(capsys):
         pytest.skip("no g++")
     assert benchmark.main([*ARGUMENTS, "--kernels", "wmma_v2", "--dtype", "bf16"]) == 0
     out = capsys.readouterr().out
-    assert "wmma_v2: kernel 'wmma_v2' cannot run this: dtype: got bfloat16" in out
-    assert "| wmma_v2 |" in out
-    assert "wmma_v2 |   timed by" not in out
+    assert "wmma_v2: kernel 'wmma_v2' cannot run this: dtype: got bfloat16" in " ".join(out.split())
+    latency, emulated = out.split("CUDA kernels in the emulator")
+    assert "wmma_v2" not in latency
+    assert f"\nwmma_v2    {report.ABSENT}" in emulated
 
 
 def test_a_kernel_that_the_emulator_faults_is_wrong(monkeypatch, capsys):
@@ -352,8 +555,8 @@ def test_a_kernel_that_the_emulator_faults_is_wrong(monkeypatch, capsys):
 @pytest.mark.parametrize("causal", [False, True])
 def test_half_inputs_on_the_cpu(capsys, dtype, causal):
     flags = ["--causal"] if causal else []
-    assert benchmark.main([*ARGUMENTS, "--dtype", dtype, "--head-dim", "40", *flags]) == 0
-    assert "cpu" in capsys.readouterr().out
+    assert benchmark.main([*ARGUMENTS, "--dtype", dtype, "--head-dim", "40", "--kernels", "auto", *flags]) == 0
+    assert f"{dtype} inputs: latency in" in capsys.readouterr().out
 
 
 @pytest.mark.gpu
@@ -363,9 +566,16 @@ def test_cuda_table(tmp_path):
     result = run_script("--lengths", "64", "256", "--repeats", "5", "--graph", "on", "--json", str(numbers))
     assert result.returncode == 0, result.stderr
     assert "Warning" not in result.stderr
-    row = json.loads(numbers.read_text())["rows"][0]
-    assert row["clock"] == "graph"
-    assert all(row["cells"][name]["right"] for name in ("wmma_v1", "wmma_v2", "wmma_v3"))
+    rows = json.loads(numbers.read_text())["rows"]
+    assert [(row["problem"]["dtype"], row["problem"]["length"]) for row in rows] == [
+        *(("fp32", 64), ("fp32", 256), ("fp16", 64), ("fp16", 256))
+    ]
+    assert max(map(len, result.stdout.splitlines())) <= report.WIDTH
+    assert result.stdout.index("\nflash_wmma ") < result.stdout.index("\nsdpa ") < result.stdout.index("\nwmma_v1 ")
+    for row in rows:
+        assert row["clock"] == "graph"
+        assert all(row["cells"][name]["right"] for name in ("auto", "wmma_v1", "wmma_v2", "wmma_v3"))
+        assert row["cells"]["auto"]["choice"] in row["cells"]
 
 
 def test_programs_import_from_the_harness_and_from_no_other_program():

@@ -144,14 +144,14 @@ def identifier(case: dict[str, Any]) -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`case`: every pair of parameters (--full: every combination), for each kernel and dtype."""
+    """`case`: every pair of parameters (--every-combination: all), for each kernel and dtype."""
     if "case" not in metafunc.fixturenames:
         return
     rows = []
     for kernel, dtype in targets(metafunc.config):
         seed = zlib.crc32(f"features {kernel.name} {dtype}".encode())
         space = parameters(kernel)
-        cases = every(space) if metafunc.config.getoption("--full") else pairwise(space, seed)
+        cases = every(space) if metafunc.config.getoption("--every-combination") else pairwise(space, seed)
         if obstacle(kernel, dtype):
             cases = cases[:1]  # one visible skip says it
         rows += [

@@ -477,11 +477,11 @@ def check(call: Call) -> None:
 
 
 def search(request: pytest.FixtureRequest, examples: int, some: st.SearchStrategy[Call]) -> None:
-    """Tries that many calls, ten times as many with --full, others for each kernel and dtype."""
+    """Tries that many calls, ten times as many with --every-combination, others for each kernel and dtype."""
 
     @seed(zlib.crc32(request.node.name.encode()))
     @settings(
-        max_examples=examples * (10 if request.config.getoption("--full") else 1),
+        max_examples=examples * (10 if request.config.getoption("--every-combination") else 1),
         deadline=None,
         database=None,
         report_multiple_bugs=False,

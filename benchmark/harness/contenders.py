@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -24,19 +24,42 @@ SDPA_BACKENDS = {
     "sdpa_cudnn": SDPBackend.CUDNN_ATTENTION,
     "sdpa_math": SDPBackend.MATH,
 }
+UNITS = {  # each kernel in the order of the course, and the instruction that multiplies in it
+    "cpu": None,
+    "simt_naive": "FFMA",
+    "simt_coalesced": "FFMA",
+    "simt_block": "FFMA",
+    "simt_shared": "FFMA",
+    "simt_padded": "FFMA",
+    "simt_occupancy": "FFMA",
+    "simt_registers": "FFMA",
+    "simt_fa1": "FFMA",
+    "simt": "FFMA",
+    "unfused": None,
+    "wmma_v1": "mma m16n8k16",
+    "wmma_v2": "mma m16n8k16",
+    "wmma_v3": "mma m16n8k16",
+    "mma_sm75": "mma m16n8k8",
+    "mma_sm80": "mma m16n8k16",
+    "wgmma_sm90": "wgmma",
+}
+CPU_KERNELS = ("cpu",)
 #: Tried without the compiled module `_C`, since the library then cannot list its kernels.
-USUAL_KERNELS = {"cpu": ("cpu",), "cuda": ("wmma_v1", "wmma_v2", "wmma_v3")}
+USUAL_KERNELS = ("wmma_v1", "wmma_v2", "wmma_v3")
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to compute attention on (B, H, N, d) tensors. `attend` takes q, k, v and causal."""
+    """One way to compute attention on (B, H, N, d) tensors. `attend` and `choice` take q, k, v and causal."""
 
     name: str
     family: Literal["flash_wmma", "sdpa", "other"]
     attend: Attention
     context: Callable[[], AbstractContextManager[object]] = nullcontext
     half_operands: bool = False  #: whether it multiplies fp16 numbers even if its inputs are fp32
+    choice: Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], str | None] | None = None
+    """What it calls, if that depends on the inputs: a kernel, or a backend of SDPA."""
 
     @property
     def ours(self) -> bool:
@@ -52,15 +75,36 @@ class UnknownName(ValueError):
 
 
 def flash_wmma_kernels(library: ModuleType, device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
-    """The kernels named, or all that run on such a device. Naming a CUDA kernel on the CPU is allowed."""
-    known = listed_kernels(library)
+    """The kernels named: of the device's kernels, or ``"auto"``, or ``"all"`` for both. Default: ``"auto"`` and the
+    kernels on tensor cores; on the CPU ``"auto"`` alone. A CUDA kernel may be named on the CPU. Nothing is compiled for
+    the emulator."""
+    known = list(CPU_KERNELS) if device.type == "cpu" else in_order(_cuda_kernels(library))
     if names is None:
-        names = [k.name for k in known if k.device == device.type] if known else USUAL_KERNELS[device.type]
-    allowed = [k.name for k in known]
+        names = [AUTO, *(name for name in known if device.type == "cuda" and on_tensor_cores(name))]
+    elif "all" in names:
+        names = [AUTO, *known]
+    allowed = [AUTO, *known, *emulated_kernels(library, device)]
     for name in names:
-        if known and name != "auto" and name not in allowed:
-            raise UnknownName(f"kernel {name!r}: allowed are {', '.join(map(repr, [*allowed, 'auto']))}")
+        if name not in allowed:
+            raise UnknownName(f"kernel {name!r}: allowed are 'all', {', '.join(map(repr, allowed))}")
     return [flash_wmma_kernel(library, name, device) for name in names]
+
+
+def emulated_kernels(library: ModuleType, device: torch.device) -> list[str]:
+    """The CUDA kernels that such a device runs in the emulator, in the order of the ladder."""
+    emulator = getattr(library, "emulator", None)
+    return in_order(emulator.kernel_sources("forward")) if emulator and device.type == "cpu" else []
+
+
+def on_tensor_cores(name: str) -> bool:
+    """Whether a kernel multiplies fp16 or bf16 numbers alone. CUDA cores, the CPU and cuBLAS multiply fp32 too."""
+    return not name.startswith(("cpu", "simt", "unfused"))
+
+
+def in_order(names: Iterable[str]) -> list[str]:
+    """Names of kernels in the order of the ladder, then those that are no rungs yet."""
+    listed = list(names)
+    return [name for name in UNITS if name in listed] + [name for name in listed if name not in UNITS]
 
 
 def peers(device: torch.device, names: Sequence[str] | None) -> list[Implementation]:
@@ -109,16 +153,30 @@ def flash_wmma_kernel(library: ModuleType, name: str, device: torch.device) -> I
         out: torch.Tensor = library.forward(q, k, v, causal=causal, kernel=name)
         return out
 
-    # The simt kernels, the CPU kernel and cuBLAS multiply fp32 numbers.
-    multiplies_fp32 = name.startswith(("cpu", "simt", "unfused")) or (name == "auto" and device.type == "cpu")
-    return Implementation(name, "flash_wmma", attend, half_operands=not multiplies_fp32)
+    def choice(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> str | None:
+        if device.type == "cpu":
+            return CPU_KERNELS[0]  # explain() could compile every kernel for the emulator to say so
+        try:
+            chosen: str | None = library.explain(q, k, v, causal=causal).kernel
+        except Exception:  # without `_C` nobody can tell
+            return None
+        return chosen
+
+    if name == AUTO:
+        return Implementation(name, "flash_wmma", attend, half_operands=device.type == "cuda", choice=choice)
+    return Implementation(name, "flash_wmma", attend, half_operands=on_tensor_cores(name))
+
+
+def _cuda_kernels(library: ModuleType) -> Sequence[str]:
+    listed = listed_kernels(library)
+    return [kernel.name for kernel in listed if kernel.device == "cuda"] if listed else USUAL_KERNELS
 
 
 def _sdpa() -> Iterator[Implementation]:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> torch.Tensor:
         return scaled_dot_product_attention(q, k, v, is_causal=causal)
 
-    yield Implementation(SDPA, "sdpa", attend)
+    yield Implementation(SDPA, "sdpa", attend, choice=sdpa_choice)
     for name, backend in SDPA_BACKENDS.items():
         yield Implementation(name, "sdpa", attend, context=partial(sdpa_kernel, backend))
 

@@ -67,6 +67,7 @@ class CompiledKernel:
     """The tile that a kernel takes at some lengths, and the driver's facts about its function."""
 
     kernel: str
+    dtype: str
     tile: str | None
     lengths: list[int]
     binary_version: int | None = None
@@ -74,14 +75,27 @@ class CompiledKernel:
     registers: int | None = None
     local_bytes: int | None = None
 
-    def line(self, lengths: Sequence[int]) -> str:
+    def line(self) -> str:
+        """Everything, for one length."""
         parts = [self.tile] if self.tile else []
         if self.binary_version:
-            jit = f" compiled at load from PTX for compute_{self.ptx_version}"
-            parts.append(f"sm_{self.binary_version} code" + (jit if self.binary_version != self.ptx_version else ""))
-            parts.append(f"{self.registers} registers, {self.local_bytes} bytes of local memory a thread")
-        where = "" if self.lengths == list(lengths) else f" (N = {', '.join(map(str, self.lengths))})"
-        return f"kernel    {self.kernel}{where}: {'; '.join(parts)}"
+            parts += [self.code, f"{self.registers} registers, {self.local_bytes} bytes of local memory a thread"]
+        return f"kernel    {self.kernel}: {'; '.join(parts)}"
+
+    @property
+    def code(self) -> str:
+        """Which machine code runs, and whether the driver made it from PTX."""
+        jit = f" compiled at load from PTX for compute_{self.ptx_version}"
+        return f"sm_{self.binary_version} code" + (jit if self.binary_version != self.ptx_version else "")
+
+
+def code_lines(kernels: Sequence[CompiledKernel]) -> list[str]:
+    """The kernels by their machine code, a line for each."""
+    names: dict[str, dict[str, None]] = {}
+    for kernel in kernels:
+        if kernel.binary_version:
+            names.setdefault(kernel.code, {})[kernel.kernel] = None
+    return [f"kernels   {code}: {', '.join(whose)}" for code, whose in names.items()]
 
 
 def compiled_kernels(
@@ -91,8 +105,11 @@ def compiled_kernels(
     dtype: torch.dtype,
     device: torch.device,
 ) -> list[CompiledKernel]:
-    """What runs these (B, H, N, d) shapes: nothing for a kernel that cannot, or if this build cannot tell."""
-    found: dict[tuple[str, Any], list[int]] = {}
+    """What runs these (B, H, N, d) shapes: nothing for a kernel that cannot, or if this build has no CUDA kernels or
+    cannot tell."""
+    if _cuda_version(library) is None:
+        return []  # explain() would compile every kernel for the emulator
+    found: dict[tuple[str, Any], dict[int, None]] = {}
     for name in names:
         for shape in shapes:
             try:
@@ -101,7 +118,7 @@ def compiled_kernels(
             except Exception:
                 continue
             if answer.kernel:
-                found.setdefault((answer.kernel, answer.instance), []).append(shape[2])
+                found.setdefault((answer.kernel, answer.instance), {})[shape[2]] = None
     result = []
     for (name, instance), lengths in found.items():
         try:
@@ -115,8 +132,17 @@ def compiled_kernels(
                 field: getattr(facts, field) for field in ("binary_version", "ptx_version", "registers", "local_bytes")
             }
         )
-        result.append(CompiledKernel(name, None if instance is None else str(instance), lengths, **known))
+        tile = None if instance is None else str(instance)
+        result.append(CompiledKernel(name, str(dtype).removeprefix("torch."), tile, list(lengths), **known))
     return [kernel for kernel in result if kernel.tile or kernel.binary_version]
+
+
+def _cuda_version(library: ModuleType) -> str | None:
+    try:
+        version: str | None = library.build_info().cuda
+    except Exception:
+        return None
+    return version
 
 
 def _build(library: ModuleType) -> str:

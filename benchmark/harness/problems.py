@@ -6,11 +6,13 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 
 from .accuracy import Judge
-from .contenders import SDPA, Implementation, sdpa_choice, why_not
+from .contenders import SDPA, Implementation, why_not
+from .report import ABSENT
 from .timing import Contender, Measurement, Method, Timing, measure
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -50,6 +52,7 @@ class Cell:
     max_abs_error: float | None = None
     allclose: bool | None = None
     right: bool | None = None
+    choice: str | None = None  #: what it called, if that depends on the inputs
     reason: str | None = None
     samples_ms: list[float] = field(default_factory=list)
 
@@ -59,7 +62,6 @@ class Row:
     problem: Problem
     clock: str
     cells: dict[str, Cell]
-    sdpa_choice: str | None = None
 
 
 def measure_row(
@@ -89,12 +91,14 @@ def measure_row(
         if name in measured.timings:
             cells[name] = timed_cell(problem, measured, name, measured.timings.get(SDPA))
             check(cells[name], judge, measured.outputs.pop(name), implementation.multiplied(dtype))
+            if implementation.choice:
+                cells[name].choice = implementation.choice(q, k, v, problem.causal)
         else:
             error = measured.failures[name]
             broken = implementation.ours and not is_refusal(error)
             reason = why_not(implementation, error, inputs, problem.causal)
             cells[name] = Cell(reason=reason, right=False if broken else None)
-    return Row(problem, measured.clock, cells, sdpa_choice(q, k, v, problem.causal))
+    return Row(problem, measured.clock, cells)
 
 
 def make_inputs(problem: Problem, dtype: torch.dtype, device: torch.device, seed: int) -> list[torch.Tensor]:
@@ -127,6 +131,16 @@ def check(cell: Cell, judge: Judge, output: torch.Tensor, multiplied: torch.dtyp
         return
     cell.error, cell.plain_error = verdict.error, verdict.plain_error
     cell.max_abs_error, cell.allclose, cell.right = verdict.max_abs_error, verdict.allclose, verdict.right
+
+
+def mark(*results: Any) -> str:
+    """One verdict on cells or emulated kernels: the worst of them."""
+    checked = [result for result in results if result.right is not None]
+    if not checked:
+        return ABSENT
+    if not all(result.right for result in checked):
+        return "WRONG"
+    return "ok" if all(result.allclose for result in checked) else "right"
 
 
 def is_refusal(error: Exception) -> bool:
