@@ -203,7 +203,8 @@ def calls(draw: Draw, kernels: list[str], dtype: torch.dtype, backward: list[str
     followers = backward_kernels(then, kernel, dtype) if then else []
     has = frozenset.intersection(*(k.features for k in (kernel, *followers)))
     small = any(emulated(k) for k in (kernel, *followers))
-    low, high = kernel.head_dims
+    low = max(k.head_dims[0] for k in (kernel, *followers))
+    high = min(k.head_dims[1] for k in (kernel, *followers))
 
     heads_k, group = draw(st.integers(1, 2 if small else 3)), draw(st.integers(1, 2 if small else 4))
     head_dim = st.sampled_from([d for d in HEAD_DIMS if low <= d <= high]) | st.integers(low, high)
