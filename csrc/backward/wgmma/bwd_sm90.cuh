@@ -85,15 +85,13 @@ class Producer {
         for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance()) {
             Slot& slot = smem_.slot[place_.stage];
             RowPair* const facts = smem_.facts[place_.stage];
-            ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, since every lane may write
+            if (lane_ > 0) continue;
+            ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
             const int rows = min(Tile::kQueries, group_rows - at.row);
             if (rows < Tile::kQueries) {  // behind the last group P is 0
-                for (int i = rows / 2 + lane_; i < Tile::kQueries / 2; i += 32)
-                    facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
+                for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
-                __syncwarp();
             }
-            if (lane_ > 0) continue;
             constexpr unsigned kRowBytes = sizeof(RowPair) / 2;
             const unsigned fact_bytes = static_cast<unsigned>(rows) * kRowBytes;
             ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.q[0]) + fact_bytes);
