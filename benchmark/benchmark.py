@@ -310,7 +310,7 @@ def print_tables(rows: Sequence[Row], implementations: Sequence[Implementation],
         tables.append(
             table(f"{dtype} inputs: largest error, and its ratio to plain PyTorch's", rows, implementations, show_error)
         )
-    width = min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
+    width = min(WIDTH, shutil.get_terminal_size().columns) if sys.stdout.isatty() else WIDTH
     for printed in tables:
         print(printed.text(width), end="\n\n")
     print("\n".join(map(wrapped, notes(rows, implementations, whole=options.errors))), end="\n\n", flush=True)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ EMULATED_CONVERTED_CASES = 8
 EMULATED_RUNG_CASES = 1
 """The same for each of the early rungs of the ladder on CUDA cores, which have little to go wrong."""
 QUICK = 4
-"""With --quick, one case in so many of a test, a kernel and a dtype; at least one."""
+"""With --quick, one case in so many of a test; at least one."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -244,34 +245,35 @@ def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
     return EMULATED_SIMT_CASES if "simt" in kernel.name else EMULATED_CASES
 
 
-def spread(cases: list[pytest.Item], count: int) -> set[pytest.Item]:
-    """So many of them, evenly spaced."""
-    return {cases[i * len(cases) // count] for i in range(count)}
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype;
-    ``--every-combination``: all. None of them is one that is marked `long`. ``--quick``: of what is left, for each
-    kernel and dtype, one case in QUICK."""
-    cases: dict[tuple[Path, str, str, torch.dtype | None], list[pytest.Item]] = {}
+    ``--every-combination``: all. None of them is one that is marked `long`. ``--quick``: one in QUICK."""
+    cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
     for item in items:
         kernel, dtype = target_of(case_of(item))
-        given = kernel.name if isinstance(kernel, flash_wmma.Kernel) else ""
-        cases.setdefault((item.path, getattr(item, "originalname", item.name), given, dtype), []).append(item)
-    kept: set[pytest.Item] = set()
-    for same in cases.values():
-        kernel, dtype = target_of(case_of(same[0]))
-        left = same
         if isinstance(kernel, flash_wmma.Kernel) and emulated(kernel):
-            if not config.getoption("--every-combination"):
-                chosen = spread(left, min(len(left), emulated_cases(kernel, dtype)))
-                left = [item for item in left if item in chosen]
-            left = [item for item in left if not item.get_closest_marker("long")]
-        if config.getoption("--quick") and left:
-            left = list(spread(left, -(-len(left) // QUICK)))
-        kept.update(left)
-    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-    items[:] = [item for item in items if item in kept]
+            at_most = emulated_cases(kernel, dtype)
+            cases.setdefault((item.path, item.originalname, kernel.name, dtype, at_most), []).append(item)
+    left_out = set()
+    for (*_, at_most), same in cases.items():
+        count = len(same) if config.getoption("--every-combination") else min(len(same), at_most)
+        chosen = {same[i * len(same) // count] for i in range(count)}
+        left_out |= {item for item in same if item not in chosen or item.get_closest_marker("long")}
+    if config.getoption("--quick"):
+        left_out.update(not_quick([item for item in items if item not in left_out]))
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def not_quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """All but one case in QUICK of each test. Which one comes first depends on the test's name, so that tests with a
+    case for each kernel do not all take the same kernels."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    for name, cases in tests.items():
+        first = zlib.crc32(name.encode()) % min(QUICK, len(cases))
+        yield from (case for i, case in enumerate(cases) if i % QUICK != first)
 
 
 @pytest.fixture

@@ -414,7 +414,7 @@ def test_text(v3_float32: Profile, monkeypatch: pytest.MonkeyPatch, rich: bool) 
     text = str(v3_float32)
     assert ("─" in text) == rich
     assert "\x1b" not in text
-    assert max(map(len, text.splitlines())) <= 160
+    assert max(map(len, text.splitlines())) <= 200  # a kernel's name among them, with its template arguments
     for part in ("convert", "forward", "total", "ldmatrix", "barrier", "divergent branch", "occupancy", "x the ideal"):
         assert part in text
     store = v3_float32.counts.global_memory["store"]
