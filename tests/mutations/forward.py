@@ -179,7 +179,7 @@ FAULTS = [
     # ------------------------------------------------------------------------- wgmma_sm90: block, plan, items, parts, O
     Fault(
         name="wgmma-ring-parity",
-        path="csrc/forward/wgmma/block.cuh",
+        path="csrc/device/pipeline.cuh",
         old="if (++stage == Stages) stage = 0, parity ^= 1;",
         new="if (++stage == Stages) stage = 0;",
         why="waits of a ring's second round are those of its first",
