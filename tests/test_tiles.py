@@ -78,12 +78,12 @@ def close(out: torch.Tensor, lse: torch.Tensor, expected: tuple[torch.Tensor, to
 
 
 @pytest.mark.parametrize(("nq", "nk"), [(1, 1), (70, 100)])
-def test_opaque_route(nq: int, nk: int) -> None:
+def test_opaque_route_of_wmma_v3(nq: int, nk: int) -> None:
     q, k, v, out, lse = opaque("causal", nq, nk)
     close(out, lse, attention(q.double(), k.double(), v.double(), Mask("bottom_right")))
 
 
-def test_opaque_route_with_everything() -> None:
+def test_opaque_route_of_wmma_v3_with_everything() -> None:
     """Packed sequences, bias, ALiBi and softcap at once."""
     lengths = ((5, 0, 70, 1), (9, 4, 100, 0))
     cu = [torch.tensor([0, *n], dtype=torch.int32).cumsum(0, dtype=torch.int32) for n in lengths]
