@@ -250,7 +250,7 @@ FAULTS = [
         new="mask.first_query(first) > at.row + stream",
         why="dQ's unit follows keys of which the tile's queries see none, and small dQ lose their digits",
         kernels=SM80,
-        survives="one key group whose first query is the one behind the tile, with values 2^64 times those of the others",
+        survives="it needs a group of keys first seen behind the tile, 2^64 times as large as the others",
     ),
     # ---- products
     Fault(
