@@ -399,6 +399,9 @@ class Consumer {
     float* late_dq_;  // where dq_ goes
 };
 
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers have none.
+// ptxas: C7517 C7519: it waits for the first products of an item before dK and dV of the item before are stored, and
+// fences where the source does not need to: once an item, and beside the fences that are there.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
