@@ -15,6 +15,13 @@ struct Pays {
     int resident = 1;           ///< and an SM's shared memory holds so many
 };
 
+/// A row of a kernel's table: what names the instance, and when it pays.
+template <class TileShape>
+struct TableRow {
+    TileShape tile;
+    Pays pays = {};
+};
+
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;

@@ -8,8 +8,7 @@
 
 namespace flash_wmma {
 
-/// kConverts: an input type that no shape reads is
-/// converted to half in the workspace.
+/// kConverts: an input type that no shape reads is converted to half in the workspace.
 template <const std::vector<Shape>& kShapes, bool kConverts = false>
 struct Tiled {
     static bool converts(const ForwardParams& p) { return kConverts && !reads(kShapes, p.dtype); }

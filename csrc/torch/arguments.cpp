@@ -167,7 +167,7 @@ void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTens
 const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Operand& q, OptionalTensor& kept) {
     kept = torch::stable::contiguous(t);
     const Operand lengths(*kept, name);
-    if (lengths.dim != 1 || lengths.sizes[0] != n) lengths.refuse(std::string("(") + std::to_string(n) + ")");
+    if (lengths.dim != 1 || lengths.sizes[0] != n) lengths.refuse("(" + std::to_string(n) + ")");
     if (lengths.dtype != codes().int32) invalid(std::string(name) + ".dtype: allowed: int32");
     if (!lengths.same_device(q)) invalid(std::string(name) + ".device differs from q's");
     return static_cast<const int32_t*>(lengths.data);

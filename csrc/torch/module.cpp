@@ -33,8 +33,7 @@ py::dict instance_facts(const Instance& i) {
                     py::arg("warps") = i.warps, py::arg("stages") = i.stages, py::arg("smem_bytes") = i.smem_bytes);
 }
 
-template <class Params>
-py::dict kernel_facts(const Kernel<Params>& k) {
+py::dict kernel_facts(const KernelFacts& k) {
     std::vector<std::string> dtypes;
     if (k.float32) dtypes.emplace_back("float32");
     if (k.float16) dtypes.emplace_back("float16");
@@ -52,11 +51,7 @@ py::dict kernel_facts(const Kernel<Params>& k) {
 
 py::list kernels(const std::string& direction) {
     py::list all;
-    const KernelTable& table = emulation::kernels();
-    if (direction == "backward")
-        for (const BackwardKernelInfo* kernel : table.backward) all.append(kernel_facts(*kernel));
-    else
-        for (const KernelInfo* kernel : table.forward) all.append(kernel_facts(*kernel));
+    for (const KernelFacts* kernel : emulation::kernels().facts(direction)) all.append(kernel_facts(*kernel));
     return all;
 }
 

@@ -16,7 +16,6 @@ struct TileShape {
     int queries;        ///< of a streamed tile of Q and dO
     int stages = 2;     ///< streamed tiles in flight
     int ds_stages = 2;  ///< tiles of dS in flight
-    bool stores_first;  ///< dS is stored before the products of the tile are issued, not between them
     int consumers = 2;  ///< warpgroups of 64 keys each
 };
 
@@ -26,7 +25,6 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
-    static constexpr bool kStoresFirst = kShape.stores_first;
     static constexpr int kKeyStages = 2, kPlans = 3;  // K and V of items in flight; items that are known
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);

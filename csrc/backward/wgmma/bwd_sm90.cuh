@@ -1,12 +1,13 @@
 // bwd_sm90: FlashAttention-2 backward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in backward/mma/kernel.cuh, the fused pass. A block owns 128 keys of a key/value head and streams over
-// the tiles of queries that see them, of all query heads that share the keys:
+// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take items from a queue. An item
+// is 128 keys of a key/value head; the block streams over the tiles of queries that see them, of all query heads that
+// share the keys:
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: warpgroup 0 produces: one warp issues the copies of the tiles. Each of two consumer warpgroups owns 64 keys,
-// each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first
+// Roles: one warp of warpgroup 0 produces: it says what the next item is and issues the copies of the tiles. Each of
+// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first
 // operand of dV and dK in registers. dS also goes to shared memory, for dQ.
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
@@ -14,8 +15,8 @@
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
 // (device/backward_rows.cuh).
 //
-// Shared memory: K and V, a ring of tiles of Q and dO with their L and D, a ring of tiles of dS. Each place has a
-// barrier that says it is full and one that says it is empty.
+// Shared memory: rings of K and V of items, of tiles of Q and dO with their L and D, of tiles of dS, and of items. Each
+// place has a barrier that says it is full and one that says it is empty.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -212,15 +213,11 @@ class Consumer {
         differentiate();
         const RingPlace<Tile::kDsStages> late = ds_place_;
         ds_place_.advance();
-        if (Tile::kStoresFirst) store_ds();
+        store_ds();
         ptx::barrier_wait(&smem_.ds_slot[late.stage].full, late.parity);
         ptx::wgmma_fence();
         multiply_dq(late.stage, late_keys);
         multiply_weights(dv_, p_, smem_.dout[place_.stage]);
-        if (!Tile::kStoresFirst) {
-            store_ds();
-            ptx::wgmma_fence();
-        }
         multiply_weights(dk_, ds_, smem_.q[place_.stage]);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[late.stage].empty);
@@ -452,8 +449,8 @@ Shape shape() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
-    {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 128, .queries = 64, .stores_first = true},
+    {.d = 64, .queries = 128},
+    {.d = 128, .queries = 64},
 };
 template <class T>
 std::vector<Shape> shapes() {

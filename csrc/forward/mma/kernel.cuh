@@ -261,11 +261,7 @@ Shape shape(int min_arch, Pays pays) {
             launch_tile<Tile, kProblems>};
 }
 
-/// A row of a table of shapes.
-struct TableRow {
-    TileShape tile;
-    Pays pays = {};
-};
+using TableRow = flash_wmma::TableRow<TileShape>;
 template <class Machine, class T, Problems kProblems, const auto& kRows>
 std::vector<Shape> shapes(int min_arch) {
     return of_rows<kRows>(

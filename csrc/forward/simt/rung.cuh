@@ -6,6 +6,7 @@
 #include <ptx.cuh>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/mask.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
@@ -31,11 +32,11 @@ struct OnlineRow {
         return step;
     }
     __device__ float inverse() const { return l == 0.f ? 0.f : 1.f / l; }
-    __device__ float lse() const { return l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f; }
+    __device__ float lse() const { return l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2; }
 };
 
 /// The factor from products to scores in log2 units.
-__device__ inline float scale_log2(const ForwardParams& p) { return p.scale * 1.44269504088896341f; }
+__device__ inline float scale_log2(const ForwardParams& p) { return p.scale * kLog2e; }
 
 /// The keys that row r of a tile sees (none if it lies beyond Nq), and the tiles of Bc keys that any row of it sees.
 template <int Br, int Bc>

@@ -6,11 +6,7 @@ namespace {
 
 /// The shapes that ship, found by a sweep (benchmark/tiles.py, docs/simt.md): per head dim the fastest first, then
 /// shapes with less shared memory.
-struct TableRow {
-    TileShape tile;
-    Pays pays = {};
-};
-constexpr TableRow kRows[] = {
+constexpr TableRow<TileShape> kRows[] = {
     {{.d = 64, .lane_columns = 8, .rows = 8, .keys = 32, .stages = 2, .blocks_per_sm = 2}, {2.f, 2}},
     {{.d = 64, .lane_columns = 16, .rows = 8, .keys = 64, .stages = 2, .blocks_per_sm = 2}, {0.f, 2}},
     {{.d = 64, .lane_columns = 8, .keys = 64, .blocks_per_sm = 2}},

@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(Tile::kBr) naive(const __grid_constant__ Forwa
             o[c] = (o[c] * before + sum) * inverse;
         }
     }
-    p.lse[lse_index(p, tile.batch, tile.head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * 0.69314718055994531f;
+    p.lse[lse_index(p, tile.batch, tile.head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
 }
 
 template <class Tile>
