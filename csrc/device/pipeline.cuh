@@ -35,6 +35,9 @@ __device__ __forceinline__ X uniform(X x) {
     return x;
 }
 
+/// x, which is the same in the whole warp, in a register of the warp: so is what is computed from x.
+__device__ __forceinline__ unsigned in_uniform_register(unsigned x) { return __reduce_or_sync(kWarpMask, x); }
+
 /// The map of rows (B, H, N, columns), or of packed ones (total, H, columns), for boxes of box_rows rows.
 inline TensorMap map_rows(const ForwardParams& p, const Rows& rows, std::int64_t columns, std::int64_t n,
                           std::int64_t heads, int box_rows) {

@@ -61,6 +61,15 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         : "memory");
 }
 
+/// Stores four 8x8 matrices of 16-bit elements, r[i] as ldmatrix_x4 would get it; lane l names row l % 8 of matrix
+/// l / 8, 16-byte aligned (stmatrix.x4).
+__device__ __forceinline__ void stmatrix_x4(void* shared_row, const std::uint32_t (&r)[4]) {
+    asm volatile(
+        "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(detail::shared_address(shared_row)),
+        "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+        : "memory");
+}
+
 /// Makes this thread's earlier writes to shared memory visible to wgmma and tensor copies that are ordered after the
 /// fence (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

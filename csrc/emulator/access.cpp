@@ -15,17 +15,21 @@ namespace {
 const char* verb(Access a) {
     switch (a) {
         case Access::kStore:
+        case Access::kStmatrix:
         case Access::kAsyncStore: return "writes";
         case Access::kAtomic: return "updates";
         default: return "reads";
     }
 }
 
-bool writes(Access a) { return a == Access::kStore || a == Access::kAtomic || a == Access::kAsyncStore; }
+bool writes(Access a) {
+    return a == Access::kStore || a == Access::kStmatrix || a == Access::kAtomic || a == Access::kAsyncStore;
+}
 
 Instruction instruction_of(Access access, bool shared) {
     switch (access) {
         case Access::kLdmatrix: return Instruction::kLdmatrix;
+        case Access::kStmatrix: return Instruction::kStoreShared;
         case Access::kAtomic: return Instruction::kAtomic;
         case Access::kAsyncLoad: return Instruction::kAsyncLoad;
         case Access::kAsyncStore: return Instruction::kAsyncCopy;
@@ -130,8 +134,9 @@ void Worker::warp_access(Access kind, const void* const* address, LaneMask mask,
     for (LaneMask rest = mask; rest; rest &= rest - 1) {
         const auto l = static_cast<std::size_t>(__builtin_ctzll(rest));
         at[l] = reinterpret_cast<std::uintptr_t>(address[l]);
-        if (kind == Access::kLdmatrix && !arena.contains(at[l]))
-            stop("ldmatrix of an address outside shared memory: " +
+        if ((kind == Access::kLdmatrix || kind == Access::kStmatrix) && !arena.contains(at[l]))
+            stop(std::string(kind == Access::kLdmatrix ? "ldmatrix" : "stmatrix") +
+                 " of an address outside shared memory: " +
                  describe(lanes[static_cast<std::size_t>(warp.first_lane) + l]) + "\n  at " + source_line(pc));
         if (stacks.contain(at[l])) return;  // a local array: no request of the memory system
         if (config.checks) check(lanes[static_cast<std::size_t>(warp.first_lane) + l], true, at[l], bytes, kind, pc);

@@ -86,7 +86,7 @@ void acquire(const void* object);
 void* shared_memory(std::size_t map_bytes, const void* pc);
 bool in_shared_memory(const void* address);
 
-enum class Access : std::uint8_t { kLoad, kStore, kLdmatrix, kAtomic, kAsyncLoad, kAsyncStore };
+enum class Access : std::uint8_t { kLoad, kStore, kLdmatrix, kStmatrix, kAtomic, kAsyncLoad, kAsyncStore };
 
 /// An access of the whole warp, from within Collective::run: lane i touches `bytes` bytes at address[i].
 void warp_access(Access access, const void* const* address, LaneMask lanes, int bytes);

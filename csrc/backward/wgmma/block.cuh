@@ -12,11 +12,12 @@ namespace flash_wmma::backward::wgmma {
 
 /// Shape of a block's work.
 struct TileShape {
-    int d;              ///< the largest d and d_v that the instance holds
-    int queries;        ///< of a streamed tile of Q and dO
-    int stages = 2;     ///< streamed tiles in flight
-    int ds_stages = 2;  ///< tiles of dS in flight
-    int consumers = 2;  ///< warpgroups of 64 keys each
+    int d;                      ///< the largest d and d_v that the instance holds
+    int queries;                ///< of a streamed tile of Q and dO
+    int stages = 2;             ///< streamed tiles in flight
+    int ds_stages = 2;          ///< tiles of dS in flight
+    int consumers = 2;          ///< warpgroups of 64 keys each
+    bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -25,7 +26,9 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
+    static constexpr bool kStoresFirst = kShape.stores_first;
     static constexpr int kKeyStages = 2, kPlans = 3;  // K and V of items in flight; items that are known
+    static constexpr int kTileFacts = 2 * kStages;    // facts stay until dQ is added, a tile late
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
@@ -41,14 +44,18 @@ struct Tile {
     static_assert(kQueries % kRowGroup == 0);
 };
 
+/// Rows of a head's K and V, and of dK and dV.
+struct KeyTile {
+    int batch, head, first_row, rows;  // rows: how many of them exist
+};
+
 /// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
 /// each head all tiles once, in the order start, start + kQueries, ..., last, first, ... So blocks of a head begin at
 /// different tiles, and their additions to dQ do not meet.
 struct Item {
-    int batch, head, head_k;  // head: the first query head that reads the keys
-    int first_key, keys;      // rows of K, and how many of them exist
-    int seqlen_q;
+    KeyTile keys;
     BandMask mask;
+    int head, seqlen_q;      // the first query head that reads the keys
     int first, last, start;  // first rows of tiles of queries
     int tiles;               // of all heads. 0: no query sees a key; negative: there are no more items
 };
@@ -66,9 +73,22 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
     const auto turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
-    return {s.index, own.head, own.head_k, own.first_row,          own.rows,     s.seqlen_q,
-            mask,    first,    last,       first + kStep * turned, tiles * heads};
+    return {{s.index, own.head_k, own.first_row, own.rows},
+            mask,
+            own.head,
+            s.seqlen_q,
+            first,
+            last,
+            first + kStep * turned,
+            tiles * heads};
 }
+
+/// What the consumers are told of a tile of queries.
+struct TileFacts {
+    float* dq;  // its first row in dQ's buffer
+    int first_query, rows;
+    bool hides;  // some queries do not see all keys of the item
+};
 
 /// The place of a tile of queries in an item.
 struct QueryPlace {
@@ -97,6 +117,7 @@ struct SharedMemory {
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
     RowPair facts[Tile::kStages][Tile::kQueries / 2];
+    TileFacts tile[Tile::kTileFacts];
     Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], slot[Tile::kStages], ds_slot[Tile::kDsStages], plan_slot[Tile::kPlans];
 };

@@ -28,7 +28,9 @@
 
 #include <algorithm>
 
+#include "backward/store_rows.cuh"
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/constants.cuh"
 #include "device/element.cuh"
@@ -36,88 +38,6 @@
 #include "device/register_tile.cuh"
 
 namespace flash_wmma::backward::wgmma {
-
-// ---- Producer -------------------------------------------------------------------------------------------------------
-
-/// One warp: says what the block works on, and copies K and V of each item and its tiles of Q and dO with their facts,
-/// each as soon as its place is empty.
-template <class Tile>
-class Producer {
-  public:
-    __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
-        : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
-
-    __device__ __forceinline__ void run(int items) {
-        for (int index = static_cast<int>(blockIdx.x); index < items;) {
-            const Item item = item_of<Tile>(problem_.forward, index);
-            publish(item);
-            int next = 0;
-            if (lane_ == 0) next = static_cast<int>(gridDim.x + atomicAdd(problem_.queue, 1u));
-            if (item.tiles > 0) load_item(item);
-            index = uniform(next);
-        }
-        Item none{};
-        none.tiles = -1;
-        publish(none);
-    }
-
-  private:
-    __device__ __forceinline__ void publish(const Item& item) {
-        Slot& slot = smem_.plan_slot[plan_.stage];
-        if (lane_ == 0) {
-            ptx::barrier_wait(&slot.empty, plan_.parity ^ 1);
-            smem_.plan[plan_.stage] = item;
-            ptx::barrier_arrive(&slot.full);
-        }
-        plan_.advance();
-    }
-
-    __device__ __forceinline__ void load_item(const Item& item) {
-        if (lane_ == 0) {
-            Slot& slot = smem_.key_slot[keys_.stage];
-            ptx::barrier_wait(&slot.empty, keys_.parity ^ 1);
-            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.k[0]));
-            load(smem_.k[keys_.stage], maps_.k, &slot.full, item.first_key, item.head_k, item.batch);
-            load(smem_.v[keys_.stage], maps_.v, &slot.full, item.first_key, item.head_k, item.batch);
-        }
-        keys_.advance();
-        const int group_rows = (item.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
-        QueryPlace at{item.head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance()) {
-            Slot& slot = smem_.slot[place_.stage];
-            RowPair* const facts = smem_.facts[place_.stage];
-            if (lane_ > 0) continue;
-            ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
-            const int rows = min(Tile::kQueries, group_rows - at.row);
-            if (rows < Tile::kQueries) {  // behind the last group P is 0
-                for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
-                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
-            }
-            constexpr unsigned kRowBytes = sizeof(RowPair) / 2;
-            const unsigned fact_bytes = static_cast<unsigned>(rows) * kRowBytes;
-            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.q[0]) + fact_bytes);
-            load(smem_.q[place_.stage], maps_.q, &slot.full, at.row, at.head, item.batch);
-            load(smem_.dout[place_.stage], maps_.dout, &slot.full, at.row, at.head, item.batch);
-            ptx::bulk_load(facts, facts_of(problem_, {item.batch}, at.head) + at.row / 2, fact_bytes, &slot.full);
-        }
-    }
-
-    template <class Rows>
-    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
-                                         int batch) const {
-#pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
-            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
-    }
-
-    const Problem& problem_;
-    const Maps& maps_;
-    SharedMemory<Tile>& smem_;
-    const int lane_;
-    RingPlace<Tile::kPlans> plan_;
-    RingPlace<Tile::kKeyStages> keys_;
-    RingPlace<Tile::kStages> place_;
-};
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
@@ -138,49 +58,37 @@ class Consumer {
         for (auto& four : ds_)
 #pragma unroll
             for (std::uint32_t& word : four) word = 0;
-        store_ds();
-        late_dq_ = nullptr;
-        RingPlace<Tile::kPlans> plan;
-        Owned owned{};  // whose dK and dV are in registers
-        RingPlace<Tile::kKeyStages> keys;
-        int late_keys = 0;
-        bool any = false;
-        for (;; plan.advance()) {
-            ptx::barrier_wait(&smem_.plan_slot[plan.stage].full, plan.parity);
-            const Item item = smem_.plan[plan.stage];
-            tell(smem_.plan_slot[plan.stage].empty);
-            if (item.tiles < 0) break;
-            if (item.tiles == 0) {
-                store_zeros(item);
-                continue;
-            }
-            ptx::barrier_wait(&smem_.key_slot[keys.stage].full, keys.parity);
-            QueryPlace at{item.head, item.start};
-            // The first tile's first products are under way while dK and dV of the item before are stored
-            begin_tile(keys.stage);
-            store(owned);
-            dk_.clear();
-            dv_.clear();
-            finish_tile(item, at, late_keys);
-            if (any) tell(smem_.key_slot[late_keys].empty);
+        store_ds(0);
+        unsigned tile = 0, late_item = 0, item = 0;  // how many there were; items: those with tiles
+        for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
+            Slot& slot = smem_.plan_slot[plan.stage];
+            ptx::barrier_wait(&slot.full, plan.parity);
+            const Item& work = smem_.plan[plan.stage];
+            const int tiles = told(work.tiles);
+            if (tiles < 0) break;
+            if (tiles > 0) {
+                ptx::barrier_wait(&smem_.key_slot[item % Tile::kKeyStages].full, item / Tile::kKeyStages % 2);
+                dk_.clear();
+                dv_.clear();
 #pragma unroll 1
-            for (int left = item.tiles; left > 1; --left) {
-                at.advance(item, kQueries);
-                begin_tile(keys.stage);
-                finish_tile(item, at, keys.stage);
+                for (int left = tiles; left > 0; --left, ++tile) {
+                    work_on_tile(work, tile, item, late_item);
+                    if (late_item != item) tell(smem_.key_slot[late_item % Tile::kKeyStages].empty);
+                    late_item = item;
+                }
+                store(told(work.keys));
+                ++item;
+            } else {
+                store_zeros(told(work.keys));
             }
-            any = true;
-            late_keys = keys.stage;
-            owned = {item.batch, item.head_k, item.first_key, item.keys};
-            keys.advance();
+            tell(slot.empty);
         }
-        if (!any) return;
-        ptx::barrier_wait(&smem_.ds_slot[ds_place_.stage].full, ds_place_.parity);
+        if (item == 0) return;
+        await_ds(tile);
         ptx::wgmma_fence();
-        multiply_dq(ds_place_.stage, late_keys);
+        multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        add_dq();
-        store(owned);
+        add_dq(tile);
     }
 
   private:
@@ -197,35 +105,52 @@ class Consumer {
         if (lane_ == 0) ptx::barrier_arrive(&barrier);
     }
 
-    /// Issues S^T and dP^T of the next tile.
-    __device__ __forceinline__ void begin_tile(int keys) {
-        ptx::barrier_wait(&smem_.slot[place_.stage].full, place_.parity);
-        ptx::wgmma_fence();
-        multiply_rows(s_, smem_.k[keys], smem_.q[place_.stage]);
-        multiply_rows(dp_, smem_.v[keys], smem_.dout[place_.stage]);
+    /// What the producer wrote. One lane reads it, the one that says later that the place is empty.
+    template <class X>
+    __device__ __forceinline__ X told(const X& shared) const {
+        X x;
+        if (lane_ == 0) x = shared;
+        return uniform(x);
     }
 
-    /// The rest of its work but for dQ, and dQ of the tile before, of K in place `late_keys`.
-    __device__ __forceinline__ void finish_tile(const Item& item, const QueryPlace& at, int late_keys) {
-        ptx::wgmma_wait<1>();
-        weigh(item, at.row);
-        ptx::wgmma_wait<0>();
-        differentiate();
-        const RingPlace<Tile::kDsStages> late = ds_place_;
-        ds_place_.advance();
-        store_ds();
-        ptx::barrier_wait(&smem_.ds_slot[late.stage].full, late.parity);
+    /// Everything for a tile but its dQ, and dQ of the tile before. K and V are in the places of `item` and, for dQ,
+    /// `late_item`.
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned tile, unsigned item, unsigned late_item) {
+        // The places in a uniform register: descriptors come from there
+        static_assert(Tile::kStages == 2 && Tile::kDsStages == 2 && Tile::kKeyStages == 2);
+        const unsigned places = in_uniform_register(tile % 4 | item % 2 << 2 | late_item % 2 << 3);
+        tile = places % 4, item = places >> 2 & 1, late_item = places >> 3;
+
+        Slot& slot = smem_.slot[tile % Tile::kStages];
+        const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
+        ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
-        multiply_dq(late.stage, late_keys);
-        multiply_weights(dv_, p_, smem_.dout[place_.stage]);
-        multiply_weights(dk_, ds_, smem_.q[place_.stage]);
-        ptx::wgmma_wait<2>();
-        tell(smem_.ds_slot[late.stage].empty);
-        add_dq();
-        late_dq_ = dq_rows(item, at);
+        multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
+        multiply_rows(dp_, smem_.v[item % Tile::kKeyStages], dout);
+
+        const RowPair* facts = smem_.facts[tile % Tile::kStages] + lane_ % 4;
+        QueryValues of_query;  // loaded before the waits, beside the products
+        load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
+        const bool hides = smem_.tile[tile % Tile::kTileFacts].hides;
+        ptx::wgmma_wait<1>();
+        weigh(of_query);
+        load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
+        if (hides) hide(work, smem_.tile[tile % Tile::kTileFacts].first_query);
         ptx::wgmma_wait<0>();
-        tell(smem_.slot[place_.stage].empty);
-        place_.advance();
+        differentiate(of_query);
+
+        if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
+        await_ds(tile);
+        ptx::wgmma_fence();
+        multiply_dq(tile, late_item);
+        multiply_weights(dv_, p_, dout);
+        if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
+        multiply_weights(dk_, ds_, q);
+        ptx::wgmma_wait<2>();
+        tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
+        add_dq(tile);
+        ptx::wgmma_wait<0>();
+        tell(slot.empty);
     }
 
     /// Issues own rows of `keys` times `queries`, transposed.
@@ -234,7 +159,7 @@ class Consumer {
                                                   const QueryRows& queries) const {
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
-            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * ptx::opaque(group_)),
+            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
                 b(queries.panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
@@ -243,19 +168,32 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// P of own keys in place of S; 0 where a query does not see a key.
-    __device__ __forceinline__ void weigh(const Item& item, int first_query) {
+    /// A value for each of a lane's queries.
+    using QueryValues = float[kQueries / 4];
+    template <class Of>
+    __device__ __forceinline__ static void load(QueryValues& values, Of of) {
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) values[2 * i + e] = of(i)[e];
+    }
+    __device__ __forceinline__ static float of_column(const QueryValues& values, int c) {
+        return values[c / 8 * 2 + c % 2];
+    }
+
+    /// P of own keys in place of S.
+    __device__ __forceinline__ void weigh(const QueryValues& minus_lse) {
         const float factor = problem_.forward.scale * kLog2e;
-        const RowPair* facts = smem_.facts[place_.stage] + lane_ % 4;
-        s_.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, facts[c / 8 * 4].minus_lse[c % 2])); });
-        const int first_key = item.first_key + warp_key();
-        if (item.mask.all_visible(first_query, first_query + kQueries - 1, first_key, first_key + Tile::kWarpKeys - 1))
-            return;
+        s_.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, of_column(minus_lse, c))); });
+    }
+    /// P = 0 where a query does not see a key.
+    __device__ __forceinline__ void hide(const Item& item, int first_query) {
+        const BandMask mask = told(item.mask);
+        const int first_key = told(item.keys.first_row) + warp_key() + row(), base = first_query + column();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int key = first_key + row() + 8 * i, base = first_query + column();
-            const int first = item.mask.first_query(key) - base;
-            const int last = key < item.mask.seqlen_k ? item.mask.last_query(key) - base : -1;
+            const int key = first_key + 8 * i, first = mask.first_query(key) - base;
+            const int last = key < mask.seqlen_k ? mask.last_query(key) - base : -1;
             s_.each_in_row(i, [&](float& x, int c) {
                 if (c < first || c > last) x = 0.f;
             });
@@ -263,28 +201,28 @@ class Consumer {
     }
 
     /// P and dS as operands, from P and dP.
-    __device__ __forceinline__ void differentiate() {
-        const RowPair* facts = smem_.facts[place_.stage] + lane_ % 4;
-        dp_.each([&](float& x, int i, int c) { x = s_.at(i, c) * (x + facts[c / 8 * 4].minus_delta[c % 2]); });
+    __device__ __forceinline__ void differentiate(const QueryValues& minus_delta) {
+        dp_.each([&](float& x, int i, int c) { x = s_.at(i, c) * (x + of_column(minus_delta, c)); });
         s_.each_pair([&](float x, float y, int i, int j) { p_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
         dp_.each_pair([&](float x, float y, int i, int j) { ds_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
-    /// dS^T to shared memory, in the swizzle of its panels.
-    __device__ __forceinline__ void store_ds() {
-        Slot& slot = smem_.ds_slot[ds_place_.stage];
-        ptx::barrier_wait(&slot.empty, ds_place_.parity ^ 1);
-        auto& panels = smem_.ds[ds_place_.stage].panel;
-        const int swizzle = ptx::opaque(row());  // hidden, or every address is kept through the loop
+    /// dS^T to shared memory, in the swizzle of its panels. `n`: how many dS were stored before.
+    __device__ __forceinline__ void store_ds(unsigned n) {
+        Slot& slot = smem_.ds_slot[n % Tile::kDsStages];
+        ptx::barrier_wait(&slot.empty, n / Tile::kDsStages % 2 ^ 1);
+        auto& panels = smem_.ds[n % Tile::kDsStages].panel;
+        // Of this lane's row in a panel, hidden: or every address is kept through the loop
+        const int at = ptx::opaque(64 * (warp_key() + lane_ % 16) + 8 * (lane_ / 16 ^ lane_ % 8));
 #pragma unroll
-        for (int j = 0; j < kQueries / 8; ++j)
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                T* const to = panels[j / 8] + 64 * (warp_key() + row() + 8 * i) + 8 * (j % 8 ^ swizzle) + column();
-                *reinterpret_cast<std::uint32_t*>(to) = ds_[j / 2][j % 2 * 2 + i];
-            }
+        for (int step = 0; step < kQueries / 16; ++step)
+            ptx::stmatrix_x4(panels[step / 4] + (at ^ 16 * (step % 4)), ds_[step]);
         ptx::fence_proxy_async();
         tell(slot.full);
+    }
+    /// Waits until both consumers have stored dS number n.
+    __device__ __forceinline__ void await_ds(unsigned n) {
+        ptx::barrier_wait(&smem_.ds_slot[n % Tile::kDsStages].full, n / Tile::kDsStages % 2);
     }
 
     /// Issues dV += P^T dO or dK += dS^T Q.
@@ -299,32 +237,26 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
-    /// Issues this warpgroup's part of dQ = dS K.
-    __device__ __forceinline__ void multiply_dq(int stage, int keys) {
-        const auto& ds = smem_.ds[stage];
-        const auto& k = smem_.k[keys];
-        const int group = ptx::opaque(group_);
-        const ptx::SharedMatrix<ptx::Major::N> a(ds.panel[Tile::kSharesQueries ? group : 0]),
-            b(k.panel[Tile::kSharesQueries ? 0 : group], sizeof(k.panel[0]));
+    /// Issues this warpgroup's part of dQ = dS K, of dS number n.
+    __device__ __forceinline__ void multiply_dq(unsigned n, unsigned item) {
+        const auto& ds = smem_.ds[n % Tile::kDsStages];
+        const auto& k = smem_.k[item % Tile::kKeyStages];
+        const ptx::SharedMatrix<ptx::Major::N> a(ds.panel[Tile::kSharesQueries ? group_ : 0]),
+            b(k.panel[Tile::kSharesQueries ? 0 : group_], sizeof(k.panel[0]));
 #pragma unroll
         for (int step = 0; step < Tile::kKeys / 16; ++step)
             ptx::wgmma<T, Tile::kDqColumns>(dq_.flat(), a + 16 * 128 * step, b + 16 * 128 * step, step > 0);
         ptx::wgmma_commit();
     }
 
-    /// Where this lane's part of dQ of a tile goes; null behind the last row.
-    __device__ __forceinline__ float* dq_rows(const Item& item, const QueryPlace& at) const {
-        const int first_row = at.row + (Tile::kSharesQueries ? 64 * group_ : 0);
-        const int column = Tile::kSharesQueries ? 0 : 64 * group_;
-        if (first_row >= item.seqlen_q || column >= problem_.forward.head_dim) return nullptr;
-        return dq_of(problem_, {item.batch}, at.head, first_row + 16 * warp_) +
-               DqFragment::offset(0, column, problem_.forward.head_dim) + 4 * lane_;
-    }
-    /// Adds the late dQ to it.
-    __device__ __forceinline__ void add_dq() const {
-        if (!late_dq_) return;
-        const int columns = problem_.forward.head_dim - (Tile::kSharesQueries ? 0 : 64 * group_);
-        const auto add = [&](int j) { ptx::red_add_4(late_dq_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
+    /// Adds dQ, of dS number n, to the buffer.
+    __device__ __forceinline__ void add_dq(unsigned n) const {
+        const TileFacts& tile = smem_.tile[(n - 1) % Tile::kTileFacts];
+        const int first_row = Tile::kSharesQueries ? 64 * group_ : 0, column = Tile::kSharesQueries ? 0 : 64 * group_;
+        const int columns = static_cast<int>(problem_.forward.head_dim) - column;
+        if (first_row >= tile.rows || columns <= 0) return;
+        float* const to = tile.dq + DqFragment::offset(first_row + 16 * warp_, column, columns + column) + 4 * lane_;
+        const auto add = [&](int j) { ptx::red_add_4(to + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
         if (columns >= Tile::kDqColumns) {
 #pragma unroll
             for (int j = 0; j < Tile::kDqColumns / 8; ++j) add(j);
@@ -335,47 +267,23 @@ class Consumer {
         }
     }
 
-    /// The keys of an item, as far as its gradients need it.
-    struct Owned {
-        int batch, head, first_key, keys;
-    };
     /// Writes dK and dV.
-    __device__ __forceinline__ void store(const Owned& owned) const {
+    __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        const int key = warp_key() + row(), left = owned.keys - key;
+        const int key = warp_key() + row(), left = keys.rows - key;
         const Rows &dk = problem_.dk, &dv = problem_.dv;
-        store_rows(row_of<T>(dk, owned.batch, owned.head, owned.first_key + key), dk.row, left, p.head_dim, dk_,
-                   p.scale);
-        store_rows(row_of<T>(dv, owned.batch, owned.head, owned.first_key + key), dv.row, left, p.head_dim_v, dv_, 1.f);
-    }
-    /// The rows of a gradient from this lane's row `to` on, of which `left` exist; the lanes of a quad swap words until
-    /// each has 16 neighbouring bytes.
-    __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int left, int columns,
-                                               const RegisterTile<16, Tile::kD>& gradient, float factor) const {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-#pragma unroll
-            for (int j = 0; j < Tile::kD / 8; j += 4) {
-                std::uint32_t words[4];
-#pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    words[w] =
-                        packed<T>(gradient.at(i, 8 * (j + w)) * factor, gradient.at(i, 8 * (j + w) + 1) * factor);
-                transpose_in_quad(words, lane_ % 4);
-                const int c = 8 * (j + lane_ % 4);
-                if (8 * i < left && c < columns)
-                    *reinterpret_cast<uint4*>(to + 8 * i * pitch + c) =
-                        make_uint4(words[0], words[1], words[2], words[3]);
-            }
-        }
+        store_rows(row_of<T>(dk, keys.batch, keys.head, keys.first_row + key), dk.row, left,
+                   static_cast<int>(p.head_dim), dk_, p.scale, lane_);
+        store_rows(row_of<T>(dv, keys.batch, keys.head, keys.first_row + key), dv.row, left,
+                   static_cast<int>(p.head_dim_v), dv_, 1.f, lane_);
     }
     /// The gradients of keys that no query sees.
-    __device__ __forceinline__ void store_zeros(const Item& item) const {
+    __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
         const auto clear = [&](const Rows& rows, int columns) {
             for (int i = lane_; i < Tile::kWarpKeys * columns / 8; i += 32) {
                 const int key = warp_key() + i / (columns / 8);
-                if (key < item.keys)
-                    *reinterpret_cast<uint4*>(row_of<T>(rows, item.batch, item.head_k, item.first_key + key) +
+                if (key < keys.rows)
+                    *reinterpret_cast<uint4*>(row_of<T>(rows, keys.batch, keys.head, keys.first_row + key) +
                                               i % (columns / 8) * 8) = uint4{};
             }
         };
@@ -386,14 +294,11 @@ class Consumer {
     const Problem& problem_;
     SharedMemory<Tile>& smem_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
-    RingPlace<Tile::kStages> place_;
-    RingPlace<Tile::kDsStages> ds_place_;  // of the newest dS
 
     RegisterTile<16, kQueries> s_, dp_;  // scores, then P; dP, then dS: rows are keys
     std::uint32_t p_[kQueries / 16][4], ds_[kQueries / 16][4];
     RegisterTile<16, Tile::kD> dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
-    float* late_dq_;  // where dq_ goes
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers have none.
@@ -412,6 +317,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare(smem.key_slot, 1);
         prepare(smem.slot, 1);
         prepare(smem.ds_slot, kWarps);
+        smem.tile[Tile::kTileFacts - 1].rows = 0;  // of the tile before the first
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -449,7 +355,7 @@ Shape shape() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
-    {.d = 64, .queries = 128},
+    {.d = 64, .queries = 128, .stores_first = true},
     {.d = 128, .queries = 64},
 };
 template <class T>

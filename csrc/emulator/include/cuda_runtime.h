@@ -133,6 +133,18 @@ EMULATOR_UNSEEN inline void vote(Arguments arguments, LaneMask lanes) {
 }
 inline constexpr Collective kVote{"__ballot_sync", Instruction::kVote, 1, 0, false, vote};
 
+struct ReduceArgument {
+    unsigned value, result;
+};
+EMULATOR_UNSEEN inline void reduce_or(Arguments arguments, LaneMask lanes) {
+    unsigned result = 0;
+    for (LaneMask rest = lanes; rest; rest &= rest - 1)
+        result |= static_cast<ReduceArgument*>(arguments[__builtin_ctzll(rest)])->value;
+    for (LaneMask rest = lanes; rest; rest &= rest - 1)
+        static_cast<ReduceArgument*>(arguments[__builtin_ctzll(rest)])->result = result;
+}
+inline constexpr Collective kReduceOr{"__reduce_or_sync", Instruction::kVote, 1, 0, false, reduce_or};
+
 EMULATOR_UNSEEN inline void nothing(Arguments, LaneMask) {}
 inline constexpr Collective kSyncWarp{"__syncwarp", Instruction::kSyncWarp, 1, 0, true, nothing};
 
@@ -185,6 +197,12 @@ EMULATOR_BRICK T __shfl_sync(unsigned mask, T value, int source, int width = war
     return ::flash_wmma::emulator::shuffle_from(
         mask, value, width, site, EMULATOR_PC,
         [=](int, int base) __attribute__((always_inline)) { return base + (source & (width - 1)); });
+}
+EMULATOR_BRICK inline unsigned __reduce_or_sync(unsigned mask, unsigned value, EMULATOR_SITE) {
+    using namespace ::flash_wmma::emulator;
+    ReduceArgument argument{value, value};
+    collective(kReduceOr, lanes_of(mask), &argument, site, EMULATOR_PC);
+    return argument.result;
 }
 template <class T>
 EMULATOR_BRICK T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = warpSize, EMULATOR_SITE) {

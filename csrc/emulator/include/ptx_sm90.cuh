@@ -4,6 +4,30 @@
 #include <launch.h>
 #include <ptx.cuh>
 
+namespace flash_wmma::emulator {
+
+struct StmatrixArgument {
+    void* row;
+    const std::uint32_t* r;
+};
+EMULATOR_UNSEEN inline void stmatrix(Arguments arguments, LaneMask) {
+    const void* row[32];
+    for (int l = 0; l < 32; ++l) {
+        row[l] = static_cast<StmatrixArgument*>(arguments[l])->row;
+        if (reinterpret_cast<std::uintptr_t>(row[l]) % 16)
+            fail_collective("the address of a row is not 16-byte aligned", l);
+    }
+    warp_access(Access::kStmatrix, row, (LaneMask{1} << 32) - 1, 16);
+    for (int m = 0; m < 4; ++m)
+        for (int l = 0; l < 32; ++l) {
+            auto* to = static_cast<std::uint32_t*>(static_cast<StmatrixArgument*>(arguments[8 * m + l / 4])->row);
+            to[l % 4] = static_cast<StmatrixArgument*>(arguments[l])->r[m];
+        }
+}
+inline constexpr Collective kStmatrix{"stmatrix", Instruction::kStoreShared, 0, 32, false, stmatrix};
+
+}  // namespace flash_wmma::emulator
+
 namespace flash_wmma::ptx {
 
 // ---- Barriers -------------------------------------------------------------------------------------------------------
@@ -24,6 +48,10 @@ EMULATOR_BRICK inline void barrier_arrive_expect(Barrier* barrier, unsigned byte
 }
 EMULATOR_BRICK inline void barrier_wait(Barrier* barrier, unsigned parity, EMULATOR_SITE) {
     emulator::transaction_barrier_wait(barrier, parity, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void stmatrix_x4(void* shared_row, const std::uint32_t (&r)[4], EMULATOR_SITE) {
+    emulator::StmatrixArgument argument{shared_row, r};
+    emulator::collective(emulator::kStmatrix, ~emulator::LaneMask{0}, &argument, site, EMULATOR_PC);
 }
 EMULATOR_BRICK inline void fence_proxy_async() { emulator::fence_proxy_async(); }
 
