@@ -15,6 +15,7 @@ struct TileShape {
     int d;                      ///< the largest d and d_v that the instance holds
     int queries;                ///< of a streamed tile of Q and dO
     int stages = 2;             ///< streamed tiles in flight
+    int value_stages = 2;       ///< V of items in flight
     int ds_stages = 2;          ///< tiles of dS in flight
     int consumers = 2;          ///< warpgroups of 64 keys each
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
@@ -27,8 +28,9 @@ struct Tile {
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kStoresFirst = kShape.stores_first;
-    static constexpr int kKeyStages = 2, kPlans = 3;  // K and V of items in flight; items that are known
-    static constexpr int kTileFacts = 2 * kStages;    // facts stay until dQ is added, a tile late
+    static constexpr int kKeyStages = 2, kValueStages = kShape.value_stages;  // K and V of items in flight
+    static constexpr int kPlans = 3;                                          // items that are known
+    static constexpr int kTileFacts = 2 * kStages;  // facts stay until dQ is added, a tile late
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
@@ -46,37 +48,42 @@ struct Tile {
 
 /// Rows of a head's K and V, and of dK and dV.
 struct KeyTile {
-    int batch, head, first_row, rows;  // rows: how many of them exist
+    int batch, head, row, rows;  // the first row in the tensors, and how many of them exist
 };
 
 /// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
 /// each head all tiles once, in the order start, start + kQueries, ..., last, first, ... So blocks of a head begin at
-/// different tiles, and their additions to dQ do not meet.
+/// different tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
 struct Item {
+    Sequence sequence;
     KeyTile keys;
     BandMask mask;
-    int head, seqlen_q;      // the first query head that reads the keys
+    int first_key, head;     // head: the first query head that reads the keys
     int first, last, start;  // first rows of tiles of queries
     int tiles;               // of all heads. 0: no query sees a key; negative: there are no more items
 };
 
-template <class Tile>
+/// Called by whole warps.
+template <class Tile, Problems kProblems>
 __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr int kStep = Tile::kQueries;
-    const OwnedTile own = owned_keys<Tile::kKeys, false>(p, static_cast<unsigned>(index));
+    const OwnedTile own =
+        owned_keys<Tile::kKeys, includes(kProblems, Problems::kPacked)>(p, static_cast<unsigned>(index));
     const Sequence& s = own.sequence;
     const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
     const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
     const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
     const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
-    const int tiles = end > begin ? (last - first) / kStep + 1 : 0;
+    const bool used = end > begin && own.first_row >= 0 && own.first_row < s.seqlen_k;
+    const int tiles = used ? (last - first) / kStep + 1 : 0;
     const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
-    const auto turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
+    const int turned = used ? static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks) : 0;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
-    return {{s.index, own.head_k, own.first_row, own.rows},
+    return {s,
+            {s.index, own.head_k, s.first_k + own.first_row, own.rows},
             mask,
+            own.first_row,
             own.head,
-            s.seqlen_q,
             first,
             last,
             first + kStep * turned,
@@ -113,13 +120,15 @@ struct SharedMemory {
     struct alignas(1024) Transposed {  // dS^T: rows are keys, columns queries
         T panel[Tile::kQueryPanels][Tile::kKeys * 64];
     };
-    KeyRows k[Tile::kKeyStages], v[Tile::kKeyStages];
+    KeyRows k[Tile::kKeyStages], v[Tile::kValueStages];
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
     RowPair facts[Tile::kStages][Tile::kQueries / 2];
     TileFacts tile[Tile::kTileFacts];
     Item plan[Tile::kPlans];
-    Slot key_slot[Tile::kKeyStages], slot[Tile::kStages], ds_slot[Tile::kDsStages], plan_slot[Tile::kPlans];
+    Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
+    Slot plan_slot[Tile::kPlans];
+    ptx::Barrier patch;  // says that rows have come of which the producer clears some
 };
 
 /// Where q, k, v and dO lie, for the copy engine.

@@ -52,7 +52,7 @@ const BackwardKernelInfo kInfo = {
                     .bf16_min_arch = 90,
                     .float16 = true,
                     .max_head_dim = 128,
-                    .features = kCausal | kWindow | kValueDim,
+                    .features = kCausal | kWindow | kVarlen | kValueDim,
                     .auto_rank = 40},
                    kShapes),
     choose,

@@ -68,11 +68,12 @@ class Consumer {
             if (tiles < 0) break;
             if (tiles > 0) {
                 ptx::barrier_wait(&smem_.key_slot[item % Tile::kKeyStages].full, item / Tile::kKeyStages % 2);
+                ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
                 dk_.clear();
                 dv_.clear();
 #pragma unroll 1
                 for (int left = tiles; left > 0; --left, ++tile) {
-                    work_on_tile(work, tile, item, late_item);
+                    work_on_tile(work, tile, item, late_item, left == 1);
                     if (late_item != item) tell(smem_.key_slot[late_item % Tile::kKeyStages].empty);
                     late_item = item;
                 }
@@ -115,18 +116,19 @@ class Consumer {
 
     /// Everything for a tile but its dQ, and dQ of the tile before. K and V are in the places of `item` and, for dQ,
     /// `late_item`.
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned tile, unsigned item, unsigned late_item) {
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned tile, unsigned item, unsigned late_item,
+                                                 bool last) {
         // The places in a uniform register: descriptors come from there
-        static_assert(Tile::kStages == 2 && Tile::kDsStages == 2 && Tile::kKeyStages == 2);
-        const unsigned places = in_uniform_register(tile % 4 | item % 2 << 2 | late_item % 2 << 3);
-        tile = places % 4, item = places >> 2 & 1, late_item = places >> 3;
+        static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
+        const unsigned places = in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
+        tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
 
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
         multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
-        multiply_rows(dp_, smem_.v[item % Tile::kKeyStages], dout);
+        multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
         const RowPair* facts = smem_.facts[tile % Tile::kStages] + lane_ % 4;
         QueryValues of_query;  // loaded before the waits, beside the products
@@ -137,6 +139,7 @@ class Consumer {
         load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
         if (hides) hide(work, smem_.tile[tile % Tile::kTileFacts].first_query);
         ptx::wgmma_wait<0>();
+        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
         differentiate(of_query);
 
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
@@ -189,7 +192,7 @@ class Consumer {
     /// P = 0 where a query does not see a key.
     __device__ __forceinline__ void hide(const Item& item, int first_query) {
         const BandMask mask = told(item.mask);
-        const int first_key = told(item.keys.first_row) + warp_key() + row(), base = first_query + column();
+        const int first_key = told(item.first_key) + warp_key() + row(), base = first_query + column();
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int key = first_key + 8 * i, first = mask.first_query(key) - base;
@@ -272,10 +275,10 @@ class Consumer {
         const ForwardParams& p = problem_.forward;
         const int key = warp_key() + row(), left = keys.rows - key;
         const Rows &dk = problem_.dk, &dv = problem_.dv;
-        store_rows(row_of<T>(dk, keys.batch, keys.head, keys.first_row + key), dk.row, left,
-                   static_cast<int>(p.head_dim), dk_, p.scale, lane_);
-        store_rows(row_of<T>(dv, keys.batch, keys.head, keys.first_row + key), dv.row, left,
-                   static_cast<int>(p.head_dim_v), dv_, 1.f, lane_);
+        store_rows(row_of<T>(dk, keys.batch, keys.head, keys.row + key), dk.row, left, static_cast<int>(p.head_dim),
+                   dk_, p.scale, lane_);
+        store_rows(row_of<T>(dv, keys.batch, keys.head, keys.row + key), dv.row, left, static_cast<int>(p.head_dim_v),
+                   dv_, 1.f, lane_);
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
@@ -283,7 +286,7 @@ class Consumer {
             for (int i = lane_; i < Tile::kWarpKeys * columns / 8; i += 32) {
                 const int key = warp_key() + i / (columns / 8);
                 if (key < keys.rows)
-                    *reinterpret_cast<uint4*>(row_of<T>(rows, keys.batch, keys.head, keys.first_row + key) +
+                    *reinterpret_cast<uint4*>(row_of<T>(rows, keys.batch, keys.head, keys.row + key) +
                                               i % (columns / 8) * 8) = uint4{};
             }
         };
@@ -304,7 +307,7 @@ class Consumer {
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers have none.
 // ptxas: C7517 C7519: it waits for the first products of an item before dK and dV of the item before are stored, and
 // fences where the source does not need to: once an item, and beside the fences that are there.
-template <class Tile>
+template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
@@ -315,52 +318,57 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         };
         prepare(smem.plan_slot, 1);
         prepare(smem.key_slot, 1);
+        prepare(smem.value_slot, 1);
         prepare(smem.slot, 1);
         prepare(smem.ds_slot, kWarps);
+        ptx::barrier_init(&smem.patch, 1);
         smem.tile[Tile::kTileFacts - 1].rows = 0;  // of the tile before the first
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile>(problem, maps, smem).run(items);
+        if (threadIdx.x < 32) Producer<Tile, kProblems>(problem, maps, smem).run(items);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile>(problem, smem).run();
     }
 }
 
-template <class Tile>
+template <class Tile, Problems kProblems>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
     const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
     if (items == 0) return;
-    const Maps maps{map_rows(p, p.q, p.head_dim, p.seqlen_q, p.heads_q, Tile::kQueries),
-                    map_rows(p, p.k, p.head_dim, p.seqlen_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, p.v, p.head_dim_v, p.seqlen_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, problem.dout, p.head_dim_v, p.seqlen_q, p.heads_q, Tile::kQueries)};
+    const Sequences& s = p.sequences;
+    const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
+                       rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
+    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
+                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
     const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(backward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps,
+    launch(backward<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps,
            static_cast<int>(items));
 }
 
-template <class Tile>
+template <class Tile, Problems kProblems>
 Shape shape() {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
-             Tile::kStages, sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(backward<Tile>)},
-            Problems::kPlain,
+             Tile::kStages, sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(backward<Tile, kProblems>)},
+            kProblems,
             Pass::kFused,
-            launch_tile<Tile>};
+            launch_tile<Tile, kProblems>};
 }
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 128, .queries = 64},
+    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
 };
-template <class T>
+template <class T, Problems kProblems>
 std::vector<Shape> shapes() {
-    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>>(); });
+    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>, kProblems>(); });
 }
 
 }  // namespace flash_wmma::backward::wgmma

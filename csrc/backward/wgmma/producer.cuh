@@ -11,7 +11,7 @@ namespace flash_wmma::backward::wgmma {
 
 /// One warp: says what the block works on, and copies K and V of each item and its tiles of Q and dO with their facts,
 /// each as soon as its place is empty.
-template <class Tile>
+template <class Tile, Problems kProblems>
 class Producer {
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
@@ -19,7 +19,7 @@ class Producer {
 
     __device__ __forceinline__ void run(int items) {
         for (int index = static_cast<int>(blockIdx.x); index < items;) {
-            const Item item = item_of<Tile>(problem_.forward, index);
+            const Item item = item_of<Tile, kProblems>(problem_.forward, index);
             publish(item);
             int next = 0;
             if (lane_ == 0) next = static_cast<int>(gridDim.x + atomicAdd(problem_.queue, 1u));
@@ -43,40 +43,77 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_item(const Item& item) {
-        if (lane_ == 0) {
-            Slot& slot = smem_.key_slot[keys_.stage];
-            ptx::barrier_wait(&slot.empty, keys_.parity ^ 1);
-            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.k[0]));
-            load(smem_.k[keys_.stage], maps_.k, &slot.full, item.keys.first_row, item.keys.head, item.keys.batch);
-            load(smem_.v[keys_.stage], maps_.v, &slot.full, item.keys.first_row, item.keys.head, item.keys.batch);
-        }
+        load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
         keys_.advance();
-        const int group_rows = (item.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
+        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
+        values_.advance();
         QueryPlace at{item.head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance()) {
-            if (lane_ > 0) continue;
-            // All that can be known before the place is empty
-            const int last_query = at.row + Tile::kQueries - 1, last_key = item.keys.first_row + Tile::kKeys - 1;
-            smem_.tile[tile_facts_] = {dq_of(problem_, {item.keys.batch}, at.head, at.row), at.row,
-                                       min(Tile::kQueries, item.seqlen_q - at.row),
-                                       !item.mask.all_visible(at.row, last_query, item.keys.first_row, last_key)};
-            tile_facts_ = (tile_facts_ + 1) % Tile::kTileFacts;
-            const int rows = min(Tile::kQueries, group_rows - at.row);
-            const RowPair* const from = facts_of(problem_, {item.keys.batch}, at.head) + at.row / 2;
-            const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
+        for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance())
+            load_tile(item, at);
+    }
 
-            Slot& slot = smem_.slot[place_.stage];
-            RowPair* const facts = smem_.facts[place_.stage];
-            ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
+    /// Q and dO of a tile of queries, with its facts.
+    __device__ __forceinline__ void load_tile(const Item& item, const QueryPlace& at) {
+        const Sequence& sequence = item.sequence;
+        const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
+        const bool cuts = kPacked && problem_.forward.sequences.cu_seqlens_q && existing < Tile::kQueries;
+        if (lane_ > 0 && !cuts) return;
+        // All that can be known before the place is empty
+        const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
+        if (lane_ == 0)
+            smem_.tile[tile_facts_] = {dq_of(problem_, sequence, at.head, at.row), at.row, existing,
+                                       !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
+        tile_facts_ = (tile_facts_ + 1) % Tile::kTileFacts;
+        const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
+        const RowPair* const from = facts_of(problem_, sequence, at.head) + at.row / 2;
+        const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
+
+        Slot& slot = smem_.slot[place_.stage];
+        auto &q = smem_.q[place_.stage], &dout = smem_.dout[place_.stage];
+        RowPair* const facts = smem_.facts[place_.stage];
+        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, if every lane writes there
+        if (lane_ == 0) {
             if (rows < Tile::kQueries) {  // behind the last group P is 0
                 for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
             }
-            ptx::barrier_arrive_expect(&slot.full, 2 * sizeof(smem_.q[0]) + bytes);
-            load(smem_.q[place_.stage], maps_.q, &slot.full, at.row, at.head, item.keys.batch);
-            load(smem_.dout[place_.stage], maps_.dout, &slot.full, at.row, at.head, item.keys.batch);
-            ptx::bulk_load(facts, from, bytes, &slot.full);
+            ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
+            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q) + (cuts ? 0 : bytes));
+            const int row = sequence.first_q + at.row, batch = batch_of(sequence);
+            load(q, maps_.q, barrier, row, at.head, batch);
+            load(dout, maps_.dout, barrier, row, at.head, batch);
         }
+        if (cuts) {
+            await_patch();
+            clear_behind(q, existing);
+            clear_behind(dout, existing);
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane_ == 0) ptx::barrier_arrive_expect(&slot.full, bytes);
+        }
+        if (lane_ == 0) ptx::bulk_load(facts, from, bytes, &slot.full);
+    }
+
+    /// K or V of an item.
+    template <class Rows>
+    __device__ __forceinline__ void load_keys(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
+                                              const Item& item) {
+        const Sequences& sequences = problem_.forward.sequences;
+        const int used = item.sequence.seqlen_k - item.first_key;
+        const bool cuts = kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) && used < Tile::kKeys;
+        if (lane_ > 0 && !cuts) return;
+        ptx::barrier_wait(&slot.empty, parity ^ 1);
+        if (lane_ == 0) {
+            ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
+            ptx::barrier_arrive_expect(barrier, sizeof(Rows));
+            load(rows, map, barrier, item.keys.row, item.keys.head, batch_of(item.sequence));
+        }
+        if (!cuts) return;
+        await_patch();
+        clear_behind(rows, used);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
     }
 
     template <class Rows>
@@ -86,6 +123,27 @@ class Producer {
         for (int i = 0; i < Tile::kPanels; ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
+    __device__ __forceinline__ int batch_of(const Sequence& sequence) const {
+        return kPacked && problem_.forward.sequences.cu_seqlens_q ? 0 : sequence.index;
+    }
+
+    // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
+    // tensor's end the copy itself writes zeros, but behind a sequence's end it finds other rows.
+    __device__ __forceinline__ void await_patch() {
+        ptx::barrier_wait(&smem_.patch, patch_parity_);
+        patch_parity_ ^= 1;
+    }
+    template <class Rows>
+    __device__ __forceinline__ void clear_behind(Rows& rows, int count) const {
+        constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
+        constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            for (int vector = count * kVectors + lane_; vector < kAll; vector += 32)
+                reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
+    }
+
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
 
     const Problem& problem_;
     const Maps& maps_;
@@ -93,8 +151,10 @@ class Producer {
     const int lane_;
     RingPlace<Tile::kPlans> plan_;
     RingPlace<Tile::kKeyStages> keys_;
+    RingPlace<Tile::kValueStages> values_;
     RingPlace<Tile::kStages> place_;
     int tile_facts_ = 0;
+    unsigned patch_parity_ = 0;
 };
 
 }  // namespace flash_wmma::backward::wgmma

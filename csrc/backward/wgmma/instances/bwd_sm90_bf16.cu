@@ -3,5 +3,7 @@
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
-std::vector<Shape> sm90_bf16_shapes() { return wgmma::shapes<bf16>(); }
+std::vector<Shape> sm90_bf16_shapes() {
+    return join({wgmma::shapes<bf16, Problems::kPlain>(), wgmma::shapes<bf16, Problems::kPacked>()});
+}
 }  // namespace flash_wmma::backward

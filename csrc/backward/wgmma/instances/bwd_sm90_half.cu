@@ -3,5 +3,7 @@
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
-std::vector<Shape> sm90_half_shapes() { return wgmma::shapes<half>(); }
+std::vector<Shape> sm90_half_shapes() {
+    return join({wgmma::shapes<half, Problems::kPlain>(), wgmma::shapes<half, Problems::kPacked>()});
+}
 }  // namespace flash_wmma::backward
