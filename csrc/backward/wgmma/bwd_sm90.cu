@@ -10,7 +10,8 @@ namespace {
 
 struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
-const std::vector<Shape> kShapes = join({sm90_half_shapes(), sm90_bf16_shapes()});
+const std::vector<Shape> kShapes =
+    join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes()});
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
@@ -51,7 +52,7 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .max_head_dim = 128,
+                    .max_head_dim = 256,
                     .features = kCausal | kWindow | kValueDim,
                     .auto_rank = 40},
                    kShapes),

@@ -1,0 +1,7 @@
+// The half instances of bwd_sm90 for d above 128.
+// architectures: 9.0a
+#include "backward/wgmma/two_roles.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_wide_half_shapes() { return wgmma::wide_shapes<half>(); }
+}  // namespace flash_wmma::backward
