@@ -258,6 +258,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
 
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; Scores does so with a few
+// words once an item at d = 256. The loops over tiles have none.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
