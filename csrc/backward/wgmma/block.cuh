@@ -15,10 +15,12 @@ struct TileShape {
     int d;                      ///< the largest d and d_v that the instance holds
     int queries;                ///< of a streamed tile of Q and dO
     int stages = 2;             ///< streamed tiles in flight
+    int key_stages = 2;         ///< K of items in flight
     int value_stages = 2;       ///< V of items in flight
     int ds_stages = 2;          ///< tiles of dS in flight
-    int consumers = 2;          ///< warpgroups of 64 keys each
+    int consumers = 2;          ///< warpgroups, of 64 keys each unless two_roles
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
+    bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -27,22 +29,24 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
-    static constexpr bool kStoresFirst = kShape.stores_first;
-    static constexpr int kKeyStages = 2, kValueStages = kShape.value_stages;  // K and V of items in flight
-    static constexpr int kPlans = 3;                                          // items that are known
+    static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
+    static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
+    static constexpr int kPlans = 3;                // items that are known
     static constexpr int kTileFacts = 2 * kStages;  // facts stay until dQ is added, a tile late
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
-    static constexpr int kKeys = kGroupKeys * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
+    static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 24;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static constexpr int kPanels = kD / 64, kQueryPanels = kQueries / 64;  // of 64 columns
-    // dQ of a tile among the consumers: 64 queries and all columns each, or all queries and 64 columns
+    // dQ of a tile, if the consumers share it: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
     static constexpr int kDqColumns = kSharesQueries ? kD : 64;
     static_assert(kD % 64 == 0 && kQueries % 64 == 0 &&
-                  (kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
+                  (kTwoRoles ? kConsumers == 2 && kQueryPanels == 1
+                             : kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
     static_assert(kQueries % kRowGroup == 0);
 };
 

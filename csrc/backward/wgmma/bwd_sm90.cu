@@ -10,7 +10,8 @@ namespace {
 
 struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
-const std::vector<Shape> kShapes = join({sm90_half_shapes(), sm90_bf16_shapes()});
+const std::vector<Shape> kShapes =
+    join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes()});
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
@@ -44,6 +45,12 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
+/// `auto` takes what was measured to be faster than bwd_sm80 (docs/tuning/hopper_backward.md): dense, d up to 128.
+bool yields(const BackwardParams& p, const DeviceFacts&) {
+    return problems_of(p.forward, /*converted=*/false) != Problems::kPlain ||
+           std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
+}
+
 const BackwardKernelInfo kInfo = {
     with_instances({.name = "bwd_sm90",
                     .summary = "wgmma, TMA, P and dS in registers, dQ one tile late, from registers to fp32 additions",
@@ -51,13 +58,14 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .max_head_dim = 128,
+                    .max_head_dim = 256,
                     .features = kCausal | kWindow | kVarlen | kValueDim,
                     .auto_rank = 40},
                    kShapes),
     choose,
     workspace_bytes,
     launch_bwd_sm90,
+    yields,
 };
 const Registration kRegistration(kInfo);
 

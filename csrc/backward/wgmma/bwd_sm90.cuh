@@ -30,6 +30,7 @@
 
 #include "backward/store_rows.cuh"
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/constants.cuh"
@@ -336,29 +337,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 }
 
 template <class Tile, Problems kProblems>
-void launch_tile(const Problem& problem, Stream stream) {
-    const ForwardParams& p = problem.forward;
-    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
-    if (items == 0) return;
-    const Sequences& s = p.sequences;
-    const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
-                       rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
-    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
-                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
-    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(backward<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, problem, maps,
-           static_cast<int>(items));
-}
-
-template <class Tile, Problems kProblems>
 Shape shape() {
-    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
-             Tile::kStages, sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(backward<Tile, kProblems>)},
-            kProblems,
-            Pass::kFused,
-            launch_tile<Tile, kProblems>};
+    return shape_of_tile<Tile, kProblems, SharedMemory<Tile>, backward<Tile, kProblems>>();
 }
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).

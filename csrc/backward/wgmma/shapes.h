@@ -7,5 +7,7 @@ namespace flash_wmma::backward {
 
 std::vector<Shape> sm90_half_shapes();
 std::vector<Shape> sm90_bf16_shapes();
+std::vector<Shape> sm90_wide_half_shapes();  // d above 128
+std::vector<Shape> sm90_wide_bf16_shapes();
 
 }  // namespace flash_wmma::backward

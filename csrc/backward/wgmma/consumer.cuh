@@ -1,0 +1,152 @@
+// What the consumers of both arrangements share (bwd_sm90.cuh, two_roles.cuh): a warp's words with the producer, P and
+// dS of its keys, and its rows of dK and dV.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+
+#include "backward/store_rows.cuh"
+#include "backward/wgmma/block.cuh"
+#include "device/constants.cuh"
+#include "device/element.cuh"
+#include "device/register_tile.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+/// A warp of a consumer, with 16 of the block's keys.
+template <class Tile>
+class ConsumerWarp {
+  protected:
+    using T = typename Tile::T;
+    static constexpr int kQueries = Tile::kQueries;
+    using Gradient = RegisterTile<16, Tile::kD>;      // rows of dK or dV
+    using Weights = std::uint32_t[kQueries / 16][4];  // P^T or dS^T as an operand: rows are keys
+    using Scores = RegisterTile<16, kQueries>;        // the same as accumulators
+    using QueryValues = float[kQueries / 4];          // a value for each of a lane's queries
+
+    /// `key_group`: which 64 of the block's keys are the warpgroup's.
+    __device__ __forceinline__ ConsumerWarp(const Problem& problem, int key_group)
+        : problem_(problem),
+          group_(key_group),
+          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    __device__ __forceinline__ int row() const { return lane_ / 4; }
+    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
+    __device__ __forceinline__ int warp_key() const { return Tile::kGroupKeys * group_ + Tile::kWarpKeys * warp_; }
+
+    /// This warp's word to the others of the slot's barrier.
+    __device__ __forceinline__ void tell(ptx::Barrier& barrier) const {
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&barrier);
+    }
+
+    /// What the producer wrote. One lane reads it, the one that says later that the place is empty.
+    template <class X>
+    __device__ __forceinline__ X told(const X& shared) const {
+        X x;
+        if (lane_ == 0) x = shared;
+        return uniform(x);
+    }
+
+    // ---- P and dS ---------------------------------------------------------------------------------------------------
+
+    /// Issues own rows of `keys` times `queries`, transposed.
+    template <class KeyRows, class QueryRows>
+    __device__ __forceinline__ void multiply_rows(Scores& product, const KeyRows& keys,
+                                                  const QueryRows& queries) const {
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i) {
+            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
+                b(queries.panel[i]);
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+                ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
+        }
+        ptx::wgmma_commit();
+    }
+
+    template <class Of>
+    __device__ __forceinline__ static void load(QueryValues& values, Of of) {
+#pragma unroll
+        for (int i = 0; i < kQueries / 8; ++i)
+#pragma unroll
+            for (int e = 0; e < 2; ++e) values[2 * i + e] = of(i)[e];
+    }
+    __device__ __forceinline__ static float of_column(const QueryValues& values, int c) {
+        return values[c / 8 * 2 + c % 2];
+    }
+
+    /// P of own keys in place of S.
+    __device__ __forceinline__ void weigh(Scores& s, const QueryValues& minus_lse) const {
+        const float factor = problem_.forward.scale * kLog2e;
+        s.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, of_column(minus_lse, c))); });
+    }
+    /// P = 0 where a query does not see a key.
+    __device__ __forceinline__ void hide(Scores& p, const Item& item, int first_query) const {
+        const BandMask mask = told(item.mask);
+        const int first_key = told(item.first_key) + warp_key() + row(), base = first_query + column();
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int key = first_key + 8 * i, first = mask.first_query(key) - base;
+            const int last = key < mask.seqlen_k ? mask.last_query(key) - base : -1;
+            p.each_in_row(i, [&](float& x, int c) {
+                if (c < first || c > last) x = 0.f;
+            });
+        }
+    }
+    /// dS in place of dP.
+    __device__ __forceinline__ static void differentiate(Scores& dp, const Scores& p, const QueryValues& minus_delta) {
+        dp.each([&](float& x, int i, int c) { x = p.at(i, c) * (x + of_column(minus_delta, c)); });
+    }
+    __device__ __forceinline__ static void pack(Weights& weights, const Scores& scores) {
+        scores.each_pair([&](float x, float y, int i, int j) { weights[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
+    }
+
+    /// Own rows to shared memory, in the swizzle of the panels.
+    template <class Transposed>
+    __device__ __forceinline__ void store_weights(Transposed& to, const Weights& weights) const {
+        // Of this lane's row in a panel, hidden: or every address is kept through the loop
+        const int at = ptx::opaque(64 * (warp_key() + lane_ % 16) + 8 * (lane_ / 16 ^ lane_ % 8));
+#pragma unroll
+        for (int step = 0; step < kQueries / 16; ++step)
+            ptx::stmatrix_x4(to.panel[step / 4] + (at ^ 16 * (step % 4)), weights[step]);
+    }
+
+    // ---- dK and dV --------------------------------------------------------------------------------------------------
+
+    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q.
+    template <class QueryRows>
+    __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
+                                                     const QueryRows& queries) const {
+        const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
+#pragma unroll
+        for (int step = 0; step < kQueries / 16; ++step)
+            ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
+        ptx::wgmma_commit();
+    }
+
+    /// Writes own rows of dK or dV.
+    __device__ __forceinline__ void store(const Rows& rows, const KeyTile& keys, std::int64_t columns,
+                                          const Gradient& gradient, float factor) const {
+        const int key = warp_key() + row();
+        store_rows(row_of<T>(rows, keys.batch, keys.head, keys.row + key), rows.row, keys.rows - key,
+                   static_cast<int>(columns), gradient, factor, lane_);
+    }
+    /// The same of keys that no query sees.
+    __device__ __forceinline__ void store_zeros(const Rows& rows, const KeyTile& keys, std::int64_t head_dim) const {
+        const int columns = static_cast<int>(head_dim);
+        for (int i = lane_; i < Tile::kWarpKeys * columns / 8; i += 32) {
+            const int key = warp_key() + i / (columns / 8);
+            if (key < keys.rows)
+                *reinterpret_cast<uint4*>(row_of<T>(rows, keys.batch, keys.head, keys.row + key) +
+                                          i % (columns / 8) * 8) = uint4{};
+        }
+    }
+
+    const Problem& problem_;
+    const int group_, warp_, lane_;  // 64 of the block's keys, 16 of them
+};
+
+}  // namespace flash_wmma::backward::wgmma

@@ -1,0 +1,44 @@
+// The launch of bwd_sm90's instances.
+#pragma once
+
+#include <launch.h>
+
+#include <algorithm>
+
+#include "backward/wgmma/block.cuh"
+#include "backward/wgmma/shapes.h"
+#include "device/element.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+/// A kernel of an instance: the problem, its tensors and how many items there are.
+using InstanceKernel = void(const Problem, const Maps, int);
+
+template <class Tile, class Memory, InstanceKernel* kKernel>
+void launch_tile(const Problem& problem, Stream stream) {
+    const ForwardParams& p = problem.forward;
+    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
+    if (items == 0) return;
+    const Sequences& s = p.sequences;
+    const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
+                       rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
+    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
+                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
+                    map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
+    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
+    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
+}
+
+/// The row of a kernel in the table of shapes. Memory: its map of the shared memory.
+template <class Tile, Problems kProblems, class Memory, InstanceKernel* kKernel>
+Shape shape_of_tile() {
+    static_assert(sizeof(Memory) <= 227 * 1024);
+    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
+             Tile::kStages, sizeof(Memory), reinterpret_cast<const void*>(kKernel)},
+            kProblems,
+            Pass::kFused,
+            launch_tile<Tile, Memory, kKernel>};
+}
+
+}  // namespace flash_wmma::backward::wgmma
