@@ -45,6 +45,7 @@ struct Problem : BackwardParams {
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
     unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
     int multiprocessors = 0;        // of the device, only with a queue
+    unsigned* turns = nullptr;      // of each group of rows: how many tiles of keys added to its dQ; only if in order
 };
 
 /// Groups of rows of all heads.
@@ -120,6 +121,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && blockIdx.x == 0 && tid == 0) *problem.queue = 0;
+    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = 0;
     if (problem.dq_rows) {
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -217,6 +217,19 @@ FLASH_WMMA_WGMMA(192, FLASH_WMMA_TEXT_90 ", %90, %91, %92, %93, %94, %95", FLASH
 FLASH_WMMA_WGMMA(256, FLASH_WMMA_TEXT_120 ", %120, %121, %122, %123, %124, %125, %126, %127", FLASH_WMMA_D_128,  //
                  128, 129, 130, 131, 132, 133, 134)
 
+// ---- Order among blocks ---------------------------------------------------------------------------------------------
+
+/// *p; what was written before the add_release that wrote it is visible behind this (ld.acquire.gpu).
+__device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
+    unsigned x;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(x) : "l"(p) : "memory");
+    return x;
+}
+/// *p += x, after all that this thread wrote, or that it knows other threads of its block wrote (red.release.gpu).
+__device__ __forceinline__ void add_release(unsigned* p, unsigned x) {
+    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+}
+
 // ---- Registers and launches -----------------------------------------------------------------------------------------
 
 /// This warpgroup's registers a thread: gives up those above `Count` (setmaxnreg.dec), or waits until it has `Count`

@@ -56,24 +56,38 @@ struct KeyTile {
 };
 
 /// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
-/// each head all tiles once, in the order start, start + kQueries, ..., last, first, ... So blocks of a head begin at
+/// each head all tiles once, in the order start, start + step, ..., last, first, ... So blocks of a head begin at
 /// different tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
+///
+/// If the additions have an order (order.cuh), start is first. With a band that is bounded on the right (causal) the
+/// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
+/// queries, is the sequence's first item. Otherwise a block would wait at its first tile for all items before.
 struct Item {
     Sequence sequence;
     KeyTile keys;
     BandMask mask;
-    int first_key, head;     // head: the first query head that reads the keys
-    int first, last, start;  // first rows of tiles of queries
-    int tiles;               // of all heads. 0: no query sees a key; negative: there are no more items
+    int first_key, head;           // head: the first query head that reads the keys
+    int first, last, start, step;  // first rows of tiles of queries, and from one to the next
+    int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
 };
 
+template <Pass kPass>
+__device__ __forceinline__ bool runs_backwards(const ForwardParams& p) {
+    return kPass == Pass::kOrdered && p.band.right < kUnbounded;
+}
+
 /// Called by whole warps.
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr int kStep = Tile::kQueries;
-    const OwnedTile own =
-        owned_keys<Tile::kKeys, includes(kProblems, Problems::kPacked)>(p, static_cast<unsigned>(index));
+    OwnedTile own = owned_keys<Tile::kKeys, includes(kProblems, Problems::kPacked)>(p, static_cast<unsigned>(index));
     const Sequence& s = own.sequence;
+    const bool backwards = runs_backwards<kPass>(p);
+    if (backwards && own.first_row >= 0 && own.rows > 0) {
+        const int rows = own.first_row + own.rows, tiles = (rows + Tile::kKeys - 1) / Tile::kKeys;
+        own.first_row = (tiles - 1) * Tile::kKeys - own.first_row;
+        own.rows = rows - own.first_row;
+    }
     const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
     const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
     const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
@@ -81,16 +95,18 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     const bool used = end > begin && own.first_row >= 0 && own.first_row < s.seqlen_k;
     const int tiles = used ? (last - first) / kStep + 1 : 0;
     const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
-    const int turned = used ? static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks) : 0;
+    const int turned =
+        used && kPass != Pass::kOrdered ? static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks) : 0;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
     return {s,
             {s.index, own.head_k, s.first_k + own.first_row, own.rows},
             mask,
             own.first_row,
             own.head,
-            first,
-            last,
-            first + kStep * turned,
+            backwards ? last : first,
+            backwards ? first : last,
+            (backwards ? last : first) + kStep * turned,
+            backwards ? -kStep : kStep,
             tiles * heads};
 }
 
@@ -105,10 +121,16 @@ struct TileFacts {
 struct QueryPlace {
     int head, row;
 
-    __device__ __forceinline__ void advance(const Item& item, int step) {
-        row = row == item.last ? item.first : row + step;
+    __device__ __forceinline__ void advance(const Item& item) {
+        row = row == item.last ? item.first : row + item.step;
         head += row == item.start;
     }
+};
+
+/// When a block may add its dQ of a tile of queries, if the additions have an order.
+struct Turn {
+    unsigned* count;  // of the items that have added theirs; null: there are no more tiles
+    unsigned place;   // of this item: it adds when so many have
 };
 
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
@@ -133,6 +155,8 @@ struct SharedMemory {
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier patch;  // says that rows have come of which the producer clears some
+    Turn turn[Tile::kTileFacts];
+    Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
 };
 
 /// Where q, k, v and dO lie, for the copy engine.

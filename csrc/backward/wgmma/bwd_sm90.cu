@@ -17,26 +17,40 @@ const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& dev
     return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
 }
 
+Pass pass_of(const BackwardParams& p) { return p.deterministic ? Pass::kOrdered : Pass::kFused; }
+
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
-    return shape_of(Pass::kFused, p, device).facts;
+    return shape_of(pass_of(p), p, device).facts;
 }
 
-constexpr std::int64_t kQueueBytes = 16;
+/// The queue and, for an order, the turns come first, in whole units of what has to stay aligned behind them.
+std::int64_t counters_bytes(const BackwardParams& p) {
+    constexpr std::int64_t kUnit = 16, kCounter = sizeof(unsigned);
+    const std::int64_t counters = 1 + (p.deterministic ? row_groups(p.forward) : 0);
+    return (counters * kCounter + kUnit - 1) / kUnit * kUnit;
+}
 
-/// The queue comes first, so that what follows stays aligned.
+/// The params for functions that know no order: dQ is always summed in the buffer.
+BackwardParams without_order(const BackwardParams& p) {
+    BackwardParams params = p;
+    params.deterministic = false;
+    return params;
+}
+
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return kQueueBytes + backward::workspace_bytes(p, /*converted=*/false);
+    return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false);
 }
 
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    BackwardParams params = p;
-    params.workspace = static_cast<char*>(p.workspace) + kQueueBytes;
+    BackwardParams params = without_order(p);
+    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
     Problem problem = problem_of(params);
     problem.queue = static_cast<unsigned*>(p.workspace);
+    if (p.deterministic) problem.turns = problem.queue + 1;
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
-    shape_of(Pass::kFused, p, device).launch(problem, stream);
+    shape_of(pass_of(p), p, device).launch(problem, stream);
     launch_rows(finish<Sm90, T>, problem, stream);
 }
 
@@ -45,10 +59,11 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
-/// `auto` takes what was measured to be faster than bwd_sm80 (docs/tuning/hopper_backward.md): dense, d up to 128.
+/// `auto` takes what was measured to be faster than bwd_sm80 (docs/tuning/hopper_backward.md): dense, d up to 128, in no
+/// order.
 bool yields(const BackwardParams& p, const DeviceFacts&) {
     return problems_of(p.forward, /*converted=*/false) != Problems::kPlain ||
-           std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
+           std::max(p.forward.head_dim, p.forward.head_dim_v) > 128 || p.deterministic;
 }
 
 const BackwardKernelInfo kInfo = {
@@ -59,7 +74,7 @@ const BackwardKernelInfo kInfo = {
                     .bf16_min_arch = 90,
                     .float16 = true,
                     .max_head_dim = 256,
-                    .features = kCausal | kWindow | kVarlen | kValueDim,
+                    .features = kCausal | kWindow | kVarlen | kValueDim | kDeterministic,
                     .auto_rank = 40},
                    kShapes),
     choose,

@@ -43,7 +43,7 @@ namespace flash_wmma::backward::wgmma {
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 keys.
-template <class Tile>
+template <class Tile, Pass kPass>
 class Consumer {
   public:
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
@@ -90,7 +90,7 @@ class Consumer {
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        add_dq(tile);
+        add_late_dq(tile, false);
     }
 
   private:
@@ -122,6 +122,7 @@ class Consumer {
         // The places in a uniform register: descriptors come from there
         static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
         const unsigned places = in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
+        [[maybe_unused]] const bool first = tile == 0;
         tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
 
         Slot& slot = smem_.slot[tile % Tile::kStages];
@@ -152,7 +153,7 @@ class Consumer {
         multiply_weights(dk_, ds_, q);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        add_dq(tile);
+        add_late_dq(tile, first);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
     }
@@ -253,6 +254,19 @@ class Consumer {
         ptx::wgmma_commit();
     }
 
+    /// Adds dQ, of dS number n, to the buffer: in its turn, if there is an order. The first dS is of no tile.
+    __device__ __forceinline__ void add_late_dq(unsigned n, [[maybe_unused]] bool first) const {
+        if constexpr (kPass == Pass::kOrdered) {
+            if (first) return;
+            const unsigned tile = n - 1;
+            Slot& slot = smem_.turn_slot[tile % 2];
+            ptx::barrier_wait(&slot.full, tile / 2 % 2);
+            add_dq(n);
+            tell(slot.empty);
+        } else {
+            add_dq(n);
+        }
+    }
     /// Adds dQ, of dS number n, to the buffer.
     __device__ __forceinline__ void add_dq(unsigned n) const {
         const TileFacts& tile = smem_.tile[(n - 1) % Tile::kTileFacts];
@@ -308,7 +322,7 @@ class Consumer {
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers have none.
 // ptxas: C7517 C7519: it waits for the first products of an item before dK and dV of the item before are stored, and
 // fences where the source does not need to: once an item, and beside the fences that are there.
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
@@ -323,22 +337,24 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare(smem.slot, 1);
         prepare(smem.ds_slot, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        prepare_order(smem, kWarps);
         smem.tile[Tile::kTileFacts - 1].rows = 0;  // of the tile before the first
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems>(problem, maps, smem).run(items);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile>(problem, smem).run();
+        Consumer<Tile, kPass>(problem, smem).run();
     }
 }
 
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 Shape shape() {
-    return shape_of_tile<Tile, kProblems, SharedMemory<Tile>, backward<Tile, kProblems>>();
+    return shape_of_tile<Tile, kProblems, kPass, SharedMemory<Tile>, backward<Tile, kProblems, kPass>>();
 }
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
@@ -346,9 +362,9 @@ inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
 };
-template <class T, Problems kProblems>
+template <class T, Problems kProblems, Pass kPass>
 std::vector<Shape> shapes() {
-    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>, kProblems>(); });
+    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>, kProblems, kPass>(); });
 }
 
 }  // namespace flash_wmma::backward::wgmma

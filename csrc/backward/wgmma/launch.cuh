@@ -31,13 +31,13 @@ void launch_tile(const Problem& problem, Stream stream) {
 }
 
 /// The row of a kernel in the table of shapes. Memory: its map of the shared memory.
-template <class Tile, Problems kProblems, class Memory, InstanceKernel* kKernel>
+template <class Tile, Problems kProblems, Pass kPass, class Memory, InstanceKernel* kKernel>
 Shape shape_of_tile() {
     static_assert(sizeof(Memory) <= 227 * 1024);
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
              Tile::kStages, sizeof(Memory), reinterpret_cast<const void*>(kKernel)},
             kProblems,
-            Pass::kFused,
+            kPass,
             launch_tile<Tile, Memory, kKernel>};
 }
 

@@ -5,33 +5,50 @@
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/order.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
 /// One warp: says what the block works on, and copies K and V of each item and its tiles of Q and dO with their facts,
 /// each as soon as its place is empty.
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 class Producer {
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(int items) {
-        for (int index = static_cast<int>(blockIdx.x); index < items;) {
-            const Item item = item_of<Tile, kProblems>(problem_.forward, index);
+        // In order, an item waits for those that were taken before: then no item is given to a block that may not run
+        for (int index = kOrdered ? uniform(taken()) : static_cast<int>(blockIdx.x); index < items;) {
+            const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, index);
             publish(item);
-            int next = 0;
-            if (lane_ == 0) next = static_cast<int>(gridDim.x + atomicAdd(problem_.queue, 1u));
+            const int next = taken() + (kOrdered ? 0 : static_cast<int>(gridDim.x));
             if (item.tiles > 0) load_item(item);
             index = uniform(next);
         }
         Item none{};
         none.tiles = -1;
         publish(none);
+        if constexpr (kOrdered) publish({nullptr, 0});
     }
 
   private:
+    /// In lane 0, how many items were taken from the queue before this one.
+    __device__ __forceinline__ int taken() const {
+        return lane_ == 0 ? static_cast<int>(atomicAdd(problem_.queue, 1u)) : 0;
+    }
+
+    __device__ __forceinline__ void publish(const Turn& turn) {
+        Slot& slot = smem_.known_turn[turn_.stage];
+        if (lane_ == 0) {
+            ptx::barrier_wait(&slot.empty, turn_.parity ^ 1);
+            smem_.turn[turn_.stage] = turn;
+            ptx::barrier_arrive(&slot.full);
+        }
+        turn_.advance();
+    }
+
     __device__ __forceinline__ void publish(const Item& item) {
         Slot& slot = smem_.plan_slot[plan_.stage];
         if (lane_ == 0) {
@@ -48,8 +65,7 @@ class Producer {
         load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
         values_.advance();
         QueryPlace at{item.head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.advance(item, Tile::kQueries), place_.advance())
-            load_tile(item, at);
+        for (int left = item.tiles; left > 0; --left, at.advance(item), place_.advance()) load_tile(item, at);
     }
 
     /// Q and dO of a tile of queries, with its facts.
@@ -64,6 +80,7 @@ class Producer {
             smem_.tile[tile_facts_] = {dq_of(problem_, sequence, at.head, at.row), at.row, existing,
                                        !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
         tile_facts_ = (tile_facts_ + 1) % Tile::kTileFacts;
+        if constexpr (kOrdered) publish(turn_of<Tile, kPass>(problem_, item, at));
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const RowPair* const from = facts_of(problem_, sequence, at.head) + at.row / 2;
         const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
@@ -143,7 +160,7 @@ class Producer {
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
     }
 
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked), kOrdered = kPass == Pass::kOrdered;
 
     const Problem& problem_;
     const Maps& maps_;
@@ -155,6 +172,7 @@ class Producer {
     RingPlace<Tile::kStages> place_;
     int tile_facts_ = 0;
     unsigned patch_parity_ = 0;
+    RingPlace<Tile::kTileFacts> turn_;
 };
 
 }  // namespace flash_wmma::backward::wgmma

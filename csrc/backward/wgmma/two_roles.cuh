@@ -159,7 +159,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
-template <class Tile>
+template <class Tile, Pass kPass>
 class ValuesConsumer : TwoRolesWarp<Tile> {
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
@@ -175,7 +175,10 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
             [&](unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) { this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, 1.f); },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
-        if (late_) add_part<kParts - 1>(late_);
+        if (late_) {
+            add_part<kParts - 1>(late_);
+            end_turn(tiles_ - 1);
+        }
     }
 
   private:
@@ -197,9 +200,11 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         multiply_values(smem_.p[stage], smem_.dout[stage]);
         ptx::wgmma_wait<2>();                          // of none: for ptxas
         add_part<kParts - 1>(tile == 0 ? dq : late_);  // the tile before the first has added 0
+        if (tile > 0) end_turn(tile - 1);
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
+        begin_turn(tile);
         add_part<0>(dq);
         ptx::wgmma_wait<1>();
         tell(slot.empty);
@@ -207,6 +212,15 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_wait<0>();
         tell(ds_slot.empty);
         late_ = dq;
+        if constexpr (kPass == Pass::kOrdered) tiles_ = tile + 1;
+    }
+
+    /// The turn to add dQ of a tile, if there is an order.
+    __device__ __forceinline__ void begin_turn(unsigned tile) {
+        if constexpr (kPass == Pass::kOrdered) ptx::barrier_wait(&smem_.turn_slot[tile % 2].full, tile / 2 % 2);
+    }
+    __device__ __forceinline__ void end_turn(unsigned tile) {
+        if constexpr (kPass == Pass::kOrdered) tell(smem_.turn_slot[tile % 2].empty);
     }
 
     /// Adds the parts from kPart on, but for the last, and issues each time the part that follows.
@@ -262,13 +276,14 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
     typename Base::Gradient dv_;
     RegisterTile<16, 64> dq_[kSets];
     float* late_ = nullptr;  // where the last part of the tile before is to be added
+    unsigned tiles_ = 0;     // how many there were, if there is an order
 };
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; Scores does so with a few
 // words once an item at d = 256. The loops over tiles have none.
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
@@ -283,23 +298,25 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare(smem.slot, 1, 2 * kWarps);
         prepare(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems>(problem, maps, smem).run(items);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         if (group == 1) ScoresConsumer<Tile>(problem, smem).run();
-        else ValuesConsumer<Tile>(problem, smem).run();
+        else ValuesConsumer<Tile, kPass>(problem, smem).run();
     }
 }
 
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 Shape shape_in_roles() {
-    return shape_of_tile<Tile, kProblems, TwoRolesMemory<Tile>, backward_in_roles<Tile, kProblems>>();
+    return shape_of_tile<Tile, kProblems, kPass, TwoRolesMemory<Tile>, backward_in_roles<Tile, kProblems, kPass>>();
 }
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
@@ -307,9 +324,9 @@ inline constexpr TileShape kWideShapes[] = {
     {.d = 192, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
     {.d = 256, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
 };
-template <class T, Problems kProblems>
+template <class T, Problems kProblems, Pass kPass>
 std::vector<Shape> wide_shapes() {
-    return of_rows<kWideShapes>([](auto i) { return shape_in_roles<Tile<T, kWideShapes[i]>, kProblems>(); });
+    return of_rows<kWideShapes>([](auto i) { return shape_in_roles<Tile<T, kWideShapes[i]>, kProblems, kPass>(); });
 }
 
 }  // namespace flash_wmma::backward::wgmma

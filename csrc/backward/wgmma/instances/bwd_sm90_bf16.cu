@@ -1,9 +1,11 @@
-// The bf16 instances of bwd_sm90.
+// The bf16 instances of bwd_sm90. The one for an order serves dense problems too.
 // architectures: 9.0a
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_shapes() {
-    return join({wgmma::shapes<bf16, Problems::kPlain>(), wgmma::shapes<bf16, Problems::kPacked>()});
+    return join({wgmma::shapes<bf16, Problems::kPlain, Pass::kFused>(),
+                 wgmma::shapes<bf16, Problems::kPacked, Pass::kFused>(),
+                 wgmma::shapes<bf16, Problems::kPacked, Pass::kOrdered>()});
 }
 }  // namespace flash_wmma::backward

@@ -1,9 +1,11 @@
-// The half instances of bwd_sm90.
+// The half instances of bwd_sm90. The one for an order serves dense problems too.
 // architectures: 9.0a
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_shapes() {
-    return join({wgmma::shapes<half, Problems::kPlain>(), wgmma::shapes<half, Problems::kPacked>()});
+    return join({wgmma::shapes<half, Problems::kPlain, Pass::kFused>(),
+                 wgmma::shapes<half, Problems::kPacked, Pass::kFused>(),
+                 wgmma::shapes<half, Problems::kPacked, Pass::kOrdered>()});
 }
 }  // namespace flash_wmma::backward

@@ -1,9 +1,11 @@
-// The half instances of bwd_sm90 for d above 128.
+// The half instances of bwd_sm90 for d above 128. The one for an order serves dense problems too.
 // architectures: 9.0a
 #include "backward/wgmma/two_roles.cuh"
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_shapes() {
-    return join({wgmma::wide_shapes<half, Problems::kPlain>(), wgmma::wide_shapes<half, Problems::kPacked>()});
+    return join({wgmma::wide_shapes<half, Problems::kPlain, Pass::kFused>(),
+                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kFused>(),
+                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kOrdered>()});
 }
 }  // namespace flash_wmma::backward
