@@ -72,9 +72,10 @@ class Consumer {
                 ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
                 dk_.clear();
                 dv_.clear();
+                unsigned places = places_of(tile, item, late_item);
 #pragma unroll 1
                 for (int left = tiles; left > 0; --left, ++tile) {
-                    work_on_tile(work, tile, item, late_item, left == 1);
+                    work_on_tile(work, places, tile == 0, left == 1);
                     if (late_item != item) tell(smem_.key_slot[late_item % Tile::kKeyStages].empty);
                     late_item = item;
                 }
@@ -115,16 +116,16 @@ class Consumer {
         return uniform(x);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. K and V are in the places of `item` and, for dQ,
-    /// `late_item`.
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned tile, unsigned item, unsigned late_item,
-                                                 bool last) {
-        // The places in a uniform register: descriptors come from there
+    /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
+    /// descriptors come from there.
+    __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
         static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
-        const unsigned places = in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
-        [[maybe_unused]] const bool first = tile == 0;
-        tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
+        return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
+    }
 
+    /// Everything for a tile but its dQ, and dQ of the tile before. `places` become those of the item's next tile.
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
+        const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
@@ -151,6 +152,7 @@ class Consumer {
         multiply_weights(dv_, p_, dout);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
         multiply_weights(dk_, ds_, q);
+        places = places_of(tile + 1, item, item);  // beside the products
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
         add_late_dq(tile, first);
@@ -319,9 +321,9 @@ class Consumer {
     RegisterTile<16, Tile::kDqColumns> dq_;
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers have none.
-// ptxas: C7517 C7519: it waits for the first products of an item before dK and dV of the item before are stored, and
-// fences where the source does not need to: once an item, and beside the fences that are there.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers reload
+// a word a tile, and a few more where keys are hidden.
+// ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
