@@ -7,8 +7,8 @@
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
 // Roles: one warp of warpgroup 0 produces: it says what the next item is and issues the copies of the tiles. Each of
-// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first
-// operand of dV and dK in registers. dS also goes to shared memory, for dQ.
+// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS
+// go from the accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ.
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
@@ -28,15 +28,11 @@
 
 #include <algorithm>
 
-#include "backward/store_rows.cuh"
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/consumer.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
-#include "device/constants.cuh"
-#include "device/element.cuh"
-#include "device/quad.cuh"
-#include "device/register_tile.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -44,14 +40,14 @@ namespace flash_wmma::backward::wgmma {
 
 /// One warpgroup with its 64 keys.
 template <class Tile, Pass kPass>
-class Consumer {
+class Consumer : ConsumerWarp<Tile> {
+    using Base = ConsumerWarp<Tile>;
+    using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
+    using typename Base::T;
+
   public:
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
-        : problem_(problem),
-          smem_(shared),
-          group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
-          warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
-          lane_(static_cast<int>(threadIdx.x) % 32) {}
+        : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)), smem_(shared) {}
 
     __device__ __forceinline__ void run() {
         // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
@@ -95,27 +91,6 @@ class Consumer {
     }
 
   private:
-    using T = typename Tile::T;
-    static constexpr int kQueries = Tile::kQueries;
-
-    __device__ __forceinline__ int row() const { return lane_ / 4; }
-    __device__ __forceinline__ int column() const { return lane_ % 4 * 2; }
-    __device__ __forceinline__ int warp_key() const { return Tile::kGroupKeys * group_ + Tile::kWarpKeys * warp_; }
-
-    /// This warp's word to the others of the slot's barrier.
-    __device__ __forceinline__ void tell(ptx::Barrier& barrier) const {
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&barrier);
-    }
-
-    /// What the producer wrote. One lane reads it, the one that says later that the place is empty.
-    template <class X>
-    __device__ __forceinline__ X told(const X& shared) const {
-        X x;
-        if (lane_ == 0) x = shared;
-        return uniform(x);
-    }
-
     /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
     /// descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
@@ -130,28 +105,30 @@ class Consumer {
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
-        multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
-        multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
+        this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
+        this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
         const RowPair* facts = smem_.facts[tile % Tile::kStages] + lane_ % 4;
-        QueryValues of_query;  // loaded before the waits, beside the products
-        load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
+        typename Base::QueryValues of_query;  // loaded before the waits, beside the products
+        this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
         const bool hides = smem_.tile[tile % Tile::kTileFacts].hides;
         ptx::wgmma_wait<1>();
-        weigh(of_query);
-        load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
-        if (hides) hide(work, smem_.tile[tile % Tile::kTileFacts].first_query);
+        this->weigh(s_, of_query);
+        this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
+        if (hides) this->hide(s_, work, smem_.tile[tile % Tile::kTileFacts].first_query);
         ptx::wgmma_wait<0>();
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        differentiate(of_query);
+        this->differentiate(dp_, s_, of_query);
+        this->pack(p_, s_);
+        this->pack(ds_, dp_);
 
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
-        multiply_weights(dv_, p_, dout);
+        this->multiply_weights(dv_, p_, dout);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
-        multiply_weights(dk_, ds_, q);
+        this->multiply_weights(dk_, ds_, q);
         places = places_of(tile + 1, item, item);  // beside the products
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
@@ -160,88 +137,17 @@ class Consumer {
         tell(slot.empty);
     }
 
-    /// Issues own rows of `keys` times `queries`, transposed.
-    template <class KeyRows, class QueryRows>
-    __device__ __forceinline__ void multiply_rows(RegisterTile<16, kQueries>& product, const KeyRows& keys,
-                                                  const QueryRows& queries) const {
-#pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i) {
-            const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
-                b(queries.panel[i]);
-#pragma unroll
-            for (int step = 0; step < 4; ++step)
-                ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
-        }
-        ptx::wgmma_commit();
-    }
-
-    /// A value for each of a lane's queries.
-    using QueryValues = float[kQueries / 4];
-    template <class Of>
-    __device__ __forceinline__ static void load(QueryValues& values, Of of) {
-#pragma unroll
-        for (int i = 0; i < kQueries / 8; ++i)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) values[2 * i + e] = of(i)[e];
-    }
-    __device__ __forceinline__ static float of_column(const QueryValues& values, int c) {
-        return values[c / 8 * 2 + c % 2];
-    }
-
-    /// P of own keys in place of S.
-    __device__ __forceinline__ void weigh(const QueryValues& minus_lse) {
-        const float factor = problem_.forward.scale * kLog2e;
-        s_.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, of_column(minus_lse, c))); });
-    }
-    /// P = 0 where a query does not see a key.
-    __device__ __forceinline__ void hide(const Item& item, int first_query) {
-        const BandMask mask = told(item.mask);
-        const int first_key = told(item.first_key) + warp_key() + row(), base = first_query + column();
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            const int key = first_key + 8 * i, first = mask.first_query(key) - base;
-            const int last = key < mask.seqlen_k ? mask.last_query(key) - base : -1;
-            s_.each_in_row(i, [&](float& x, int c) {
-                if (c < first || c > last) x = 0.f;
-            });
-        }
-    }
-
-    /// P and dS as operands, from P and dP.
-    __device__ __forceinline__ void differentiate(const QueryValues& minus_delta) {
-        dp_.each([&](float& x, int i, int c) { x = s_.at(i, c) * (x + of_column(minus_delta, c)); });
-        s_.each_pair([&](float x, float y, int i, int j) { p_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
-        dp_.each_pair([&](float x, float y, int i, int j) { ds_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
-    }
-
-    /// dS^T to shared memory, in the swizzle of its panels. `n`: how many dS were stored before.
+    /// dS^T to shared memory. `n`: how many dS were stored before.
     __device__ __forceinline__ void store_ds(unsigned n) {
         Slot& slot = smem_.ds_slot[n % Tile::kDsStages];
         ptx::barrier_wait(&slot.empty, n / Tile::kDsStages % 2 ^ 1);
-        auto& panels = smem_.ds[n % Tile::kDsStages].panel;
-        // Of this lane's row in a panel, hidden: or every address is kept through the loop
-        const int at = ptx::opaque(64 * (warp_key() + lane_ % 16) + 8 * (lane_ / 16 ^ lane_ % 8));
-#pragma unroll
-        for (int step = 0; step < kQueries / 16; ++step)
-            ptx::stmatrix_x4(panels[step / 4] + (at ^ 16 * (step % 4)), ds_[step]);
+        this->store_weights(smem_.ds[n % Tile::kDsStages], ds_);
         ptx::fence_proxy_async();
         tell(slot.full);
     }
     /// Waits until both consumers have stored dS number n.
     __device__ __forceinline__ void await_ds(unsigned n) {
         ptx::barrier_wait(&smem_.ds_slot[n % Tile::kDsStages].full, n / Tile::kDsStages % 2);
-    }
-
-    /// Issues dV += P^T dO or dK += dS^T Q.
-    template <class QueryRows>
-    __device__ __forceinline__ void multiply_weights(RegisterTile<16, Tile::kD>& gradient,
-                                                     const std::uint32_t (&weights)[kQueries / 16][4],
-                                                     const QueryRows& queries) const {
-        const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
-#pragma unroll
-        for (int step = 0; step < kQueries / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
-        ptx::wgmma_commit();
     }
 
     /// Issues this warpgroup's part of dQ = dS K, of dS number n.
@@ -290,34 +196,19 @@ class Consumer {
     /// Writes dK and dV.
     __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        const int key = warp_key() + row(), left = keys.rows - key;
-        const Rows &dk = problem_.dk, &dv = problem_.dv;
-        store_rows(row_of<T>(dk, keys.batch, keys.head, keys.row + key), dk.row, left, static_cast<int>(p.head_dim),
-                   dk_, p.scale, lane_);
-        store_rows(row_of<T>(dv, keys.batch, keys.head, keys.row + key), dv.row, left, static_cast<int>(p.head_dim_v),
-                   dv_, 1.f, lane_);
+        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale);
+        Base::store(problem_.dv, keys, p.head_dim_v, dv_, 1.f);
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
-        const auto clear = [&](const Rows& rows, int columns) {
-            for (int i = lane_; i < Tile::kWarpKeys * columns / 8; i += 32) {
-                const int key = warp_key() + i / (columns / 8);
-                if (key < keys.rows)
-                    *reinterpret_cast<uint4*>(row_of<T>(rows, keys.batch, keys.head, keys.row + key) +
-                                              i % (columns / 8) * 8) = uint4{};
-            }
-        };
-        clear(problem_.dk, problem_.forward.head_dim);
-        clear(problem_.dv, problem_.forward.head_dim_v);
+        Base::store_zeros(problem_.dk, keys, problem_.forward.head_dim);
+        Base::store_zeros(problem_.dv, keys, problem_.forward.head_dim_v);
     }
 
-    const Problem& problem_;
     SharedMemory<Tile>& smem_;
-    const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
-
-    RegisterTile<16, kQueries> s_, dp_;  // scores, then P; dP, then dS: rows are keys
-    std::uint32_t p_[kQueries / 16][4], ds_[kQueries / 16][4];
-    RegisterTile<16, Tile::kD> dk_, dv_;
+    typename Base::Scores s_, dp_;   // scores, then P; dP, then dS
+    typename Base::Weights p_, ds_;  // as operands
+    typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
 };
 
