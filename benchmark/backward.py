@@ -5,9 +5,9 @@
     python benchmark/backward.py --dtype bf16 --kernels bwd_sm80 --json backward.json
 
 The problems, the method and the tables are forward.py's; TFLOP/s count five products. What is timed is one
-``torch.autograd.grad`` of q, k and v, whose forward pass ran before. ``bwd_sm80 split`` is the kernel with
-``deterministic=True``. Gradients are compared with those of the first contender that ran, SDPA's flash backend if it
-can. Exit status: 0; 1 if they differ or a kernel does not run; 2 if the benchmark cannot run as asked.
+``torch.autograd.grad`` of q, k and v, whose forward pass ran before. A name that ends in " deterministic" is the kernel
+with ``deterministic=True``. Gradients are compared with those of the first contender that ran, SDPA's flash backend if
+it can. Exit status: 0; 1 if they differ or a kernel does not run; 2 if the benchmark cannot run as asked.
 """
 
 from __future__ import annotations
@@ -21,21 +21,18 @@ from torch import Tensor
 
 from harness.accuracy import TOLERANCE
 from harness.contenders import Implementation, peers
-from harness.problems import DTYPES, Cell, Problem, Row, make_inputs, timed_cell
+from harness.problems import BACKWARD_PRODUCTS, DTYPES, Cell, Problem, Row, make_inputs, timed_cell
 from harness.program import CannotRun, load_library
 from harness.sweep import BACKWARD_KERNELS, PEERS, parse_arguments, run
 from harness.timing import Contender, Method, measure
 
-PRODUCTS = 2.5
-"""Backward's five products relative to forward's two."""
-
 
 def backward_kernel(library: ModuleType, name: str) -> Implementation:
-    """Attention whose gradients this kernel computes: deterministic ones if the name ends in " split"."""
-    kernel, _, split = name.partition(" ")
+    """Attention whose gradients this kernel computes: deterministic ones if the name ends so."""
+    kernel, _, deterministic = name.partition(" ")
 
     def attend(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-        out: Tensor = library.forward(q, k, v, causal=causal, backward_kernel=kernel, deterministic=bool(split))
+        out: Tensor = library.forward(q, k, v, causal=causal, backward_kernel=kernel, deterministic=bool(deterministic))
         return out
 
     return Implementation(name, "flash_wmma", attend)
@@ -80,7 +77,7 @@ def measure_row(
     expected = gradients(next(iter(measured.timings)))
     for name in measured.timings:
         cell = cells[name] = timed_cell(problem, measured, name, None)
-        cell.tflops = PRODUCTS * (cell.tflops or 0.0)
+        cell.tflops = BACKWARD_PRODUCTS * (cell.tflops or 0.0)
         pairs = zip(gradients(name), expected, strict=True)
         errors = torch.stack([(x - y).abs().max() / y.abs().max() for x, y in pairs])
         cell.error = errors.max().item()  # NaN if there is any

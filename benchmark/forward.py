@@ -5,7 +5,7 @@
     python benchmark/forward.py --dtype bf16 --kernels mma_sm80 wgmma_sm90 --json forward.json
     python benchmark/forward.py --sample-ms 10               a card at its power limit
 
-For every d and N the batch is 16,384 / N and the heads are 2048 / d. All contenders of a problem are timed together by
+For every d and N the batch is 16,384 / N and the heads are 2048 // d. All contenders of a problem are timed together by
 the method of harness/timing.py, and every output is checked (harness/accuracy.py). Two tables: TFLOP/s, and each
 kernel's speed relative to SDPA's flash backend and to its cuDNN backend, the median of the ratios round by round; in a
 cell not causal / causal.

@@ -741,7 +741,7 @@ def test_forward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
 
 def test_backward_compares_gradients_of_what_it_times():
     problem = benchmark.Problem(1, 2, 40, 16, "fp16", True)
-    names = ("sdpa_math", "bwd_cpu", "bwd_cpu split", "no_such_kernel")
+    names = ("sdpa_math", "bwd_cpu", "bwd_cpu deterministic", "no_such_kernel")
     method = timing.Method(warmup=1, repeats=2)
     compared = [peer for peer in contenders.peers(CPU, names[:1]) if peer.name in names]
     compared += [backward.backward_kernel(flash_wmma, name) for name in names[1:]]
@@ -818,7 +818,7 @@ def forward(q, k, v, *, causal, kernel):
 
 def test_a_build_is_compared_with_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     numbers = tmp_path / "builds.json"
-    kernels = ["--forward", "cpu", "--backward", "bwd_cpu", "bwd_cpu split"]
+    kernels = ["--forward", "cpu", "--backward", "bwd_cpu", "bwd_cpu deterministic"]
     features = ["--features", "dense", "packed", "bias"]
     arguments = [str(ROOT), *kernels, *features, *SMALL, "--lengths", "32", "64", "--json", str(numbers)]
     assert builds.main(arguments) == 0

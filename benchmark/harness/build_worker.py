@@ -39,7 +39,7 @@ class Case:
     """A kernel, the form of its inputs, and their shape."""
 
     direction: str  #: "forward" or "backward"
-    kernel: str  #: a name that ends in " split" is a backward kernel with deterministic=True
+    kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
     feature: str  #: "dense", "packed" (sequences of equal lengths) or "bias" (one for all batch entries)
     problem: Problem
 
@@ -68,9 +68,9 @@ class Prepared:
 def prepare(library: ModuleType, case: Case, device: torch.device, seed: int) -> Prepared:
     problem, backward = case.problem, case.direction == "backward"
     q, k, v = make_inputs(problem, DTYPES[problem.dtype], device, seed)
-    kernel, _, split = case.kernel.partition(" ")
+    kernel, _, deterministic = case.kernel.partition(" ")
     options: dict[str, Any] = {"causal": problem.causal}
-    options |= {"backward_kernel": kernel, "deterministic": bool(split)} if backward else {"kernel": kernel}
+    options |= {"backward_kernel": kernel, "deterministic": bool(deterministic)} if backward else {"kernel": kernel}
     attend = library.forward
     generator = torch.Generator(device).manual_seed(seed + 1)
     if case.feature == "packed":

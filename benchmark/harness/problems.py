@@ -15,6 +15,8 @@ from .contenders import SDPA, Implementation, why_not
 from .report import ABSENT
 from .timing import Contender, Measurement, Method, Timing, measure
 
+BACKWARD_PRODUCTS = 2.5
+"""Backward's five products relative to forward's two."""
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 

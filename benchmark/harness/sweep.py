@@ -25,8 +25,8 @@ from .timing import Method, Timing
 TOKENS, HIDDEN = 16384, 2048
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 FORWARD_KERNELS = ("wgmma_sm90", "mma_sm80", "mma_sm75", "wmma_v3")
-BACKWARD_KERNELS = ("bwd_sm80", "bwd_sm80 split", "bwd_sm75")
-"""A name that ends in " split" is the kernel with deterministic=True."""
+BACKWARD_KERNELS = ("bwd_sm90", "bwd_sm90 deterministic", "bwd_sm80", "bwd_sm80 deterministic", "bwd_sm75")
+"""A name that ends in " deterministic" is the kernel with deterministic=True."""
 SAMPLE_HELP = "time calls in a row that take so long together, near the card's power limit (default: one call)"
 
 MeasureRow = Callable[[Problem, torch.device, Method, Callable[[], None]], Row]
@@ -84,9 +84,10 @@ def run(library: ModuleType, options: argparse.Namespace, measured: MeasureRow) 
     device = choose_device(None)
     if device.type != "cuda":
         raise CannotRun("no CUDA device")
-    for name, sizes, whole in (("head-dims", options.head_dims, HIDDEN), ("lengths", options.lengths, TOKENS)):
-        if wrong := [size for size in sizes if whole % size]:
-            raise CannotRun(f"--{name}: got {wrong[0]}, allowed are divisors of {whole}")
+    if wrong := [size for size in options.lengths if TOKENS % size]:
+        raise CannotRun(f"--lengths: got {wrong[0]}, allowed are divisors of {TOKENS}")
+    if wrong := [size for size in options.head_dims if size > HIDDEN]:
+        raise CannotRun(f"--head-dims: got {wrong[0]}, allowed are at most {HIDDEN}")
     environment = describe(library, device)
     method = Method(warmup=3, repeats=options.repeats, sample_ms=options.sample_ms)
     print("\n".join(environment.lines()), f"method    {method.describe(device)}", sep="\n", end="\n\n", flush=True)
