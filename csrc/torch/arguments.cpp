@@ -5,6 +5,11 @@
 // From torch's C shim; absent from a torch without CUDA, hence weak.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
+// Older torch, 2.11 among them, has the check alone, without the text of the error behind a failure.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace flash_wmma {
 
 // ---- Tensors --------------------------------------------------------------------------------------------------------
