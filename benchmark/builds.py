@@ -4,6 +4,7 @@
     python benchmark/builds.py BEFORE                    BEFORE's flash_wmma, beside this clone's
     python benchmark/builds.py BEFORE AFTER --forward mma_sm80 --backward --features dense packed bias
     python benchmark/builds.py BEFORE --dtype bf16 --json builds.json
+    python benchmark/builds.py BEFORE --dtype fp32       fp32: inputs that kernels on tensor cores convert
 
 BEFORE and AFTER are folders that hold a flash_wmma package with its native libraries: `git worktree add` and then
 `./dev build` in the worktree make one. Each build runs in a process of its own (`harness/build_worker.py`), and while
@@ -39,7 +40,7 @@ from harness.program import CannotRun, positive
 from harness.report import ABSENT, Table, progress
 from harness.sweep import BACKWARD_KERNELS, FORWARD_KERNELS, HIDDEN, TOKENS
 
-FEATURES = ("dense", "packed", "bias")
+FEATURES = ("dense", "packed", "bias", "alibi")
 LONGEST_BIAS = 2048
 """A (1, H, N, N) tensor grows with N squared."""
 TURN_MS = 30.0

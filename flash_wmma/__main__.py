@@ -219,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--plot", type=Path, metavar="FILE", help="draw the banks of --banks, or the timeline, as .png, .svg, …"
     )
     what = p.add_mutually_exclusive_group()
-    what.add_argument("--banks", metavar="LINE", help="120 or wmma_v2.cu:120 (default: that with most bank conflicts)")
+    what.add_argument("--banks", metavar="LINE", help="121 or wmma_v2.cu:121 (default: that with most bank conflicts)")
     what.add_argument("--timeline", action="store_true", help="the warps of a block and its barriers")
     arguments = parser.parse_args(argv)
     if arguments.command is None:

@@ -286,7 +286,7 @@ class Line:
     """A line of the kernel's source."""
 
     source: str
-    """``"csrc/forward/wmma/wmma_v2.cu:115"``."""
+    """``"csrc/forward/wmma/wmma_v2.cu:116"``."""
     text: str
     """The line, without indentation; empty if its file is not there."""
     counts: Counts

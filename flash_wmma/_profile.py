@@ -51,7 +51,7 @@ class Profile:
         return tuple(line for launch in self.launches for line in launch.lines)
 
     def at(self, line: int | str | None) -> tuple[Line, ...]:
-        """The lines that ``line`` means: a number, ``"wmma_v2.cu:115"``, or the whole of :attr:`Line.source`. ``None``:
+        """The lines that ``line`` means: a number, ``"wmma_v2.cu:116"``, or the whole of :attr:`Line.source`. ``None``:
         the line with most bank conflicts or, if there are none, most sectors beyond the ideal ones.
 
         Raises:

@@ -42,7 +42,7 @@ def profile(
     >>> print(result)
     >>> result.counts.shared_memory["ldmatrix"].bank_conflicts
     4224
-    >>> result.plot_banks(line="wmma_v2.cu:115", path="banks.png")
+    >>> result.plot_banks(line="wmma_v2.cu:116", path="banks.png")
 
     Args:
         q, k, v, causal, scale, window, attn_bias, alibi_slopes, softcap: as :func:`flash_wmma.forward` takes them.

@@ -537,6 +537,18 @@ def test_named_cuda_kernels_are_emulated_not_timed(capsys):
     assert f"\nwmma_v2    {report.ABSENT}" in emulated
 
 
+def test_traffic_of_products_by_cublas_is_unknown(capsys, tmp_path):
+    pytest.importorskip("flash_wmma")
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    numbers = tmp_path / "numbers.json"
+    assert benchmark.main([*ARGUMENTS, "--kernels", "unfused", "--dtype", "fp16", "--json", str(numbers)]) == 0
+    out = capsys.readouterr().out
+    assert f"{report.ABSENT} unfused: cuBLAS's products are not counted" in out
+    (row,) = json.loads(numbers.read_text())["emulated"]
+    assert row["right"] and row["traffic"] is None and row["mma"] is None and row["wavefronts"] > 0
+
+
 def test_a_kernel_that_the_emulator_faults_is_wrong(monkeypatch, capsys):
     library = benchmark.load_library()
 
@@ -819,16 +831,16 @@ def forward(q, k, v, *, causal, kernel):
 def test_a_build_is_compared_with_itself(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
     numbers = tmp_path / "builds.json"
     kernels = ["--forward", "cpu", "--backward", "bwd_cpu", "bwd_cpu deterministic"]
-    features = ["--features", "dense", "packed", "bias"]
+    features = ["--features", *builds.FEATURES]
     arguments = [str(ROOT), *kernels, *features, *SMALL, "--lengths", "32", "64", "--json", str(numbers)]
     assert builds.main(arguments) == 0
     out = capfd.readouterr().out
-    assert out.count("speed of after relative to before") == 6
-    assert "results of 36 of 36 rows agree to the bit" in out
+    assert out.count("speed of after relative to before") == 8
+    assert "results of 48 of 48 rows agree to the bit" in out
     document = json.loads(numbers.read_text())
     assert document["builds"]["before"]["package"] == document["builds"]["after"]["package"] == str(ROOT / "flash_wmma")
     rows = document["rows"]
-    assert len(rows) == 3 * 3 * 2 * 2
+    assert len(rows) == 4 * 3 * 2 * 2
     assert all(row["right"] and len(row["before_ms"]) == len(row["after_ms"]) == 2 for row in rows)
     ratios = [before / after for before, after in zip(rows[0]["before_ms"], rows[0]["after_ms"], strict=True)]
     assert rows[0]["speed"] == pytest.approx(statistics.median(ratios))

@@ -39,8 +39,13 @@ class Case:
     """A kernel, the form of its inputs, and their shape."""
 
     direction: str  #: "forward" or "backward"
+<<<<<<< HEAD
     kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
     feature: str  #: "dense", "packed" (sequences of equal lengths) or "bias" (one for all batch entries)
+=======
+    kernel: str  #: a name that ends in " split" is a backward kernel with deterministic=True
+    feature: str  #: "dense", "packed" (sequences of equal lengths), "bias" (one for all batch entries) or "alibi"
+>>>>>>> rooms
     problem: Problem
 
     @classmethod
@@ -81,6 +86,8 @@ def prepare(library: ModuleType, case: Case, device: torch.device, seed: int) ->
     elif case.feature == "bias":
         shape = (1, problem.heads, problem.length, problem.length)
         options["attn_bias"] = torch.randn(shape, generator=generator, device=device, dtype=q.dtype)
+    elif case.feature == "alibi":
+        options["alibi_slopes"] = 2.0 ** -torch.linspace(1, 8, problem.heads, device=device)
     if not backward:
         return Prepared(case, lambda: (attend(q, k, v, **options),))
     leaves = [t.requires_grad_() for t in (q, k, v)]

@@ -28,13 +28,18 @@ class Emulated:
     plain_error: float | None = None  #: the same of plain PyTorch attention in the multiplied type
     allclose: bool | None = None
     right: bool | None = None
-    mma: int = 0  #: tensor-core instructions
+    mma: int | None = None  #: tensor-core instructions; None: unknown, since cuBLAS multiplies
     wavefronts: int = 0  #: of shared memory
     bank_conflicts: int = 0
     load_sectors_per_request: float = 0.0  #: of global memory, asynchronous copies included
     store_sectors_per_request: float = 0.0
-    traffic: float = 0.0  #: bytes read and written over those of q, k, v, out and lse, each moved once
+    traffic: float | None = None  #: bytes moved over those of q, k, v, out and lse moved once; None: unknown
     reason: str | None = None
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether it left products to cuBLAS, so that its counts are those of the rest."""
+        return self.error is not None and self.traffic is None
 
     @property
     def cells(self) -> list[str]:
@@ -44,12 +49,12 @@ class Emulated:
         share = self.bank_conflicts / self.wavefronts if self.wavefronts else 0.0
         return [
             self.kernel,
-            f"{self.mma:,}",
+            ABSENT if self.mma is None else f"{self.mma:,}",
             f"{self.bank_conflicts:,}",
             f"{share:.0%}",
             f"{self.load_sectors_per_request:.1f}",
             f"{self.store_sectors_per_request:.1f}",
-            f"{self.traffic:.1f}x",
+            ABSENT if self.traffic is None else f"{self.traffic:.1f}x",
             mark(self),
         ]
 
@@ -91,19 +96,20 @@ def emulate(
         found = judge.judge(out, kernel.multiplied(dtype))
         counts = profile.counts
         loads = counts.global_memory["load"] + counts.global_memory["async_copy"]
-        moved = counts.read_bytes + counts.written_bytes
+        moved = profile.read_bytes, profile.written_bytes
+        ideal = profile.ideal_read_bytes + profile.ideal_written_bytes
         yield Emulated(
             kernel=kernel.name,
             error=found.error,
             plain_error=found.plain_error,
             allclose=found.allclose,
             right=found.right,
-            mma=counts.mma,
+            mma=None if profile.products else counts.mma,
             wavefronts=counts.shared.wavefronts,
             bank_conflicts=counts.bank_conflicts,
             load_sectors_per_request=loads.sectors_per_request,
             store_sectors_per_request=counts.global_memory["store"].sectors_per_request,
-            traffic=moved / (profile.ideal_read_bytes + profile.ideal_written_bytes),
+            traffic=None if None in moved else sum(moved) / ideal,
         )
 
 
@@ -120,6 +126,7 @@ def print_emulated(rows: Sequence[Emulated], head_dim: int, dtype: str, causal: 
         "sectors: of 32 bytes, per request; traffic: bytes to and from global memory, without caches,",
         "over those of q, k, v, out and lse moved once; check: as above, no race, no access out of bounds",
         *(f"{ABSENT} {row.kernel}: {row.reason}" for row in rows if row.reason),
+        *(f"{ABSENT} {row.kernel}: cuBLAS's products are not counted" for row in rows if row.uncounted),
         "python -m flash_wmma profile --kernel NAME shows a kernel line by line",
     ]
     print(table.text(), "", *map(wrapped, lines), sep="\n", flush=True)

@@ -22,7 +22,7 @@ namespace cpu {
 namespace {
 
 /// One dense problem: a dense call, or one sequence of a packed call, with pointers to its rows.
-struct Problem {
+struct DenseProblem {
     ForwardParams params;
     std::int64_t rows;                ///< packed rows of a key/value head
     std::int64_t heads;               ///< batch * heads_k
@@ -31,7 +31,7 @@ struct Problem {
     std::int64_t partials;            ///< floats, of one split of one head
     std::int64_t first_task = 0, first_combination = 0, first_partial = 0;
 
-    explicit Problem(const ForwardParams& p) : params(p) {
+    explicit DenseProblem(const ForwardParams& p) : params(p) {
         // A split must be long enough to pay for its partial result, and there must be few enough of them to combine.
         constexpr std::int64_t kSplitRows = 96, kMinSplitKeys = 512, kMaxSplits = 32;
         rows = p.seqlen_q * (p.heads_q / p.heads_k);
@@ -55,7 +55,7 @@ struct Problem {
 /// The work of a call: its problems, the longest first, and how threads share them.
 struct Plan {
     const IsaKernel* isa;
-    std::vector<Problem> problems;
+    std::vector<DenseProblem> problems;
     std::int64_t task_rows;  ///< packed rows of a task
     std::int64_t tasks = 0, combinations = 0;
     std::int64_t workers, combine_workers;
@@ -72,7 +72,7 @@ struct Plan {
                 const ForwardParams one = sequence(p, b);
                 if (one.seqlen_q > 0 && one.seqlen_k > 0) problems.emplace_back(one);
             }
-            std::stable_sort(problems.begin(), problems.end(), [](const Problem& a, const Problem& b) {
+            std::stable_sort(problems.begin(), problems.end(), [](const DenseProblem& a, const DenseProblem& b) {
                 return a.params.seqlen_q * a.params.seqlen_k > b.params.seqlen_q * b.params.seqlen_k;
             });
         } else {
@@ -80,7 +80,7 @@ struct Plan {
         }
         double work = 0;
         std::int64_t tiles = 0;
-        for (const Problem& problem : problems) {
+        for (const DenseProblem& problem : problems) {
             work += problem.work();
             tiles += problem.heads * problem.splits * ceil_div(problem.rows, isa->tile_rows);
         }
@@ -89,7 +89,7 @@ struct Plan {
         // Large tasks share K/V tiles, small ones keep the threads evenly busy.
         const std::int64_t task_tiles = std::clamp(tiles / (4 * workers), std::int64_t{1}, std::int64_t{kMaxTaskTiles});
         task_rows = task_tiles * isa->tile_rows;
-        for (Problem& problem : problems) {
+        for (DenseProblem& problem : problems) {
             problem.row_tasks = ceil_div(problem.rows, task_rows);
             problem.first_task = tasks;
             problem.first_combination = combinations;
@@ -104,12 +104,12 @@ struct Plan {
     }
 
     /// The problem whose range of tasks (or combinations) holds the index.
-    const Problem& problem_of(std::int64_t index, std::int64_t Problem::* first) const {
-        const auto after = [&](std::int64_t i, const Problem& problem) { return i < problem.*first; };
+    const DenseProblem& problem_of(std::int64_t index, std::int64_t DenseProblem::* first) const {
+        const auto after = [&](std::int64_t i, const DenseProblem& problem) { return i < problem.*first; };
         return *(std::upper_bound(problems.begin(), problems.end(), index, after) - 1);
     }
 
-    Task rows_of(const Problem& problem, std::int64_t head, std::int64_t index) const {
+    Task rows_of(const DenseProblem& problem, std::int64_t head, std::int64_t index) const {
         Task task{};
         task.batch = head / problem.params.heads_k;
         task.head_k = head % problem.params.heads_k;
@@ -153,7 +153,7 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
     if (p.sequences.cu_seqlens_q) clear_idle_rows(p);
 
     run_tasks(plan.workers, plan.tasks, [&](std::int64_t index, std::int64_t worker) {
-        const Problem& problem = plan.problem_of(index, &Problem::first_task);
+        const DenseProblem& problem = plan.problem_of(index, &DenseProblem::first_task);
         const std::int64_t t = index - problem.first_task, split = t % problem.splits,
                            row_task = problem.row_tasks - 1 - t / problem.splits % problem.row_tasks,
                            head = t / problem.splits / problem.row_tasks;
@@ -166,7 +166,7 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
         plan.isa->attend(problem.params, task, scratch + worker * plan.scratch);
     });
     run_tasks(plan.combine_workers, plan.combinations, [&](std::int64_t index, std::int64_t) {
-        const Problem& problem = plan.problem_of(index, &Problem::first_combination);
+        const DenseProblem& problem = plan.problem_of(index, &DenseProblem::first_combination);
         const std::int64_t t = index - problem.first_combination, head = t / problem.row_tasks;
         Task task = plan.rows_of(problem, head, t % problem.row_tasks);
         task.partial = partials + problem.first_partial + head * problem.splits * problem.partials +

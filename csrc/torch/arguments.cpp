@@ -5,6 +5,11 @@
 // From torch's C shim; absent from a torch without CUDA, hence weak.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
+// Older torch, 2.11 among them, has the check alone, without the text of the error behind a failure.
+#ifndef STABLE_TORCH_ERROR_CODE_CHECK
+#define STABLE_TORCH_ERROR_CODE_CHECK TORCH_ERROR_CODE_CHECK
+#endif
+
 namespace flash_wmma {
 
 // ---- Tensors --------------------------------------------------------------------------------------------------------
@@ -175,7 +180,7 @@ const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Op
 
 }  // namespace
 
-Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o)
+CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o)
     : q(q_), k(k_), v(v_), options(o) {
     if (q.dim != 4) q.refuse("(B, H, N, d)");
     check_inputs(q, k, v);
@@ -186,7 +191,8 @@ Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const 
     set_options();
 }
 
-Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o, const Lengths& lengths)
+CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o,
+                         const Lengths& lengths)
     : q(q_), k(k_), v(v_), options(o) {
     if (q.dim != 3) q.refuse("(total, H, d)");
     check_inputs(q, k, v);
@@ -207,7 +213,7 @@ Problem::Problem(const Operand& q_, const Operand& k_, const Operand& v_, const 
     set_options();
 }
 
-void Problem::set_options() {
+void CheckedCall::set_options() {
     ForwardParams& p = params;
     p.dtype = p.out_dtype = q.element_type("");
     p.heads_q = q.sizes[1];
@@ -226,13 +232,13 @@ void Problem::set_options() {
     p.partials.num_splits = 1;
 }
 
-bool Problem::empty() const {
+bool CheckedCall::empty() const {
     const int64_t row = packed() ? 0 : 2;
     return q.sizes[row] == 0 || k.sizes[row] == 0 || params.seqlen_q == 0 || params.seqlen_k == 0 ||
            params.batch == 0 || params.heads_q == 0;
 }
 
-void Problem::point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse) {
+void CheckedCall::point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse) {
     params.head_dim = static_cast<int32_t>(round_up(params.head_dim, 8));
     params.head_dim_v = static_cast<int32_t>(round_up(params.head_dim_v, 8));
     params.q = q_rows.rows;
@@ -243,7 +249,7 @@ void Problem::point_to(const Readable& q_rows, const Readable& k_rows, const Rea
     params.lse_batch = packed() ? 0 : params.heads_q * params.lse_head;
 }
 
-void Problem::add_buffers(std::vector<emulator::Buffer>& buffers) const {
+void CheckedCall::add_buffers(std::vector<emulator::Buffer>& buffers) const {
     if (options.attn_bias) buffers.push_back(buffer_of("attn_bias", *options.attn_bias, false));
     if (slopes_) buffers.push_back(buffer_of("alibi_slopes", *slopes_, false));
     if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));

@@ -149,15 +149,15 @@ struct Lengths {
 
 /// The checked arguments of a call as a kernel sees them. Memory that they point to lives as long as this object and
 /// the tensors. Still missing are the pointers to q, k, v, o and lse, and the padding of head dims.
-struct Problem {
+struct CheckedCall {
     const Operand &q, &k, &v;
     const Options& options;
     ForwardParams params{};
 
     /// (B, H, N, d).
-    Problem(const Operand& q, const Operand& k, const Operand& v, const Options& options);
+    CheckedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options);
     /// Packed: (total, H, d).
-    Problem(const Operand& q, const Operand& k, const Operand& v, const Options& options, const Lengths& lengths);
+    CheckedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options, const Lengths& lengths);
 
     bool packed() const { return q.dim == 3; }
     /// Whether no query sees a key, so that there is nothing to run.

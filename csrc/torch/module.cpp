@@ -62,37 +62,34 @@ DType dtype_named(const std::string& name) {
 }
 
 /// Params as the ops fill them, without tensors: a pointer that is only compared with null points to a placeholder.
-struct Problem {
-    ForwardParams params{};
-
-    Problem(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed, bool attn_bias,
-            bool alibi_slopes, double softcap, bool batch_invariant) {
-        static const float present = 0.f;
-        static const std::int32_t lengths = 0;
-        ForwardParams& p = params;
-        p.dtype = p.out_dtype = dtype_named(dtype);
-        p.batch = sizes["batch"].cast<std::int64_t>();
-        p.heads_q = sizes["heads_q"].cast<std::int64_t>();
-        p.heads_k = sizes["heads_k"].cast<std::int64_t>();
-        p.seqlen_q = sizes["seqlen_q"].cast<std::int64_t>();
-        p.seqlen_k = sizes["seqlen_k"].cast<std::int64_t>();
-        p.head_dim = sizes["head_dim"].cast<std::int32_t>();
-        p.head_dim_v = sizes["head_dim_v"].cast<std::int32_t>();
-        p.scale = 1.f / std::sqrt(static_cast<float>(p.head_dim > 0 ? p.head_dim : 1));
-        const auto left = band[0].cast<std::int64_t>(), right = band[1].cast<std::int64_t>();
-        p.band = {left < 0 ? kUnbounded : left, right < 0 ? kUnbounded : right, band[2].cast<bool>()};
-        if (packed) {
-            p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &lengths;
-            p.sequences.total_q = sizes["total_q"].cast<std::int64_t>();
-            p.sequences.total_k = sizes["total_k"].cast<std::int64_t>();
-        }
-        if (attn_bias) p.bias.data = &present;
-        if (alibi_slopes) p.alibi_slopes = &present;
-        p.softcap = static_cast<float>(softcap);
-        p.partials.num_splits = 1;
-        p.batch_invariant = batch_invariant;
+ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed,
+                        bool attn_bias, bool alibi_slopes, double softcap, bool batch_invariant) {
+    static const float present = 0.f;
+    static const std::int32_t lengths = 0;
+    ForwardParams p{};
+    p.dtype = p.out_dtype = dtype_named(dtype);
+    p.batch = sizes["batch"].cast<std::int64_t>();
+    p.heads_q = sizes["heads_q"].cast<std::int64_t>();
+    p.heads_k = sizes["heads_k"].cast<std::int64_t>();
+    p.seqlen_q = sizes["seqlen_q"].cast<std::int64_t>();
+    p.seqlen_k = sizes["seqlen_k"].cast<std::int64_t>();
+    p.head_dim = sizes["head_dim"].cast<std::int32_t>();
+    p.head_dim_v = sizes["head_dim_v"].cast<std::int32_t>();
+    p.scale = 1.f / std::sqrt(static_cast<float>(p.head_dim > 0 ? p.head_dim : 1));
+    const auto left = band[0].cast<std::int64_t>(), right = band[1].cast<std::int64_t>();
+    p.band = {left < 0 ? kUnbounded : left, right < 0 ? kUnbounded : right, band[2].cast<bool>()};
+    if (packed) {
+        p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &lengths;
+        p.sequences.total_q = sizes["total_q"].cast<std::int64_t>();
+        p.sequences.total_k = sizes["total_k"].cast<std::int64_t>();
     }
-};
+    if (attn_bias) p.bias.data = &present;
+    if (alibi_slopes) p.alibi_slopes = &present;
+    p.softcap = static_cast<float>(softcap);
+    p.partials.num_splits = 1;
+    p.batch_invariant = batch_invariant;
+    return p;
+}
 
 DeviceFacts device_of(const py::tuple& facts) {
     DeviceFacts device;
@@ -141,8 +138,8 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
                  bool packed, bool attn_bias, bool alibi_slopes, double softcap, bool batch_invariant,
                  const py::tuple& device_facts) {
-    Problem problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant);
-    return answer(name, problem.params, problem.params, device_of(device_facts));
+    ForwardParams params = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant);
+    return answer(name, params, params, device_of(device_facts));
 }
 
 /// `dbias_strides`: the strides of the bias's gradient, 0 where the bias is broadcast; None: no gradient is asked for.
@@ -154,7 +151,7 @@ py::dict explain_backward(const std::string& name, const std::string& dtype, con
                           const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
-    params.forward = Problem(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant).params;
+    params.forward = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, softcap, batch_invariant);
     if (dbias_strides) {
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};

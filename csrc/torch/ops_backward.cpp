@@ -37,11 +37,11 @@ Tensor like_lse(const Tensor& t, const char* name, const std::array<int64_t, kDi
 /// The gradient of an additive bias, while a kernel adds it up: fp32, of the bias's own shape.
 class BiasSum {
   public:
-    BiasSum(const Problem& problem, bool wanted, BackwardParams& params) : like_(problem.q) {
+    BiasSum(const CheckedCall& call, bool wanted, BackwardParams& params) : like_(call.q) {
         if (!wanted) return;
-        if (!problem.options.attn_bias || params.forward.bias.dtype == DType::kBool)
+        if (!call.options.attn_bias || params.forward.bias.dtype == DType::kBool)
             invalid("bias_grad: there is no additive attn_bias");
-        const Operand bias(*problem.options.attn_bias, "attn_bias");
+        const Operand bias(*call.options.attn_bias, "attn_bias");
         dtype_ = bias.dtype;
         dim_ = bias.dim;
         std::copy_n(bias.sizes, dim_, sizes_.end() - dim_);
@@ -86,30 +86,30 @@ Written<kDim> gradient_of(const Operand& t) {
 }
 
 template <std::size_t kDim>
-Gradients run(Problem& problem, const Given& given) {
-    const Operand &q = problem.q, &k = problem.k, &v = problem.v, dout(given.dout, "dout"), out(given.out, "out");
+Gradients run(CheckedCall& call, const Given& given) {
+    const Operand &q = call.q, &k = call.k, &v = call.v, dout(given.dout, "dout"), out(given.out, "out");
     for (const Operand* t : {&dout, &out}) check_like_out(*t, q, v);
-    const auto lse_sizes = problem.lse_sizes<kDim - 1>();
+    const auto lse_sizes = call.lse_sizes<kDim - 1>();
     const Tensor lse = like_lse(given.lse, "lse", lse_sizes, q);
     OptionalTensor dlse;
     if (given.dlse) dlse = like_lse(*given.dlse, "dlse", lse_sizes, q);
 
     BackwardParams p{};
-    p.forward = problem.params;
+    p.forward = call.params;
     p.deterministic = given.deterministic;
-    BiasSum dbias(problem, given.bias_grad, p);
-    const Target target(q, problem.options.kernel_name, "backward");
-    if (problem.options.kernel_name == "auto")
+    BiasSum dbias(call, given.bias_grad, p);
+    const Target target(q, call.options.kernel_name, "backward");
+    if (call.options.kernel_name == "auto")
         p.exact = registry::is_exact(given.forward_kernel, p.forward, target.device());
     const BackwardKernelInfo& kernel = target.choose(p);
 
     Written<kDim> dq = gradient_of<kDim>(q), dk = gradient_of<kDim>(k), dv = gradient_of<kDim>(v);
-    if (problem.empty() || problem.packed())
+    if (call.empty() || call.packed())
         for (Written<kDim>* t : {&dq, &dk, &dv}) torch::stable::zero_(t->memory());
-    if (!problem.empty()) {
+    if (!call.empty()) {
         const Readable q_rows(q), k_rows(k), v_rows(v), out_rows(out), dout_rows(dout);
-        problem.point_to(q_rows, k_rows, v_rows, lse);
-        p.forward = problem.params;
+        call.point_to(q_rows, k_rows, v_rows, lse);
+        p.forward = call.params;
         p.forward.o = out_rows.rows;
         p.dout = dout_rows.rows;
         p.dq = dq.rows();
@@ -123,7 +123,7 @@ Gradients run(Problem& problem, const Given& given) {
                 dq.buffer("dq"),      dk.buffer("dk"),          dv.buffer("dv")};
             if (dlse) buffers.push_back(buffer_of("dlse", *dlse, false));
             dbias.add_buffer(buffers);
-            problem.add_buffers(buffers);
+            call.add_buffers(buffers);
             return buffers;
         });
     }
@@ -141,8 +141,8 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
-    Problem problem(q, k, v, options);
-    return run<4>(problem, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
+    CheckedCall call(q, k, v, options);
+    return run<4>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
@@ -156,8 +156,8 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
-    Problem problem(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
-    return run<3>(problem, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
+    CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
+    return run<3>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }
 
 }  // namespace flash_wmma

@@ -7,31 +7,31 @@ namespace {
 
 /// `out_bnhd`: out is (B, H, N, d) in shape and (B, N, H, d) in memory.
 template <std::size_t kDim>
-std::tuple<Tensor, Tensor> run(Problem& problem, const std::array<int64_t, kDim>& out_sizes, bool out_bnhd,
+std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim>& out_sizes, bool out_bnhd,
                                int64_t num_splits, bool batch_invariant) {
     if (num_splits > 1) invalid("num_splits: not yet built");
-    const Operand& q = problem.q;
-    ForwardParams& p = problem.params;
+    const Operand& q = call.q;
+    ForwardParams& p = call.params;
     p.batch_invariant = batch_invariant;
-    const Target target(q, problem.options.kernel_name, "forward");
+    const Target target(q, call.options.kernel_name, "forward");
     const KernelInfo& kernel = target.choose(p);
 
-    const auto lse_sizes = problem.lse_sizes<kDim - 1>();
+    const auto lse_sizes = call.lse_sizes<kDim - 1>();
     Tensor lse = empty(lse_sizes, contiguous(lse_sizes), codes().float32, q);
     std::array<int64_t, kDim> strides = contiguous(out_sizes);
     if constexpr (kDim == 4) strides = row_strides(out_sizes, out_bnhd);
     Written<kDim> out(out_sizes, strides, q);
-    if (problem.empty() || p.head_dim_v == 0) {
+    if (call.empty() || p.head_dim_v == 0) {
         torch::stable::zero_(out.memory());
         torch::stable::fill_(lse, -INFINITY);
     } else {
-        const Readable q_rows(q), k_rows(problem.k), v_rows(problem.v);
-        problem.point_to(q_rows, k_rows, v_rows, lse);
+        const Readable q_rows(q), k_rows(call.k), v_rows(call.v);
+        call.point_to(q_rows, k_rows, v_rows, lse);
         p.o = out.rows();
         target.run(kernel, p, [&] {
             std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), v_rows.buffer("v"),
                                                   out.buffer("o"), buffer_of("lse", lse, true)};
-            problem.add_buffers(buffers);
+            call.add_buffers(buffers);
             return buffers;
         });
     }
@@ -49,9 +49,9 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
-    Problem problem(q, k, v, options);
+    CheckedCall call(q, k, v, options);
     const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
-    return run<4>(problem, out, out_bnhd, num_splits, batch_invariant);
+    return run<4>(call, out, out_bnhd, num_splits, batch_invariant);
 }
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
@@ -67,9 +67,9 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
     const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
                           window_right, bottom_right, softcap, dropout_p, kernel_name};
     if (page_table) invalid("page_table: not yet built");
-    Problem problem(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
+    CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
     const std::array<int64_t, 3> out{q.sizes[0], q.sizes[1], v.sizes[2]};
-    return run<3>(problem, out, false, num_splits, batch_invariant);
+    return run<3>(call, out, false, num_splits, batch_invariant);
 }
 
 }  // namespace flash_wmma

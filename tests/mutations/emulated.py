@@ -12,9 +12,9 @@ AGAIN = (
     "                    multiply_qk_again();\n"
     "                    soft_cap();\n"
     "                }\n"
-    "                softmax_.settled =\n"
-    "                    weigh_exactly(factor, key < first, "
-    "[&] { hide(rows, key, key < all_begin, key >= all_end); });\n"
+    "                softmax_.settled = weigh_exactly(\n"
+    "                    factor, key < first, "
+    "[&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });\n"
     "            }\n"
 )
 """What a consumer of wgmma_sm90 does with K after the vote."""

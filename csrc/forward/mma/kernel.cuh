@@ -35,6 +35,7 @@
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
 #include "device/value_unit.cuh"
+#include "device/visible_tiles.cuh"
 #include "forward/mma/block.cuh"
 #include "forward/mma/copies.cuh"
 #include "forward/mma/key_value_ring.cuh"
@@ -43,22 +44,13 @@
 
 namespace flash_wmma::mma {
 
-/// Which tiles, by their first keys, have a key that some row of the warp sees, and which only keys that all rows see.
+/// The tiles that the warp's rows see.
 template <class Tile>
-struct VisibleTiles {
-    int some_begin, some_end, all_begin, all_end;
-
-    __device__ __forceinline__ VisibleTiles(const Work<Tile>& work, const Thread<Tile>& thread) {
-        const int last_row = thread.warp_row() + Tile::kWarpRows - 1;
-        const int first_query = work.tile.row(thread.warp_row()).query;
-        const int last_query = min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1);
-        some_begin = work.mask.begin(first_query) - Tile::kBc + 1;
-        some_end = first_query <= last_query ? work.mask.end(last_query) : some_begin;
-        all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query) - Tile::kBc + 1;
-    }
-    __device__ __forceinline__ bool some(int key) const { return key >= some_begin && key < some_end; }
-    __device__ __forceinline__ bool all(int key) const { return key >= all_begin && key < all_end; }
-};
+__device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile>& work, const Thread<Tile>& thread) {
+    const int last_row = thread.warp_row() + Tile::kWarpRows - 1;
+    return {work.mask, work.tile.row(thread.warp_row()).query,
+            min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1)};
+}
 
 /// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
@@ -70,7 +62,7 @@ struct Weigher {
     const Work<Tile>& work;
     Smem<Tile>& smem;
     const Thread<Tile>& thread;
-    const VisibleTiles<Tile>& visible;
+    const VisibleTiles<Tile::kBc>& visible;
     const QOperand<Tile>& q;
     const KeyRows<Tile>& k;
     const int key;      // the tile's first
@@ -186,7 +178,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         q.load(smem, thread);
     }
 
-    const VisibleTiles<Tile> visible(work, thread);
+    const auto visible = visible_tiles<Tile>(work, thread);
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;

@@ -39,6 +39,7 @@
 #include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
 #include "device/score_mod.cuh"
+#include "device/visible_tiles.cuh"
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/output.cuh"
 #include "forward/wgmma/plan.cuh"
@@ -411,9 +412,8 @@ class Consumer {
 
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
-        // Bounds of the first key of tiles that all rows of the warp see in full
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
-        const int all_begin = rows.mask.begin(last_query), all_end = rows.mask.end(rows.first_query) - kBc + 1;
+        const VisibleTiles<kBc> visible(rows.mask, rows.first_query, last_query);
         const float factor = this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
@@ -425,7 +425,7 @@ class Consumer {
             ptx::wgmma_wait<1>();
             soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
-            const bool free = key >= all_begin && key < all_end;
+            const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
             if (key == first && free) softmax_.settled = estimate_maximum(factor);
             const bool plain = softmax_.settled && free;
             bool done = false;
@@ -443,8 +443,8 @@ class Consumer {
                     multiply_qk_again();
                     soft_cap();
                 }
-                softmax_.settled =
-                    weigh_exactly(factor, key < first, [&] { hide(rows, key, key < all_begin, key >= all_end); });
+                softmax_.settled = weigh_exactly(
+                    factor, key < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
             }
             release_k();
             pack_weights();

@@ -30,6 +30,7 @@
 #include <iterator>
 
 #include "attention.h"
+#include "device/constants.cuh"
 #include "device/half_tile.cuh"
 #include "device/mask.cuh"
 #include "device/shared_maximum.cuh"
@@ -90,7 +91,7 @@ __global__ void __launch_bounds__(32, kBlocksPerSm) wmma_v1(const __grid_constan
 #pragma unroll
     for (int d = 0; d < kSteps; ++d) wmma::fill_fragment(o[d], 0.f);
     SharedMaximum softmax;
-    const float scale_log2 = p.scale * 1.44269504088896341f;
+    const float scale_log2 = p.scale * kLog2e;
 
     for (int key = first_key; key < end_key; key += kBc) {
         HalfTile<T, kBc, kD> k, v;

@@ -141,7 +141,7 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
     const int seqlen_q = work.sequence.seqlen_q, seqlen_k = work.sequence.seqlen_k;
     const float q_scale = work.query_scale(warp_row);
 
-    // Keys that some row of the warp sees, and keys that all its rows see
+    // Keys that some row of the warp sees, and keys that all its rows see (VisibleTiles: more registers and moves)
     const int first_query = work.tile.row(warp_row).query;
     const int last_query = min(work.tile.row(warp_row + Tile::kWarpRows - 1).query, seqlen_q - 1);
     const int some_begin = work.mask.begin(first_query);
