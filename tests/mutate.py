@@ -55,7 +55,16 @@ FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
     *("interface_hypothesis", "tiles", "profile", "emulator_sm90"),
 )
-BACKWARD_TESTS = ("backward", "backward_mma", "loop_orders", "autograd", "features", "varlen", "interface_hypothesis")
+BACKWARD_TESTS = (
+    "bwd_sm90",
+    "backward",
+    "backward_mma",
+    "loop_orders",
+    "autograd",
+    "features",
+    "varlen",
+    "interface_hypothesis",
+)
 CPU_TESTS = ("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis")
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")

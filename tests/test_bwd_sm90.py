@@ -1,0 +1,254 @@
+"""Every tile shape of bwd_sm90, its items, its rings and packed sequences. In the emulator, checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import pytest
+import torch
+from reference import DENSE, Mask, attention, poisoned_memory
+from torch import Tensor
+
+import flash_wmma
+from flash_wmma._call import band
+from flash_wmma._library import ops
+
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value of a gradient
+DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
+SHAPES = [64, 128, 192, 256]
+"""The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64."""
+
+
+class Case(NamedTuple):
+    nq: int
+    nk: int
+    mask: Mask = DENSE
+    heads: tuple[int, int] = (2, 1)
+    batch: int = 1
+
+
+class Attention(NamedTuple):
+    """What the kernel is given."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    out: Tensor
+    lse: Tensor
+
+
+def solved(case: Case, d: int, dv: int, dtype: torch.dtype, seed: int = 0) -> tuple[Attention, list[Tensor]]:
+    """Inputs, and float64's gradients of q, k and v."""
+    make = torch.Generator().manual_seed(seed)
+    (hq, hk), b = case.heads, case.batch
+    shapes = ((b, hq, case.nq, d), (b, hk, case.nk, d), (b, hk, case.nk, dv), (b, hq, case.nq, dv))
+    q, k, v, dout = (torch.randn(shape, generator=make).to(dtype) for shape in shapes)
+    dlse = torch.randn(b, hq, case.nq, generator=make)
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, case.mask)
+    loss = (out * dout.double()).sum() + (lse.masked_fill(lse.isneginf(), 0) * dlse.double()).sum()
+    expected = list(torch.autograd.grad(loss, leaves))
+    return Attention(q, k, v, dout, dlse, out.detach().to(dtype), lse.detach().float()), expected
+
+
+def judge(
+    gradients: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype, largest: Sequence[float] | None = None
+) -> None:
+    """In units of the largest value of each gradient, or of `largest`."""
+    if largest is None:
+        largest = [t.abs().amax().item() for t in expected]
+    for name, got, want, unit in zip(("dq", "dk", "dv"), gradients, expected, largest, strict=True):
+        assert not got.isnan().any(), f"NaN in {name}"
+        error = (got.double() - want).abs().max().item() / max(unit, 1e-6) if got.numel() else 0.0
+        assert error <= TOLERANCE[dtype], f"{name}: {error}"
+        assert not got[want.abs().sum(3) == 0].any(), f"{name} of a row without weights"
+
+
+def compute(given: Attention, mask: Mask = DENSE, sm_count: int = 2, seed: int = 0) -> list[Tensor]:
+    """The kernel's gradients of q, k and v, from poisoned memory."""
+    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count, seed=seed), poisoned_memory():
+        *gradients, _ = ops.backward(
+            *(given.dout, given.dlse, given.q, given.k, given.v, given.out, given.lse, None),
+            *band(mask.causal, mask.window),
+            kernel_name="bwd_sm90",
+        )
+    return gradients
+
+
+def check(
+    case: Case, d: int, dv: int | None = None, dtype: torch.dtype = torch.float16, sm_count: int = 2, seed: int = 0
+) -> None:
+    given, expected = solved(case, d, dv or d, dtype)
+    judge(compute(given, case.mask, sm_count, seed), expected, dtype)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv"),
+    [
+        *[(8, 64), (64, 40), (72, 128), (128, 120), (120, 16)],
+        *[(136, 136), (192, 192), (8, 192), (184, 64), (200, 200), (256, 256), (64, 248), (256, 136)],
+    ],
+)
+def test_head_dims(d: int, dv: int) -> None:
+    """Narrower than the tile on either side, whole panels of 64 columns among them."""
+    check(Case(150, 200, Mask("bottom_right")), d, dv)
+    check(Case(90, 130, batch=2), d, dv, torch.bfloat16)
+
+
+MASKS = {
+    "last keys unseen": Case(70, 300, Mask(True)),
+    "first keys unseen": Case(65, 400, Mask("bottom_right", (30, None))),
+    "keys unseen on both sides": Case(40, 500, Mask(False, (0, 150))),
+    "queries without keys": Case(300, 70, Mask("bottom_right")),
+    "last queries without keys": Case(300, 70, Mask(False, (20, 10))),
+    "whole tiles": Case(128, 256, Mask(True)),
+    "one more than whole tiles": Case(129, 257, Mask("bottom_right")),
+    "one less than whole tiles": Case(127, 255, Mask(True, (64, 0))),
+    "diagonal": Case(200, 200, Mask(True, (0, 0))),
+    "one query": Case(1, 200),
+    "one key": Case(200, 1),
+    "six heads to one": Case(140, 70, Mask("bottom_right"), heads=(6, 1)),
+}
+
+
+@pytest.mark.parametrize("d", SHAPES)
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(case: str, d: int) -> None:
+    """Among them items without queries between others with some."""
+    check(MASKS[case], d)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+@pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
+def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
+    """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
+    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+def test_infinite_queries_and_keys_stay_where_they_are(d: int) -> None:
+    """A head's NaN reaches no other head, though a block works on one after the other."""
+    case = Case(70, 150, heads=(3, 3))
+    given, expected = solved(case, d, d, torch.float16)
+    for t in (given.q, given.k, given.v, given.dout, given.out):
+        t[:, 1] = math.nan
+    gradients = compute(given, sm_count=1)
+    judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+def test_scores_far_below_zero(d: int) -> None:
+    """Rows of a tile that hold no key or no query have the score 0, whose weight is infinite beside these."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, n, d, generator=make).half() for n in (70, 50, 50, 70))
+    q[..., 0], k[..., 0] = 40.0 * d**0.5, -6.0
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves)
+    expected = torch.autograd.grad((out * dout.double()).sum(), leaves)
+    given = Attention(q, k, v, dout, torch.zeros(1, 1, 70), out.detach().half(), lse.detach().float())
+    judge(compute(given), expected, torch.bfloat16)
+
+
+def check_packed(
+    lengths: list[tuple[int, int, int]], mask: Mask, d: int, dv: int, bad: tuple[int, ...] = (), sm_count: int = 2
+) -> None:
+    """Of sequences of (queries, keys, keys in use). Rows of no sequence, keys that are not in use and the sequences
+    `bad` hold NaN and infinity, which reach nothing else."""
+    dtype, heads, margin = torch.float16, (2, 1), 3
+    ends_q = [margin, *itertools.accumulate((n for n, _, _ in lengths), initial=margin)][1:]
+    ends_k = [margin, *itertools.accumulate((n for _, n, _ in lengths), initial=margin)][1:]
+    total_q, total_k = ends_q[-1] + 5, ends_k[-1] + 7
+    shapes = ((total_q, 2, d), (total_k, 1, d), (total_k, 1, dv), (total_q, 2, dv), (total_q, 2, dv))
+    q, k, v, dout, out = (torch.full(shape, math.nan, dtype=dtype) for shape in shapes)
+    k[::2] = v[::2] = math.inf
+    dlse, lse = torch.full((2, 2, total_q), math.nan)
+    truth = []
+    for b, (nq, _, used) in enumerate(lengths):
+        given, expected = solved(Case(nq, used, mask, heads), d, dv, dtype, seed=b)
+        truth.append(expected)
+        rows, keys = slice(ends_q[b], ends_q[b] + nq), slice(ends_k[b], ends_k[b] + used)
+        if b in bad:
+            continue
+        for packed, own in ((q, given.q), (dout, given.dout), (out, given.out)):
+            packed[rows] = own[0].transpose(0, 1)
+        for packed, own in ((k, given.k), (v, given.v)):
+            packed[keys] = own[0].transpose(0, 1)
+        dlse[:, rows], lse[:, rows] = given.dlse[0], given.lse[0]
+    tables = [torch.tensor(t, dtype=torch.int32) for t in (ends_q, ends_k, [used for _, _, used in lengths])]
+    longest = [max(column) for column in zip(*lengths, strict=True)]
+    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
+        dq, dk, dv_, _ = ops.backward_varlen(
+            *(dout, dlse, q, k, v, out, lse, *tables, *longest[:2], None),
+            *band(mask.causal, mask.window),
+            kernel_name="bwd_sm90",
+        )
+    largest = [max(t.abs().max().item() for t in same if t.numel()) for same in zip(*truth, strict=True)]
+    outside_q, outside_k = torch.ones(total_q, dtype=torch.bool), torch.ones(total_k, dtype=torch.bool)
+    for b, (nq, _, used) in enumerate(lengths):
+        rows, keys = slice(ends_q[b], ends_q[b] + nq), slice(ends_k[b], ends_k[b] + used)
+        outside_q[rows], outside_k[keys] = False, False
+        own = [t[s].transpose(0, 1)[None] for t, s in ((dq, rows), (dk, keys), (dv_, keys))]
+        if b not in bad:
+            judge(own, truth[b], dtype, largest)
+    assert not dq[outside_q].any()
+    assert not dk[outside_k].any()
+    assert not dv_[outside_k].any()
+
+
+EDGES = [
+    (1, 5, 5),
+    (0, 40, 40),
+    (127, 128, 128),
+    (30, 0, 0),
+    (128, 129, 127),
+    (129, 127, 127),
+    (1, 1, 1),
+    (64, 200, 65),
+]
+
+
+@pytest.mark.parametrize("mask", [DENSE, Mask(True), Mask("bottom_right", (70, 0))], ids=str)
+@pytest.mark.parametrize("d", SHAPES)
+def test_packed(d: int, mask: Mask) -> None:
+    """Lengths around a tile of 64 and of 128, none, one; keys that are not in use, in whole tiles too."""
+    check_packed([*EDGES, (65, 300, 20)], mask, d, d)
+
+
+@pytest.mark.parametrize(("d", "dv"), [(40, 64), (128, 72), (136, 192), (256, 200)])
+def test_packed_among_infinite_ones(d: int, dv: int) -> None:
+    """Every second sequence is NaN, one block works on all."""
+    lengths = [(70, 70, 70), (20, 150, 130), (130, 60, 60), (65, 64, 64), (64, 65, 65), (3, 3, 3)]
+    check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1)
+    check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4))
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_many_packed_sequences(d: int) -> None:
+    """More than the lanes of a warp, which looks their tiles up."""
+    check_packed([(b * 5 % 11, b * 7 % 13, b * 7 % 13) for b in range(70)], Mask(True), d, d)
+
+
+def test_who_takes_what() -> None:
+    """`auto` on sm_90: dense and masked problems up to d = 128; the others go to bwd_sm80, and so do other cards."""
+    q, wide = (torch.empty(2, 8, 1000, d, dtype=torch.float16, device="meta") for d in (64, 192))
+    for options in ({}, {"causal": True}, {"window": (100, 0)}):
+        assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).backward_kernel == "bwd_sm90"  # type: ignore[arg-type]
+    for tensors in ((wide, wide, wide), (q, q, wide)):
+        answer = flash_wmma.explain(*tensors, device_facts=DEVICE)
+        assert answer.backward_kernel == "bwd_sm80"
+        assert (
+            flash_wmma.explain(*tensors, device_facts=DEVICE, backward_kernel="bwd_sm90").backward_kernel == "bwd_sm90"
+        )
+    for options in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(8, device="meta")}):
+        answer = flash_wmma.explain(q, q, q, device_facts=DEVICE, **options)  # type: ignore[arg-type]
+        assert answer.backward_kernel == "bwd_sm80"
+        assert "does not support" in answer.backward_reasons["bwd_sm90"]
+    assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).backward_kernel == "bwd_sm80"
+    for arch in (80, 100, 120):
+        answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))
+        assert answer.backward_kernel == "bwd_sm80"
