@@ -9,7 +9,10 @@ in the emulator.
 - :func:`explain`, :func:`kernels`, :func:`build_info`: which kernel runs, and what was built.
 - :func:`profile`, :mod:`emulator`: a profiler and a test bench for kernels, without a GPU.
 - :mod:`reductions`: maxima, sums and softmax.
+- :mod:`distributed`: attention over sequences that several GPUs hold; imported when it is first used.
 """
+
+from typing import Any
 
 from . import (
     _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)
@@ -69,3 +72,11 @@ __all__ = [
     "scaled_dot_product_attention",
     "theoretical_occupancy",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "distributed":
+        from importlib import import_module
+
+        return import_module("flash_wmma.distributed")
+    raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")

@@ -27,7 +27,7 @@ _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch
 _TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
 
 
-def _gradients(
+def gradients(
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -47,7 +47,7 @@ def _gradients(
         only_warn = asked is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
         if only_warn and str(error).startswith("kernel"):
             warnings.warn(f"flash_wmma: gradients that may differ from run to run, since {error}", stacklevel=2)
-            return _gradients(dout, dlse, q, k, v, out, lse, bias_grad, call._replace(deterministic=False))
+            return gradients(dout, dlse, q, k, v, out, lse, bias_grad, call._replace(deterministic=False))
         raise_library_error(error)
         raise
 
@@ -57,7 +57,7 @@ class _OnceDifferentiable(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Gradients:
-        return _gradients(*arguments)
+        return gradients(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
@@ -91,7 +91,7 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         bias_grad = ctx.needs_input_grad[3]
-        compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else _gradients
+        compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else gradients
         dq, dk, dv, dbias = compute(dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors))
         return dq, dk, dv, dbias if bias_grad else None, None
 

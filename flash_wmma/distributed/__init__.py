@@ -1,0 +1,407 @@
+"""Attention over sequences that several ranks of a torch.distributed process group hold together.
+
+- :func:`shard_sequence`, :func:`unshard_sequence`, :func:`position_ids`: which rows a rank holds.
+- :func:`ring_attention`: keys and values travel from rank to rank.
+- :func:`ulysses_attention`: ranks exchange rows for heads.
+
+Ranks communicate through torch.distributed alone: NCCL for CUDA tensors, gloo for CPU tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .. import _autocast, _checks
+from .._call import Call as KernelCall
+from .._call import Causal, Window, call_of
+from .._errors import raise_library_error, refuse
+from .._forward import forward, forward_varlen
+from ._agree import Call, Place, agree, describe, place_of
+from ._layout import held, positions, rows
+from ._plan import Band
+from ._ring import Ring, RingAttention
+from ._rows import index
+from ._ulysses import Exchange, GatherRows, ScatterRows, Unshard, split_heads
+
+__all__ = ["position_ids", "ring_attention", "shard_sequence", "ulysses_attention", "unshard_sequence"]
+
+
+def __dir__() -> list[str]:
+    return __all__
+
+
+Group = dist.ProcessGroup
+CuSeqlens = Tensor | Sequence[int]
+
+# ---------------------------------------------------------------------------------------------------- rows of the ranks
+
+
+def _length(n: object, name: str = "seq_len") -> int:
+    if not isinstance(n, int) or isinstance(n, bool):
+        refuse(name, repr(n), "an int", TypeError)
+    if not 0 <= n <= _checks.MAX_SEQLEN:
+        refuse(name, n, "0 to 2**30")
+    return n
+
+
+def _lengths(cu_seqlens: Any, name: str = "cu_seqlens") -> tuple[int, ...]:
+    """The length of each packed sequence. Waits for the device if it is given a CUDA tensor."""
+    if isinstance(cu_seqlens, Tensor):
+        if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
+            refuse(name, f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}", "(B + 1), torch.int32 or torch.int64")
+        ends: list[Any] = cu_seqlens.tolist()
+    elif isinstance(cu_seqlens, Sequence) and not isinstance(cu_seqlens, str | bytes):
+        ends = list(cu_seqlens)
+    else:
+        refuse(name, type(cu_seqlens).__name__, "a tensor or a sequence of int", TypeError)
+    for end in ends:
+        _length(end, name)
+    if not ends or ends[0] != 0 or any(b < a for a, b in itertools.pairwise(ends)):
+        refuse(name, ends, "numbers from 0 on, none below the one before")
+    return tuple(b - a for a, b in itertools.pairwise(ends))
+
+
+def _dimension(x: Tensor, dim: object, packed: bool) -> int:
+    if dim is None:
+        dim = 0 if packed else 1
+    if not isinstance(dim, int) or isinstance(dim, bool):
+        refuse("dim", repr(dim), "None or an int", TypeError)
+    if not -x.dim() <= dim < x.dim():
+        refuse("dim", dim, f"a dimension of x, {tuple(x.shape)}")
+    return dim % x.dim()
+
+
+def shard_sequence(
+    x: Tensor, group: Group | None = None, *, dim: int | None = None, cu_seqlens: CuSeqlens | None = None
+) -> Tensor:
+    """This rank's rows of a whole sequence.
+
+    The sequence is cut into 2R chunks for R ranks; rank r holds chunks r and 2R - 1 - r, so that all have the same work
+    under a causal mask. Chunk c begins at row c * N // 2R: N may be any number. Nothing is communicated.
+
+    Args:
+        x: the same on every rank, with rows of the sequence along ``dim``.
+        group: the ranks that hold the sequence together; ``None``: all.
+        dim: by default 1, as in (B, N) or (B, N, width), and 0 for packed sequences. 2 for heads (B, H, N, d).
+        cu_seqlens: (B + 1), a tensor or a sequence of int: packed sequences, of which each is cut by itself.
+
+    Returns:
+        A copy of the rows, contiguous; differentiable.
+
+    Raises:
+        TypeError, ValueError: an argument; RuntimeError: torch.distributed is not initialised.
+    """
+    _checks.tensors(x=x)
+    place = place_of(group)
+    at = _dimension(x, dim, cu_seqlens is not None)
+    lengths = (x.shape[at],) if cu_seqlens is None else _lengths(cu_seqlens)
+    if sum(lengths) != x.shape[at]:
+        refuse("cu_seqlens", f"{sum(lengths)} last", f"the rows of x, {x.shape[at]}")
+    return x.index_select(at, index(rows(lengths, place.world, place.rank), x.device))
+
+
+def unshard_sequence(
+    x: Tensor,
+    group: Group | None = None,
+    *,
+    dim: int | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    seq_len: int | None = None,
+) -> Tensor:
+    """The whole sequence on every rank, of the rows that :func:`shard_sequence` gave each.
+
+    Differentiable: as for ring_attention, the gradient is that of the sum of all ranks' losses. If every rank computes
+    the same loss from the whole sequence, divide it by the number of ranks.
+
+    Args:
+        x: this rank's rows.
+        group, dim, cu_seqlens: as for :func:`shard_sequence`.
+        seq_len: rows of the whole sequence; by default the ranks exchange how many each has.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as :func:`ring_attention`.
+    """
+    place = place_of(group)
+
+    def make() -> tuple[Call, tuple[int, tuple[int, ...] | None]]:
+        _checks.tensors(x=x)
+        at = _dimension(x, dim, cu_seqlens is not None)
+        lengths = None if cu_seqlens is None else _lengths(cu_seqlens)
+        shape = ", ".join("N" if i == at else str(n) for i, n in enumerate(x.shape))
+        text = f"unshard_sequence(({shape}), {x.dtype}, {x.device.type}, seq_len={seq_len}, lengths={lengths})"
+        total = None if seq_len is None else _length(seq_len)
+        if lengths is not None:
+            _packed_rows("x", x.shape[at], lengths, place)
+            total = sum(lengths)
+        return Call(text, (x.shape[at], 0), None if total is None else (total, 0), lengths is not None), (at, lengths)
+
+    (total, _), (at, lengths) = agree(place, make)
+    whole: Tensor = Unshard.apply(x, at, lengths or (total,), place)
+    return whole
+
+
+def position_ids(
+    seq_len: int | None = None,
+    group: Group | None = None,
+    *,
+    cu_seqlens: CuSeqlens | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """The place of each of this rank's rows within its sequence, for rotary and other embeddings.
+
+    Args:
+        seq_len: rows of the whole sequence, or
+        cu_seqlens: of packed sequences, as for :func:`shard_sequence`.
+        group: as for :func:`shard_sequence`.
+        device: of the result.
+
+    Returns:
+        (rows of this rank), int64.
+
+    Raises:
+        TypeError, ValueError: an argument; RuntimeError: torch.distributed is not initialised.
+    """
+    if (seq_len is None) == (cu_seqlens is None):
+        refuse("seq_len", repr(seq_len), "either seq_len or cu_seqlens")
+    place = place_of(group)
+    lengths = _lengths(cu_seqlens) if seq_len is None else (_length(seq_len),)
+    return torch.tensor(positions(lengths, place.world, place.rank), dtype=torch.int64, device=device)
+
+
+# ------------------------------------------------------------------------------------------------------------ attention
+
+
+class _Given:
+    """The arguments of an attention, checked, and the call in words."""
+
+    def __init__(
+        self,
+        name: str,
+        place: Place,
+        tensors: tuple[Tensor, Tensor, Tensor],
+        call: KernelCall,
+        slopes: Tensor | None,
+        seq_len: Any,
+        cu_seqlens: Any,
+        cu_seqlens_k: Any,
+        **options: object,
+    ) -> None:
+        _checks.tensors(q=tensors[0], k=tensors[1], v=tensors[2])
+        q, k, v, call = _autocast.cast(*tensors, call)
+        self.tensors, self.call = (q, k, v), call
+        self.packed = cu_seqlens is not None
+        _checks.inputs(q, k, v, "(total, H, d)" if self.packed else "(B, H, N, d)")
+        if q.device.type not in ("cpu", "cuda"):
+            refuse("q.device", q.device, "cpu, cuda")
+        _checks.options(call)
+        dim = 0 if self.packed else 2
+        self.lengths: tuple[tuple[int, int], ...] | None = None
+        total = None
+        if self.packed:
+            if seq_len is not None:
+                refuse("seq_len", seq_len, "None with cu_seqlens")
+            of_q = _lengths(cu_seqlens)
+            of_k = of_q if cu_seqlens_k is None else _lengths(cu_seqlens_k, "cu_seqlens_k")
+            if len(of_k) != len(of_q):
+                refuse("cu_seqlens_k", f"{len(of_k)} sequences", f"as many as in cu_seqlens, {len(of_q)}")
+            _packed_rows("q", q.shape[0], of_q, place)
+            _packed_rows("k", k.shape[0], of_k, place)
+            self.lengths, total = tuple(zip(of_q, of_k, strict=True)), (sum(of_q), sum(of_k))
+        elif cu_seqlens_k is not None:
+            refuse("cu_seqlens_k", type(cu_seqlens_k).__name__, "None without cu_seqlens")
+        elif seq_len is not None:
+            both = tuple(seq_len) if isinstance(seq_len, tuple | list) else (seq_len, seq_len)
+            if len(both) != 2:
+                refuse("seq_len", repr(seq_len), "None, an int or a pair (of queries, of keys)")
+            total = _length(both[0]), _length(both[1])
+        _checks.slopes(slopes, q, len(self.lengths) if self.lengths is not None else q.shape[0])
+        if torch.is_grad_enabled():
+            _checks.no_gradient(alibi_slopes=slopes)
+        shape = None if slopes is None else tuple(slopes.shape)
+        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        options |= {"scale": call.scale, "band": call.band, "softcap": call.softcap, "alibi_slopes": shape}
+        options |= {"deterministic": call.deterministic, "gradients": recorded, "seq_len": total}
+        if self.packed:
+            options["lengths"] = self.lengths
+        self.text = describe(name, q, k, v, dim, **options)
+        self.asked = Call(self.text, (q.shape[dim], k.shape[dim]), total, self.packed)
+
+
+def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place) -> None:
+    expected = sum(held(length, place.world, place.rank) for length in lengths)
+    if n != expected:
+        refuse(f"{name}.shape", f"{n} rows", f"the {expected} rows that shard_sequence gives rank {place.rank}")
+
+
+def _band(call: KernelCall, alibi: bool) -> Band:
+    left, right, bottom_right = call.band
+    return Band(None if left < 0 else left, None if right < 0 else right, bottom_right, alibi)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group | None = None,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    seq_len: int | tuple[int, int] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`flash_wmma.forward` over a sequence whose rows the ranks hold as :func:`shard_sequence` gives them.
+
+    Keys and values travel between the ranks while a rank computes; only rows that a rank's queries see are sent. The
+    parts are merged in float32. out and lse are differentiable in q, k and v, once, in reverse mode: the gradients are
+    those of the sum of all ranks' losses. Every rank must make the call, and run its backward, in the same order as the
+    others.
+
+    Args:
+        q: (B, Hq, n, d), this rank's rows, or packed (n, Hq, d). As for :func:`flash_wmma.forward` otherwise.
+        k: (B, Hk, n_k, d) or (n_k, Hk, d), likewise.
+        v: (B, Hk, n_k, d_v) or (n_k, Hk, d_v), likewise.
+        group: the ranks that hold the sequence together; ``None``: all.
+        causal, scale, window, softcap: as for :func:`flash_wmma.forward`, of places in the whole sequence.
+        alibi_slopes: (Hq) or (B, Hq), float32, the same on every rank.
+        return_lse: also return the logarithm of the softmax's denominator.
+        deterministic: compute gradients that are bitwise the same from run to run, as for :func:`flash_wmma.forward`.
+        seq_len: rows of the whole sequence, or (queries, keys). By default the ranks exchange how many rows each holds,
+            in every call, which on a group without gloo waits for the GPU.
+        cu_seqlens: (B + 1), a tensor (best on the CPU) or a sequence of int, the same on every rank: packed sequences,
+            of which each is cut by itself.
+        cu_seqlens_k: of the keys, where they differ.
+
+    Returns:
+        out (B, Hq, n, d_v) or (n, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, n) or
+        (Hq, n), float32.
+
+    Raises:
+        TypeError, ValueError: an argument, or the ranks' calls do not go together. Every rank raises if one does: at
+            every call that gives neither seq_len nor cu_seqlens, else at the first call of its kind.
+        RuntimeError: torch.distributed is not initialised, or another rank does not answer within the group's timeout.
+        NotImplementedError: alibi_slopes requires grad.
+
+    Ring attention: https://arxiv.org/abs/2310.01889.
+    """
+    place = place_of(group)
+    _no_transforms()
+
+    def make() -> tuple[Call, _Given]:
+        _checks.flag(return_lse=return_lse)
+        call = call_of(causal, scale, window, None, None, softcap, deterministic=deterministic)
+        given = _Given("ring_attention", place, (q, k, v), call, alibi_slopes, seq_len, cu_seqlens, cu_seqlens_k)
+        return given.asked, given
+
+    total, given = agree(place, make)
+    lengths = given.lengths if given.lengths is not None else (total,)
+    band = _band(given.call, alibi_slopes is not None)
+    ring = Ring(place, lengths, band, given.packed, given.call)
+    out, lse = _library_errors(lambda: RingAttention.apply(*given.tensors, alibi_slopes, ring))
+    return (out, lse) if return_lse else out
+
+
+def ulysses_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    group: Group | None = None,
+    *,
+    causal: Causal = False,
+    scale: float | None = None,
+    window: Window | None = None,
+    alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool | None = None,
+    seq_len: int | tuple[int, int] | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    cu_seqlens_k: CuSeqlens | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ring_attention`'s result by other means: the ranks exchange rows for heads (all-to-all), each computes all
+    rows of its share of the heads with one call of a kernel, and out is exchanged back.
+
+    Args:
+        q, k, v: as for :func:`ring_attention`, with at least as many query heads as ranks; the heads need not divide
+            evenly. Heads of k and v that several ranks need are sent to each.
+        group, causal, scale, window, alibi_slopes, softcap, return_lse, deterministic, seq_len, cu_seqlens,
+            cu_seqlens_k: as for :func:`ring_attention`.
+
+    Returns, raises:
+        As :func:`ring_attention`.
+
+    DeepSpeed-Ulysses: https://arxiv.org/abs/2309.14509.
+    """
+    place = place_of(group)
+    _no_transforms()
+
+    def make() -> tuple[Call, _Given]:
+        _checks.flag(return_lse=return_lse)
+        call = call_of(causal, scale, window, None, None, softcap, deterministic=deterministic)
+        options = {"return_lse": return_lse}
+        given = _Given(
+            "ulysses_attention", place, (q, k, v), call, alibi_slopes, seq_len, cu_seqlens, cu_seqlens_k, **options
+        )
+        heads = given.tensors[0].shape[1]
+        if heads < place.world:
+            refuse("q.shape", f"{heads} heads", f"at least one for each of the {place.world} ranks")
+        return given.asked, given
+
+    total, given = agree(place, make)
+    lengths = given.lengths if given.lengths is not None else (total,)
+    of_q, of_k = (tuple(each[i] for each in lengths) for i in range(2))
+    hq, hk = given.tensors[0].shape[1], given.tensors[1].shape[1]
+    q_heads, k_heads, reads = split_heads(hq, hk, place.world)
+    here = q_heads[place.rank]
+    queries = Exchange(place, q_heads, hq, of_q, given.packed)
+    keys = Exchange(place, k_heads, hk, of_k, given.packed)
+    whole_q: Tensor = GatherRows.apply(given.tensors[0], queries)
+    whole_k, whole_v = (GatherRows.apply(t, keys) for t in given.tensors[1:])
+    read = reads[place.rank]
+    if read is not None:
+        each = torch.tensor(read, device=whole_k.device)
+        whole_k, whole_v = whole_k.index_select(1, each), whole_v.index_select(1, each)
+    slopes = None if alibi_slopes is None else alibi_slopes[..., here[0] : here[-1] + 1].contiguous()
+    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "alibi_slopes": slopes}
+    options |= {"softcap": softcap, "deterministic": deterministic}
+    if given.packed:
+        cu_q, cu_k = (
+            torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=whole_q.device)
+            for each in (of_q, of_k)
+        )
+        longest_q, longest_k = max(of_q, default=0), max(of_k, default=0)
+        out, lse = forward_varlen(
+            whole_q, whole_k, whole_v, cu_q, cu_k, longest_q, longest_k, return_lse=True, **options
+        )
+        lse = lse.t() if return_lse else lse
+    else:
+        out, lse = forward(whole_q, whole_k, whole_v, return_lse=True, **options)
+    mine: Tensor = ScatterRows.apply(out, queries)
+    if not return_lse:
+        return mine
+    rows_of_lse: Tensor = ScatterRows.apply(lse[..., None], queries)[..., 0]
+    return mine, (rows_of_lse.t() if given.packed else rows_of_lse).contiguous()
+
+
+def _no_transforms() -> None:
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError("torch.func is not supported across ranks")
+
+
+def _library_errors(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    try:
+        return compute()
+    except RuntimeError as error:
+        raise_library_error(error)
+        raise

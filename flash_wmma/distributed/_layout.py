@@ -1,0 +1,75 @@
+"""Which rows of a sequence each rank holds.
+
+A sequence of n rows is cut into 2R chunks for R ranks, and rank r holds chunks r and 2R - 1 - r ("zigzag"), in this
+order. Under a causal mask every rank then has the same work to a chunk's share. Chunk c is the rows from c * n // 2R
+on, so that n may be any number. Of packed sequences each is cut by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+
+Ranges = tuple[tuple[int, int], ...]
+"""Rows from the first number to before the second, of each pair."""
+
+
+def bounds(n: int, world: int) -> list[int]:
+    """Where the chunks of n rows begin, and n."""
+    return [c * n // (2 * world) for c in range(2 * world + 1)]
+
+
+def pieces(n: int, world: int, rank: int) -> Ranges:
+    """The two chunks of a rank; either may be empty."""
+    at, last = bounds(n, world), 2 * world - 1 - rank
+    return (at[rank], at[rank + 1]), (at[last], at[last + 1])
+
+
+def held(n: int, world: int, rank: int) -> int:
+    """How many of n rows a rank holds."""
+    return sum(end - begin for begin, end in pieces(n, world, rank))
+
+
+def coalesced(ranges: list[tuple[int, int]]) -> Ranges:
+    """The same rows in the same order: no empty range, and none that begins where the one before ends."""
+    joined: list[tuple[int, int]] = []
+    for begin, end in ranges:
+        if end <= begin:
+            continue
+        if joined and joined[-1][1] == begin:
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    return tuple(joined)
+
+
+def count(ranges: Ranges) -> int:
+    """How many rows these are."""
+    return sum(end - begin for begin, end in ranges)
+
+
+@functools.lru_cache(256)
+def rows(lengths: tuple[int, ...], world: int, rank: int) -> Ranges:
+    """The rows of a rank among the rows of sequences of these lengths, one after the other."""
+    mine, start = [], 0
+    for n in lengths:
+        mine += [(start + begin, start + end) for begin, end in pieces(n, world, rank)]
+        start += n
+    return coalesced(mine)
+
+
+@functools.lru_cache(256)
+def positions(lengths: tuple[int, ...], world: int, rank: int) -> tuple[int, ...]:
+    """The place of each of a rank's rows within its sequence."""
+    return tuple(i for n in lengths for begin, end in pieces(n, world, rank) for i in range(begin, end))
+
+
+@functools.lru_cache(64)
+def order(lengths: tuple[int, ...], world: int) -> tuple[int, ...]:
+    """Of each row of the whole: its number among the rows of rank 0, then of rank 1, and so on."""
+    place = [0] * sum(lengths)
+    number = 0
+    for rank in range(world):
+        for begin, end in rows(lengths, world, rank):
+            place[begin:end] = range(number, number + end - begin)
+            number += end - begin
+    return tuple(place)

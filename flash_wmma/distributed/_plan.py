@@ -1,0 +1,230 @@
+"""What one rank's queries need of one rank's keys, as calls of a kernel.
+
+A chunk of queries and a chunk of keys form a rectangle of scores, of which the mask leaves a band. Rows and columns
+that the band leaves empty are cut off; then both bounds of the band are numbers from 0 on, as a kernel takes them,
+whatever the distance of the chunks. Rectangles that can be one call become one: under a causal mask a rank's own keys
+are one causal call, and those of another rank one call without a mask.
+
+ALiBi's -slope * |distance| is a kernel's own where queries and keys end at the same place. Where all keys lie on one
+side of all queries it is a term for each key, which is a bias with one row, and a term for each query, which shifts
+only lse.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+from ._layout import Ranges, coalesced, count, held, pieces
+
+
+class Band(NamedTuple):
+    """Which keys a query sees: from ``left`` before its own place to ``right`` behind; ``None`` bounds nothing."""
+
+    left: int | None = None
+    right: int | None = None
+    bottom_right: bool = False
+    """The last query's place is the last key's, else the first query's is the first key's."""
+    alibi: bool = False
+
+
+Lengths = tuple[tuple[int, int], ...]
+"""(queries, keys) of every sequence."""
+
+PLAIN, ALIGNED = 0, 2
+
+
+class Tile(NamedTuple):
+    """A rectangle of scores: queries are rows of their rank, keys rows of the message with the keys."""
+
+    sequence: int
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+    left: int
+    right: int
+    """As the ops take them: -1 bounds nothing."""
+    side: int
+    """0 without ALiBi; 1 or -1: no query lies before, or behind, a key that it sees; 2: the kernel's own ALiBi."""
+
+    @property
+    def plain(self) -> bool:
+        """Every query sees every key, and the tile may be joined to others."""
+        return self.left < 0 and self.right < 0 and self.side != ALIGNED
+
+
+class Job(NamedTuple):
+    """Tiles of different sequences that one call computes."""
+
+    tiles: tuple[Tile, ...]
+    q: Ranges
+    k: Ranges
+    left: int
+    right: int
+    side: int
+
+
+class Pair(NamedTuple):
+    """What a rank's queries need of a rank's keys."""
+
+    message: Ranges
+    """Rows of the keys' rank."""
+    rows: int
+    """How many these are."""
+    jobs: tuple[Job, ...]
+
+    @property
+    def once(self) -> bool:
+        """One call takes the whole message, so that the keys' gradients need not be added up."""
+        return len(self.jobs) == 1 and self.jobs[0].k == ((0, self.rows),)
+
+
+class _Area(NamedTuple):
+    """Queries and keys by their places in the sequence."""
+
+    i0: int
+    i1: int
+    j0: int
+    j1: int
+
+
+def _trimmed(area: _Area, band: Band, shift: int) -> _Area | None:
+    """Without the queries that see none of the keys and the keys that no query sees."""
+    i0, i1, j0, j1 = area
+    while i0 < i1 and j0 < j1:
+        before = i0, i1, j0, j1
+        if band.left is not None:
+            j0 = max(j0, i0 + shift - band.left)
+            i1 = min(i1, j1 - shift + band.left)
+        if band.right is not None:
+            j1 = min(j1, i1 + shift + band.right)
+            i0 = max(i0, j0 - shift - band.right)
+        if before == (i0, i1, j0, j1):
+            return _Area(*before)
+    return None
+
+
+def _split(whole: _Area, band: Band, shift: int, apart: int) -> list[tuple[_Area, int]]:
+    """Areas with their sides; to ALiBi a query's place is ``apart`` more than its number."""
+    area = _trimmed(whole, band, shift)
+    if area is None:
+        return []
+    if not band.alibi:
+        return [(area, PLAIN)]
+    i0, i1, j0, j1 = area
+    if j1 - i1 == apart:
+        return [(area, ALIGNED)]
+    nearest, farthest = i0 + apart - (j1 - 1), i1 - 1 + apart - j0
+    if band.right is not None:
+        nearest = max(nearest, apart - shift - band.right)
+    if band.left is not None:
+        farthest = min(farthest, apart - shift + band.left)
+    if nearest >= 0:
+        return [(area, 1)]
+    if farthest <= 0:
+        return [(area, -1)]
+    if j1 - apart > i1:
+        cut = i1 + apart
+        parts = _Area(i0, i1, j0, cut), _Area(i0, i1, cut, j1)
+    else:
+        cut = j1 - apart
+        parts = _Area(i0, cut, j0, j1), _Area(cut, i1, j0, j1)
+    return [found for part in parts for found in _split(part, band, shift, apart)]
+
+
+def _sequence(
+    number: int, length: tuple[int, int], world: int, ranks: tuple[int, int], band: Band, first_q: int, first_k: int
+) -> tuple[list[Tile], list[tuple[int, int]]]:
+    """The tiles of one sequence, whose rows begin at first_q and first_k on the ranks, and the keys that they need.
+    The tiles' keys are numbered as if the message of this sequence began at row 0."""
+    nq, nk = length
+    apart = nk - nq
+    shift = apart if band.bottom_right else 0
+    tiles, needed, sent = [], [], 0
+    row_k = first_k
+    for j0, j1 in pieces(nk, world, ranks[1]):
+        found, row_q = [], first_q
+        for i0, i1 in pieces(nq, world, ranks[0]):
+            found += [(area, side, row_q - i0) for area, side in _split(_Area(i0, i1, j0, j1), band, shift, apart)]
+            row_q += i1 - i0
+        if found:
+            begin, end = min(area.j0 for area, *_ in found), max(area.j1 for area, *_ in found)
+            for area, side, row in found:
+                distance = area.i0 + shift - area.j0
+                left = -1 if band.left is None else band.left - distance
+                right = -1 if band.right is None else band.right + distance
+                tiles.append(
+                    Tile(
+                        number,
+                        row + area.i0,
+                        row + area.i1,
+                        sent + area.j0 - begin,
+                        sent + area.j1 - begin,
+                        left if left < area.i1 - area.i0 - 1 else -1,
+                        right if right < area.j1 - area.j0 - 1 else -1,
+                        side,
+                    )
+                )
+            needed.append((row_k + begin - j0, row_k + end - j0))
+            sent += end - begin
+        row_k += j1 - j0
+    return _joined(sorted(tiles)), needed
+
+
+def _causal(a: Tile, b: Tile, c: Tile) -> Tile | None:
+    """One tile for a rank's own keys under a causal mask: the diagonals a and c, and b below a, or nothing."""
+    if a.side != PLAIN or a.left >= 0 or c.left >= 0 or a.right < 0 or c.right < 0 or not b.plain:
+        return None
+    corners = (a.q1, a.q1, c.q1, a.k0, a.k1, a.k1) == (b.q0, c.q0, b.q1, b.k0, b.k1, c.k0)
+    more = (a.k1 - a.k0) - (a.q1 - a.q0)
+    if not corners or c.right + more != a.right or not more - 1 <= a.right <= more:
+        return None
+    return a._replace(q1=c.q1, k1=c.k1)
+
+
+def _pair_joined(a: Tile, b: Tile) -> Tile | None:
+    """Both as one tile, or nothing."""
+    if not (a.plain and b.plain and a.side == b.side):
+        return None
+    if (a.q0, a.q1, a.k1) == (b.q0, b.q1, b.k0):
+        return a._replace(k1=b.k1)
+    if (a.k0, a.k1, a.q1) == (b.k0, b.k1, b.q0):
+        return a._replace(q1=b.q1)
+    return None
+
+
+def _joined(tiles: list[Tile]) -> list[Tile]:
+    """The same scores in fewer tiles, in the order of their queries and keys."""
+    if len(tiles) == 3 and (whole := _causal(*tiles)):
+        return [whole]
+    for a in tiles:
+        for b in tiles:
+            if a is not b and (both := _pair_joined(a, b)):
+                return _joined(sorted([both, *(tile for tile in tiles if tile is not a and tile is not b)]))
+    return tiles
+
+
+@functools.lru_cache(4096)
+def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> Pair:
+    """What the queries of one rank need of the keys of another, or of its own."""
+    message: list[tuple[int, int]] = []
+    jobs: dict[tuple[int, int, int, int], list[Tile]] = {}
+    first_q = first_k = sent = 0
+    for number, length in enumerate(lengths):
+        tiles, needed = _sequence(number, length, world, (q_rank, k_rank), band, first_q, first_k)
+        seen: dict[tuple[int, int, int], int] = {}
+        for tile in tiles:
+            kind = tile.left, tile.right, tile.side
+            nth = seen[kind] = seen.get(kind, -1) + 1
+            jobs.setdefault((*kind, nth), []).append(tile._replace(k0=tile.k0 + sent, k1=tile.k1 + sent))
+        message += needed
+        sent += sum(end - begin for begin, end in needed)
+        first_q += held(length[0], world, q_rank)
+        first_k += held(length[1], world, k_rank)
+    made = tuple(
+        Job(tuple(each), coalesced([(t.q0, t.q1) for t in each]), coalesced([(t.k0, t.k1) for t in each]), *kind[:3])
+        for kind, each in jobs.items()
+    )
+    ranges = coalesced(message)
+    return Pair(ranges, count(ranges), made)

@@ -1,0 +1,335 @@
+"""Ring attention: keys and values travel between the ranks while tiles are computed.
+
+In step t rank r computes with the keys of rank r - t, which it receives from that rank itself while it computes step
+t - 1. So only the rows that the queries see are sent, under a causal mask three quarters of what would go round a ring
+from neighbour to neighbour. In backward keys and values travel once more, and their gradients go home from each rank
+that computed with them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .. import _autograd, _ops
+from .._call import Call
+from .._call import Lengths as Tables
+from ._agree import Place
+from ._layout import Ranges, positions
+from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
+from ._rows import Merged, Sum, add, take
+
+Requests = list[Any]
+
+
+class Ring(NamedTuple):
+    """A call of ring attention without its tensors."""
+
+    place: Place
+    lengths: Lengths
+    band: Band
+    packed: bool
+    call: Call
+    """scale, softcap and deterministic of every call of a kernel."""
+
+    @property
+    def dim(self) -> int:
+        """Where the rows are."""
+        return 0 if self.packed else 2
+
+    def pair(self, q_rank: int, k_rank: int) -> Pair:
+        """What one rank's queries need of another's keys."""
+        return pair(self.lengths, self.place.world, q_rank, k_rank, self.band)
+
+    def sources(self) -> Iterator[tuple[int, int, int]]:
+        """(step, rank whose keys are computed with, rank that computes with this rank's keys)."""
+        world, rank = self.place.world, self.place.rank
+        for step in range(world):
+            yield step, (rank - step) % world, (rank + step) % world
+
+
+# --------------------------------------------------------------------------------------------- a job as a kernel's call
+
+
+@functools.lru_cache(1024)
+def _tables(job: Job, device: torch.device) -> Tables:
+    """The lengths of a job of packed sequences."""
+    at_q, at_k = [0], [0]
+    for tile in job.tiles:
+        at_q.append(at_q[-1] + tile.q1 - tile.q0)
+        at_k.append(at_k[-1] + tile.k1 - tile.k0)
+    longest = max(t.q1 - t.q0 for t in job.tiles), max(t.k1 - t.k0 for t in job.tiles)
+    cu_q, cu_k = (torch.tensor(at, dtype=torch.int32, device=device) for at in (at_q, at_k))
+    return Tables(cu_q, cu_k, None, None, *longest)
+
+
+class _Distances(NamedTuple):
+    """ALiBi's distance as a number for each key and one for each query, in units of the slope: both are 0 at the key
+    that is nearest to the queries, so that fp32 holds what counts."""
+
+    keys: Tensor
+    """(tiles, keys), not positive; 0 behind a tile's keys."""
+    queries: Tensor
+    """(queries)."""
+    tiles: Tensor
+    """(queries): the tile of each."""
+    sequences: Tensor
+    """(tiles)."""
+
+
+@functools.lru_cache(256)
+def _distances(ring_key: tuple[Lengths, int, int, int, Band], job: Job, device: torch.device) -> _Distances:
+    lengths, world, q_rank, k_rank, _ = ring_key
+    places_q = positions(tuple(nq for nq, _ in lengths), world, q_rank)
+    held_k = positions(tuple(nk for _, nk in lengths), world, k_rank)
+    places_k = [held_k[i] for begin, end in pair(*ring_key).message for i in range(begin, end)]
+    keys = torch.zeros(len(job.tiles), max(t.k1 - t.k0 for t in job.tiles), dtype=torch.float64)
+    queries, tiles = [], []
+    for number, tile in enumerate(job.tiles):
+        nq, nk = lengths[tile.sequence]
+        columns = torch.tensor(places_k[tile.k0 : tile.k1], dtype=torch.float64)
+        nearest = columns[-1] if job.side == 1 else columns[0]
+        keys[number, : len(columns)] = job.side * (columns - nearest)
+        rows = torch.tensor(places_q[tile.q0 : tile.q1], dtype=torch.float64) + (nk - nq)
+        queries.append(-job.side * (rows - nearest))
+        tiles.append(torch.full((len(rows),), number))
+    sequences = torch.tensor([t.sequence for t in job.tiles])
+    return _Distances(*(t.to(device) for t in (keys, torch.cat(queries), torch.cat(tiles), sequences)))
+
+
+def _call(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torch.device) -> tuple[Call, Tensor | None]:
+    """The call of a kernel, and what has to be added to its lse."""
+    tables = _tables(job, device) if ring.packed else None
+    call = ring.call._replace(
+        window_left=job.left, window_right=job.right, bottom_right=False, lengths=tables, only_band=False
+    )
+    if slopes is None or job.side == PLAIN:
+        return call._replace(only_band=tables is None and call.softcap == 0), None
+    per_entry = slopes.dim() == 2
+    if job.side == ALIGNED:
+        if per_entry and ring.packed:
+            slopes = slopes[torch.tensor([t.sequence for t in job.tiles], device=device)]
+        return call._replace(alibi_slopes=slopes), None
+    key = ring.lengths, ring.place.world, ring.place.rank, k_rank, ring.band
+    far = _distances(key, job, device)
+    exact = slopes.double()
+    if not ring.packed:
+        bias = (exact[..., None] * far.keys[0]).float()[..., None, :]
+        return call._replace(attn_bias=bias), (exact[..., None] * far.queries).float()
+    of_tiles = exact[far.sequences] if per_entry else exact.expand(len(job.tiles), -1)
+    bias = (of_tiles[:, :, None] * far.keys[:, None]).float()[:, :, None]
+    return call._replace(attn_bias=bias), (of_tiles[far.tiles] * far.queries[:, None]).float().t()
+
+
+# ------------------------------------------------------------------------------------------------------------- messages
+
+
+class _Message:
+    """Rows of k and v, or of their gradients, in one piece of memory."""
+
+    def __init__(self, like_k: Tensor, like_v: Tensor, rows: int, dim: int, dtype: torch.dtype) -> None:
+        shapes = [[rows if i == dim else n for i, n in enumerate(t.shape)] for t in (like_k, like_v)]
+        sizes = [torch.Size(shape).numel() for shape in shapes]
+        self.memory = torch.empty(sum(sizes), dtype=dtype, device=like_k.device)
+        k, v = torch.split(self.memory, sizes)
+        self.k, self.v = k.view(shapes[0]), v.view(shapes[1])
+
+    def fill(self, k: Tensor, v: Tensor) -> _Message:
+        """Copies into it."""
+        self.k.copy_(k)
+        self.v.copy_(v)
+        return self
+
+
+def _zeros(like_k: Tensor, like_v: Tensor, rows: int, dim: int) -> _Message:
+    """A message to add up gradients in."""
+    message = _Message(like_k, like_v, rows, dim, torch.float32)
+    message.memory.zero_()
+    return message
+
+
+class _Travel:
+    """A message on its way, in each direction."""
+
+    def __init__(self, place: Place, to: int, sent: Tensor | None, source: int, received: _Message | None) -> None:
+        self.received = received
+        group = place.group
+        operations = []
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received.memory, place.peer(source), group))
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, place.peer(to), group))
+        requests: Requests = dist.batch_isend_irecv(operations) if operations else []
+        first = len(requests) - (sent is not None and len(requests) == len(operations))  # NCCL has one request for all
+        self._arrival, self._rest = requests[:first], requests[first:]
+
+    def arrive(self) -> _Message | None:
+        """What was received."""
+        for request in self._arrival:
+            request.wait()
+        return self.received
+
+    def finish(self) -> None:
+        """After :meth:`arrive`: waits until all was sent too. Gloo's requests must not be waited for twice."""
+        for request in self._rest:
+            request.wait()
+
+
+class _Keys:
+    """This rank's keys and values, and those that come."""
+
+    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
+        self._ring, self._k, self._v = ring, k, v
+        self._packed: dict[Ranges, Tensor] = {}
+        self._travels: list[_Travel] = []
+
+    def _memory(self, ranges: Ranges) -> Tensor:
+        """Rows to send; ranks that need the same rows are sent the same memory."""
+        if ranges not in self._packed:
+            k, v, dim = self._k, self._v, self._ring.dim
+            rows = take(k, ranges, dim), take(v, ranges, dim)
+            self._packed[ranges] = _Message(k, v, rows[0].shape[dim], dim, k.dtype).fill(*rows).memory
+        return self._packed[ranges]
+
+    def start(self, step: int) -> _Travel | None:
+        """Begins to send and receive for a step."""
+        ring, (_, world, rank) = self._ring, self._ring.place
+        if step >= world:
+            return None
+        source, to = (rank - step) % world, (rank + step) % world
+        needed, asked = ring.pair(rank, source), ring.pair(to, rank)
+        received = _Message(self._k, self._v, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
+        sent = self._memory(asked.message) if asked.rows else None
+        self._travels.append(_Travel(ring.place, to, sent, source, received))
+        return self._travels[-1]
+
+    def __iter__(self) -> Iterator[tuple[int, int, Pair, Tensor, Tensor]]:
+        """(rank that computes with this rank's keys, whose keys these are, what is needed of them, keys, values), this
+        rank's own first. The next ones are on their way while these are used."""
+        ring = self._ring
+        coming = self.start(1)
+        for step, source, to in ring.sources():
+            needed = ring.pair(ring.place.rank, source)
+            if step == 0:
+                k, v = (take(t, needed.message, ring.dim) for t in (self._k, self._v))
+            else:
+                assert coming is not None
+                arrived = coming.arrive()
+                coming = self.start(step + 1)
+                k, v = (self._k[:0], self._v[:0]) if arrived is None else (arrived.k, arrived.v)
+            yield to, source, needed, k, v
+        for travel in self._travels:
+            travel.finish()
+
+
+# ------------------------------------------------------------------------------------------------- forward and backward
+
+
+def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+    dim = ring.dim
+    out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
+    lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
+    merged = Merged(out_shape, lse_shape, dim, q)
+    for _, source, needed, keys, values in _Keys(ring, k, v):
+        for job in needed.jobs:
+            call, shift = _call(ring, source, job, slopes, q.device)
+            out, lse = _ops.forward(take(q, job.q, dim), take(keys, job.k, dim), take(values, job.k, dim), call)
+            merged.add(job.q, out, lse if shift is None else lse + shift)
+    return merged.take(q.dtype)
+
+
+def _backward(
+    ring: Ring,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    place, dim = ring.place, ring.dim
+    dq, dk, dv = (Sum(t, dim) for t in (q, k, v))
+    going_home: list[tuple[_Travel, Pair]] = []
+    arrived: list[_Travel] = []
+
+    def absorb(left: int) -> None:
+        """Adds what came home, but for the last ``left`` messages."""
+        while len(going_home) > left:
+            travel, asked = going_home.pop(0)
+            message = travel.arrive()
+            if message is not None:
+                dk.add(asked.message, message.k)
+                dv.add(asked.message, message.v)
+            arrived.append(travel)
+
+    for to, source, needed, keys, values in _Keys(ring, k, v):
+        total = None if needed.once or not needed.rows else _zeros(k, v, needed.rows, dim)
+        sent = None if total is None else total.memory
+        for job in needed.jobs:
+            call, shift = _call(ring, source, job, slopes, q.device)
+            of_lse = take(lse, job.q, lse.dim() - 1)
+            of_q, of_k, of_v, _ = _autograd.gradients(
+                take(dout, job.q, dim),
+                None if dlse is None else take(dlse, job.q, dlse.dim() - 1),
+                take(q, job.q, dim),
+                take(keys, job.k, dim),
+                take(values, job.k, dim),
+                take(out, job.q, dim),
+                of_lse if shift is None else of_lse - shift,
+                False,
+                call,
+            )
+            dq.add(job.q, of_q)
+            if total is not None:
+                add(total.k, job.k, of_k, dim)
+                add(total.v, job.k, of_v, dim)
+            elif source == place.rank:
+                dk.add(needed.message, of_k)
+                dv.add(needed.message, of_v)
+            else:
+                sent = _Message(k, v, needed.rows, dim, k.dtype).fill(of_k, of_v).memory
+        if source != place.rank:
+            asked = ring.pair(to, place.rank)
+            dtype = k.dtype if asked.once else torch.float32
+            coming = _Message(k, v, asked.rows, dim, dtype) if asked.rows else None
+            going_home.append((_Travel(place, source, sent, to, coming), asked))
+            absorb(1)
+        elif total is not None:
+            dk.add(needed.message, total.k)
+            dv.add(needed.message, total.v)
+    absorb(0)
+    for travel in arrived:
+        travel.finish()
+    return dq.take(q.dtype), dk.take(k.dtype), dv.take(v.dtype)
+
+
+class RingAttention(torch.autograd.Function):
+    """(out, lse) of this rank's queries, both differentiable in q, k and v.
+
+    Backward needs no merging: each call of a kernel is given the LSE over all keys and the final out, so that its
+    weights are those of the whole (FlashAttention-2, algorithm 2), and the gradients of the calls add up.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(ring, q, k, v, slopes)
+        ctx.ring = ring
+        ctx.save_for_backward(q, k, v, out, lse, slopes)
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
+        q, k, v, out, lse, slopes = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        return *_backward(ctx.ring, dout, dlse, q, k, v, out, lse, slopes), None, None

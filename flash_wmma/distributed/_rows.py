@@ -1,0 +1,130 @@
+"""Rows of tensors, by ranges: taken, added to, merged."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from ._layout import Ranges
+
+FEW = 4
+"""Up to so many ranges are handled one by one, more through an index."""
+
+
+@functools.lru_cache(1024)
+def index(ranges: Ranges, device: torch.device) -> Tensor:
+    """The rows' numbers."""
+    return torch.tensor([i for begin, end in ranges for i in range(begin, end)], dtype=torch.int64, device=device)
+
+
+def covers(ranges: Ranges, n: int) -> bool:
+    """Whether these are all n rows."""
+    return ranges == ((0, n),) or (n == 0 and not ranges)
+
+
+def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
+    """Those rows; a view if they lie together."""
+    if not ranges:
+        return x.narrow(dim, 0, 0)
+    if len(ranges) <= FEW:
+        parts = [x.narrow(dim, begin, end - begin) for begin, end in ranges]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+    return x.index_select(dim, index(ranges, x.device))
+
+
+def add(total: Tensor, ranges: Ranges, value: Tensor, dim: int) -> None:
+    """Adds to those rows of ``total``."""
+    if len(ranges) <= FEW:
+        at = 0
+        for begin, end in ranges:
+            total.narrow(dim, begin, end - begin).add_(value.narrow(dim, at, end - begin))
+            at += end - begin
+    else:
+        total.index_add_(dim, index(ranges, total.device), value.to(total.dtype))
+
+
+class Sum:
+    """A sum of gradients, each of some rows: one alone that is of all rows stays as it is, others add up in fp32."""
+
+    def __init__(self, like: Tensor, dim: int) -> None:
+        self._like, self._dim = like, dim
+        self._sum: Tensor | None = None
+
+    def add(self, ranges: Ranges, value: Tensor) -> None:
+        """Adds to those rows. ``value`` may be kept."""
+        if self._sum is None and covers(ranges, self._like.shape[self._dim]):
+            self._sum = value
+            return
+        if self._sum is None:
+            self._sum = torch.zeros(self._like.shape, dtype=torch.float32, device=self._like.device)
+        elif self._sum.dtype != torch.float32:
+            self._sum = self._sum.float()
+        add(self._sum, ranges, value, self._dim)
+
+    def take(self, dtype: torch.dtype) -> Tensor:
+        """The sum, 0 where nothing was added."""
+        return torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+
+
+class Merged:
+    """Attention over several parts of the keys. One part alone stays as it is, others are merged in fp32.
+
+    Rows are dimension ``dim`` of out: 2 of (B, H, N, d_v), where lse is (B, H, N), or 0 of (N, H, d_v), where it is
+    (H, N).
+    """
+
+    def __init__(self, out_shape: torch.Size, lse_shape: torch.Size, dim: int, like: Tensor) -> None:
+        self._shapes, self._dim, self._like = (out_shape, lse_shape), dim, like
+        self._out: Tensor | None = None
+        self._lse = torch.empty(0)
+
+    def _weight(self, w: Tensor) -> Tensor:
+        return (w if self._dim == 2 else w.t())[..., None]
+
+    def add(self, ranges: Ranges, out: Tensor, lse: Tensor) -> None:
+        """Merges a part into those rows; it may be kept. What a part holds that sees no key (lse -inf) does not count,
+        unless it is NaN."""
+        out_shape, lse_shape = self._shapes
+        everything = covers(ranges, out_shape[self._dim])
+        if self._out is None and everything:
+            self._out, self._lse = out, lse
+            return
+        device = self._like.device
+        if self._out is None:
+            self._out = torch.zeros(out_shape, dtype=torch.float32, device=device)
+            self._lse = torch.full(lse_shape, -torch.inf, device=device)
+        elif self._out.dtype != torch.float32 and not everything:
+            self._out = self._out.float()
+        if everything:
+            self._out, self._lse = self._both(self._out, self._lse, out, lse)
+        elif len(ranges) == 1:
+            ((begin, end),) = ranges
+            old_out = self._out.narrow(self._dim, begin, end - begin)
+            old_lse = self._lse.narrow(-1, begin, end - begin)
+            _, new_lse = self._both(old_out, old_lse, out, lse)
+            old_lse.copy_(new_lse)
+        else:
+            rows = index(ranges, device)
+            new_out, new_lse = self._both(
+                self._out.index_select(self._dim, rows), self._lse.index_select(-1, rows), out, lse
+            )
+            self._out.index_copy_(self._dim, rows, new_out)
+            self._lse.index_copy_(self._lse.dim() - 1, rows, new_lse)
+
+    def _both(self, old_out: Tensor, old_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """(out, lse) of both parts; the former in the memory of old_out if that is fp32."""
+        new_lse = torch.logaddexp(old_lse, lse)
+        finite = new_lse.clamp_min(torch.finfo(torch.float32).min)  # -inf - -inf is no weight
+        old_weight, weight = (self._weight((part - finite).exp_()) for part in (old_lse, lse))
+        scaled = old_out.mul_(old_weight) if old_out.dtype == torch.float32 else old_out * old_weight
+        return scaled.add_(out * weight), new_lse
+
+    def take(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(out, lse); 0 and -inf where no part was."""
+        if self._out is None:
+            out_shape, lse_shape = self._shapes
+            device = self._like.device
+            return torch.zeros(out_shape, dtype=dtype, device=device), torch.full(lse_shape, -torch.inf, device=device)
+        return self._out.to(dtype).contiguous(), self._lse.contiguous()
