@@ -94,8 +94,7 @@ class _Model(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _model_of(config: type) -> _Model:
-    """The model that a configuration belongs to; of one that is not found nothing is assumed."""
+def _read(config: type) -> _Model:
     name = config.__module__.replace("configuration_", "modeling_")
     module = sys.modules.get(name)
     if module is None or name == config.__module__:
@@ -110,6 +109,11 @@ def _model_of(config: type) -> _Model:
         flash=any(getattr(member, "_supports_flash_attn", False) for member in vars(module).values()),
         window="sliding_window=" in source,
     )
+
+
+def _model_of(config: type) -> _Model:
+    """The model that a configuration belongs to; of one that is not found nothing is assumed."""
+    return _read(config)
 
 
 _model_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in _sdpa.py: a constant in traced calls
@@ -381,8 +385,8 @@ def _out(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, bias: Tensor | None = N
 
 def _packed_out(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, lengths: Lengths) -> Tensor:
     """Of a batch whose rows, one entry after the other, are sequences as ``lengths`` says."""
-    call = call_of(lengths=lengths, **asked.options(q))
-    out = attend(*(t.transpose(1, 2).flatten(0, 1) for t in (q, k, v)), call=call)[0]
+    rows_q, rows_k, rows_v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    out = attend(rows_q, rows_k, rows_v, call_of(lengths=lengths, **asked.options(q)))[0]
     return out.view(q.shape[0], q.shape[2], *out.shape[1:])
 
 
@@ -409,6 +413,8 @@ def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, posit
     if nk < k.shape[2]:
         k, v = k[:, :, :nk], v[:, :, :nk]
         position_bias = None if position_bias is None else position_bias[..., :nk]
+    if nk > k.shape[2]:
+        refuse("attention_mask", f"{nk} keys", f"at most {k.shape[2]}, as there are")
     known = None
     if not is_tracing(seen):
         known = getattr(seen, _KNOWN, None)
