@@ -210,11 +210,12 @@ def test_padding_between_tokens(name: str, device: str, calls: list[Call]) -> No
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_packed_sequences(name: str, device: str, calls: list[Call]) -> None:
-    """Told by their positions, in a batch of one and of two, and by flash-attention's arguments."""
+    """Told by their positions, in a batch of one and of three, and by flash-attention's arguments. One row is a single
+    sequence."""
     model = large(DECODERS[name]()).to(device)
-    rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((9, 1, 8), (3, 13, 2))]
+    rows = [torch.cat([torch.arange(n) for n in lengths]) for lengths in ((9, 1, 8), (18,), (3, 13, 2))]
     positions = torch.stack(rows).to(device)
-    same(model, input_ids=tokens(device, 2), position_ids=positions, use_cache=False)
+    same(model, input_ids=tokens(device), position_ids=positions, use_cache=False)
     one = {"input_ids": tokens(device, 1), "position_ids": positions[:1], "use_cache": False}
     same(model, **one)
     cu_seqlens = torch.tensor([0, 9, 10, 18], dtype=torch.int32, device=device)
@@ -224,13 +225,14 @@ def test_packed_sequences(name: str, device: str, calls: list[Call]) -> None:
     for parameter, gradient in expected.gradients.items():
         close(got.gradients[parameter], gradient, parameter)
     assert all(call.attn_bias is None and call.lengths is not None for call in calls)
-    assert max(call.lengths.max_seqlen_q for call in calls if call.lengths) == 13
+    assert max(call.lengths.max_seqlen_q for call in calls if call.lengths) == 18
 
 
 @pytest.mark.parametrize("kind", ["bool", "additive", "heads"])
-def test_masks_of_four_dimensions(kind: str, device: str, calls: list[Call]) -> None:
-    """They say all, causality included."""
-    model = large(llama()).to(device)
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_masks_of_four_dimensions(name: str, kind: str, device: str, calls: list[Call]) -> None:
+    """They say all, causality and the window included."""
+    model = large(DECODERS[name]()).to(device)
     seen = torch.rand(3, 4 if kind == "heads" else 1, N, N, device=device) < 0.5
     seen |= torch.eye(N, dtype=torch.bool, device=device)
     x = tokens(device)
@@ -436,6 +438,67 @@ def test_t5(side: str | None, device: str, calls: list[Call]) -> None:
     same(model, input_ids=tokens(device), attention_mask=kept, decoder_input_ids=tokens(device, n=9))
 
 
+def chunked() -> Any:
+    """One layer sees its chunk alone."""
+    config = transformers.Llama4TextConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        intermediate_size_mlp=64,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        attention_chunk_size=5,
+        num_local_experts=2,
+        moe_layers=[],
+        layer_types=["chunked_attention", "full_attention"],
+        **SIZES,
+    )
+    return transformers.Llama4ForCausalLM(config)
+
+
+def window_on_both_sides() -> Any:
+    config = transformers.ModernBertConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        num_attention_heads=2,
+        local_attention=WINDOW,
+        global_attn_every_n_layers=2,
+        cls_token_id=1,
+        sep_token_id=2,
+        bos_token_id=1,
+        eos_token_id=2,
+        **SIZES,
+    )
+    return transformers.ModernBertForMaskedLM(config)
+
+
+def window_not_passed_on() -> Any:
+    """The mask has a window that the attention function is not told."""
+    config = transformers.Qwen2MoeConfig(
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=16,
+        shared_expert_intermediate_size=16,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        num_experts=2,
+        num_experts_per_tok=1,
+        sliding_window=WINDOW,
+        use_sliding_window=True,
+        max_window_layers=1,
+        **SIZES,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
+@pytest.mark.parametrize("side", [None, *PADDING])
+@pytest.mark.parametrize("make", [chunked, window_on_both_sides, window_not_passed_on])
+def test_masks_that_no_kernel_has(make: Callable[[], Any], side: str | None, device: str, calls: list[Call]) -> None:
+    kept = padding(side, device) if side else None
+    same(large(make()).to(device), kept, input_ids=tokens(device), attention_mask=kept)
+    assert any(call.attn_bias is not None for call in calls)
+
+
 # ------------------------------------------------------------------------------------------------------------- compiled
 
 
@@ -465,7 +528,7 @@ def test_compiled(name: str, kind: str, device: str) -> None:
     close(got * read, expected * read)
 
 
-# -------------------------------------------------------------------------------------------------------------- refusals
+# ------------------------------------------------------------------------------------------------------------- refusals
 
 
 def refused(model: Any, error: type[Exception], message: str, **arguments: Any) -> None:
