@@ -43,7 +43,7 @@ class Case:
     kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
     feature: str  #: "dense", "packed" (sequences of equal lengths) or "bias" (one for all batch entries)
 =======
-    kernel: str  #: a name that ends in " split" is a backward kernel with deterministic=True
+    kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
     feature: str  #: "dense", "packed" (sequences of equal lengths), "bias" (one for all batch entries) or "alibi"
 >>>>>>> rooms
     problem: Problem

@@ -1,0 +1,1 @@
+"""What puts the library behind other packages' attention. Nothing here is imported before it is asked for."""
