@@ -496,7 +496,7 @@ FAULTS = [
         new="bias_grad=False, deterministic=False",
         why="gradients behind torch's attention ignore torch's flag",
     ),
-    # --------------------------------------------------------------------------------- shapes of torch's attention: _ranks
+    # ------------------------------------------------------------------------------ shapes of torch's attention: _ranks
     Fault(
         name="ranks-grouped-keys-keep-their-heads",
         path=RANKS,
