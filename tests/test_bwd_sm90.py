@@ -87,73 +87,6 @@ def check(
     judge(compute(given, case.mask, sm_count, seed), expected, dtype)
 
 
-@pytest.mark.parametrize(
-    ("d", "dv"),
-    [
-        *[(8, 64), (64, 40), (72, 128), (128, 120), (120, 16)],
-        *[(136, 136), (192, 192), (8, 192), (184, 64), (200, 200), (256, 256), (64, 248), (256, 136)],
-    ],
-)
-def test_head_dims(d: int, dv: int) -> None:
-    """Narrower than the tile on either side, whole panels of 64 columns among them."""
-    check(Case(150, 200, Mask("bottom_right")), d, dv)
-    check(Case(90, 130, batch=2), d, dv, torch.bfloat16)
-
-
-MASKS = {
-    "last keys unseen": Case(70, 300, Mask(True)),
-    "first keys unseen": Case(65, 400, Mask("bottom_right", (30, None))),
-    "keys unseen on both sides": Case(40, 500, Mask(False, (0, 150))),
-    "queries without keys": Case(300, 70, Mask("bottom_right")),
-    "last queries without keys": Case(300, 70, Mask(False, (20, 10))),
-    "whole tiles": Case(128, 256, Mask(True)),
-    "one more than whole tiles": Case(129, 257, Mask("bottom_right")),
-    "one less than whole tiles": Case(127, 255, Mask(True, (64, 0))),
-    "diagonal": Case(200, 200, Mask(True, (0, 0))),
-    "one query": Case(1, 200),
-    "one key": Case(200, 1),
-    "six heads to one": Case(140, 70, Mask("bottom_right"), heads=(6, 1)),
-}
-
-
-@pytest.mark.parametrize("d", SHAPES)
-@pytest.mark.parametrize("case", MASKS)
-def test_masks(case: str, d: int) -> None:
-    """Among them items without queries between others with some."""
-    check(MASKS[case], d)
-
-
-@pytest.mark.parametrize("d", SHAPES)
-@pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
-def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
-    """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
-    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed)
-
-
-@pytest.mark.parametrize("d", SHAPES)
-def test_infinite_queries_and_keys_stay_where_they_are(d: int) -> None:
-    """A head's NaN reaches no other head, though a block works on one after the other."""
-    case = Case(70, 150, heads=(3, 3))
-    given, expected = solved(case, d, d, torch.float16)
-    for t in (given.q, given.k, given.v, given.dout, given.out):
-        t[:, 1] = math.nan
-    gradients = compute(given, sm_count=1)
-    judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
-
-
-@pytest.mark.parametrize("d", SHAPES)
-def test_scores_far_below_zero(d: int) -> None:
-    """Rows of a tile that hold no key or no query have the score 0, whose weight is infinite beside these."""
-    make = torch.Generator().manual_seed(0)
-    q, k, v, dout = (torch.randn(1, 1, n, d, generator=make).half() for n in (70, 50, 50, 70))
-    q[..., 0], k[..., 0] = 40.0 * d**0.5, -6.0
-    leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves)
-    expected = torch.autograd.grad((out * dout.double()).sum(), leaves)
-    given = Attention(q, k, v, dout, torch.zeros(1, 1, 70), out.detach().half(), lse.detach().float())
-    judge(compute(given), expected, torch.bfloat16)
-
-
 def check_packed(
     lengths: list[tuple[int, int, int]], mask: Mask, d: int, dv: int, bad: tuple[int, ...] = (), sm_count: int = 2
 ) -> None:
@@ -231,6 +164,73 @@ def test_packed_among_infinite_ones(d: int, dv: int) -> None:
 def test_many_packed_sequences(d: int) -> None:
     """More than the lanes of a warp, which looks their tiles up."""
     check_packed([(b * 5 % 11, b * 7 % 13, b * 7 % 13) for b in range(70)], Mask(True), d, d)
+
+
+@pytest.mark.parametrize(
+    ("d", "dv"),
+    [
+        *[(8, 64), (64, 40), (72, 128), (128, 120), (120, 16)],
+        *[(136, 136), (192, 192), (8, 192), (184, 64), (200, 200), (256, 256), (64, 248), (256, 136)],
+    ],
+)
+def test_head_dims(d: int, dv: int) -> None:
+    """Narrower than the tile on either side, whole panels of 64 columns among them."""
+    check(Case(150, 200, Mask("bottom_right")), d, dv)
+    check(Case(90, 130, batch=2), d, dv, torch.bfloat16)
+
+
+MASKS = {
+    "last keys unseen": Case(70, 300, Mask(True)),
+    "first keys unseen": Case(65, 400, Mask("bottom_right", (30, None))),
+    "keys unseen on both sides": Case(40, 500, Mask(False, (0, 150))),
+    "queries without keys": Case(300, 70, Mask("bottom_right")),
+    "last queries without keys": Case(300, 70, Mask(False, (20, 10))),
+    "whole tiles": Case(128, 256, Mask(True)),
+    "one more than whole tiles": Case(129, 257, Mask("bottom_right")),
+    "one less than whole tiles": Case(127, 255, Mask(True, (64, 0))),
+    "diagonal": Case(200, 200, Mask(True, (0, 0))),
+    "one query": Case(1, 200),
+    "one key": Case(200, 1),
+    "six heads to one": Case(140, 70, Mask("bottom_right"), heads=(6, 1)),
+}
+
+
+@pytest.mark.parametrize("d", SHAPES)
+@pytest.mark.parametrize("case", MASKS)
+def test_masks(case: str, d: int) -> None:
+    """Among them items without queries between others with some."""
+    check(MASKS[case], d)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+@pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
+def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
+    """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
+    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+def test_infinite_queries_and_keys_stay_where_they_are(d: int) -> None:
+    """A head's NaN reaches no other head, though a block works on one after the other."""
+    case = Case(70, 150, heads=(3, 3))
+    given, expected = solved(case, d, d, torch.float16)
+    for t in (given.q, given.k, given.v, given.dout, given.out):
+        t[:, 1] = math.nan
+    gradients = compute(given, sm_count=1)
+    judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
+
+
+@pytest.mark.parametrize("d", SHAPES)
+def test_scores_far_below_zero(d: int) -> None:
+    """Rows of a tile that hold no key or no query have the score 0, whose weight is infinite beside these."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 1, n, d, generator=make).half() for n in (70, 50, 50, 70))
+    q[..., 0], k[..., 0] = 40.0 * d**0.5, -6.0
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves)
+    expected = torch.autograd.grad((out * dout.double()).sum(), leaves)
+    given = Attention(q, k, v, dout, torch.zeros(1, 1, 70), out.detach().half(), lse.detach().float())
+    judge(compute(given), expected, torch.bfloat16)
 
 
 def test_who_takes_what() -> None:

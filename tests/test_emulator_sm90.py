@@ -8,8 +8,10 @@ nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90a tests
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import operator
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -77,6 +79,8 @@ def registers_of_d(d: torch.Tensor) -> torch.Tensor:
         "product_half_256_memory_k",
         "product_bf16_176_memory_k",
         "product_bf16_128_memory_n",
+        "product_half_64_transposed_n",
+        "product_bf16_128_transposed_k",
         "product_half_64_registers_n",
         "product_half_96_registers_n",
         "product_bf16_256_registers_n",
@@ -84,7 +88,8 @@ def registers_of_d(d: torch.Tensor) -> torch.Tensor:
     ],
 )
 def test_products(machine: Machine, name: str) -> None:
-    """The comment of wgmma says where elements are, in registers and, of B along k and along n, in shared memory."""
+    """The comment of wgmma says where elements are, in registers and in shared memory: of A along k and along m, of B
+    along k and along n."""
     _, kind, columns, where, major = name.split("_")
     dtype = torch.float16 if kind == "half" else torch.bfloat16
     n = int(columns)
@@ -97,7 +102,7 @@ def test_products(machine: Machine, name: str) -> None:
     machine.call(
         name,
         out,
-        a if where == "memory" else registers_of_a(a),
+        {"memory": a, "transposed": a.T.contiguous(), "registers": registers_of_a(a)}[where],
         b if major == "n" else b.T.contiguous(),
         registers_of_d(c),
     )
@@ -129,6 +134,21 @@ def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int)
             if 0 <= row + r < rows and 0 <= column + c < columns:
                 expected[r, (c // 8 ^ r % 8) * 8 + c % 8] = matrices[1, row + r, column + c]
     assert torch.equal(out.cpu(), expected)
+
+
+def test_reduction(machine: Machine) -> None:
+    """__reduce_or_sync of a warp, and of each half of it."""
+    words = torch.randint(-(2**31), 2**31, (32,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    words &= 0x11111111 << torch.arange(32, dtype=torch.int32) % 4
+    words[:16] &= 0x7FFF
+    out = torch.zeros(2, 32, dtype=torch.int32, device=machine.device)
+    machine.call("reduced", out, words)
+
+    def reduced(some: torch.Tensor) -> torch.Tensor:
+        return torch.tensor(functools.reduce(operator.or_, some.tolist()), dtype=torch.int32).expand(len(some))
+
+    assert torch.equal(out[0].cpu(), reduced(words))
+    assert torch.equal(out[1].cpu(), torch.cat([reduced(words[:16]), reduced(words[16:])]))
 
 
 # --- bugs -------------------------------------------------------------------------------------------------------------
@@ -255,6 +275,54 @@ FAULTS = [
     Fault("relay", "NoSyncBeforeEmpty", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "reads"),
     Fault("relay", "HalfSync", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "reads"),
     Fault("relay", "MatrixReleased", rf"write after read, shared memory: lane \d+ of {BLOCK_0}", "writes", "matrices"),
+    Fault(
+        "bulk",
+        "NoWait",
+        rf"read of an asynchronous copy's target before its wait: lane \d+ of {BLOCK_0} reads 4",
+        "reads",
+        "copy",
+    ),
+    Fault(
+        "bulk",
+        "NoProxyFence",
+        rf"missing fence.proxy.async: lane 0 of {BLOCK_0}, in bulk_load, writes 512 bytes of shared memory at byte 0",
+        "copy",
+        "writes",
+    ),
+    Fault("bulk", "FewBytes", deadlock(1024, 0, 0, "0 of 1", -16).removesuffix(r"\n")),
+    Fault(
+        "bulk",
+        "OddBytes",
+        rf"a bulk copy of bytes or from an address that is no multiple of 16: lane 0 of {BLOCK_0}",
+        "copy",
+    ),
+    Fault(
+        "bulk",
+        "MisalignedSource",
+        rf"a bulk copy of bytes or from an address that is no multiple of 16: lane 0 of {BLOCK_0}",
+        "copy",
+    ),
+    Fault(
+        "bulk",
+        "Misplaced",
+        rf"a tensor copy to a place that is not 16-byte aligned: lane 0 of {BLOCK_0} in bulk_load",
+        "copy",
+    ),
+    Fault(
+        "bulk",
+        "TooLong",
+        rf"out of bounds of global memory, across the end of argument 1: lane 0 of {BLOCK_0} in bulk_load",
+        "copy",
+    ),
+    Fault("matrices", "NoSync", rf"read after write, shared memory: lane \d+ of {BLOCK_0} reads 2", "reads", "store"),
+    Fault(
+        "matrices",
+        "Misaligned",
+        rf"the address of a row is not 16-byte aligned: lane 3 of {BLOCK_0} in stmatrix",
+        "store",
+    ),
+    Fault("matrices", "Outside", rf"stmatrix of an address outside shared memory: lane 7 of {BLOCK_0}", "store"),
+    Fault("matrices", "PastTheEnd", rf"out of bounds of shared memory \(512 bytes\): lane 31 of {BLOCK_0}", "store"),
     Fault("registers", "AccumulatorRead", "the accumulator of a product under way read: lane", "read", "product"),
     Fault(
         "registers", "AccumulatorWritten", "the accumulator of a product under way written: lane", "written", "product"
@@ -293,7 +361,7 @@ FAULTS = [
     Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
 ]
 FOUND = [fault for fault in FAULTS if fault.found is not None]
-KERNELS = ("pipeline", "handover", "patch", "relay", "registers", "budget")
+KERNELS = ("pipeline", "handover", "patch", "relay", "bulk", "matrices", "registers", "budget")
 
 
 def variants(kernel: str) -> list[str]:
@@ -320,6 +388,11 @@ def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
         return [a, tiles[0].clone()], a.float() @ b.float().T
     if kernel == "relay":
         return [], relayed("rows")
+    if kernel == "bulk":
+        values = torch.rand(LANES, generator=torch.Generator().manual_seed(0))
+        return [values], values
+    if kernel == "matrices":
+        return [], torch.arange(256.0).reshape(32, 8)[torch.arange(32) ^ 5].flatten()
     return [], torch.ones(3 * LANES)
 
 

@@ -164,7 +164,7 @@ def test_auto_leaves_small_problems_to_mma_sm80(shape_q: tuple[int, ...], keys: 
     k = meta(*shape_q[:2], keys, shape_q[3], dtype=torch.float16)
     answer = flash_wmma.explain(q, k, k, device_facts=facts(90))
     assert answer.kernel == ("mma_sm80" if small else "wgmma_sm90")
-    assert (answer.reasons.get("wgmma_sm90") == "is slower on so small a problem") == small
+    assert (answer.reasons.get("wgmma_sm90") == "leaves such a problem to another kernel") == small
     for option in ({"kernel": "wgmma_sm90"}, {"batch_invariant": True}):
         other = flash_wmma.explain(q, k, k, device_facts=facts(90), **option)  # type: ignore[arg-type]
         assert other.kernel == "wgmma_sm90"

@@ -37,6 +37,9 @@ void for_each_row(const TensorCopy& copy, Row row) {
     }
 }
 
+/// The brick. Copies of bytes in order are taken as tensors of one dimension.
+const char* name_of(const TensorMap& map) { return map.rank == 1 ? "bulk_load" : "tensor_load"; }
+
 }  // namespace
 
 const char* refuse_tensor_map(const TensorMap& map) {
@@ -196,10 +199,10 @@ std::string Worker::state_of_barrier(const Lane& lane) const {
 
 void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                          const void* pc) {
-    constexpr const char* kName = "tensor_load";
+    const char* const name = name_of(map);
     Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(shared);
-    TransactionBarrier& b = transaction_barrier(barrier, kName, site);
+    TransactionBarrier& b = transaction_barrier(barrier, name, site);
     const std::uint64_t now = time_of(lane);
     TensorCopy copy{shared, map, {},   map.element_bytes,
                     0,      {},  site, {Event::Kind::kTensorCopy, lane.warp, now, now, pc}};
@@ -209,7 +212,7 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
         copy.bytes *= map.box[d];
     }
     const auto refuse_copy = [&](const std::string& why) {
-        stop(finding(why, describe(lane) + " in " + kName, source_line(site)));
+        stop(finding(why, describe(lane) + " in " + name, source_line(site)));
     };
     const int alignment = map.rank == 1 ? 16 : 128 * map.swizzle;  // of the swizzle's pattern
     if (!arena.contains(to)) refuse_copy("a tensor copy to an address outside shared memory");
@@ -240,11 +243,11 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
 void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
     Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(copy.to);
-    const std::string line = source_line(copy.site);
+    const std::string line = source_line(copy.site), name = name_of(copy.map);
     Accessor who = accessor(lane);
     if (!b.fenced)
         stop(finding("a tensor copy may not see that its barrier is initialised",
-                     describe(lane) + " in tensor_load, without barrier_init_fence", line,
+                     describe(lane) + " in " + name + ", without barrier_init_fence", line,
                      describe(warps[static_cast<std::size_t>(b.warp)]) + ", at " + source_line(b.site)));
     for_each_row(copy, [&](int, const char* from, int, int inside) {
         if (!from || !g_memory.known()) return;
@@ -253,15 +256,15 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
         GlobalMemory::Watched* buffer = g_memory.find(address, bytes);
         if (!buffer)
             stop(finding("out of bounds of global memory, " + g_memory.nearest(address),
-                         describe(lane) + " in tensor_load reads " + std::to_string(bytes) + " bytes", line));
+                         describe(lane) + " in " + name + " reads " + std::to_string(bytes) + " bytes", line));
         if (!buffer->writable) return;
         if (const Conflict conflict = g_memory.read(*buffer, address, bytes, who, pc))
-            stop_conflict(Access::kAsyncLoad, describe(lane) + ", in tensor_load,", address, bytes, line, conflict,
+            stop_conflict(Access::kAsyncLoad, describe(lane) + ", in " + name + ",", address, bytes, line, conflict,
                           who.block);
     });
     who.async_proxy = true;
     if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
-        stop_conflict(Access::kAsyncStore, describe(lane) + ", in tensor_load,", to, copy.bytes, line, conflict,
+        stop_conflict(Access::kAsyncStore, describe(lane) + ", in " + name + ",", to, copy.bytes, line, conflict,
                       who.block);
 }
 

@@ -115,7 +115,7 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
         std::string why_not = registry::refusal(*kernel, params, device);
         if (why_not.empty())
             why_not = kernel->auto_rank == 0                             ? "runs by name only"
-                      : kernel->yields && kernel->yields(params, device) ? "is slower on so small a problem"
+                      : kernel->yields && kernel->yields(params, device) ? "leaves such a problem to another kernel"
                                                                          : "ranks below the kernel taken";
         reasons[kernel->name] = why_not;
     }

@@ -59,9 +59,11 @@ void run_box(std::uint16_t* out, const std::uint16_t* in, int columns, int rows,
 }
 const Entry kBox("box", run_box);
 
-/// d[thread][i] = the product of A, 64 x 64 by rows from memory, or a[thread][step][4] as registers of it, and B, 64
-/// rows along k of n (kMajor K: n rows along n of k), plus c.
-template <class T, int N, bool kRegisters, Major kMajor>
+enum class Left { kMemory, kTransposed, kRegisters };
+
+/// d[thread][i] = the product of A, 64 x 64 by rows or by columns from memory, or a[thread][step][4] as registers of it,
+/// and B, 64 rows along k of n (kMajor K: n rows along n of k), plus c.
+template <class T, int N, Left kLeft, Major kMajor>
 struct Operands {
     static constexpr int kPanels = kMajor == Major::K ? 1 : (N + kSide - 1) / kSide;
     static constexpr int kRows = kMajor == Major::K ? N : kSide;
@@ -69,10 +71,11 @@ struct Operands {
     alignas(1024) T b[kPanels][kRows * kSide];
     ptx::Barrier full;
 };
-template <class T, int N, bool kRegisters, Major kMajor>
+template <class T, int N, Left kLeft, Major kMajor>
 __global__ void product(float* d, const std::uint32_t* a, const float* c, const __grid_constant__ TensorMap a_map,
                         const __grid_constant__ TensorMap b_map) {
-    using Map = Operands<T, N, kRegisters, kMajor>;
+    using Map = Operands<T, N, kLeft, kMajor>;
+    constexpr bool kRegisters = kLeft == Left::kRegisters;
     auto& smem = shared_memory<Map>();
     const unsigned thread = threadIdx.x;
     if (thread == 0) {
@@ -90,33 +93,37 @@ __global__ void product(float* d, const std::uint32_t* a, const float* c, const 
     for (unsigned i = 0; kRegisters && i < 16; ++i) left[i / 4][i % 4] = a[16 * thread + i];
     ptx::wgmma_fence();
     const ptx::SharedMatrix<Major::K> rows(smem.a);
+    const ptx::SharedMatrix<Major::N> transposed(smem.a);
     const ptx::SharedMatrix<kMajor> columns(smem.b, sizeof(smem.b[0]));
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
         const auto right = columns + step * (kMajor == Major::K ? 32 : 16 * 128);
         if constexpr (kRegisters) ptx::wgmma<T, N>(x, left[step], right, true);  // count: product registers
-        else ptx::wgmma<T, N>(x, rows + 32 * step, right, true);                 // count: product memory
+        else if constexpr (kLeft == Left::kTransposed) ptx::wgmma<T, N>(x, transposed + 16 * 128 * step, right, true);
+        else ptx::wgmma<T, N>(x, rows + 32 * step, right, true);  // count: product memory
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
     for (int i = 0; i < N / 2; ++i) d[N / 2 * static_cast<int>(thread) + i] = x[i];
 }
-template <class T, int N, bool kRegisters, Major kMajor>
+template <class T, int N, Left kLeft, Major kMajor>
 void run_product(float* d, const void* a, const void* b, const float* c) {
-    using Map = Operands<T, N, kRegisters, kMajor>;
+    using Map = Operands<T, N, kLeft, kMajor>;
     const TensorMap b_map = kMajor == Major::K ? map_of(b, kSide, N, 1, N) : map_of(b, N, kSide);
-    launch(product<T, N, kRegisters, kMajor>, {dim3(1), dim3(kGroup), sizeof(Map)}, nullptr, d,
+    launch(product<T, N, kLeft, kMajor>, {dim3(1), dim3(kGroup), sizeof(Map)}, nullptr, d,
            static_cast<const std::uint32_t*>(a), c, map_of(a, kSide, kSide), b_map);
 }
 using bf16 = __nv_bfloat16;
-const Entry kProductHalf("product_half_64_memory_k", run_product<half, 64, false, Major::K>);
-const Entry kProductWide("product_half_256_memory_k", run_product<half, 256, false, Major::K>);
-const Entry kProductOdd("product_bf16_176_memory_k", run_product<bf16, 176, false, Major::K>);
-const Entry kProductAlongN("product_bf16_128_memory_n", run_product<bf16, 128, false, Major::N>);
-const Entry kProductRegisters("product_half_64_registers_n", run_product<half, 64, true, Major::N>);
-const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, true, Major::N>);
-const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, true, Major::N>);
-const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, true, Major::K>);
+const Entry kProductHalf("product_half_64_memory_k", run_product<half, 64, Left::kMemory, Major::K>);
+const Entry kProductWide("product_half_256_memory_k", run_product<half, 256, Left::kMemory, Major::K>);
+const Entry kProductOdd("product_bf16_176_memory_k", run_product<bf16, 176, Left::kMemory, Major::K>);
+const Entry kProductAlongN("product_bf16_128_memory_n", run_product<bf16, 128, Left::kMemory, Major::N>);
+const Entry kProductTransposed("product_half_64_transposed_n", run_product<half, 64, Left::kTransposed, Major::N>);
+const Entry kProductTransposedK("product_bf16_128_transposed_k", run_product<bf16, 128, Left::kTransposed, Major::K>);
+const Entry kProductRegisters("product_half_64_registers_n", run_product<half, 64, Left::kRegisters, Major::N>);
+const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, Left::kRegisters, Major::N>);
+const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, Left::kRegisters, Major::N>);
+const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, Left::kRegisters, Major::K>);
 
 // --- a pipeline: a producer warp copies tiles, a warpgroup adds up their products ------------------------------------
 
@@ -469,6 +476,112 @@ const Entry kRelay1("relay_1_rows", run_groups<1, false>);
 const Entry kRelayMatrix32("relay_32_matrices", run_groups<32, true>);
 const Entry kRelayMatrix16("relay_16_matrices", run_groups<16, true>);
 const Entry kRelayMatrix1("relay_1_matrices", run_groups<1, true>);
+
+// --- bulk copies of bytes in order -----------------------------------------------------------------------------------
+
+enum class Bulk {
+    kNone,
+    kNoWait,
+    kNoProxyFence,      // behind the writes that the copy replaces
+    kFewBytes,          // announced
+    kOddBytes,          // no multiple of 16
+    kMisalignedSource,  // of 16 bytes
+    kMisplaced,         // not at a multiple of 16 bytes
+    kTooLong,           // past the end of the source
+};
+
+struct BulkMemory {
+    alignas(16) float words[2 * kGroup];
+    ptx::Barrier full;
+};
+
+/// out = in, 128 floats.
+template <Bulk kFault>
+__global__ void bulk(float* out, const float* in) {
+    auto& smem = shared_memory<BulkMemory>();
+    const unsigned lane = threadIdx.x;
+    if (lane == 0) {
+        ptx::barrier_init(&smem.full, 1);
+        ptx::barrier_init_fence();
+    }
+    for (unsigned i = lane; i < kGroup; i += 32) smem.words[i] = -1.f;  // fault: bulk writes
+    if (kFault != Bulk::kNoProxyFence) ptx::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) {
+        constexpr unsigned kBytes = sizeof(float) * (kFault == Bulk::kTooLong ? kGroup + 4 : kGroup);
+        ptx::barrier_arrive_expect(&smem.full, kFault == Bulk::kFewBytes ? kBytes - 16 : kBytes);
+        float* const to = smem.words + (kFault == Bulk::kMisplaced ? 2 : 0);
+        const float* const from = in + (kFault == Bulk::kMisalignedSource ? 2 : 0);
+        ptx::bulk_load(to, from, kFault == Bulk::kOddBytes ? kBytes - 8 : kBytes, &smem.full);  // fault: bulk copy
+    }
+    __syncwarp();
+    if (kFault != Bulk::kNoWait) ptx::barrier_wait(&smem.full, 0);
+    for (unsigned i = lane; i < kGroup; i += 32) out[i] = smem.words[i];  // fault: bulk reads
+}
+template <int... kFaults>
+void run_bulk(float* out, const float* in, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&bulk<Bulk::kNone>) kKernels[] = {bulk<static_cast<Bulk>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(32), sizeof(BulkMemory)}, nullptr, out, in);
+}
+const Entry kBulk(
+    "bulk", +[](float* out, const float* in, int fault) {
+        constexpr int kFaults = static_cast<int>(Bulk::kTooLong) + 1;
+        run_bulk(out, in, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- stores of matrices from registers -------------------------------------------------------------------------------
+
+enum class Matrices {
+    kNone,
+    kNoSync,      // before other lanes read
+    kMisaligned,  // a row's address
+    kOutside,     // of shared memory
+    kPastTheEnd,
+};
+
+struct MatricesMemory {
+    alignas(16) std::uint16_t tile[256];
+};
+
+/// out[i]: element i of the shared memory behind a store of four matrices. Their elements are numbers from 0 on, by rows;
+/// lane l names the place of row l ^ 5.
+template <Matrices kFault>
+__global__ void matrices(float* out) {
+    auto& smem = shared_memory<MatricesMemory>();
+    const unsigned lane = threadIdx.x;
+    std::uint32_t r[4];
+    for (unsigned m = 0; m < 4; ++m) {
+        const unsigned first = 64 * m + 8 * (lane / 4) + 2 * (lane % 4);
+        r[m] = first | (first + 1) << 16;
+    }
+    void* row = smem.tile + 8 * (lane ^ 5) + (kFault == Matrices::kMisaligned && lane == 3 ? 4 : 0);
+    if (kFault == Matrices::kOutside && lane == 7) row = out;
+    if (kFault == Matrices::kPastTheEnd && lane == 31) row = smem.tile + 256;
+    ptx::stmatrix_x4(row, r);  // fault: matrices store
+    if (kFault != Matrices::kNoSync) __syncwarp();
+    for (unsigned i = lane; i < 256; i += 32) out[i] = smem.tile[i];  // fault: matrices reads
+}
+template <int... kFaults>
+void run_matrices(float* out, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&matrices<Matrices::kNone>) kKernels[] = {matrices<static_cast<Matrices>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(32), sizeof(MatricesMemory)}, nullptr, out);
+}
+const Entry kMatrices(
+    "matrices", +[](float* out, int fault) {
+        constexpr int kFaults = static_cast<int>(Matrices::kPastTheEnd) + 1;
+        run_matrices(out, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+/// out[0][lane], out[1][lane]: the words in[0] of all lanes, and those of the lane's half of the warp, or'ed.
+__global__ void reduced(unsigned* out, const unsigned* in) {
+    const unsigned lane = threadIdx.x;
+    out[lane] = __reduce_or_sync(0xffffffffu, in[lane]);
+    out[32 + lane] = __reduce_or_sync(0xffffu << lane / 16 * 16, in[lane]);
+}
+const Entry kReduced(
+    "reduced", +[](void* out, const void* in) {
+        launch(reduced, {dim3(1), dim3(32)}, nullptr, static_cast<unsigned*>(out), static_cast<const unsigned*>(in));
+    });
 
 // --- registers of products -------------------------------------------------------------------------------------------
 

@@ -117,6 +117,14 @@ FAULTS = [
         why="an item that a block begins with is worked on again",
         kernels=KERNEL,
     ),
+    Fault(
+        name="bwd-sm90-plan-overwritten",
+        path=PRODUCER,
+        old="            ptx::barrier_wait(&slot.empty, plan_.parity ^ 1);\n",
+        new="",
+        why="the producer writes the plan of an item over one that is still read",
+        kernels=KERNEL,
+    ),
     # ------------------------------------------------------------------------------------------------------- its items
     Fault(
         name="bwd-sm90-head-turns-early",
@@ -189,6 +197,14 @@ FAULTS = [
         old="x = p.at(i, c) * (x + of_column(minus_delta, c));",
         new="x = p.at(i, c) * (x - of_column(minus_delta, c));",
         why="D is added, not subtracted",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-tell-without-syncwarp",
+        path=CONSUMER,
+        old="        __syncwarp();\n        if (lane_ == 0) ptx::barrier_arrive(&barrier);\n",
+        new="        if (lane_ == 0) ptx::barrier_arrive(&barrier);\n",
+        why="lane 0 speaks for lanes that still read or write",
         kernels=KERNEL,
     ),
     Fault(

@@ -19,6 +19,7 @@ PROFILE = "flash_wmma/_profile.py"
 PROFILER = "flash_wmma/_profiler.py"
 OPS = "flash_wmma/_ops.py"
 CALL = "flash_wmma/_call.py"
+RANKS = "flash_wmma/_ranks.py"
 
 QKVPACKED = """    q, k, v = _unpacked("qkv", qkv, 2, 3, "(B, N, 3, H, d)")
     return flash_attn_func(
@@ -494,5 +495,41 @@ FAULTS = [
         old="bias_grad=False, deterministic=torch.are_deterministic_algorithms_enabled()",
         new="bias_grad=False, deterministic=False",
         why="gradients behind torch's attention ignore torch's flag",
+    ),
+    # ------------------------------------------------------------------------------ shapes of torch's attention: _ranks
+    Fault(
+        name="ranks-grouped-keys-keep-their-heads",
+        path=RANKS,
+        old="return q[:-2], (*k[:-3], q[-3]), (*v[:-3], q[-3])",
+        new="return q[:-2], k[:-2], v[:-2]",
+        why="grouped heads are taken as dimensions that do not broadcast",
+    ),
+    Fault(
+        name="ranks-mask-from-the-front",
+        path=RANKS,
+        old="zip(reversed(mask), reversed(full), strict=False)",
+        new="zip(mask, full, strict=False)",
+        why="a mask of fewer dimensions is compared with the first ones of the scores",
+    ),
+    Fault(
+        name="ranks-heads-of-the-keys-alone",
+        path=RANKS,
+        old="of_keys = heads_of(k) if enable_gqa or heads_of(k) == heads_of(v) == 1 else heads",
+        new="of_keys = heads_of(k)",
+        why="keys of one head beside values of several",
+    ),
+    Fault(
+        name="ranks-mask-repeats-along-its-first-dimension",
+        path=RANKS,
+        old="if all(n == 1 for n in mask.shape[:-3]):",
+        new="if mask.shape[0] == 1:",
+        why="a mask that differs along the second of its batch dimensions",
+    ),
+    Fault(
+        name="ranks-broadcast-one-way",
+        path=RANKS,
+        old="if any(m != n and m != 1 and n != 1 for m, n in pairs):",
+        new="if any(m != n and m != 1 for m, n in pairs):",
+        why="queries do not broadcast over fewer keys",
     ),
 ]

@@ -32,7 +32,7 @@ struct Tile {
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;                // items that are known
-    static constexpr int kTileFacts = 2 * kStages;  // facts stay until dQ is added, a tile late
+    static constexpr int kTileFacts = 2 * kStages;  // at least kStages + 2: they stay until dQ is added, a tile late
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
