@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from .. import _autograd, _ops
 from .._call import Call
@@ -23,7 +22,7 @@ from .._call import Lengths as Tables
 from ._agree import Place
 from ._layout import Ranges, positions
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import Merged, Sum, add, take
+from ._rows import Merged, Once, Sum, add, take
 
 Requests = list[Any]
 
@@ -327,9 +326,11 @@ class RingAttention(torch.autograd.Function):
         return out, lse
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
         q, k, v, out, lse, slopes = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        return *_backward(ctx.ring, dout, dlse, q, k, v, out, lse, slopes), None, None
+        tensors = dout, dlse, q, k, v, out, lse, slopes
+        compute = functools.partial(_backward, ctx.ring)
+        gradients = Once.apply(compute, *tensors) if torch.is_grad_enabled() else compute(*tensors)
+        return *gradients, None, None

@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._agree import Place
 from ._layout import held, order, rows
-from ._rows import index, take
+from ._rows import Once, index, take
 
 Heads = tuple[tuple[int, ...], ...]
 """The heads of each rank."""
@@ -120,9 +119,8 @@ class GatherRows(torch.autograd.Function):
         return _gather(x, exchange)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _scatter(gradient, ctx.exchange), None
+        return ScatterRows.apply(gradient, ctx.exchange), None
 
 
 class ScatterRows(torch.autograd.Function):
@@ -134,9 +132,8 @@ class ScatterRows(torch.autograd.Function):
         return _scatter(x, exchange)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return _gather(gradient, ctx.exchange), None
+        return GatherRows.apply(gradient, ctx.exchange), None
 
 
 class Unshard(torch.autograd.Function):
@@ -155,10 +152,16 @@ class Unshard(torch.autograd.Function):
         return whole.index_select(0, _order(lengths, place.world, x.device)).movedim(0, dim).contiguous()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        dim, lengths, place = ctx.of
-        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
-        dist.all_reduce(total, group=place.group)
-        mine = index(rows(lengths, place.world, place.rank), gradient.device)
-        return total.index_select(dim, mine).to(gradient.dtype), None, None, None
+        if torch.is_grad_enabled():
+            return Once.apply(functools.partial(_sum_of_all, ctx.of), gradient), None, None, None
+        return _sum_of_all(ctx.of, gradient), None, None, None
+
+
+def _sum_of_all(of: tuple[int, tuple[int, ...], Place], gradient: Tensor) -> Tensor:
+    """This rank's rows of the sum of all ranks' gradients."""
+    dim, lengths, place = of
+    total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
+    dist.all_reduce(total, group=place.group)
+    mine = index(rows(lengths, place.world, place.rank), gradient.device)
+    return total.index_select(dim, mine).to(gradient.dtype)

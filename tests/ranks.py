@@ -1,0 +1,585 @@
+"""What test_distributed.py runs in several processes, each a rank of a process group.
+
+A process runs every case of CASES and writes what went wrong with each. All ranks make the same random numbers and
+compute the same reference, in float64 where nothing is packed around a kernel; each checks its own rows.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import os
+import random
+import signal
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from reference import Mask, Modification, attention, normal
+from torch import Tensor
+from torch.nn import functional
+
+import flash_wmma
+from flash_wmma import distributed
+from flash_wmma.distributed import _layout, _ring
+
+Attend = Callable[..., Any]
+BOTH: tuple[Attend, ...] = (distributed.ring_attention, distributed.ulysses_attention)
+
+
+class Problem(NamedTuple):
+    """A call, by the lengths (queries, keys) of its sequences: one dense sequence, or packed ones."""
+
+    lengths: tuple[tuple[int, int], ...] = ((37, 37),)
+    packed: bool = False
+    batch: int = 2
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (16, 16)
+    causal: Any = False
+    window: Any = None
+    softcap: float = 0.0
+    slopes: str = ""
+    """ "" for none, "heads" or "each"."""
+    dtype: torch.dtype = torch.float32
+    with_lse: bool = True
+    scale: float | None = None
+    seq_len: bool = True
+    """Whether the ranks are told the length."""
+
+    @property
+    def dim(self) -> int:
+        return 0 if self.packed else 2
+
+    def ends(self, i: int) -> list[int]:
+        """cu_seqlens of the queries or the keys."""
+        return [0, *itertools.accumulate(each[i] for each in self.lengths)]
+
+
+class Tensors(NamedTuple):
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+
+
+def tensors(problem: Problem, seed: int) -> tuple[Tensors, Tensor | None]:
+    """The whole inputs, the same on every rank, and slopes."""
+    torch.manual_seed(seed)
+    (hq, hk), (d, dv) = problem.heads, problem.dims
+    nq, nk = problem.ends(0)[-1], problem.ends(1)[-1]
+
+    def make(n: int, heads: int, width: int) -> Tensor:
+        shape = (n, heads, width) if problem.packed else (problem.batch, heads, n, width)
+        return torch.randn(shape).to(problem.dtype)
+
+    dlse = torch.randn((hq, nq) if problem.packed else (problem.batch, hq, nq))
+    given = Tensors(make(nq, hq, d), make(nk, hk, d), make(nk, hk, dv), make(nq, hq, dv), dlse)
+    entries = len(problem.lengths) if problem.packed else problem.batch
+    slopes = {"": None, "heads": torch.rand(hq), "each": torch.rand(entries, hq)}[problem.slopes]
+    return given, slopes
+
+
+def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
+    total = (out * dout.to(out.dtype)).sum()
+    if problem.with_lse:
+        total = total + (lse.masked_fill(lse.isneginf(), 0) * dlse.to(lse.dtype)).sum()
+    return total
+
+
+def true(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
+    """out, lse, dq, dk and dv in float64."""
+    leaves = [t.double().requires_grad_() for t in given[:3]]
+    mask = Mask(problem.causal, problem.window)
+    if problem.packed:
+        parts = []
+        for b, ((q0, q1), (k0, k1)) in enumerate(
+            zip(itertools.pairwise(problem.ends(0)), itertools.pairwise(problem.ends(1)), strict=True)
+        ):
+            rows = (leaves[0][q0:q1], leaves[1][k0:k1], leaves[2][k0:k1])
+            change = Modification(None, slopes, problem.softcap).entry(b)
+            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, change))
+        out = torch.cat([part[0].transpose(0, 1) for (part, _) in parts])
+        lse = torch.cat([part[0] for (_, part) in parts], 1)
+    else:
+        out, lse = attention(*leaves, mask, problem.scale, Modification(None, slopes, problem.softcap))
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
+
+
+def options(problem: Problem, slopes: Tensor | None) -> dict[str, Any]:
+    return {
+        "causal": problem.causal,
+        "window": problem.window,
+        "softcap": problem.softcap,
+        "alibi_slopes": slopes,
+        "scale": problem.scale,
+        "return_lse": True,
+    }
+
+
+def alone(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
+    """The same by one process."""
+    leaves = [t.clone().requires_grad_() for t in given[:3]]
+    if problem.packed:
+        ends = [torch.tensor(problem.ends(i), dtype=torch.int32) for i in range(2)]
+        longest = [max(each[i] for each in problem.lengths) for i in range(2)]
+        out, lse = flash_wmma.forward_varlen(*leaves, *ends, *longest, **options(problem, slopes))
+    else:
+        out, lse = flash_wmma.forward(*leaves, **options(problem, slopes))
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
+
+
+def shard(problem: Problem, t: Tensor, i: int, dim: int | None = None, group: Any = None) -> Tensor:
+    """This rank's rows of queries (i = 0) or keys."""
+    ends = problem.ends(i) if problem.packed else None
+    return distributed.shard_sequence(t, group, dim=problem.dim if dim is None else dim, cu_seqlens=ends)
+
+
+def told(problem: Problem) -> dict[str, Any]:
+    """What the ranks are told of the whole."""
+    if problem.packed:
+        same = problem.ends(0) == problem.ends(1)
+        return {"cu_seqlens": problem.ends(0), "cu_seqlens_k": None if same else problem.ends(1)}
+    return {"seq_len": problem.lengths[0]} if problem.seq_len else {}
+
+
+def together(
+    problem: Problem, given: Tensors, slopes: Tensor | None, attend: Attend, group: Any = None
+) -> list[Tensor]:
+    """This rank's rows of the same, by all ranks."""
+    leaves = [shard(problem, t, i, group=group).requires_grad_() for t, i in zip(given[:3], (0, 1, 1), strict=True)]
+    out, lse = attend(*leaves, group, **options(problem, slopes), **told(problem))
+    dout, dlse = shard(problem, given.dout, 0, group=group), shard(problem, given.dlse, 0, -1, group)
+    assert out.is_contiguous()
+    assert out.dtype == problem.dtype
+    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)]
+
+
+def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: list[Tensor], group: Any = None) -> None:
+    """At most four times the error of one process, each result in units of its largest value, and rounding."""
+    for name, mine, whole, exact in zip(("out", "lse", "dq", "dk", "dv"), got, one, expected, strict=True):
+        of_keys, dim = int(name in ("dk", "dv")), -1 if name == "lse" else None
+        exact_rows = shard(problem, exact, of_keys, dim, group)
+        assert mine.shape == exact_rows.shape, f"{name}: {mine.shape}, not {exact_rows.shape}"
+        if exact.numel() == 0:
+            continue
+        hidden = exact.isneginf()
+        assert torch.equal(mine.isneginf(), exact_rows.isneginf()), f"{name}: -inf in other places"
+        unit = float(exact.masked_fill(hidden, 0).abs().max()) or 1.0
+        if name == "lse":
+            unit = max(unit, 1.0)
+        error = (mine.double() - exact_rows).masked_fill(exact_rows.isneginf(), 0).abs()
+        allowed = (whole.double() - exact).masked_fill(hidden, 0).abs().max()
+        allowed = 4 * float(allowed) / unit + (1e-5 if problem.dtype == torch.float32 or name == "lse" else 2e-3)
+        worst = float(error.max()) / unit if error.numel() else 0.0
+        assert worst <= allowed, f"{name}: error {worst:.2e}, allowed {allowed:.2e}"
+
+
+def run(problem: Problem, attend: Attend, seed: int = 0, group: Any = None) -> None:
+    given, slopes = tensors(problem, seed)
+    got = together(problem, given, slopes, attend, group)
+    compare(problem, got, alone(problem, given, slopes), true(problem, given, slopes), group)
+
+
+# ------------------------------------------------------------------------------------------------------------ the cases
+
+BF16 = torch.bfloat16
+PACKED = ((23, 23), (0, 0), (1, 1), (40, 40), (7, 7))
+PROBLEMS: dict[str, Problem] = {
+    "plain": Problem(),
+    "causal": Problem(causal=True),
+    "even": Problem(((48, 48),), causal=True),
+    "causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16),
+    "plain_bf16": Problem(dtype=BF16),
+    "not_told": Problem(causal=True, seq_len=False),
+    "no_lse": Problem(causal=True, with_lse=False),
+    "scale": Problem(causal=True, scale=0.7),
+    "one_head_of_keys": Problem(causal=True, heads=(6, 1)),
+    "head_dims": Problem(causal=True, dims=(24, 40)),
+    "window": Problem(((64, 64),), window=(9, 5)),
+    "window_causal": Problem(((64, 64),), causal=True, window=(11, None)),
+    "window_of_itself": Problem(window=(0, 0)),
+    "window_bf16": Problem(((64, 64),), causal=True, window=(20, None), dtype=BF16),
+    "softcap": Problem(causal=True, softcap=2.0),
+    "alibi": Problem(slopes="heads"),
+    "alibi_causal": Problem(causal=True, slopes="each"),
+    "alibi_window": Problem(((64, 64),), window=(9, 30), slopes="heads", softcap=3.0),
+    "alibi_bf16": Problem(((64, 64),), causal=True, slopes="heads", dtype=BF16),
+    "more_keys": Problem(((21, 50),), causal="bottom_right"),
+    "more_keys_top_left": Problem(((21, 50),), causal=True),
+    "more_queries": Problem(((50, 21),), causal="bottom_right"),
+    "more_keys_window": Problem(((21, 50),), causal="bottom_right", window=(6, None)),
+    "more_keys_alibi": Problem(((21, 50),), slopes="heads"),
+    "more_queries_alibi": Problem(((50, 21),), causal=True, slopes="each"),
+    "three_rows": Problem(((3, 3),), causal=True),
+    "one_row": Problem(((1, 1),), causal=True),
+    "no_row": Problem(((0, 0),), causal=True),
+    "no_key": Problem(((9, 0),)),
+    "no_query": Problem(((0, 9),)),
+    "packed": Problem(PACKED, True),
+    "packed_causal": Problem(PACKED, True, causal=True),
+    "packed_causal_bf16": Problem(PACKED, True, causal=True, dtype=BF16),
+    "packed_window": Problem(PACKED, True, causal=True, window=(6, None)),
+    "packed_alibi": Problem(PACKED, True, causal=True, slopes="each"),
+    "packed_alibi_plain": Problem(PACKED, True, slopes="heads", softcap=4.0),
+    "packed_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right"),
+    "packed_many": Problem(tuple((n % 11, n % 11) for n in range(40)), True, causal=True),
+}
+
+
+def of(problem: Problem, attend: Attend) -> Callable[[], None]:
+    return lambda: run(problem, attend)
+
+
+def random_problem(rng: random.Random) -> Problem:
+    packed = rng.random() < 0.4
+    lengths = [rng.randint(0, 50) for _ in range(rng.randint(1, 4) if packed else 1)]
+    hk, d = rng.choice([1, 2, 3]), rng.choice([8, 16])
+    windows = [None, None, (7, None), (None, rng.randint(0, 9)), (rng.randint(0, 20), rng.randint(0, 20))]
+    return Problem(
+        tuple((n, n if rng.random() < 0.7 else rng.randint(0, 40)) for n in lengths),
+        packed,
+        rng.choice([1, 2]),
+        (hk * rng.choice([1, 2, 4]), hk),
+        (d, rng.choice([d, 24])),
+        rng.choice([False, True, True, "bottom_right"]),
+        rng.choice(windows),
+        rng.choice([0.0, 0.0, 5.0]),
+        rng.choice(["", "", "heads", "each"]),
+        rng.choice([torch.float32, torch.float32, BF16]),
+        rng.random() < 0.5,
+        None,
+        rng.random() < 0.5,
+    )
+
+
+RANDOM_CALLS = 200
+
+
+def random_calls() -> None:
+    """Forward and backward of random problems: on three ranks many, for they are neither one nor a power of two."""
+    rng = random.Random(3)
+    for seed in range(RANDOM_CALLS if dist.get_world_size() == 3 else 10):
+        problem = random_problem(rng)
+        attend = BOTH[rng.random() < 0.25 and problem.heads[0] >= dist.get_world_size()]
+        try:
+            run(problem, attend, seed)
+        except Exception as error:
+            raise AssertionError(f"call {seed}, {attend.__name__}, {problem}: {error}") from error
+
+
+def repeated() -> None:
+    """The same to the bit, from tensors in other layouts with NaN around them; the inputs' gradients are those of q, k
+    and v alone."""
+    problem = Problem(((40, 40),), causal=True, window=(17, None))
+    given, slopes = tensors(problem, 1)
+    for attend in BOTH:
+        first = together(problem, given, slopes, attend)
+        again = together(problem, given, slopes, attend)
+        assert all(map(torch.equal, first, again))
+    rows = [shard(problem, t, i) for t, i in zip(given[:3], (0, 1, 1), strict=True)]
+    expected = distributed.ring_attention(*rows, causal=True, seq_len=40)
+    for layout in ("bnhd", "sliced", "odd", "transposed"):
+        moved = [normal(tuple(t.shape), layout).copy_(t) for t in rows]  # type: ignore[arg-type]
+        assert torch.equal(distributed.ring_attention(*moved, causal=True, seq_len=40), expected), layout
+
+
+def one_rank_is_forward() -> None:
+    """To the bit: nothing is merged."""
+    if dist.get_world_size() > 1:
+        return
+    for name in ("plain", "causal_bf16", "packed_causal_bf16"):
+        given, slopes = tensors(PROBLEMS[name], 4)
+        for attend in BOTH:
+            got = together(PROBLEMS[name], given, slopes, attend)
+            assert all(map(torch.equal, got, alone(PROBLEMS[name], given, slopes))), (name, attend)
+
+
+def rows() -> None:
+    """Shards, places and the whole again."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    for n in (0, 1, 2 * world - 1, 2 * world, 41):
+        x = torch.arange(3 * n).view(1, n, 3).float()
+        mine = distributed.shard_sequence(x)
+        places = distributed.position_ids(n)
+        assert torch.equal(mine[0, :, 0], 3.0 * places)
+        assert abs(len(places) - n / world) <= 2
+        for told in ({}, {"seq_len": n}):
+            assert torch.equal(distributed.unshard_sequence(mine, **told), x)
+        assert torch.equal(distributed.unshard_sequence(mine.transpose(1, 2), dim=-1), x.transpose(1, 2))
+    ends = torch.tensor([0, 5, 5, 18, 19], dtype=torch.int32)
+    x = torch.arange(19.0)
+    mine = distributed.shard_sequence(x, cu_seqlens=ends)
+    assert torch.equal(distributed.unshard_sequence(mine, cu_seqlens=ends), x)
+    places = torch.cat([torch.arange(n) for n in (5, 0, 13, 1)])
+    assert torch.equal(distributed.position_ids(cu_seqlens=ends), places[mine.long()])
+    assert distributed.position_ids(5).dtype == torch.int64
+
+    leaf = torch.arange(11.0, requires_grad=True)
+    mine = distributed.shard_sequence(leaf, dim=0)
+    whole = distributed.unshard_sequence(mine, dim=0)
+    (whole * (rank + 1) * torch.arange(11.0)).sum().backward()
+    total = distributed.unshard_sequence(distributed.shard_sequence(leaf.grad, dim=0), dim=0)
+    assert torch.equal(total, torch.arange(11.0) * world * (world + 1) / 2), "the sum of all ranks' gradients"
+
+
+def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None:
+    try:
+        call()
+    except kind as error:
+        assert text in str(error), f"{error!r} says nothing of {text!r}"
+    else:
+        raise AssertionError(f"nothing raised; {text!r} expected")
+
+
+def mismatches() -> None:
+    """Every rank is told what differs, and the group still works."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    n = _layout.held(24, world, rank)
+    last = rank == world - 1
+
+    def call(
+        attend: Attend, change: str = "", told: bool = True, heads: int = 4, **changed: Any
+    ) -> Callable[[], object]:
+        q, k = torch.randn(1, 4, n, 8), torch.randn(1, heads, n, 8)
+        arguments: dict[str, Any] = {"q": q, "k": k, "v": k.clone(), "causal": True, "seq_len": 24 if told else None}
+        if last:
+            arguments |= changed
+        if last and change == "dtype":
+            arguments |= {name: arguments[name].half() for name in "qkv"}
+        if last and change == "rows":
+            arguments |= {name: torch.randn(1, 4, n + 1, 8) for name in "qkv"}
+        if last and change == "heads":
+            arguments |= {name: torch.randn(1, 2, n, 8) for name in "kv"}
+        return lambda: attend(**arguments)
+
+    for attend, told in itertools.product(BOTH, (True, False)):
+        if world > 1:
+            differ = "the ranks of the group make different calls:\n  rank 0: " + attend.__name__
+            for change, line in (("dtype", "torch.float16"), ("heads", "k (1, 2, N, 8)")):
+                raises(ValueError, differ, call(attend, change, told))
+                raises(ValueError, f"rank {world - 1}: {attend.__name__}", call(attend, change, told))
+                raises(ValueError, line, call(attend, change, told))
+            raises(ValueError, differ, call(attend, told=told, causal=False))
+            raises(ValueError, differ, call(attend, told=told, window=(5, None)))
+            raises(ValueError, differ, call(attend, told=told, softcap=1.0))
+            raises(ValueError, differ, call(attend, told=told, seq_len=23))
+        if told or world > 1:  # one rank that is not told may hold any number
+            raises(ValueError, "q.shape: got ", call(attend, "rows", told))
+        refused = "" if last else f"rank {world - 1} of the group refused its arguments: "
+        raises(
+            ValueError,
+            refused + "q.dtype: got torch.float64",
+            call(attend, told=told, q=torch.randn(1, 4, n, 8).double()),
+        )
+        for kind, name, value in ((TypeError, "q", None), (ValueError, "softcap", -1.0), (TypeError, "window", 3)):
+            raises(kind if last else ValueError, f"{refused}{name}: got", call(attend, told=told, **{name: value}))
+        call(attend, told=told)()
+    raises(
+        ValueError,
+        "cu_seqlens: got [0, 4, 3]",
+        lambda: distributed.shard_sequence(torch.zeros(3), cu_seqlens=[0, 4, 3]),
+    )
+    raises(ValueError, "dim: got 2", lambda: distributed.shard_sequence(torch.zeros(3), dim=2))
+    raises(ValueError, "seq_len: got None", lambda: distributed.position_ids())
+    x = torch.zeros(1, 2, n, 8)
+    raises(ValueError, "x.shape: got", lambda: distributed.unshard_sequence(torch.zeros(n + 1, 2), cu_seqlens=[0, 24]))
+    raises(ValueError, "q.shape", lambda: distributed.ring_attention(x, x, x, cu_seqlens=[0, 24]))
+    packed = torch.zeros(n + 1, 2, 8)
+    raises(ValueError, "q.shape: got", lambda: distributed.ring_attention(packed, packed, packed, cu_seqlens=[0, 24]))
+    if world > 2:
+        raises(ValueError, "at least one for each", lambda: distributed.ulysses_attention(x, x, x, seq_len=24))
+    raises(TypeError, "group: got int", lambda: distributed.ring_attention(x, x, x, 3))
+
+
+def derivatives() -> None:
+    """Once, in reverse mode; in q, k and v."""
+    n = _layout.held(12, dist.get_world_size(), dist.get_rank())
+    q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for _ in "qkv")
+    out = distributed.ring_attention(q, k, v, causal=True, seq_len=12)
+    (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
+    if n:
+        raises(NotImplementedError, "the gradient of a gradient", lambda: torch.autograd.grad(dq.sum(), q))
+    slopes = torch.rand(4, requires_grad=True)
+    for attend in BOTH:
+        raises(NotImplementedError, "alibi_slopes", lambda attend=attend: attend(q, k, v, alibi_slopes=slopes))
+    with torch.no_grad():
+        assert not distributed.ring_attention(q, k, v, alibi_slopes=slopes).requires_grad
+    with torch.autocast("cpu", torch.bfloat16):
+        for attend in BOTH:
+            out = attend(q, k, v, causal=True, deterministic=True)
+            assert out.dtype == torch.bfloat16
+            assert [t.dtype for t in torch.autograd.grad(out.float().sum(), (q, k, v))] == [torch.float32] * 3
+
+
+def groups() -> None:
+    """Some of the ranks, in an order of their own."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world < 3:
+        return
+    members = [0, 2] if world == 3 else [1, 3]
+    group = dist.new_group(members)
+    if rank in members:
+        for attend in BOTH:
+            run(Problem(causal=True), attend, group=group)
+            run(Problem(PACKED, True, causal=True), attend, group=group)
+    else:
+        x = torch.zeros(1, 4, 1, 8)
+        raises(
+            ValueError, "group: got one that this process is not in", lambda: distributed.ring_attention(x, x, x, group)
+        )
+    dist.barrier()
+
+
+def messages() -> None:
+    """Bytes that a rank sends: heads of k and v, not of q; under a causal mask what is seen; of a window its width."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    sent = [0]
+    post = dist.batch_isend_irecv
+
+    def counted(operations: list[Any]) -> Any:
+        sent[0] += sum(4 * o.tensor.numel() for o in operations if o.op is dist.isend)
+        return post(operations)
+
+    n, heads, d, dv = 16 * world, 2, 8, 16
+    row = heads * (d + dv) * 4
+    q, k, v = (torch.randn(1, h, n // world, e, requires_grad=True) for h, e in ((8, d), (heads, d), (heads, dv)))
+    chunk = n // (2 * world)
+    after = world - 1 - rank  # ranks that see chunk `rank` alone; the others see both chunks
+    for given, rows_sent in (
+        ({}, 2 * chunk * (world - 1)),
+        ({"causal": True}, chunk * after + 2 * chunk * rank),
+        ({"causal": True, "window": (3, None)}, 3 * ((rank < world - 1) + (rank > 0))),
+    ):
+        _ring.dist.batch_isend_irecv = counted
+        try:
+            sent[0] = 0
+            out = distributed.ring_attention(q, k, v, seq_len=n, **given)
+            assert sent[0] == row * rows_sent, (given, sent[0], row * rows_sent)
+            sent[0] = 0
+            torch.autograd.grad(out.sum(), (q, k, v))
+        finally:
+            _ring.dist.batch_isend_irecv = post
+        everyone = torch.tensor(sent[0])
+        dist.all_reduce(everyone)
+        forward = torch.tensor(row * rows_sent)
+        dist.all_reduce(forward)
+        assert everyone == 2 * forward, "backward sends keys and values again, and their gradients home"
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    assert torch.allclose(got, expected, rtol=1e-4, atol=1e-5), float((got - expected).abs().max())
+
+
+def model() -> None:
+    """A layer with rotary embeddings on shards has the loss and the gradients of the layer on the whole."""
+    torch.manual_seed(5)
+    n, width, heads = 29, 32, 4
+    qkv, out = torch.nn.Linear(width, 3 * width), torch.nn.Linear(width, width)
+    x, target = torch.randn(2, n, width), torch.randn(2, n, width)
+
+    def turned(t: Tensor, places: Tensor) -> Tensor:
+        angles = places[:, None] / 100 ** (torch.arange(4) / 4)
+        a, b = t.chunk(2, dim=-1)
+        return torch.cat((a * angles.cos() - b * angles.sin(), a * angles.sin() + b * angles.cos()), -1)
+
+    def layer(x: Tensor, places: Tensor, attend: Attend) -> Tensor:
+        q, k, v = qkv(x).unflatten(2, (3, heads, -1)).permute(2, 0, 3, 1, 4)
+        return out(attend(turned(q, places), turned(k, places), v).transpose(1, 2).flatten(2))
+
+    parameters = [*qkv.parameters(), *out.parameters()]
+    whole = layer(x, torch.arange(n), lambda *t: flash_wmma.forward(*t, causal=True))
+    expected = functional.mse_loss(whole, target)
+    gradients = torch.autograd.grad(expected, parameters)
+    for attend in BOTH:
+        mine, wanted = distributed.shard_sequence(x), distributed.shard_sequence(target)
+        got = layer(mine, distributed.position_ids(n), lambda *t, attend=attend: attend(*t, causal=True))
+        share = functional.mse_loss(got, wanted, reduction="sum") / target.numel()
+        for gradient, true_one in zip(torch.autograd.grad(share, parameters), gradients, strict=True):
+            dist.all_reduce(gradient)
+            close(gradient, true_one)
+        total = share.detach().clone()
+        dist.all_reduce(total)
+        close(total, expected.detach())
+        close(distributed.unshard_sequence(got.detach()), whole.detach())
+
+
+CASES: dict[str, Callable[[], None]] = {
+    **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in PROBLEMS.items()},
+    **{f"ulysses-{name}": of(problem, BOTH[1]) for name, problem in PROBLEMS.items()},
+    "repeated": repeated,
+    "one_rank_is_forward": one_rank_is_forward,
+    "rows": rows,
+    "derivatives": derivatives,
+    "groups": groups,
+    "messages": messages,
+    "model": model,
+    "mismatches": mismatches,
+    "random_calls": random_calls,
+}
+
+
+# -------------------------------------------------------------------------------------------------------- the processes
+
+
+def begin(rank: int, world: int, store: str, seconds: float) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=seconds),
+    )
+
+
+def run_cases(rank: int, world: int, folder: str) -> None:
+    """Writes what went wrong with each case; "" if nothing. After an error in mid-communication the ranks no longer go
+    together: the rest is not run."""
+    begin(rank, world, f"{folder}/store", 30)
+    results = dict.fromkeys(CASES, "not run, since a case before it failed")
+    for name, case in CASES.items():
+        try:
+            case()
+            results[name] = ""
+        except AssertionError:
+            results[name] = traceback.format_exc()
+        except Exception:
+            results[name] = traceback.format_exc()
+            break
+    Path(folder, f"rank{rank}.json").write_text(json.dumps(results))
+    dist.destroy_process_group()
+
+
+def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> None:
+    """Calls until rank 1 is gone ("killed"), or does not answer since it raised in a call ("raised"); writes how the
+    others end, and after how many seconds."""
+    begin(rank, world, f"{folder}/store", seconds)
+    n = _layout.held(64, world, rank)
+    x = torch.randn(1, 2, n, 8, requires_grad=True)
+    distributed.ring_attention(x, x, x, causal=True, seq_len=64).sum().backward()
+    start = time.monotonic()
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def broken(*_: object) -> Any:
+            raise MemoryError("no memory left")
+
+        _ring._ops.forward = broken  # type: ignore[assignment]
+    result = "no error"
+    try:
+        for _ in range(3):
+            distributed.ring_attention(x, x, x, causal=True, seq_len=64).sum().backward()
+    except Exception as error:
+        result = f"{type(error).__name__}: {error}"
+    took = time.monotonic() - start
+    Path(folder, f"rank{rank}.json").write_text(json.dumps([result, took]))
+    if rank == 1:
+        time.sleep(2 * seconds)  # alive, but silent
+    os._exit(0)

@@ -1,0 +1,178 @@
+"""Ring and Ulysses attention: the plan by itself, and several processes on the CPU (ranks.py) against one."""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import random
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import torch
+import torch.multiprocessing
+
+import flash_wmma
+from flash_wmma.distributed import _layout
+from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, pair
+
+WORLDS = (1, 2, 3, 4)
+TIMEOUT = 4.0
+"""Of a process group that loses a rank, in seconds."""
+
+
+def start(function: Any, *arguments: object, processes: int, join: bool = True) -> Any:
+    """Processes that are forked from one that has imported torch, and has no threads."""
+    multiprocessing.set_forkserver_preload(["torch", "flash_wmma", "flash_wmma.distributed"])
+    return torch.multiprocessing.start_processes(
+        function, arguments, nprocs=processes, join=join, start_method="forkserver"
+    )
+
+
+# ---------------------------------------------------------------------------------------------------- without processes
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("n", [0, 1, 3, 8, 29])
+def test_each_row_is_on_one_rank(world: int, n: int) -> None:
+    held = [i for rank in range(world) for begin, end in _layout.pieces(n, world, rank) for i in range(begin, end)]
+    assert sorted(held) == list(range(n))
+    order = _layout.order((n,), world)
+    assert [held[i] for i in order] == list(range(n))
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_causal_work_is_balanced(world: int) -> None:
+    """Scores of each rank, and calls of a kernel: one for each rank whose keys are seen."""
+    n = 24 * world
+    work = []
+    for rank in range(world):
+        places = _layout.positions((n,), world, rank)
+        work.append(sum(i + 1 for i in places))
+        for source in range(world):
+            found = pair(((n, n),), world, rank, source, Band(None, 0))
+            assert len(found.jobs) == 1
+            assert found.once
+            plain = found.jobs[0].left < 0 and found.jobs[0].right < 0
+            assert plain == (source != rank)
+            assert found.rows == (12 if source < rank else 24)
+    assert max(work) == min(work)
+
+
+def random_band(rng: random.Random) -> Band:
+    left, right = rng.choice([None, None, 0, 1, 3, 8]), rng.choice([None, 0, 0, 0, 2, 5])
+    return Band(left, right, rng.random() < 0.5, rng.random() < 0.4)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_plan_has_every_score_once(seed: int) -> None:
+    """Random lengths and bands, with the kernels' own reading of a band and of ALiBi."""
+    rng = random.Random(seed)
+    for _ in range(100):
+        world, band = rng.randint(1, 4), random_band(rng)
+        each = [rng.randint(0, 24) for _ in range(rng.randint(1, 3))]
+        lengths = tuple((n, n if rng.random() < 0.6 else rng.randint(0, 20)) for n in each)
+        for rank, source in ((a, b) for a in range(world) for b in range(world)):
+            check_pair(lengths, world, rank, source, band)
+
+
+def check_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> None:
+    found = pair(lengths, world, rank, source, band)
+    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank)]
+    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source)]
+    message = [keys[row] for begin, end in found.message for row in range(begin, end)]
+    assert len(message) == found.rows
+    seen = set()
+    for tile in (tile for job in found.jobs for tile in job.tiles):
+        nq, nk = lengths[tile.sequence]
+        last = (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
+        for i in range(tile.q1 - tile.q0):
+            for j in range(tile.k1 - tile.k0):
+                if (tile.left >= 0 and j < i - tile.left) or (tile.right >= 0 and j > i + tile.right):
+                    continue
+                query, key = queries[tile.q0 + i], message[tile.k0 + j]
+                assert query[0] == key[0] == tile.sequence
+                assert (query, key) not in seen
+                seen.add((query, key))
+                distance = query[1] + nk - nq - key[1]
+                if tile.side == ALIGNED:
+                    assert abs(i + last - j) == abs(distance)
+                elif tile.side != PLAIN:
+                    assert distance * tile.side >= 0
+                assert band.alibi == (tile.side != PLAIN)
+
+    def visible(query: tuple[int, int], key: tuple[int, int]) -> bool:
+        nq, nk = lengths[query[0]]
+        place = query[1] + (nk - nq if band.bottom_right else 0)
+        behind = band.left is None or key[1] >= place - band.left
+        return query[0] == key[0] and behind and (band.right is None or key[1] <= place + band.right)
+
+    assert seen == {(query, key) for query in queries for key in keys if visible(query, key)}
+    for job in found.jobs:
+        assert len({tile.sequence for tile in job.tiles}) == len(job.tiles)
+        rows = [row for begin, end in job.q for row in range(begin, end)]
+        assert rows == [row for tile in job.tiles for row in range(tile.q0, tile.q1)]
+
+
+def test_without_a_process_group() -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    for call in (flash_wmma.distributed.ring_attention, flash_wmma.distributed.ulysses_attention):
+        with pytest.raises(RuntimeError, match=r"torch.distributed is not initialised: call torch.distributed.init"):
+            call(x, x, x)
+
+
+def test_it_is_imported_when_it_is_used() -> None:
+    """The import of the library does not wait for it."""
+    program = """
+import sys, torch, flash_wmma
+assert not [name for name in sys.modules if name.startswith("flash_wmma.distributed")]
+assert flash_wmma.distributed.__name__ in sys.modules
+assert dir(flash_wmma.distributed) == sorted(flash_wmma.distributed.__all__)
+try:
+    flash_wmma.nothing
+except AttributeError as error:
+    assert "nothing" in str(error)
+else:
+    raise AssertionError
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# ------------------------------------------------------------------------------------------------------- with processes
+
+
+@functools.cache
+def results(world: int) -> list[dict[str, str]]:
+    """Of every rank: what went wrong with each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        start(ranks.run_cases, world, folder, processes=world)
+        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("case", ranks.CASES)
+@pytest.mark.xdist_group("distributed")
+def test_ranks(case: str, world: int) -> None:
+    wrong = [f"rank {rank}: {each[case]}" for rank, each in enumerate(results(world)) if each[case]]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_lost_rank_ends_the_others(how: str, tmp_path: Path) -> None:
+    """Within the group's timeout: one that is killed, and one whose call raised and that answers no more."""
+    processes = start(ranks.lose_one, 3, str(tmp_path), how, TIMEOUT, processes=3, join=False)
+    for process in processes.processes:
+        process.join(60)
+        assert process.exitcode is not None, "a rank hangs"
+    for rank in (0, 2):
+        error, took = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        assert error.startswith(("RuntimeError", "DistBackendError", "DistNetworkError")), error
+        assert took < 2 * TIMEOUT + 2, f"{took} s"
+    if how == "raised":
+        assert json.loads((tmp_path / "rank1.json").read_text())[0] == "MemoryError: no memory left"
