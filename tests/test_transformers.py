@@ -245,6 +245,23 @@ def test_masks_of_four_dimensions(name: str, kind: str, device: str, calls: list
     assert all(call.band == (-1, -1, True) for call in calls)
 
 
+@pytest.mark.parametrize("side", [None, *PADDING])
+@pytest.mark.parametrize("name", ["llama", "mistral"])
+def test_a_decoder_that_is_not_causal(name: str, side: str | None, device: str, calls: list[Call]) -> None:
+    kept = padding(side, device) if side else None
+    same(large(DECODERS[name]()).to(device), kept, input_ids=tokens(device), attention_mask=kept, is_causal=False)
+    assert all(call.window_right != 0 for call in calls)
+
+
+def test_the_mask_says_whether_the_future_is_hidden(device: str, calls: list[Call]) -> None:
+    """As for eager: what the module says does not matter."""
+    model = large(llama()).to(device)
+    for layer in model.model.layers:
+        layer.self_attn.is_causal = False
+    kept = padding("left", device)
+    same(model, kept, input_ids=tokens(device), attention_mask=kept)
+
+
 def test_the_window_is_the_kernels(device: str, calls: list[Call]) -> None:
     """It counts the token itself, and is applied once."""
     for make, expected in ((mistral, {WINDOW - 1}), (gemma2, {WINDOW - 1, -1})):
@@ -607,6 +624,8 @@ def test_names_are_refused(name: Any) -> None:
             "got 10 keys, allowed: at most 9",
         ),
         ({"attention_mask": torch.ones(1, 1, 4, 9, dtype=torch.bool)}, ValueError, "attn_bias.shape"),
+        ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, ValueError, "got 2 dimensions, torch.int64"),
+        ({"attention_mask": torch.ones(2, 5, 9)}, ValueError, "got 3 dimensions"),
     ],
 )
 def test_calls_are_refused(arguments: dict[str, Any], error: type[Exception], message: str) -> None:

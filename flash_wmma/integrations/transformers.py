@@ -5,7 +5,7 @@
 
 - ``None``: causality and the window, as far as the model asks for them, say all;
 - (B, Nk), bool: besides, these keys are not padding. Keys behind the mask's end are not in use;
-- (B, N), integers: besides, a query sees keys with its own number alone: packed sequences;
+- (B, N), int32: besides, a query sees keys with its own number alone: packed sequences;
 - (B or 1, H or 1, Nq, Nk): the whole truth, causality and window included.
 
 The two-dimensional masks are only for models that run with flash-attention too, since those pass such masks through
@@ -69,6 +69,8 @@ class _Known(NamedTuple):
 
     full: bool
     """No key is padding."""
+    causal: bool | None = None
+    """Whether the future is hidden, which eager reads from the mask alone, whatever the module says."""
     window: int | None = None
     """How many keys a query sees, its own place included."""
     ends: tuple[Tensor, Tensor] | None = None
@@ -250,7 +252,7 @@ def _short_mask(
         numbers = None
         if padding is None and q_offset == kv_offset == 0 and nq == nk:
             numbers = _packed(mask_function, local_size)
-        return numbers is not None, numbers
+        return numbers is not None, None if numbers is None else numbers.to(torch.int32)
     keys = None
     if padding is not None:
         keys = prepare_padding_mask(padding, nk, kv_offset)[:, kv_offset : kv_offset + nk].to(torch.bool)
@@ -265,7 +267,7 @@ def _short_mask(
     if keys is None:
         keys = torch.ones(batch, nk, dtype=torch.bool, device=device)
     if not tracing:
-        setattr(keys, _KNOWN, _Known(full, local_size, None if full else _ends(keys)))
+        setattr(keys, _KNOWN, _Known(full, causal, local_size, None if full else _ends(keys)))
     return True, keys
 
 
@@ -329,6 +331,14 @@ def attention(
         softcap or 0.0,
     )
     seen = attention_mask
+    if seen is not None and not (
+        seen.dim() == 4 or (seen.dim() == 2 and (seen.dtype == torch.bool or seen.dtype == torch.int32))
+    ):
+        refuse(
+            "attention_mask",
+            f"{seen.dim()} dimensions, {seen.dtype}",
+            "4, or what flash_wmma's own mask function makes",
+        )
     if cu_seq_lens_q is not None or cu_seq_lens_k is not None:
         if cu_seq_lens_q is None or cu_seq_lens_k is None:
             refuse("cu_seq_lens_q, cu_seq_lens_k", "one of them", "both or none")
@@ -419,8 +429,10 @@ def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, posit
     if not is_tracing(seen):
         known = getattr(seen, _KNOWN, None)
         if known is None:
-            known = _Known(bool(seen.all()), None, _ends(seen))
+            known = _Known(bool(seen.all()), ends=_ends(seen))
             setattr(seen, _KNOWN, known)
+        if known.causal is not None:
+            asked = asked._replace(causal=known.causal)
         if known.window is not None:
             asked = asked._replace(window=known.window)
         if known.full:
