@@ -69,12 +69,14 @@ class _Known(NamedTuple):
 
     full: bool
     """No key is padding."""
-    causal: bool | None = None
+    causal: bool | None
     """Whether the future is hidden, which eager reads from the mask alone, whatever the module says."""
-    window: int | None = None
+    window: int | None
     """How many keys a query sees, its own place included."""
-    ends: tuple[Tensor, Tensor] | None = None
+    ends: tuple[Tensor, Tensor] | None
     """If the keys of every sequence follow each other: where they begin and end, (B) each."""
+    lengths: dict[tuple[int, bool], Lengths]
+    """Of the sequences without padding, by the number of queries and whether they are causal."""
 
 
 class _Packing(NamedTuple):
@@ -267,7 +269,7 @@ def _short_mask(
     if keys is None:
         keys = torch.ones(batch, nk, dtype=torch.bool, device=device)
     if not tracing:
-        setattr(keys, _KNOWN, _Known(full, causal, local_size, None if full else _ends(keys)))
+        setattr(keys, _KNOWN, _Known(full, causal, local_size, None if full else _ends(keys), {}))
     return True, keys
 
 
@@ -429,7 +431,7 @@ def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, posit
     if not is_tracing(seen):
         known = getattr(seen, _KNOWN, None)
         if known is None:
-            known = _Known(bool(seen.all()), ends=_ends(seen))
+            known = _Known(bool(seen.all()), None, None, _ends(seen), {})
             setattr(seen, _KNOWN, known)
         if known.causal is not None:
             asked = asked._replace(causal=known.causal)
@@ -439,8 +441,11 @@ def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, posit
             return _out(q, k, v, asked, position_bias)
         apart = nq == nk if asked.causal else nq > 1 and asked.window is None
         if known.ends is not None and position_bias is None and apart:
-            begin, end = known.ends
-            return _packed_out(q, k, v, asked, _without_padding(begin, end, nq, nk, asked.causal))
+            lengths = known.lengths.get((nq, asked.causal))
+            if lengths is None:
+                begin, end = known.ends
+                lengths = known.lengths[nq, asked.causal] = _without_padding(begin, end, nq, nk, asked.causal)
+            return _packed_out(q, k, v, asked, lengths)
     return _out(q, k, v, asked, _both(seen[:, None, None, :], position_bias))
 
 
