@@ -192,10 +192,12 @@ def test_a_batch_without_padding(name: str, device: str, calls: list[Call]) -> N
 @pytest.mark.parametrize("side", PADDING)
 @pytest.mark.parametrize("name", DECODERS)
 def test_padded_batches(name: str, side: str, device: str, calls: list[Call]) -> None:
-    """They run packed: no mask of N² entries, and no kernel is left out for want of masks."""
+    """They run packed: no mask of N² entries, and no kernel is left out for want of masks. The lengths are made once
+    for all layers of a kind."""
     kept = padding(side, device)
     same(large(DECODERS[name]()).to(device), kept, input_ids=tokens(device), attention_mask=kept)
     assert all(call.attn_bias is None and call.lengths is not None for call in calls)
+    assert len({id(call.lengths) for call in calls}) == (2 if name == "gemma2" else 1)
 
 
 @pytest.mark.parametrize("name", DECODERS)
