@@ -163,7 +163,7 @@ def test_formulas_are_translated(page: str) -> None:
         assert "\\" not in built, built
 
 
-@pytest.mark.parametrize("module", [flash_wmma, flash_wmma.reductions, flash_wmma.emulator])
+@pytest.mark.parametrize("module", [flash_wmma, flash_wmma.distributed, flash_wmma.reductions, flash_wmma.emulator])
 def test_reference_has_every_public_name(module: ModuleType) -> None:
     page = (DOCS / "reference.md").read_text()
     prefix = re.escape(module.__name__)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import itertools
 import json
 import multiprocessing
+import os
 import random
 import subprocess
 import sys
@@ -21,6 +24,7 @@ import flash_wmma
 from flash_wmma.distributed import _layout
 from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, pair
 
+ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4)
 TIMEOUT = 4.0
 """Of a process group that loses a rank, in seconds."""
@@ -42,7 +46,7 @@ def start(function: Any, *arguments: object, processes: int, join: bool = True) 
 def test_each_row_is_on_one_rank(world: int, n: int) -> None:
     held = [i for rank in range(world) for begin, end in _layout.pieces(n, world, rank) for i in range(begin, end)]
     assert sorted(held) == list(range(n))
-    order = _layout.order((n,), world)
+    order = _layout.order((n,), world).tolist()
     assert [held[i] for i in order] == list(range(n))
 
 
@@ -53,7 +57,7 @@ def test_causal_work_is_balanced(world: int) -> None:
     work = []
     for rank in range(world):
         places = _layout.positions((n,), world, rank)
-        work.append(sum(i + 1 for i in places))
+        work.append(int((places + 1).sum()))
         for source in range(world):
             found = pair(((n, n),), world, rank, source, Band(None, 0))
             assert len(found.jobs) == 1
@@ -83,8 +87,8 @@ def test_the_plan_has_every_score_once(seed: int) -> None:
 
 def check_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> None:
     found = pair(lengths, world, rank, source, band)
-    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank)]
-    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source)]
+    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
+    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source).tolist()]
     message = [keys[row] for begin, end in found.message for row in range(begin, end)]
     assert len(message) == found.rows
     seen = set()
@@ -161,6 +165,42 @@ def results(world: int) -> list[dict[str, str]]:
 def test_ranks(case: str, world: int) -> None:
     wrong = [f"rank {rank}: {each[case]}" for rank, each in enumerate(results(world)) if each[case]]
     assert not wrong, "\n".join(wrong)
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    """A dry run on the CPU; without ranks it says how to start it."""
+    program = [sys.executable, ROOT / "benchmark" / "ring.py"]
+    sizes = ["--device=cpu", "--tokens=64", "--heads=4", "--heads-kv=2", "--head-dim=16", "--repeats=1"]
+    file = tmp_path / "ring.json"
+    done = subprocess.run(
+        [*program, "--processes=2", *sizes, "--json", file], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(file.read_text())["rows"]
+    assert row["world"] == 2
+    assert set(row["errors"]) == {"ring", "ulysses"}
+    assert max(row["errors"].values()) < 1e-4
+    assert len(row["median_ms"]) == 6
+    environment = {name: value for name, value in os.environ.items() if name != "RANK"}
+    done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 2
+    assert "torchrun" in done.stderr
+
+
+def test_shares_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The FLOPs that it counts are those of the mask."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmark"))
+    ring = importlib.import_module("ring")
+    for n, causal, window in itertools.product((1, 7, 40), (True, False), (None, 1, 5, 100)):
+        i, j = torch.arange(n)[:, None], torch.arange(n)
+        seen = torch.ones(n, n, dtype=torch.bool)
+        if causal:
+            seen &= j <= i
+        if window is not None:
+            seen &= (i - j).abs() <= window
+        sizes = ring.Sizes(n, 1, 1, 8, causal, window)
+        assert sizes.pairs(n) == int(seen.sum()), (n, causal, window)
+    assert abs(ring.Sizes(8192, 32, 8, 128, True, None).length_alone(4) - 16384) <= ring.STEP
 
 
 @pytest.mark.parametrize("how", ["killed", "raised"])

@@ -56,6 +56,17 @@ def test_train_tiny_gpt_fails_where_losses_differ() -> None:
     assert done.returncode == 1
 
 
+def test_train_long_context() -> None:
+    """Two processes have the losses of one; the odd length cuts uneven chunks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [EXAMPLES / "train_long_context.py", "--device", "cpu", "--length", "101", "--steps", "8", "--compare"]
+    done = subprocess.run(
+        [*command, "--width", "32", "--tolerance", "1e-3"], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr + done.stdout
+    assert "last loss" in done.stdout
+
+
 @pytest.mark.parametrize("argument", ["--steps", "--batch", "--length", "--width", "--heads", "--layers"])
 @pytest.mark.parametrize("value", ["0", "-3", "1.5", "many"])
 def test_train_tiny_gpt_refuses_sizes(argument: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:

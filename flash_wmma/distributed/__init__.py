@@ -39,6 +39,9 @@ def __dir__() -> list[str]:
 Group = dist.ProcessGroup
 CuSeqlens = Tensor | Sequence[int]
 
+MANY = 8
+"""A message shows so many lengths of packed sequences."""
+
 # ---------------------------------------------------------------------------------------------------- rows of the ranks
 
 
@@ -171,7 +174,7 @@ def position_ids(
         refuse("seq_len", repr(seq_len), "either seq_len or cu_seqlens")
     place = place_of(group)
     lengths = _lengths(cu_seqlens) if seq_len is None else (_length(seq_len),)
-    return torch.tensor(positions(lengths, place.world, place.rank), dtype=torch.int64, device=device)
+    return positions(lengths, place.world, place.rank).to(device)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -227,10 +230,16 @@ class _Given:
         recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
         options |= {"scale": call.scale, "band": call.band, "softcap": call.softcap, "alibi_slopes": shape}
         options |= {"deterministic": call.deterministic, "gradients": recorded, "seq_len": total}
-        if self.packed:
-            options["lengths"] = self.lengths
+        if self.lengths is not None:
+            options["lengths"] = _summary(self.lengths)
         self.text = describe(name, q, k, v, dim, **options)
         self.asked = Call(self.text, (q.shape[dim], k.shape[dim]), total, self.packed)
+
+
+def _summary(lengths: tuple[Any, ...]) -> str:
+    """A few lengths as they are, and many so that two lists hardly ever have the same one."""
+    many = len(lengths) > MANY
+    return f"{lengths[:MANY]}, {len(lengths)} in all, hash {hash(lengths):x}" if many else str(lengths)
 
 
 def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place) -> None:

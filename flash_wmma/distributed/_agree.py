@@ -68,8 +68,9 @@ def _exchanged(place: Place, *numbers: int) -> list[list[int]]:
     return found
 
 
-_agreed: WeakKeyDictionary[Group, set[tuple[str, int, int]]] = WeakKeyDictionary()
-"""Of each group: the calls with known lengths that all ranks were found to agree on."""
+_agreed: WeakKeyDictionary[Group, dict[tuple[str, int, int], None]] = WeakKeyDictionary()
+"""Of each group: the calls with known lengths that all ranks were found to agree on, at most REMEMBERED."""
+REMEMBERED = 4096
 
 
 class Call(NamedTuple):
@@ -103,7 +104,7 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
         call, beside = make()
     except (NotImplementedError, TypeError, ValueError) as refused:
         error = refused
-    known = _agreed.setdefault(place.group, set())
+    known = _agreed.setdefault(place.group, {})
     key = (call.description, *call.rows)
     if error is None and call.lengths is not None and key in known:
         return call.lengths, beside
@@ -123,7 +124,9 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
                     f"{expected} rows there, as shard_sequence gives it of {lengths[i]}",
                 )
     if call.lengths is not None:
-        known.add(key)
+        known[key] = None
+        if len(known) > REMEMBERED:  # the oldest one, which is the same call on every rank
+            del known[next(iter(known))]
     return lengths, beside
 
 

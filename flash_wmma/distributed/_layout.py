@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import functools
 
+import torch
+from torch import Tensor
+
 Ranges = tuple[tuple[int, int], ...]
 """Rows from the first number to before the second, of each pair."""
 
@@ -57,19 +60,17 @@ def rows(lengths: tuple[int, ...], world: int, rank: int) -> Ranges:
     return coalesced(mine)
 
 
-@functools.lru_cache(256)
-def positions(lengths: tuple[int, ...], world: int, rank: int) -> tuple[int, ...]:
+def numbers(ranges: Ranges) -> Tensor:
+    """Every row of the ranges, on the CPU."""
+    return torch.cat([torch.arange(begin, end) for begin, end in ranges]) if ranges else torch.arange(0)
+
+
+def positions(lengths: tuple[int, ...], world: int, rank: int) -> Tensor:
     """The place of each of a rank's rows within its sequence."""
-    return tuple(i for n in lengths for begin, end in pieces(n, world, rank) for i in range(begin, end))
+    return numbers(tuple(piece for n in lengths for piece in pieces(n, world, rank)))
 
 
-@functools.lru_cache(64)
-def order(lengths: tuple[int, ...], world: int) -> tuple[int, ...]:
+def order(lengths: tuple[int, ...], world: int) -> Tensor:
     """Of each row of the whole: its number among the rows of rank 0, then of rank 1, and so on."""
-    place = [0] * sum(lengths)
-    number = 0
-    for rank in range(world):
-        for begin, end in rows(lengths, world, rank):
-            place[begin:end] = range(number, number + end - begin)
-            number += end - begin
-    return tuple(place)
+    by_rank = torch.cat([numbers(rows(lengths, world, rank)) for rank in range(world)])
+    return torch.empty_like(by_rank).index_copy_(0, by_rank, torch.arange(len(by_rank)))

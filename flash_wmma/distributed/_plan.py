@@ -205,7 +205,7 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
     return tiles
 
 
-@functools.lru_cache(4096)
+@functools.lru_cache(256)
 def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> Pair:
     """What the queries of one rank need of the keys of another, or of its own."""
     message: list[tuple[int, int]] = []

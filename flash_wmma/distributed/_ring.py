@@ -56,7 +56,7 @@ class Ring(NamedTuple):
 # --------------------------------------------------------------------------------------------- a job as a kernel's call
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(256)
 def _tables(job: Job, device: torch.device) -> Tables:
     """The lengths of a job of packed sequences."""
     at_q, at_k = [0], [0]
@@ -82,20 +82,20 @@ class _Distances(NamedTuple):
     """(tiles)."""
 
 
-@functools.lru_cache(256)
+@functools.lru_cache(64)
 def _distances(ring_key: tuple[Lengths, int, int, int, Band], job: Job, device: torch.device) -> _Distances:
     lengths, world, q_rank, k_rank, _ = ring_key
     places_q = positions(tuple(nq for nq, _ in lengths), world, q_rank)
     held_k = positions(tuple(nk for _, nk in lengths), world, k_rank)
-    places_k = [held_k[i] for begin, end in pair(*ring_key).message for i in range(begin, end)]
+    places_k = take(held_k, pair(*ring_key).message, 0).double()
     keys = torch.zeros(len(job.tiles), max(t.k1 - t.k0 for t in job.tiles), dtype=torch.float64)
     queries, tiles = [], []
     for number, tile in enumerate(job.tiles):
         nq, nk = lengths[tile.sequence]
-        columns = torch.tensor(places_k[tile.k0 : tile.k1], dtype=torch.float64)
+        columns = places_k[tile.k0 : tile.k1]
         nearest = columns[-1] if job.side == 1 else columns[0]
         keys[number, : len(columns)] = job.side * (columns - nearest)
-        rows = torch.tensor(places_q[tile.q0 : tile.q1], dtype=torch.float64) + (nk - nq)
+        rows = places_q[tile.q0 : tile.q1].double() + (nk - nq)
         queries.append(-job.side * (rows - nearest))
         tiles.append(torch.full((len(rows),), number))
     sequences = torch.tensor([t.sequence for t in job.tiles])

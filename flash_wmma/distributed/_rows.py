@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._layout import Ranges
+from ._layout import Ranges, numbers
 
 FEW = 4
 """Up to so many ranges are handled one by one, more through an index."""
 
 
-@functools.lru_cache(1024)
+@functools.lru_cache(128)
 def index(ranges: Ranges, device: torch.device) -> Tensor:
     """The rows' numbers."""
-    return torch.tensor([i for begin, end in ranges for i in range(begin, end)], dtype=torch.int64, device=device)
+    return numbers(ranges).to(device)
 
 
 def covers(ranges: Ranges, n: int) -> bool:

@@ -58,9 +58,9 @@ def split_heads(hq: int, hk: int, world: int) -> tuple[Heads, Heads, list[tuple[
     return tuple(queries), tuple(keys), reads
 
 
-@functools.lru_cache(64)
+@functools.lru_cache(16)
 def _order(lengths: tuple[int, ...], world: int, device: torch.device) -> Tensor:
-    return torch.tensor(order(lengths, world), dtype=torch.int64, device=device)
+    return order(lengths, world).to(device)
 
 
 def _all_to_all(place: Place, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
