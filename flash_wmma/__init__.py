@@ -12,7 +12,7 @@ in the emulator.
 - :mod:`distributed`: attention over sequences that several GPUs hold; imported when it is first used.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import (
     _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)
@@ -54,6 +54,7 @@ __all__ = [
     "build_info",
     "compiled_kernels",
     "device_facts",
+    "distributed",
     "emulator",
     "explain",
     "flash_attn_func",
@@ -74,9 +75,17 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name == "distributed":
-        from importlib import import_module
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
-        return import_module("flash_wmma.distributed")
-    raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")
+
+if _TYPE_CHECKING:
+    from . import distributed
+else:
+
+    def __getattr__(name: str) -> object:
+        if name == "distributed":
+            from importlib import import_module
+
+            return import_module("flash_wmma.distributed")
+        raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")

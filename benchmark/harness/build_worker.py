@@ -39,13 +39,8 @@ class Case:
     """A kernel, the form of its inputs, and their shape."""
 
     direction: str  #: "forward" or "backward"
-<<<<<<< HEAD
-    kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
-    feature: str  #: "dense", "packed" (sequences of equal lengths) or "bias" (one for all batch entries)
-=======
     kernel: str  #: a name that ends in " deterministic" is a backward kernel with deterministic=True
     feature: str  #: "dense", "packed" (sequences of equal lengths), "bias" (one for all batch entries) or "alibi"
->>>>>>> rooms
     problem: Problem
 
     @classmethod

@@ -6,7 +6,7 @@
 #include <ptx.cuh>
 #include <ptx_sm90.cuh>
 
-#include "backward/store_rows.cuh"
+#include "backward/wgmma/store_rows.cuh"
 #include "backward/wgmma/block.cuh"
 #include "device/constants.cuh"
 #include "device/element.cuh"

@@ -9,7 +9,7 @@
 #include "device/quad.cuh"
 #include "device/register_tile.cuh"
 
-namespace flash_wmma::backward {
+namespace flash_wmma::backward::wgmma {
 
 /// Writes a warp's 16 rows times `factor`. `to`: this lane's first row, lane / 4; the next one is 8 * pitch further on.
 /// Of the rows from `to` on, `left` exist, and of the columns `columns`, a multiple of 8. The lanes of a quad swap
@@ -33,4 +33,4 @@ __device__ __forceinline__ void store_rows(T* to, std::int64_t pitch, int left, 
     }
 }
 
-}  // namespace flash_wmma::backward
+}  // namespace flash_wmma::backward::wgmma
