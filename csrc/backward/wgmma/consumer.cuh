@@ -6,8 +6,8 @@
 #include <ptx.cuh>
 #include <ptx_sm90.cuh>
 
-#include "backward/wgmma/store_rows.cuh"
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/store_rows.cuh"
 #include "device/constants.cuh"
 #include "device/element.cuh"
 #include "device/register_tile.cuh"
