@@ -344,8 +344,8 @@ def ulysses_attention(
     Args:
         q, k, v: as for :func:`ring_attention`, with at least as many query heads as ranks; the heads need not divide
             evenly. Heads of k and v that several ranks need are sent to each.
-        group, causal, scale, window, alibi_slopes, softcap, return_lse, deterministic, seq_len, cu_seqlens,
-            cu_seqlens_k: as for :func:`ring_attention`.
+
+    All else is as for :func:`ring_attention`.
 
     Returns, raises:
         As :func:`ring_attention`.

@@ -105,8 +105,8 @@ FAULTS = [
     Fault(
         name="gradients-of-idle-rows",
         path=OPS_BACKWARD,
-        old="if (problem.empty() || problem.packed())",
-        new="if (problem.empty())",
+        old="if (call.empty() || call.packed())",
+        new="if (call.empty())",
         why="the gradients of rows in no sequence are not written",
     ),
     Fault(
@@ -176,8 +176,8 @@ FAULTS = [
     Fault(
         name="explain-without-bias",
         path=MODULE,
-        old="        if (attn_bias) p.bias.data = &present;\n",
-        new="        (void)attn_bias;\n",
+        old="    if (attn_bias) p.bias.data = &present;\n",
+        new="    (void)attn_bias;\n",
         why="explain names a kernel that takes no bias",
     ),
     Fault(
