@@ -69,26 +69,41 @@ def judge(
         assert not got[want.abs().sum(3) == 0].any(), f"{name} of a row without weights"
 
 
-def compute(given: Attention, mask: Mask = DENSE, sm_count: int = 2, seed: int = 0) -> list[Tensor]:
+def compute(
+    given: Attention, mask: Mask = DENSE, sm_count: int = 2, seed: int = 0, deterministic: bool = False
+) -> list[Tensor]:
     """The kernel's gradients of q, k and v, from poisoned memory."""
     with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count, seed=seed), poisoned_memory():
         *gradients, _ = ops.backward(
             *(given.dout, given.dlse, given.q, given.k, given.v, given.out, given.lse, None),
             *band(mask.causal, mask.window),
+            deterministic=deterministic,
             kernel_name="bwd_sm90",
         )
     return gradients
 
 
 def check(
-    case: Case, d: int, dv: int | None = None, dtype: torch.dtype = torch.float16, sm_count: int = 2, seed: int = 0
+    case: Case,
+    d: int,
+    dv: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    sm_count: int = 2,
+    seed: int = 0,
+    deterministic: bool = False,
 ) -> None:
     given, expected = solved(case, d, dv or d, dtype)
-    judge(compute(given, case.mask, sm_count, seed), expected, dtype)
+    judge(compute(given, case.mask, sm_count, seed, deterministic), expected, dtype)
 
 
 def check_packed(
-    lengths: list[tuple[int, int, int]], mask: Mask, d: int, dv: int, bad: tuple[int, ...] = (), sm_count: int = 2
+    lengths: list[tuple[int, int, int]],
+    mask: Mask,
+    d: int,
+    dv: int,
+    bad: tuple[int, ...] = (),
+    sm_count: int = 2,
+    deterministic: bool = False,
 ) -> None:
     """Of sequences of (queries, keys, keys in use). Rows of no sequence, keys that are not in use and the sequences
     `bad` hold NaN and infinity, which reach nothing else."""
@@ -118,6 +133,7 @@ def check_packed(
         dq, dk, dv_, _ = ops.backward_varlen(
             *(dout, dlse, q, k, v, out, lse, *tables, *longest[:2], None),
             *band(mask.causal, mask.window),
+            deterministic=deterministic,
             kernel_name="bwd_sm90",
         )
     largest = [max(t.abs().max().item() for t in same if t.numel()) for same in zip(*truth, strict=True)]
@@ -252,3 +268,25 @@ def test_who_takes_what() -> None:
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))
         assert answer.backward_kernel == "bwd_sm80"
+
+
+ORDERED = [
+    Case(300, 300),
+    Case(300, 330, Mask("bottom_right"), (4, 2)),
+    Case(330, 300, Mask(True), batch=2),
+    Case(400, 410, Mask(window=(90, 40))),
+    Case(300, 320, Mask(True, window=(150, 10))),
+]
+"""Three or more tiles of keys and of queries: items that wait for their turns, forwards and backwards."""
+
+
+@pytest.mark.parametrize("sm_count", [1, 3])
+@pytest.mark.parametrize("d", SHAPES)
+@pytest.mark.parametrize("case", ORDERED)
+def test_deterministic(case: Case, d: int, sm_count: int) -> None:
+    check(case, d, sm_count=sm_count, deterministic=True)
+
+
+@pytest.mark.parametrize("d", [64, 256])
+def test_deterministic_packed(d: int) -> None:
+    check_packed(EDGES, Mask("bottom_right"), d, d, deterministic=True)
