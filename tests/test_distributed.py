@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import itertools
 import json
@@ -151,20 +150,33 @@ else:
 # ------------------------------------------------------------------------------------------------------- with processes
 
 
-@functools.cache
-def results(world: int) -> list[dict[str, str]]:
-    """Of every rank: what went wrong with each case."""
+def check_ranks(world: int) -> None:
+    """Every case of ranks.py, in processes that are started once."""
     with tempfile.TemporaryDirectory() as folder:
         start(ranks.run_cases, world, folder, processes=world)
-        return [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
-
-
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", ranks.CASES)
-@pytest.mark.xdist_group("distributed")
-def test_ranks(case: str, world: int) -> None:
-    wrong = [f"rank {rank}: {each[case]}" for rank, each in enumerate(results(world)) if each[case]]
+        results = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
+    assert all(list(each) == list(ranks.CASES) for each in results)
+    wrong = [
+        f"{case}, rank {rank}: {each[case]}" for case in ranks.CASES for rank, each in enumerate(results) if each[case]
+    ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_rank() -> None:
+    check_ranks(1)
+
+
+def test_two_ranks() -> None:
+    check_ranks(2)
+
+
+def test_three_ranks() -> None:
+    """With the random calls."""
+    check_ranks(3)
+
+
+def test_four_ranks() -> None:
+    check_ranks(4)
 
 
 def test_benchmark(tmp_path: Path) -> None:
