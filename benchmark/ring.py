@@ -29,12 +29,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from harness import environment
-from harness.problems import DTYPES
+from harness.problems import BACKWARD_PRODUCTS, DTYPES
 from harness.program import CannotRun, integers, load_library, positive
 from harness.report import Table, milliseconds
 
-BACKWARD = 2.5
-"""Backward's five products relative to forward's two."""
 WARM_UP = 3
 STEP = 64
 """One GPU's length is a multiple of this."""
@@ -178,7 +176,7 @@ def lines(row: dict[str, Any], sizes: Sizes) -> Iterator[list[str]]:
     world, medians = row["world"], row["median_ms"]
     for what in PASSES:
         alone = medians[f"one GPU, {what}"] * row["share_over_alone"]
-        flops = sizes.flops(sizes.tokens * world) / world * (1 if what == PASSES[0] else 1 + BACKWARD)
+        flops = sizes.flops(sizes.tokens * world) / world * (1 if what == PASSES[0] else 1 + BACKWARD_PRODUCTS)
         for name in ("one GPU", "ring", "ulysses"):
             if f"{name}, {what}" not in medians:
                 continue

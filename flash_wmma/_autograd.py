@@ -8,6 +8,7 @@ it takes only tensors and the call (benchmark/host_cost.py measures a call).
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,15 +54,22 @@ def gradients(
 
 
 class _OnceDifferentiable(torch.autograd.Function):
-    """The gradients if they are recorded themselves (``create_graph=True``): differentiating them again is refused."""
-
     @staticmethod
-    def forward(ctx: Any, *arguments: Any) -> Gradients:
-        return gradients(*arguments)
+    def forward(ctx: Any, refusal: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+        ctx.refusal = refusal
+        return compute(*arguments)
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise NotImplementedError(_DOUBLE)
+        raise NotImplementedError(ctx.refusal)
+
+
+def once_differentiable(refusal: str, compute: Callable[..., Any], *arguments: Any) -> Any:
+    """``compute(*arguments)``, which are gradients. If they are recorded themselves (``create_graph=True``),
+    differentiating them again is refused, and ``refusal`` says why."""
+    if torch.is_grad_enabled():
+        return _OnceDifferentiable.apply(refusal, compute, *arguments)
+    return compute(*arguments)
 
 
 class Attention(torch.autograd.Function):
@@ -91,8 +99,8 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         bias_grad = ctx.needs_input_grad[3]
-        compute = _OnceDifferentiable.apply if torch.is_grad_enabled() else gradients
-        dq, dk, dv, dbias = compute(dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors))
+        arguments = dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors)
+        dq, dk, dv, dbias = once_differentiable(_DOUBLE, gradients, *arguments)
         return dq, dk, dv, dbias if bias_grad else None, None
 
 

@@ -61,6 +61,8 @@ __device__ __forceinline__ void barrier_wait(Barrier* barrier, unsigned parity) 
         : "memory");
 }
 
+// ---- Writes to shared memory ----------------------------------------------------------------------------------------
+
 /// Stores four 8x8 matrices of 16-bit elements, r[i] as ldmatrix_x4 would get it; lane l names row l % 8 of matrix
 /// l / 8, 16-byte aligned (stmatrix.x4).
 __device__ __forceinline__ void stmatrix_x4(void* shared_row, const std::uint32_t (&r)[4]) {
@@ -227,7 +229,7 @@ __device__ __forceinline__ unsigned load_acquire(const unsigned* p) {
 }
 /// *p += x, after all that this thread wrote, or that it knows other threads of its block wrote (red.release.gpu).
 __device__ __forceinline__ void add_release(unsigned* p, unsigned x) {
-    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(p), "r"(x) : "memory");
 }
 
 // ---- Registers and launches -----------------------------------------------------------------------------------------

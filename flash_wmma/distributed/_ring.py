@@ -22,7 +22,7 @@ from .._call import Lengths as Tables
 from ._agree import Place
 from ._layout import Ranges, positions
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import Merged, Once, Sum, add, take
+from ._rows import NO_DOUBLE, Merged, Sum, add, take
 
 Requests = list[Any]
 
@@ -331,6 +331,4 @@ class RingAttention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         tensors = dout, dlse, q, k, v, out, lse, slopes
-        compute = functools.partial(_backward, ctx.ring)
-        gradients = Once.apply(compute, *tensors) if torch.is_grad_enabled() else compute(*tensors)
-        return *gradients, None, None
+        return *_autograd.once_differentiable(NO_DOUBLE, _backward, ctx.ring, *tensors), None, None

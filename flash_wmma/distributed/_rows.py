@@ -1,10 +1,8 @@
-"""Rows of tensors, by ranges: taken, added to, merged; and gradients that have none themselves."""
+"""Rows of tensors, by ranges: taken, added to, merged."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,16 +45,7 @@ def add(total: Tensor, ranges: Ranges, value: Tensor, dim: int) -> None:
         total.index_add_(dim, index(ranges, total.device), value.to(total.dtype))
 
 
-class Once(torch.autograd.Function):
-    """What computes a gradient, where the gradient itself is recorded (``create_graph=True``)."""
-
-    @staticmethod
-    def forward(ctx: Any, compute: Callable[..., Any], *arguments: Any) -> Any:
-        return compute(*arguments)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Tensor | None) -> Any:
-        raise NotImplementedError("the gradient of a gradient is not built for sequences that several ranks hold")
+NO_DOUBLE = "the gradient of a gradient is not built for sequences that several ranks hold"
 
 
 class Sum:

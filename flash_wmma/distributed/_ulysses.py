@@ -12,9 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._autograd import once_differentiable
 from ._agree import Place
 from ._layout import held, order, rows
-from ._rows import Once, index, take
+from ._rows import NO_DOUBLE, index, take
 
 Heads = tuple[tuple[int, ...], ...]
 """The heads of each rank."""
@@ -153,9 +154,7 @@ class Unshard(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            return Once.apply(functools.partial(_sum_of_all, ctx.of), gradient), None, None, None
-        return _sum_of_all(ctx.of, gradient), None, None, None
+        return once_differentiable(NO_DOUBLE, _sum_of_all, ctx.of, gradient), None, None, None
 
 
 def _sum_of_all(of: tuple[int, tuple[int, ...], Place], gradient: Tensor) -> Tensor:

@@ -229,8 +229,8 @@ FAULTS = [
     Fault(
         name="lse-without-gradient",
         path=AUTOGRAD,
-        old="compute(dout, dlse, q,",
-        new="compute(dout, None, q,",
+        old="arguments = dout, dlse, q,",
+        new="arguments = dout, None, q,",
         why="the gradient of lse is dropped",
     ),
     Fault(

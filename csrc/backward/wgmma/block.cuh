@@ -159,6 +159,12 @@ struct SharedMemory {
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
 };
 
+/// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.
+template <int kCount>
+__device__ __forceinline__ void prepare_slots(Slot (&slots)[kCount], unsigned fills, unsigned readers) {
+    for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, readers);
+}
+
 /// Where q, k, v and dO lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;

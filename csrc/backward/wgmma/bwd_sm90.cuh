@@ -18,6 +18,8 @@
 // Shared memory: rings of K and V of items, of tiles of Q and dO with their L and D, of tiles of dS, and of items. Each
 // place has a barrier that says it is full and one that says it is empty.
 //
+// d above 128: two_roles.cuh. The order of the additions of deterministic calls: order.cuh.
+//
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
 
@@ -221,14 +223,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-        const auto prepare = [](auto& slots, unsigned fills) {
-            for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, kWarps);
-        };
-        prepare(smem.plan_slot, 1);
-        prepare(smem.key_slot, 1);
-        prepare(smem.value_slot, 1);
-        prepare(smem.slot, 1);
-        prepare(smem.ds_slot, kWarps);
+        prepare_slots(smem.plan_slot, 1, kWarps);
+        prepare_slots(smem.key_slot, 1, kWarps);
+        prepare_slots(smem.value_slot, 1, kWarps);
+        prepare_slots(smem.slot, 1, kWarps);
+        prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
         prepare_order(smem, kWarps);
         smem.tile[Tile::kTileFacts - 1].rows = 0;  // of the tile before the first

@@ -73,8 +73,8 @@ __device__ __forceinline__ void keep_order(SharedMemory<Tile>& smem) {
 /// Prepares the barriers. `adders`: warps that add.
 template <class Tile>
 __device__ __forceinline__ void prepare_order(SharedMemory<Tile>& smem, unsigned adders) {
-    for (Slot& slot : smem.known_turn) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, 2);
-    for (Slot& slot : smem.turn_slot) ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, adders);
+    prepare_slots(smem.known_turn, 1, 2);
+    prepare_slots(smem.turn_slot, 1, adders);
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -289,14 +289,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
-        const auto prepare = [](auto& slots, unsigned fills, unsigned readers) {
-            for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, readers);
-        };
-        prepare(smem.plan_slot, 1, 2 * kWarps);
-        prepare(smem.key_slot, 1, 2 * kWarps);
-        prepare(smem.value_slot, 1, kWarps);
-        prepare(smem.slot, 1, 2 * kWarps);
-        prepare(smem.ds_slot, kWarps, kWarps);
+        prepare_slots(smem.plan_slot, 1, 2 * kWarps);
+        prepare_slots(smem.key_slot, 1, 2 * kWarps);
+        prepare_slots(smem.value_slot, 1, kWarps);
+        prepare_slots(smem.slot, 1, 2 * kWarps);
+        prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
