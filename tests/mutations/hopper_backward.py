@@ -364,8 +364,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-roles-keys-released-by-one",
         path=TWO_ROLES,
-        old="prepare(smem.key_slot, 1, 2 * kWarps);",
-        new="prepare(smem.key_slot, 1, kWarps);",
+        old="prepare_slots(smem.key_slot, 1, 2 * kWarps);",
+        new="prepare_slots(smem.key_slot, 1, kWarps);",
         why="K is overwritten when one of its two readers is done",
         kernels=KERNEL,
     ),
