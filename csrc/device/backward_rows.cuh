@@ -77,11 +77,12 @@ struct DqFragment {
 #pragma unroll
             for (int i = 0; i < 4; ++i) ptx::red_add(fragment + 32 * i + lane, x[i]);
     }
-    /// Columns 2 pair and + 1 of row `row`.
-    __device__ static float2 get(const float* fragment, int row, int pair) {
-        const int lane = row % 8 * 4 + pair, first = row / 8 * 2;
-        if constexpr (ptx::kVectorRed) return *reinterpret_cast<const float2*>(fragment + 4 * lane + first);
-        else return make_float2(fragment[32 * first + lane], fragment[32 * (first + 1) + lane]);
+    /// Columns 2 pair and + 1 of row `row`, below 8, and of row + 8: 16 adjacent bytes where a lane adds them so.
+    __device__ static float4 get(const float* fragment, int row, int pair) {
+        const int lane = row * 4 + pair;
+        if constexpr (ptx::kVectorRed) return *reinterpret_cast<const float4*>(fragment + 4 * lane);
+        else
+            return make_float4(fragment[lane], fragment[32 + lane], fragment[64 + lane], fragment[96 + lane]);
     }
 };
 
@@ -191,23 +192,30 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     if (group.first_row < 0) return;
     const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
-    for (int i = static_cast<int>(threadIdx.x); i < kRowGroup * vectors; i += kRowThreads) {
-        const int row = i / vectors, column = i % vectors * 8;
+    // A thread brings 8 columns of two rows, so that it reads whole sectors of the buffer
+    for (int i = static_cast<int>(threadIdx.x); i < kRowGroup / 2 * vectors; i += kRowThreads) {
+        const int row = i / vectors / 8 * 16 + i / vectors % 8, column = i % vectors * 8;
         if (group.first_row + row >= sequence.seqlen_q) return;
         const float* fragment = from + DqFragment::offset(row / 16 * 16, column, p.head_dim);
         union {
             uint4 vectors[sizeof(T) / 2];
             typename Element<T>::Pair pairs[4];
-        } out;
+        } out[2];
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-            const float2 x = DqFragment::get(fragment, row % 16, e);
-            out.pairs[e] = Element<T>::pair(x.x * p.scale, x.y * p.scale);
+            const float4 x = DqFragment::get(fragment, row % 16, e);
+            out[0].pairs[e] = Element<T>::pair(x.x * p.scale, x.y * p.scale);
+            out[1].pairs[e] = Element<T>::pair(x.z * p.scale, x.w * p.scale);
         }
-        T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + group.first_row + row);
 #pragma unroll
-        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
-            reinterpret_cast<uint4*>(to + column)[i] = out.vectors[i];
+        for (int half = 0; half < 2; ++half) {
+            const int query = group.first_row + row + 8 * half;
+            if (query >= sequence.seqlen_q) break;
+            T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + query);
+#pragma unroll
+            for (int v = 0; v < static_cast<int>(sizeof(T)) / 2; ++v)
+                reinterpret_cast<uint4*>(to + column)[v] = out[half].vectors[v];
+        }
     }
 }
 

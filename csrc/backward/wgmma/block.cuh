@@ -29,10 +29,11 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
+    static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;                // items that are known
-    static constexpr int kTileFacts = 2 * kStages;  // at least kStages + 2: they stay until dQ is added, a tile late
+    static constexpr int kTileFacts = 4;            // tiles whose facts are known: at least kStages + 2
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
@@ -40,11 +41,11 @@ struct Tile {
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 24;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
-    static constexpr int kPanels = kD / 64, kQueryPanels = kQueries / 64;  // of 64 columns
+    static constexpr int kPanels = (kD + 63) / 64, kQueryPanels = kQueries / 64;  // of 64 columns
     // dQ of a tile, if the consumers share it: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
     static constexpr int kDqColumns = kSharesQueries ? kD : 64;
-    static_assert(kD % 64 == 0 && kQueries % 64 == 0 &&
+    static_assert(kD % 32 == 0 && kQueries % 64 == 0 &&
                   (kTwoRoles ? kConsumers == 2 && kQueryPanels == 1
                              : kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
     static_assert(kQueries % kRowGroup == 0);
@@ -111,10 +112,10 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
 }
 
 /// What the consumers are told of a tile of queries.
-struct TileFacts {
-    float* dq;  // its first row in dQ's buffer
+struct alignas(16) TileFacts {
+    int dq_step;           // in dQ's buffer, from the tile before to this one, in groups of rows
     int first_query, rows;
-    bool hides;  // some queries do not see all keys of the item
+    bool hides;            // some queries do not see all keys of the item
 };
 
 /// The place of a tile of queries in an item.
@@ -149,11 +150,12 @@ struct SharedMemory {
     KeyRows k[Tile::kKeyStages], v[Tile::kValueStages];
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
-    RowPair facts[Tile::kStages][Tile::kQueries / 2];
+    RowPair facts[Tile::kTileFacts][Tile::kQueries / 2];
     TileFacts tile[Tile::kTileFacts];
     Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     Slot plan_slot[Tile::kPlans];
+    ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;  // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over

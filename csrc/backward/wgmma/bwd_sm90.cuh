@@ -49,7 +49,11 @@ class Consumer : ConsumerWarp<Tile> {
 
   public:
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
-        : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)), smem_(shared) {}
+        : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          smem_(shared),
+          dq_place_(problem.dq_rows + 4 * lane_ +
+                    DqFragment::offset(first_row() + 16 * warp_, first_column(),
+                                       static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
         // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
@@ -71,14 +75,12 @@ class Consumer : ConsumerWarp<Tile> {
                 dk_.clear();
                 dv_.clear();
                 unsigned places = places_of(tile, item, late_item);
+                look_at(places % 8);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left, ++tile) {
-                    work_on_tile(work, places, tile == 0, left == 1);
-                    if (late_item != item) tell(smem_.key_slot[late_item % Tile::kKeyStages].empty);
-                    late_item = item;
-                }
+                for (int left = tiles; left > 0; --left)
+                    work_on_tile(work, places, tile == 0 && left == tiles, left == 1);
+                tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys));
-                ++item;
             } else {
                 store_zeros(told(work.keys));
             }
@@ -89,7 +91,7 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        add_late_dq(tile, false);
+        add_late_dq(move_on({}), tile, false);
     }
 
   private:
@@ -100,7 +102,7 @@ class Consumer : ConsumerWarp<Tile> {
         return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `places` become those of the item's next tile.
+    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places` become those of the item's next tile.
     __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
         const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
@@ -110,17 +112,18 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
         this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
-        const RowPair* facts = smem_.facts[tile % Tile::kStages] + lane_ % 4;
-        typename Base::QueryValues of_query;  // loaded before the waits, beside the products
-        this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
-        const bool hides = smem_.tile[tile % Tile::kTileFacts].hides;
+        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
+        const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
         ptx::wgmma_wait<1>();
-        this->weigh(s_, of_query);
-        this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
-        if (hides) this->hide(s_, work, smem_.tile[tile % Tile::kTileFacts].first_query);
+        if (!Tile::kLooksAhead) load_lse(tile);
+        this->weigh(s_, of_query_);
+        if (Tile::kLooksAhead) load_delta(facts);
+        const int late_rows = move_on(of_tile);
+        if (of_tile.hides) this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
+        if (!Tile::kLooksAhead) load_delta(facts);
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        this->differentiate(dp_, s_, of_query);
+        this->differentiate(dp_, s_, of_query_);
         this->pack(p_, s_);
         this->pack(ds_, dp_);
 
@@ -132,11 +135,26 @@ class Consumer : ConsumerWarp<Tile> {
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
         this->multiply_weights(dk_, ds_, q);
         places = places_of(tile + 1, item, item);  // beside the products
+        if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        add_late_dq(tile, first);
+        add_late_dq(late_rows, tile, first);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
+        if (late_item != item) tell(smem_.key_slot[late_item].empty);
+    }
+
+    /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
+    __device__ __forceinline__ void look_at(unsigned tile) {
+        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
+        if (Tile::kLooksAhead) load_lse(tile);
+    }
+    __device__ __forceinline__ void load_lse(unsigned tile) {
+        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
+        this->load(of_query_, [&](int i) { return facts[4 * i].minus_lse; });
+    }
+    __device__ __forceinline__ void load_delta(const RowPair* facts) {
+        this->load(of_query_, [&](int i) { return facts[4 * i].minus_delta; });
     }
 
     /// dS^T to shared memory. `n`: how many dS were stored before.
@@ -164,27 +182,33 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_commit();
     }
 
+    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
+    __device__ __forceinline__ int move_on(const TileFacts& tile) {
+        const int rows = late_.rows;
+        dq_place_ += static_cast<std::int64_t>(late_.dq_step) * (kRowGroup * static_cast<int>(problem_.forward.head_dim));
+        late_.dq_step = tile.dq_step, late_.rows = tile.rows;
+        return rows;
+    }
+    __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
+    __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
+
     /// Adds dQ, of dS number n, to the buffer: in its turn, if there is an order. The first dS is of no tile.
-    __device__ __forceinline__ void add_late_dq(unsigned n, [[maybe_unused]] bool first) const {
+    __device__ __forceinline__ void add_late_dq(int rows, unsigned n, [[maybe_unused]] bool first) const {
         if constexpr (kPass == Pass::kOrdered) {
             if (first) return;
             const unsigned tile = n - 1;
             Slot& slot = smem_.turn_slot[tile % 2];
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
-            add_dq(n);
+            add_dq(rows);
             tell(slot.empty);
         } else {
-            add_dq(n);
+            add_dq(rows);
         }
     }
-    /// Adds dQ, of dS number n, to the buffer.
-    __device__ __forceinline__ void add_dq(unsigned n) const {
-        const TileFacts& tile = smem_.tile[(n - 1) % Tile::kTileFacts];
-        const int first_row = Tile::kSharesQueries ? 64 * group_ : 0, column = Tile::kSharesQueries ? 0 : 64 * group_;
-        const int columns = static_cast<int>(problem_.forward.head_dim) - column;
-        if (first_row >= tile.rows || columns <= 0) return;
-        float* const to = tile.dq + DqFragment::offset(first_row + 16 * warp_, column, columns + column) + 4 * lane_;
-        const auto add = [&](int j) { ptx::red_add_4(to + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
+    __device__ __forceinline__ void add_dq(int rows) const {
+        const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
+        if ((Tile::kSharesQueries && rows <= first_row()) || columns <= 0) return;
+        const auto add = [&](int j) { ptx::red_add_4(dq_place_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
         if (columns >= Tile::kDqColumns) {
 #pragma unroll
             for (int j = 0; j < Tile::kDqColumns / 8; ++j) add(j);
@@ -212,6 +236,9 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::Weights p_, ds_;  // as operands
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
+    float* dq_place_;  // this lane's place in dQ's buffer
+    TileFacts late_{};  // of the tile before
+    typename Base::QueryValues of_query_;
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers reload
@@ -229,8 +256,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
-        smem.tile[Tile::kTileFacts - 1].rows = 0;  // of the tile before the first
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -252,6 +279,7 @@ Shape shape() {
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
+    {.d = 96, .queries = 64, .value_stages = 1, .ds_stages = 4},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
 };
 template <class T, Problems kProblems, Pass kPass>

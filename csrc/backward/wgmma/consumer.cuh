@@ -62,7 +62,8 @@ class ConsumerWarp {
                 b(queries.panel[i]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
-                ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
+                if (64 * i + 16 * step < Tile::kD)
+                    ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
         }
         ptx::wgmma_commit();
     }

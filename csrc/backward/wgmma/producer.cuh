@@ -19,12 +19,15 @@ class Producer {
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(int items) {
-        // In order, an item waits for those that were taken before: then no item is given to a block that may not run
-        for (int index = kOrdered ? uniform(taken()) : static_cast<int>(blockIdx.x); index < items;) {
+        // In order, an item waits for those that were taken before. So it is taken late, when it can begin: others wait
+        // for it in turn, and behind a long item they would wait long.
+        const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
+        const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
+        for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, index);
             publish(item);
-            const int next = taken() + (kOrdered ? 0 : static_cast<int>(gridDim.x));
             if (item.tiles > 0) load_item(item);
+            const int next = taken() + before;
             index = uniform(next);
         }
         Item none{};
@@ -65,50 +68,61 @@ class Producer {
         load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
         values_.advance();
         QueryPlace at{item.head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.advance(item), place_.advance()) load_tile(item, at);
+        for (int left = item.tiles; left > 0; --left, at.advance(item), place_.advance()) {
+            load_facts(item, at);
+            load_tile(item, at);
+        }
     }
 
-    /// Q and dO of a tile of queries, with its facts.
+    /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was there
+    /// has left Q's and dO's place to one whose copies were issued before.
+    __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
+        const Sequence& sequence = item.sequence;
+        const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
+        const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
+        const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
+        const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
+        RowPair* const facts = smem_.facts[facts_];
+        if (lane_ == 0) {
+            const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
+            smem_.tile[facts_] = {group - group_before_, at.row, existing,
+                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
+            if (rows < Tile::kQueries) {  // behind the last group P is 0
+                for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
+                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
+            }
+            ptx::barrier_arrive_expect(&smem_.facts_full[facts_], bytes);
+            ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes,
+                           &smem_.facts_full[facts_]);
+        }
+        group_before_ = group;
+        facts_ = (facts_ + 1) % Tile::kTileFacts;
+        if constexpr (kOrdered) publish(turn_of<Tile, kPass>(problem_, item, at));
+    }
+
+    /// Q and dO of a tile of queries.
     __device__ __forceinline__ void load_tile(const Item& item, const QueryPlace& at) {
         const Sequence& sequence = item.sequence;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const bool cuts = kPacked && problem_.forward.sequences.cu_seqlens_q && existing < Tile::kQueries;
         if (lane_ > 0 && !cuts) return;
-        // All that can be known before the place is empty
-        const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-        if (lane_ == 0)
-            smem_.tile[tile_facts_] = {dq_of(problem_, sequence, at.head, at.row), at.row, existing,
-                                       !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
-        tile_facts_ = (tile_facts_ + 1) % Tile::kTileFacts;
-        if constexpr (kOrdered) publish(turn_of<Tile, kPass>(problem_, item, at));
-        const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
-        const RowPair* const from = facts_of(problem_, sequence, at.head) + at.row / 2;
-        const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
-
         Slot& slot = smem_.slot[place_.stage];
         auto &q = smem_.q[place_.stage], &dout = smem_.dout[place_.stage];
-        RowPair* const facts = smem_.facts[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, if every lane writes there
         if (lane_ == 0) {
-            if (rows < Tile::kQueries) {  // behind the last group P is 0
-                for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
-                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
-            }
             ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
-            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q) + (cuts ? 0 : bytes));
+            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
             const int row = sequence.first_q + at.row, batch = batch_of(sequence);
             load(q, maps_.q, barrier, row, at.head, batch);
             load(dout, maps_.dout, barrier, row, at.head, batch);
         }
-        if (cuts) {
-            await_patch();
-            clear_behind(q, existing);
-            clear_behind(dout, existing);
-            ptx::fence_proxy_async();
-            __syncwarp();
-            if (lane_ == 0) ptx::barrier_arrive_expect(&slot.full, bytes);
-        }
-        if (lane_ == 0) ptx::bulk_load(facts, from, bytes, &slot.full);
+        if (!cuts) return;
+        await_patch();
+        clear_behind(q, existing);
+        clear_behind(dout, existing);
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
     }
 
     /// K or V of an item.
@@ -170,7 +184,7 @@ class Producer {
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;
     RingPlace<Tile::kStages> place_;
-    int tile_facts_ = 0;
+    int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
     unsigned patch_parity_ = 0;
     RingPlace<Tile::kTileFacts> turn_;
 };

@@ -126,12 +126,13 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         this->multiply_rows(s_, smem_.k[0], q);
         this->multiply_rows(dp_, smem_.v[0], dout);
 
-        const RowPair* facts = smem_.facts[stage] + lane_ % 4;
+        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
         typename Base::QueryValues of_query;  // loaded before the waits, beside the products
+        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
         this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
-        const bool hides = of_tile.hides;
         ptx::wgmma_wait<1>();
+        const bool hides = of_tile.hides;
         this->weigh(s_, of_query);
         this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
         if (hides) this->hide(s_, work, of_tile.first_query);
@@ -167,7 +168,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
   public:
     __device__ __forceinline__ ValuesConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared) {}
+        : Base(problem, shared),
+          late_(problem.dq_rows + 4 * lane_ +
+                DqFragment::offset(16 * warp_, 0, static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
         dq_[(kParts - 1) % kSets].clear();
@@ -175,10 +178,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
             [&](unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) { this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, 1.f); },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
-        if (late_) {
-            add_part<kParts - 1>(late_);
-            end_turn(tiles_ - 1);
-        }
+        if (tiles_ == 0) return;
+        add_part<kParts - 1>(late_);
+        end_turn(tiles_ - 1);
     }
 
   private:
@@ -193,13 +195,13 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         const auto& ds = smem_.ds[stage];
         ptx::barrier_wait(&ds_slot.full, parity);
         ptx::barrier_wait(&slot.full, parity);
-        float* const dq = smem_.tile[facts].dq +
-                          DqFragment::offset(16 * warp_, 0, static_cast<int>(problem_.forward.head_dim)) + 4 * lane_;
+        float* const dq = late_ + static_cast<std::int64_t>(smem_.tile[facts].dq_step) *
+                                      (kRowGroup * static_cast<int>(problem_.forward.head_dim));
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
         ptx::wgmma_wait<2>();                          // of none: for ptxas
-        add_part<kParts - 1>(tile == 0 ? dq : late_);  // the tile before the first has added 0
+        add_part<kParts - 1>(late_);  // of the tile before the first: 0
         if (tile > 0) end_turn(tile - 1);
         ptx::wgmma_fence();
         multiply_part<1>(ds);
@@ -212,7 +214,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_wait<0>();
         tell(ds_slot.empty);
         late_ = dq;
-        if constexpr (kPass == Pass::kOrdered) tiles_ = tile + 1;
+        tiles_ = tile + 1;
     }
 
     /// The turn to add dQ of a tile, if there is an order.
@@ -275,8 +277,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
     typename Base::Gradient dv_;
     RegisterTile<16, 64> dq_[kSets];
-    float* late_ = nullptr;  // where the last part of the tile before is to be added
-    unsigned tiles_ = 0;     // how many there were, if there is an order
+    float* late_;         // where the last part of the tile before is to be added
+    unsigned tiles_ = 0;  // how many there were
 };
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
@@ -295,6 +297,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, 2 * kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
     }
