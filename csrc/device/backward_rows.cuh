@@ -81,8 +81,7 @@ struct DqFragment {
     __device__ static float4 get(const float* fragment, int row, int pair) {
         const int lane = row * 4 + pair;
         if constexpr (ptx::kVectorRed) return *reinterpret_cast<const float4*>(fragment + 4 * lane);
-        else
-            return make_float4(fragment[lane], fragment[32 + lane], fragment[64 + lane], fragment[96 + lane]);
+        else return make_float4(fragment[lane], fragment[32 + lane], fragment[64 + lane], fragment[96 + lane]);
     }
 };
 

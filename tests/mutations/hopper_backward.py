@@ -10,6 +10,8 @@ PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDE
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
+LOAD_DELTA = "        if (!Tile::kLooksAhead) load_delta(tile);\n"
+RELEASE_VALUES = "        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
 
 FAULTS = [
     # ---------------------------------------------------------------------------------------------------- the producer
@@ -24,8 +26,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-cleared-rows-without-fence",
         path=PRODUCER,
-        old="            clear_behind(dout, existing);\n            ptx::fence_proxy_async();\n",
-        new="            clear_behind(dout, existing);\n",
+        old="        clear_behind(dout, existing);\n        ptx::fence_proxy_async();\n",
+        new="        clear_behind(dout, existing);\n",
         why="products may not see the rows that the producer clears",
         kernels=KERNEL,
     ),
@@ -40,7 +42,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-rows-not-cleared",
         path=PRODUCER,
-        old="            clear_behind(dout, existing);\n",
+        old="        clear_behind(dout, existing);\n",
         new="",
         why="dO of the next sequence meets weights of 0",
         kernels=KERNEL,
@@ -80,8 +82,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-facts-of-other-rows",
         path=PRODUCER,
-        old="facts_of(problem_, sequence, at.head) + at.row / 2;",
-        new="facts_of(problem_, sequence, at.head) + at.row;",
+        old="facts_of(problem_, sequence, at.head) + at.row / 2,",
+        new="facts_of(problem_, sequence, at.head) + at.row,",
         why="a tile is given L and D of a later one",
         kernels=KERNEL,
     ),
@@ -112,8 +114,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-queue-begins-early",
         path=PRODUCER,
-        old="(kOrdered ? 0 : static_cast<int>(gridDim.x))",
-        new="(kOrdered ? 0 : 1)",
+        old="kOrdered ? 0 : static_cast<int>(gridDim.x);",
+        new="kOrdered ? 0 : 1;",
         why="an item that a block begins with is worked on again",
         kernels=KERNEL,
     ),
@@ -161,9 +163,17 @@ FAULTS = [
     Fault(
         name="bwd-sm90-tile-facts-overwritten",
         path=BLOCK,
-        old="kTileFacts = 2 * kStages;",
-        new="kTileFacts = kStages;",
-        why="where a tile's dQ goes is overwritten before it is added",
+        old="kTileFacts = 4;",
+        new="kTileFacts = 2;",
+        why="the facts of a tile are overwritten while they are read",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-dq-step-of-the-other-tile",
+        path=PRODUCER,
+        old="        group_before_ = group;\n",
+        new="",
+        why="dQ of a tile is added to rows of another",
         kernels=KERNEL,
     ),
     # ------------------------------------------------------------------------------------------- what all consumers do
@@ -259,7 +269,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-keys-not-released",
         path=ONE_ROLE,
-        old="                    if (late_item != item) tell(smem_.key_slot[late_item % Tile::kKeyStages].empty);\n",
+        old="        if (late_item != item) tell(smem_.key_slot[late_item].empty);\n",
         new="",
         why="the producer waits for ever for a place for K",
         kernels=KERNEL,
@@ -267,8 +277,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-values-released-early",
         path=ONE_ROLE,
-        old=AWAIT + "        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n",
-        new="        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n" + AWAIT,
+        old=AWAIT + LOAD_DELTA + RELEASE_VALUES,
+        new=RELEASE_VALUES + AWAIT + LOAD_DELTA,
         why="V is overwritten while a product reads it",
         kernels=KERNEL,
     ),
@@ -283,23 +293,39 @@ FAULTS = [
     Fault(
         name="bwd-sm90-dq-columns",
         path=ONE_ROLE,
-        old="DqFragment::offset(first_row + 16 * warp_, column, columns + column)",
-        new="DqFragment::offset(first_row + 16 * warp_, 0, columns + column)",
+        old="DqFragment::offset(first_row() + 16 * warp_, first_column(),",
+        new="DqFragment::offset(first_row() + 16 * warp_, 0,",
         why="the second consumer adds its columns of dQ to the first's",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-dq-of-a-single-row",
         path=ONE_ROLE,
-        old="if (first_row >= tile.rows ||",
-        new="if (first_row + 1 >= tile.rows ||",
+        old="rows <= first_row())",
+        new="rows <= first_row() + 1)",
         why="dQ of 64 queries of which one exists is not added",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-late-step-forgotten",
+        path=ONE_ROLE,
+        old="        late_step_ = tile.groups, late_rows_ = tile.rows;\n",
+        new="        late_rows_ = tile.rows;\n",
+        why="dQ of all tiles is added to the same rows",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-facts-not-awaited",
+        path=ONE_ROLE,
+        old="        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);\n",
+        new="",
+        why="L and D are read before they are there",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-last-dq-left-out",
         path=ONE_ROLE,
-        old="        add_late_dq(tile, false);\n",
+        old="        add_late_dq(move_on({}), tile, false);\n",
         new="",
         why="dQ of a block's last tile is not added",
         kernels=KERNEL,
@@ -340,7 +366,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-roles-late-part-with-the-new-tile",
         path=TWO_ROLES,
-        old="add_part<kParts - 1>(tile == 0 ? dq : late_);",
+        old="add_part<kParts - 1>(late_);  // of the tile before the first: 0",
         new="add_part<kParts - 1>(dq);",
         why="the last part of dQ is added to the next tile's rows",
         kernels=KERNEL,
@@ -348,8 +374,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-roles-last-part-left-out",
         path=TWO_ROLES,
-        old="            add_part<kParts - 1>(late_);\n            end_turn(tiles_ - 1);\n",
-        new="            end_turn(tiles_ - 1);\n",
+        old="        add_part<kParts - 1>(late_);\n        end_turn(tiles_ - 1);\n",
+        new="        end_turn(tiles_ - 1);\n",
         why="the last part of dQ of a block's last tile is not added",
         kernels=KERNEL,
     ),

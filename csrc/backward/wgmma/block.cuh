@@ -32,8 +32,8 @@ struct Tile {
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
-    static constexpr int kPlans = 3;                // items that are known
-    static constexpr int kTileFacts = 4;            // tiles whose facts are known: at least kStages + 2
+    static constexpr int kPlans = 3;      // items that are known
+    static constexpr int kTileFacts = 4;  // tiles whose facts are known: at least kStages + 2
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
@@ -113,10 +113,15 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
 
 /// What the consumers are told of a tile of queries.
 struct alignas(16) TileFacts {
-    int dq_step;           // in dQ's buffer, from the tile before to this one, in groups of rows
+    int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
-    bool hides;            // some queries do not see all keys of the item
+    bool hides;  // some queries do not see all keys of the item
 };
+
+/// Words of dQ's buffer from one group of rows to another.
+__device__ __forceinline__ std::int64_t dq_step(const Problem& problem, int groups) {
+    return static_cast<std::int64_t>(groups) * (kRowGroup * static_cast<int>(problem.forward.head_dim));
+}
 
 /// The place of a tile of queries in an item.
 struct QueryPlace {
@@ -156,7 +161,7 @@ struct SharedMemory {
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
-    ptx::Barrier patch;  // says that rows have come of which the producer clears some
+    ptx::Barrier patch;                         // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
 };

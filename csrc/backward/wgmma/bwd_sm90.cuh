@@ -102,7 +102,8 @@ class Consumer : ConsumerWarp<Tile> {
         return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places` become those of the item's next tile.
+    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
+    /// become those of the item's next tile.
     __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
         const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
@@ -112,16 +113,15 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
         this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
-        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
         ptx::wgmma_wait<1>();
         if (!Tile::kLooksAhead) load_lse(tile);
         this->weigh(s_, of_query_);
-        if (Tile::kLooksAhead) load_delta(facts);
+        if (Tile::kLooksAhead) load_delta(tile);
         const int late_rows = move_on(of_tile);
         if (of_tile.hides) this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
-        if (!Tile::kLooksAhead) load_delta(facts);
+        if (!Tile::kLooksAhead) load_delta(tile);
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
         this->differentiate(dp_, s_, of_query_);
         this->pack(p_, s_);
@@ -150,11 +150,13 @@ class Consumer : ConsumerWarp<Tile> {
         if (Tile::kLooksAhead) load_lse(tile);
     }
     __device__ __forceinline__ void load_lse(unsigned tile) {
-        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
-        this->load(of_query_, [&](int i) { return facts[4 * i].minus_lse; });
+        this->load(of_query_, [facts = lane_facts(tile)](int i) { return facts[4 * i].minus_lse; });
     }
-    __device__ __forceinline__ void load_delta(const RowPair* facts) {
-        this->load(of_query_, [&](int i) { return facts[4 * i].minus_delta; });
+    __device__ __forceinline__ void load_delta(unsigned tile) {
+        this->load(of_query_, [facts = lane_facts(tile)](int i) { return facts[4 * i].minus_delta; });
+    }
+    __device__ __forceinline__ const RowPair* lane_facts(unsigned tile) const {
+        return smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
     }
 
     /// dS^T to shared memory. `n`: how many dS were stored before.
@@ -184,9 +186,9 @@ class Consumer : ConsumerWarp<Tile> {
 
     /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
     __device__ __forceinline__ int move_on(const TileFacts& tile) {
-        const int rows = late_.rows;
-        dq_place_ += static_cast<std::int64_t>(late_.dq_step) * (kRowGroup * static_cast<int>(problem_.forward.head_dim));
-        late_.dq_step = tile.dq_step, late_.rows = tile.rows;
+        const int rows = late_rows_;
+        dq_place_ += dq_step(problem_, late_step_);
+        late_step_ = tile.groups, late_rows_ = tile.rows;
         return rows;
     }
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
@@ -236,9 +238,9 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::Weights p_, ds_;  // as operands
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
-    float* dq_place_;  // this lane's place in dQ's buffer
-    TileFacts late_{};  // of the tile before
-    typename Base::QueryValues of_query_;
+    float* dq_place_;                      // this lane's place in dQ's buffer
+    int late_step_ = 0, late_rows_ = 0;    // of the tile before
+    typename Base::QueryValues of_query_;  // L, then D
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers reload

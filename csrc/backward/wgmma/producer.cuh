@@ -92,8 +92,7 @@ class Producer {
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
             }
             ptx::barrier_arrive_expect(&smem_.facts_full[facts_], bytes);
-            ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes,
-                           &smem_.facts_full[facts_]);
+            ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, &smem_.facts_full[facts_]);
         }
         group_before_ = group;
         facts_ = (facts_ + 1) % Tile::kTileFacts;

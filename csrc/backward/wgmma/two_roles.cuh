@@ -195,12 +195,11 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         const auto& ds = smem_.ds[stage];
         ptx::barrier_wait(&ds_slot.full, parity);
         ptx::barrier_wait(&slot.full, parity);
-        float* const dq = late_ + static_cast<std::int64_t>(smem_.tile[facts].dq_step) *
-                                      (kRowGroup * static_cast<int>(problem_.forward.head_dim));
+        float* const dq = late_ + dq_step(problem_, smem_.tile[facts].groups);
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
-        ptx::wgmma_wait<2>();                          // of none: for ptxas
+        ptx::wgmma_wait<2>();         // of none: for ptxas
         add_part<kParts - 1>(late_);  // of the tile before the first: 0
         if (tile > 0) end_turn(tile - 1);
         ptx::wgmma_fence();
