@@ -74,8 +74,7 @@ struct Kernel : KernelFacts {
     std::int64_t (*workspace_bytes)(const Params&, const DeviceFacts&);
     /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
     void (*launch)(const Params&, const DeviceFacts&, Stream);
-    /// Whether `auto` leaves these params to a kernel of lower rank, which is faster for them or alone was measured; null:
-    /// never.
+    /// Whether `auto` leaves these params to a kernel of lower rank, which is faster for them; null: never.
     bool (*yields)(const Params&, const DeviceFacts&) = nullptr;
 };
 /// Kernel::workspace_bytes of a kernel without a workspace.

@@ -59,11 +59,9 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
-/// `auto` takes what was measured to be faster than bwd_sm80 (docs/tuning/hopper_backward.md): dense, d up to 128, in no
-/// order.
+/// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
-    return problems_of(p.forward, /*converted=*/false) != Problems::kPlain ||
-           std::max(p.forward.head_dim, p.forward.head_dim_v) > 128 || p.deterministic;
+    return p.deterministic && std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
 }
 
 const BackwardKernelInfo kInfo = {
