@@ -83,6 +83,7 @@ TESTS = {
     "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
+    "flash_wmma/distributed/": ("distributed",),
     "flash_wmma/": OP_TESTS,
 }
 """Names of test files for the files that begin so; the first that fits. Kernels have those of their direction."""

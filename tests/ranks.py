@@ -1,17 +1,21 @@
 """What test_distributed.py runs in several processes, each a rank of a process group.
 
+    python tests/ranks.py --calls 10000 --first 0 --processes 3      random calls, forward and backward; no other case
+
 A process runs every case of CASES and writes what went wrong with each. All ranks make the same random numbers and
 compute the same reference, in float64 where nothing is packed around a kernel; each checks its own rows.
 """
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import itertools
 import json
 import os
 import random
 import signal
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from reference import Mask, Modification, attention, normal
 from torch import Tensor
 from torch.nn import functional
@@ -261,16 +266,21 @@ def random_problem(rng: random.Random) -> Problem:
 RANDOM_CALLS = 200
 
 
+def random_call(number: int) -> None:
+    """Forward and backward of a problem that the number decides."""
+    rng = random.Random(number)
+    problem = random_problem(rng)
+    attend = BOTH[rng.random() < 0.25 and problem.heads[0] >= dist.get_world_size()]
+    try:
+        run(problem, attend, number)
+    except Exception as error:
+        raise AssertionError(f"call {number}, {attend.__name__}, {problem}: {error}") from error
+
+
 def random_calls() -> None:
-    """Forward and backward of random problems: on three ranks many, for they are neither one nor a power of two."""
-    rng = random.Random(3)
-    for seed in range(RANDOM_CALLS if dist.get_world_size() == 3 else 10):
-        problem = random_problem(rng)
-        attend = BOTH[rng.random() < 0.25 and problem.heads[0] >= dist.get_world_size()]
-        try:
-            run(problem, attend, seed)
-        except Exception as error:
-            raise AssertionError(f"call {seed}, {attend.__name__}, {problem}: {error}") from error
+    """On three ranks many, for they are neither one nor a power of two."""
+    for number in range(RANDOM_CALLS if dist.get_world_size() == 3 else 10):
+        random_call(number)
 
 
 def repeated() -> None:
@@ -583,3 +593,26 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> No
     if rank == 1:
         time.sleep(2 * seconds)  # alive, but silent
     os._exit(0)
+
+
+def call_at_random(rank: int, world: int, folder: str, first: int, calls: int) -> None:
+    """Those calls, and a line from rank 0 now and then."""
+    begin(rank, world, f"{folder}/store", 120)
+    start = time.monotonic()
+    for number in range(first, first + calls):
+        random_call(number)
+        done = number + 1 - first
+        if rank == 0 and (done % 500 == 0 or done == calls):
+            print(f"{done} calls in {time.monotonic() - start:.0f} s, the last is number {number}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random calls of ring and Ulysses attention, each checked.")
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first call, which decides its problem")
+    parser.add_argument("--processes", type=int, default=3)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as store:
+        sizes = (given.processes, store, given.first, given.calls)
+        torch.multiprocessing.start_processes(call_at_random, sizes, nprocs=given.processes, start_method="spawn")
