@@ -1,6 +1,8 @@
-"""Writes build/hub: the library in the layout of Hugging Face's kernels hub, for torch 2.10 and whatever is later.
+"""Writes the library in the layout of Hugging Face's kernels hub, for torch 2.10 and whatever is later.
 
-    build/hub/build/torch-stable-abi210-cu130-x86_64-linux/     one folder for CUDA, one (FLASH_WMMA_CUDA=0) for CPU
+    hub.py [FOLDER]     by default build/hub
+
+    FOLDER/build/torch-stable-abi210-cu130-x86_64-linux/    for torch with CUDA; -cpu- instead with FLASH_WMMA_CUDA=0
         metadata.json, __init__.py and the other modules, lib_flash_wmma_….so
 
 The hub loads kernels of several versions into one process. So these ops have a namespace of their own, with a digest of
@@ -18,10 +20,10 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-HUB = ROOT / "build" / "hub"
 VERSION = 1  # as the hub counts; users ask for it
 CARD = """---
 library_name: kernels
@@ -50,6 +52,8 @@ def torch_version() -> str:
 
 
 def build(namespace: str, folder: Path) -> None:
+    for earlier in (ROOT / "build").glob("*/lib_flash_wmma_*.so"):
+        earlier.unlink()
     command = [sys.executable, "setup.py", "-q", "build_ext", f"--build-lib={folder}"]
     subprocess.run(command, cwd=ROOT, env={**os.environ, "FLASH_WMMA_NAMESPACE": namespace}, check=True)
 
@@ -63,15 +67,14 @@ def cuda_build(folder: Path) -> tuple[int, str] | None:
     return None if built is None else (built[0], built[1])
 
 
-def main() -> None:
-    built = ROOT / "build" / "hub-build"
-    shutil.rmtree(built, ignore_errors=True)
+def write(folder: Path, built: Path) -> Path:
+    """The folder that was written; ``built`` is an empty one for what is compiled."""
     device = "cpu" if os.environ.get("FLASH_WMMA_CUDA") == "0" else "cuda"
     namespace = f"_flash_wmma_{device}_{digest()}"
     build(namespace, built)
     cuda = cuda_build(built / "flash_wmma")
     backend = "cpu" if cuda is None else f"cu{cuda[0] // 1000}{cuda[0] % 1000 // 10}"
-    variant = HUB / "build" / f"torch-stable-abi{torch_version()}-{backend}-{platform.machine()}-linux"
+    variant = folder / "build" / f"torch-stable-abi{torch_version()}-{backend}-{platform.machine()}-linux"
     shutil.rmtree(variant, ignore_errors=True)
     shutil.copytree(ROOT / "flash_wmma", variant, ignore=shutil.ignore_patterns("*.so", "kernels.json", "__pycache__"))
     for product in (built / "flash_wmma").iterdir():
@@ -86,9 +89,11 @@ def main() -> None:
         "backend": {"type": "cpu"} if cuda is None else {"type": "cuda", "archs": cuda[1].split(";")},
     }
     (variant / "metadata.json").write_text(json.dumps(metadata, indent=2) + "\n")
-    (HUB / "README.md").write_text(CARD)
-    print(variant.relative_to(ROOT))
+    (folder / "README.md").write_text(CARD)
+    return variant
 
 
 if __name__ == "__main__":
-    main()
+    hub = Path(sys.argv[1] if len(sys.argv) > 1 else ROOT / "build" / "hub").resolve()
+    with tempfile.TemporaryDirectory() as temporary:
+        print(write(hub, Path(temporary)))
