@@ -72,7 +72,7 @@ TESTS = {
     "csrc/reductions/": ("reductions",),
     "csrc/emulator/": EMULATOR_TESTS,
     "csrc/cpu/": CPU_TESTS,
-    "csrc/torch/ops.cpp": (*OP_TESTS, "emulated", "packages"),
+    "csrc/torch/ops.cpp": ("packages", *OP_TESTS, "emulated"),
     "csrc/": (*OP_TESTS, "emulated"),
     "flash_wmma/emulator/": EMULATOR_TESTS,
     "flash_wmma/_profile.py": ("profile",),
