@@ -436,7 +436,7 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
     ):
         inputs = " ".join(map(escape, objects[kind]))
         if OLD_LIBRARIES:
-            flags += f" @{OLD_LIBRARIES}/flags"
+            flags += " " + shlex.quote(f"@{OLD_LIBRARIES}/flags")
         edges.append(f"build {escape(target)}: link {inputs}{f' || {needs}' if needs else ''}\n  flags = {flags}")
     return ninja_text(build, rules, edges), logs
 

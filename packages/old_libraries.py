@@ -99,10 +99,13 @@ def write(folder: Path) -> None:
         stand_in(part, [])
     (folder / "absent.s").write_text(ABSENT)
     run("-c", folder / "absent.s", "-o", folder / "absent.o")
+    old = {
+        name: f'"{folder / name}"' for name in ("absent.o", "libstdc++.so.6", "libm.so.6", "libc.so.6", loader, *PARTS)
+    }
     (folder / "flags").write_text(
-        f"-nodefaultlibs -Wl,--exclude-libs,ALL {folder}/absent.o {folder}/libstdc++.so.6 -l:libstdc++.a"
-        f" {folder}/libm.so.6 -lgcc_s -lgcc {folder}/libc.so.6 -l:libc_nonshared.a -Wl,--as-needed {folder}/{loader}"
-        f" -Wl,--no-as-needed {' '.join(str(folder / part) for part in PARTS)}\n"
+        f"-nodefaultlibs -Wl,--exclude-libs,ALL {old['absent.o']} {old['libstdc++.so.6']} -l:libstdc++.a"
+        f" {old['libm.so.6']} -lgcc_s -lgcc {old['libc.so.6']} -l:libc_nonshared.a -Wl,--as-needed {old[loader]}"
+        f" -Wl,--no-as-needed {' '.join(old[part] for part in PARTS)}\n"
     )
 
 

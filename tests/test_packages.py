@@ -43,7 +43,7 @@ def needed(library: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def old_libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("old")
+    folder = tmp_path_factory.mktemp("old ones")
     run(sys.executable, PACKAGES / "old_libraries.py", folder)
     return folder
 
