@@ -209,6 +209,7 @@ PROBLEMS: dict[str, Problem] = {
     "no_lse": Problem(causal=True, with_lse=False),
     "scale": Problem(causal=True, scale=0.7),
     "one_head_of_keys": Problem(causal=True, heads=(6, 1)),
+    "heads_across_ranks": Problem(causal=True, heads=(9, 3)),
     "head_dims": Problem(causal=True, dims=(24, 40)),
     "window": Problem(((64, 64),), window=(9, 5)),
     "window_causal": Problem(((64, 64),), causal=True, window=(11, None)),
