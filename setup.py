@@ -15,6 +15,7 @@ build_hip` compiles those to objects, with no torch.
 
 Environment: FLASH_WMMA_CUDA=0/1 (without/with GPU kernels whatever is found), FLASH_WMMA_WERROR=1, CUDA_HOME, CXX,
 TORCH_CUDA_ARCH_LIST (as torch reads it: narrows the architectures), MAX_JOBS; ROCM_HOME, PYTORCH_ROCM_ARCH (gfx90a).
+For what is given to others (packages/): FLASH_WMMA_NAMESPACE (of the ops; flash_wmma), FLASH_WMMA_OLD_LIBRARIES.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ from setuptools.errors import SetupError
 
 ROOT = Path(__file__).resolve().parent
 WERROR = os.environ.get("FLASH_WMMA_WERROR") == "1"
+OLD_LIBRARIES = os.environ.get("FLASH_WMMA_OLD_LIBRARIES")  # what packages/old_libraries.py wrote
+NAMESPACE = os.environ.get("FLASH_WMMA_NAMESPACE") or "flash_wmma"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 # -------------------------------------------------------------------------------------------- what is compiled, and how
@@ -57,6 +60,7 @@ HOST_FLAGS = {
     "csrc/cpu": HIDDEN,
 }
 MODULE = Path("csrc/torch/module.cpp")  # the one source of flash_wmma._C; all others are libflash_wmma.so's
+OPS = Path("csrc/torch/ops.cpp")  # the one source that knows the ops' namespace
 ARCHITECTURES = "7.5;8.0+PTX;9.0"  # as in TORCH_CUDA_ARCH_LIST: machine code, "+PTX" adds PTX
 
 KERNELS = ("csrc/device/*.cu", "csrc/forward/**/*.cu", "csrc/backward/**/*.cu", "csrc/reductions/*.cu")
@@ -75,8 +79,9 @@ SHIPPED = (
 CXX_FLAGS = "-std=c++20 -O3 -fPIC -Wall -Wextra -Wno-restrict -Icsrc" + (" -Werror" if WERROR else "")
 # No --use_fast_math: it would flush denormals and replace every division, expf and logf of a file, those that finish a
 # row and its LSE too. The kernels name the fast instructions where they want them (ptx.cuh).
+# -compress-all: the library has less than half the size; the driver unpacks what it loads.
 NVCC_FLAGS = (
-    "-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc/device -Icsrc -Xptxas -v"
+    "-std=c++20 -O3 --expt-relaxed-constexpr -Icsrc/device -Icsrc -Xptxas -v -Xfatbin -compress-all"
     " -Xcompiler -fPIC,-fvisibility=hidden,-Wall,-Wextra"
     + (" -Werror all-warnings" if WERROR else "")
     + (" -lineinfo" if os.environ.get("FLASH_WMMA_LINEINFO") == "1" else "")
@@ -176,6 +181,8 @@ def host_flags(source: Path) -> str | None:
     flags = HOST_FLAGS[str(source.parent)]
     if source == MODULE:
         flags += " -isystem $python_include"
+    if source == OPS and NAMESPACE != "flash_wmma":
+        flags += f" -DFLASH_WMMA_NAMESPACE={NAMESPACE}"
     instructions = declared(source, "x86-64")
     if instructions is None:
         return flags
@@ -428,6 +435,8 @@ def ninja_file(build: Path, library: Path, module: Path) -> tuple[str, list[Path
         (module, "module", escape(library), f"-Wl,-rpath,'$$ORIGIN' -Wl,--no-as-needed {library}"),
     ):
         inputs = " ".join(map(escape, objects[kind]))
+        if OLD_LIBRARIES:
+            flags += " " + shlex.quote(f"@{OLD_LIBRARIES}/flags")
         edges.append(f"build {escape(target)}: link {inputs}{f' || {needs}' if needs else ''}\n  flags = {flags}")
     return ninja_text(build, rules, edges), logs
 
@@ -520,7 +529,7 @@ class NinjaBuild(build_ext):
 
     def get_ext_filename(self, fullname: str) -> str:
         name: str = super().get_ext_filename(fullname)
-        plain = {"libflash_wmma": "libflash_wmma.so", "kernels": "kernels.json"}.get(fullname.rpartition(".")[2])
+        plain = {"libflash_wmma": f"lib{NAMESPACE}.so", "kernels": "kernels.json"}.get(fullname.rpartition(".")[2])
         return str(Path(name).with_name(plain)) if plain else name
 
     def build_extensions(self) -> None:

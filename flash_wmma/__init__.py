@@ -87,5 +87,5 @@ else:
         if name == "distributed":
             from importlib import import_module
 
-            return import_module("flash_wmma.distributed")
+            return import_module(".distributed", __name__)
         raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ._call import Call
 from ._checks import DTYPES
-from ._library import ops
+from ._library import NAMESPACE, ops
 
 _HALF = (torch.float16, torch.bfloat16)
-_library = torch.library.Library("flash_wmma", "IMPL")  # type: ignore[no-untyped-call]
+_library = torch.library.Library(NAMESPACE, "IMPL")  # type: ignore[no-untyped-call]
 
 
 def _half(x: Any, dtype: torch.dtype) -> Any:

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _checks, _library  # noqa: F401  (the ops must exist before their fakes)
+from . import _checks
 from ._call import Call, Lengths
+from ._library import NAMESPACE
 
 
 def _forward(
@@ -117,4 +118,4 @@ for _op, _fake in (
     ("backward", _backward),
     ("backward_varlen", _backward_varlen),
 ):
-    torch.library.register_fake(f"flash_wmma::{_op}", _fake)
+    torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake)

@@ -16,10 +16,11 @@ from torch.library import Library
 
 from . import _ops
 from ._call import Call, Lengths, call_of
-from ._library import ops
+from ._library import NAMESPACE, ops
 from ._sdpa import backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
 
-NAME = "flash_wmma"
+NAME = NAMESPACE
+"""``"flash_wmma"``, in the installed package."""
 
 
 class _Handle:

@@ -1,4 +1,8 @@
-"""Loads ``libflash_wmma.so``: importing this module registers the torch ops."""
+"""Loads ``libflash_wmma.so``: importing this module registers the torch ops.
+
+Their namespace is the library's name without "lib". It is another one in a copy of this package that carries another
+library, such as those for the kernels hub (packages/hub.py), so that several copies can live in one process.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,12 @@ from pathlib import Path
 
 import torch
 
-PATH = Path(__file__).with_name("libflash_wmma.so")
+_HERE = Path(__file__).parent
+PATH = next(_HERE.glob("lib*flash_wmma*.so"), _HERE / "libflash_wmma.so")
 """The library with the ops and kernels."""
+
+NAMESPACE = PATH.stem.removeprefix("lib")
+"""Of the ops: ``torch.ops.flash_wmma``."""
 
 if not PATH.exists():
     if PATH.parent.with_name("setup.py").exists():  # imported from the source folder, which hides an installed package
@@ -23,4 +31,4 @@ library = ctypes.CDLL(str(PATH))
 
 torch.ops.load_library(PATH)  # type: ignore[no-untyped-call]
 
-ops = torch.ops.flash_wmma
+ops = getattr(torch.ops, NAMESPACE)

@@ -13,7 +13,7 @@ from . import _library  # noqa: F401  (_C refers to symbols of the library, whic
 def native() -> ModuleType:
     """The extension module. ``ImportError`` says what to do if this Python has none."""
     try:
-        return importlib.import_module("flash_wmma._C")
+        return importlib.import_module("._C", __package__)
     except ImportError as error:
         raise ImportError(
             f"flash_wmma._C cannot be imported ({error}). It holds the kernel table, which forward does not need. "

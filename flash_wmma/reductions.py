@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ._errors import refuse
-from ._library import ops
+from ._library import NAMESPACE, ops
 from ._sources import CSRC
 from .emulator import Mode, Program, current
 
@@ -149,8 +149,8 @@ _FAKES: dict[str, Callable[[Tensor], Tensor]] = {
     "row_softmax": lambda x: x.new_empty(x.shape),
 }
 for _name in _FAKES:
-    torch.library.impl(f"flash_wmma::{_name}", "CPU", _ON_CPU[_name])
-    torch.library.register_fake(f"flash_wmma::{_name}", _FAKES[_name])
+    torch.library.impl(f"{NAMESPACE}::{_name}", "CPU", _ON_CPU[_name])
+    torch.library.register_fake(f"{NAMESPACE}::{_name}", _FAKES[_name])
 
 # --------------------------------------------------------------------------------------------------------- the emulator
 

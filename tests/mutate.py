@@ -72,6 +72,7 @@ TESTS = {
     "csrc/reductions/": ("reductions",),
     "csrc/emulator/": EMULATOR_TESTS,
     "csrc/cpu/": CPU_TESTS,
+    "csrc/torch/ops.cpp": ("packages", *OP_TESTS, "emulated"),
     "csrc/": (*OP_TESTS, "emulated"),
     "flash_wmma/emulator/": EMULATOR_TESTS,
     "flash_wmma/_profile.py": ("profile",),
@@ -83,7 +84,12 @@ TESTS = {
     "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
+    "flash_wmma/distributed/": ("distributed",),
+    "flash_wmma/__init__.py": ("packages", *OP_TESTS),
+    "flash_wmma/_autocast.py": ("packages", *OP_TESTS),
+    "flash_wmma/_native.py": ("packages", *OP_TESTS),
     "flash_wmma/": OP_TESTS,
+    "packages/": ("packages",),
 }
 """Names of test files for the files that begin so; the first that fits. Kernels have those of their direction."""
 DEVICE_CODE = (

@@ -1,31 +1,40 @@
 """What test_distributed.py runs in several processes, each a rank of a process group.
 
+    python tests/ranks.py --calls 10000 --first 0 --processes 3     random calls, forward and backward; no other case
+    torchrun --nproc-per-node 2 tests/ranks.py --context-parallel   torch's context_parallel, on GPUs
+
 A process runs every case of CASES and writes what went wrong with each. All ranks make the same random numbers and
 compute the same reference, in float64 where nothing is packed around a kernel; each checks its own rows.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
 import datetime
 import itertools
 import json
 import os
 import random
 import signal
+import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 from reference import Mask, Modification, attention, normal
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.experimental import _attention as torch_cp
 from torch.nn import functional
 
 import flash_wmma
-from flash_wmma import distributed
+from flash_wmma import _hook, distributed
 from flash_wmma.distributed import _layout, _ring
 
 Attend = Callable[..., Any]
@@ -200,6 +209,7 @@ PROBLEMS: dict[str, Problem] = {
     "no_lse": Problem(causal=True, with_lse=False),
     "scale": Problem(causal=True, scale=0.7),
     "one_head_of_keys": Problem(causal=True, heads=(6, 1)),
+    "heads_across_ranks": Problem(causal=True, heads=(9, 3)),
     "head_dims": Problem(causal=True, dims=(24, 40)),
     "window": Problem(((64, 64),), window=(9, 5)),
     "window_causal": Problem(((64, 64),), causal=True, window=(11, None)),
@@ -261,16 +271,21 @@ def random_problem(rng: random.Random) -> Problem:
 RANDOM_CALLS = 200
 
 
+def random_call(number: int) -> None:
+    """Forward and backward of a problem that the number decides."""
+    rng = random.Random(number)
+    problem = random_problem(rng)
+    attend = BOTH[rng.random() < 0.25 and problem.heads[0] >= dist.get_world_size()]
+    try:
+        run(problem, attend, number)
+    except Exception as error:
+        raise AssertionError(f"call {number}, {attend.__name__}, {problem}: {error}") from error
+
+
 def random_calls() -> None:
-    """Forward and backward of random problems: on three ranks many, for they are neither one nor a power of two."""
-    rng = random.Random(3)
-    for seed in range(RANDOM_CALLS if dist.get_world_size() == 3 else 10):
-        problem = random_problem(rng)
-        attend = BOTH[rng.random() < 0.25 and problem.heads[0] >= dist.get_world_size()]
-        try:
-            run(problem, attend, seed)
-        except Exception as error:
-            raise AssertionError(f"call {seed}, {attend.__name__}, {problem}: {error}") from error
+    """On three ranks many, for they are neither one nor a power of two."""
+    for number in range(RANDOM_CALLS if dist.get_world_size() == 3 else 10):
+        random_call(number)
 
 
 def repeated() -> None:
@@ -509,6 +524,62 @@ def model() -> None:
         close(distributed.unshard_sequence(got.detach()), whole.detach())
 
 
+@contextlib.contextmanager
+def torchs_attention(device: str) -> Iterator[None]:
+    """torch's attention with these kernels behind it. torch's context_parallel knows the operators for CUDA alone: on
+    the CPU, what the hook puts in their place stands under the CPU's key, and is called directly."""
+    if device == "cuda":
+        torch.nn.attention.activate_flash_attention_impl(_hook.NAME)
+        try:
+            with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+                yield
+        finally:
+            torch.nn.attention.restore_flash_attention_impl()
+        return
+    library = torch.library.Library("aten", "IMPL")
+    for name, make in (("", _hook._cuda), ("_backward", _hook._cuda_backward)):
+        operator = f"_scaled_dot_product_flash_attention{name}"
+        library.impl(operator, make(None), "CPU", with_keyset=True)
+    torchs = functional.scaled_dot_product_attention
+
+    def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+        return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+    functional.scaled_dot_product_attention = scaled_dot_product_attention
+    try:
+        yield
+    finally:
+        functional.scaled_dot_product_attention = torchs
+        library._destroy()
+
+
+def context_parallel(device: str = "cpu") -> None:
+    """torch's own, forward and backward, by both of its ways to move keys and values."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh(device, (world,))
+    ways = itertools.product((True, False), ("allgather", "alltoall"), (4, 2))
+    for causal, way, heads_k in ways:
+        torch.manual_seed(0)
+        shapes = [(2, heads, 16 * world, 64) for heads in (4, heads_k, heads_k, 4)]
+        whole = [torch.randn(shape, device=device).to(torch.float16 if device == "cuda" else None) for shape in shapes]
+        leaves = [t.clone().requires_grad_() for t in whole[:3]]
+        expected = flash_wmma.forward(*leaves, causal=causal)
+        wanted = [expected.detach(), *torch.autograd.grad(expected, leaves, whole[3])]
+        torch_cp.set_rotate_method(way)
+        torch_cp._cp_options.enable_load_balance = causal  # which torch has for a causal mask alone
+        buffers = [t.clone() for t in whole]
+        options = {"enable_gqa": True} if device == "cuda" and heads_k < 4 else {}
+        with torchs_attention(device), torch_cp.context_parallel(mesh, buffers=buffers, buffer_seq_dims=[2] * 4):
+            mine = [t.clone().requires_grad_() for t in buffers[:3]]
+            out = functional.scaled_dot_product_attention(*mine, is_causal=causal, **options)
+            gradients = torch.autograd.grad(out, mine, buffers[3].clone())
+        for got, exact in zip(
+            torch_cp.context_parallel_unshard(mesh, [out.detach(), *gradients], [2] * 4), wanted, strict=True
+        ):
+            error = float((got - exact).abs().max() / exact.abs().max())
+            assert error < (1e-2 if device == "cuda" else 1e-5), (causal, way, heads_k, error)
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in PROBLEMS.items()},
     **{f"ulysses-{name}": of(problem, BOTH[1]) for name, problem in PROBLEMS.items()},
@@ -519,6 +590,7 @@ CASES: dict[str, Callable[[], None]] = {
     "groups": groups,
     "messages": messages,
     "model": model,
+    "context_parallel": context_parallel,
     "mismatches": mismatches,
     "random_calls": random_calls,
 }
@@ -583,3 +655,34 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> No
     if rank == 1:
         time.sleep(2 * seconds)  # alive, but silent
     os._exit(0)
+
+
+def call_at_random(rank: int, world: int, folder: str, first: int, calls: int) -> None:
+    """Those calls, and a line from rank 0 now and then."""
+    begin(rank, world, f"{folder}/store", 120)
+    start = time.monotonic()
+    for number in range(first, first + calls):
+        random_call(number)
+        done = number + 1 - first
+        if rank == 0 and (done % 500 == 0 or done == calls):
+            print(f"{done} calls in {time.monotonic() - start:.0f} s, the last is number {number}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Random calls of ring and Ulysses attention, each checked.")
+    parser.add_argument("--calls", type=int, default=10_000)
+    parser.add_argument("--first", type=int, default=0, help="the number of the first call, which decides its problem")
+    parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--context-parallel", action="store_true", help="torch's context_parallel, under torchrun")
+    given = parser.parse_args()
+    if given.context_parallel:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl")
+        context_parallel("cuda")
+        print(f"rank {dist.get_rank()}: right")
+        dist.destroy_process_group()
+        raise SystemExit
+    with tempfile.TemporaryDirectory() as store:
+        sizes = (given.processes, store, given.first, given.calls)
+        torch.multiprocessing.start_processes(call_at_random, sizes, nprocs=given.processes, start_method="spawn")

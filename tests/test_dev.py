@@ -114,6 +114,27 @@ def test_variables_come_first(checkout: Path, variables: dict[str, str]) -> None
 
 
 @pytest.mark.parametrize(
+    ("variables", "cuda", "folder"), [({}, "1", "dist"), ({"FLASH_WMMA_CUDA": "0"}, "0", "dist/cpu")]
+)
+def test_wheel_is_for_every_gpu(checkout: Path, variables: dict[str, str], cuda: str, folder: str) -> None:
+    """Whatever GPU is here, and linked with libraries of manylinux_2_28."""
+    give_gpus(checkout, "9.0")
+    calls, _ = dev(checkout, "wheel", TORCH_CUDA_ARCH_LIST="9.0", **variables)
+    old, build, repair = calls[-3:]
+    assert old.startswith("packages/old_libraries.py ")
+    assert "pip --disable-pip-version-check wheel" in build
+    assert [part.strip() for part in build.split("|")[1:]] == [cuda, ""]
+    assert "auditwheel repair --plat manylinux_2_28_" in repair
+    assert f" -w {folder} build/wheel/" in repair
+
+
+def test_hub(checkout: Path) -> None:
+    calls, _ = dev(checkout, "hub", TORCH_CUDA_ARCH_LIST="9.0")
+    assert calls[-1].split(" | ") == ["packages/hub.py", "1", ""]
+    assert calls[-2].startswith("packages/old_libraries.py ")
+
+
+@pytest.mark.parametrize(
     ("arguments", "expected"),
     [
         ("", "--quick"),

@@ -1,6 +1,14 @@
 // The torch ops of flash_wmma: their schemas, and what implements them.
 #include "torch/ops.h"
 
+// The ops' namespace, torch.ops.flash_wmma. A build that shall live beside another in one process has its own.
+#ifndef FLASH_WMMA_NAMESPACE
+#define FLASH_WMMA_NAMESPACE flash_wmma
+#endif
+// torch's macros, whose first argument must be a name and no macro.
+#define OPS(name, m) STABLE_TORCH_LIBRARY(name, m)
+#define OPS_ON(device, name, m) STABLE_TORCH_LIBRARY_IMPL(name, device, m)
+
 // window_left / window_right: keys a query sees to the left / right of its own position; negative: unbounded. Causal is
 // (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out
 // is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first: each
@@ -8,7 +16,7 @@
 // bias_grad: dbias is wanted, and has attn_bias's shape and dtype; otherwise dbias is empty.
 // forward_kernel: the kernel_name that forward was given; "auto" converts only what forward's kernel converted.
 // kernel_name, not kernel: torch's Inductor passes an op's keywords on to a function with a parameter called kernel.
-STABLE_TORCH_LIBRARY(flash_wmma, m) {
+OPS(FLASH_WMMA_NAMESPACE, m) {
     m.def(
         "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
@@ -47,8 +55,8 @@ STABLE_TORCH_LIBRARY(flash_wmma, m) {
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));             \
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
 
-STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CPU, m) { FLASH_WMMA_IMPLEMENT(m); }
-STABLE_TORCH_LIBRARY_IMPL(flash_wmma, CUDA, m) {
+OPS_ON(CPU, FLASH_WMMA_NAMESPACE, m) { FLASH_WMMA_IMPLEMENT(m); }
+OPS_ON(CUDA, FLASH_WMMA_NAMESPACE, m) {
     FLASH_WMMA_IMPLEMENT(m);
     m.impl("array_max", TORCH_BOX(&flash_wmma::array_max));
     m.impl("array_sum", TORCH_BOX(&flash_wmma::array_sum));
