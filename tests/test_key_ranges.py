@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,23 +107,17 @@ def test_hidden_keys_may_hold_anything(target: Target, nq: int) -> None:
         assert torch.equal(a, b)
 
 
-@needs("key_ranges")
-def test_tiles_are_skipped(target: Target) -> None:
-    """Documents far apart: of the keys in between nothing is read. (In the emulator and on the CPU they are not there:
-    the tensor's rows all lie in one place, which holds NaN.)"""
-    kernel, dtype = target
-    if kernel.name == "unfused":
-        pytest.skip("reads all keys by design")
-    q = normal((1, 1, 64, 64), "contiguous", dtype, kernel.device, 1)
-    k, v = (normal((1, 1, 1024, 64), "contiguous", dtype, kernel.device, s) for s in (2, 3))
-    ranges = bounds(*((900, 960) for _ in range(64)), device=kernel.device)
-    out, lse = run(kernel, q, k, v, modification=Modification(key_ranges=ranges))
-    k[:, :, :832] = v[:, :, :832] = math.nan
-    again = run(kernel, q, k, v, modification=Modification(key_ranges=ranges))
-    if operand_dtype(kernel, dtype) == dtype:
-        assert torch.equal(out, again[0])
-        assert torch.equal(lse, again[1])
-    assert not again[0].isnan().any()
+@pytest.mark.parametrize("kernel", ["mma_sm75", "mma_sm80", "wmma_v3"])
+def test_tiles_are_skipped(kernel: str) -> None:
+    """Products are computed of those tiles alone that some query of a tile sees: of 8 documents an eighth, and more
+    where a tile of queries has two documents."""
+    q, k, v = (normal((1, 1, 1024, 64), dtype=torch.float16, seed=s) for s in range(3))
+    ranges = flash_wmma.document_ranges(torch.arange(1024) // 128)
+    # The bias makes both calls run the same instance
+    zero = torch.zeros(1)
+    every = flash_wmma.profile(q, k, v, kernel=kernel, attn_bias=zero).counts.mma
+    of_documents = flash_wmma.profile(q, k, v, kernel=kernel, attn_bias=zero, key_ranges=ranges).counts.mma
+    assert 0 < of_documents <= every / 7
 
 
 # ------------------------------------------------------------------------------------------------------------ backward
@@ -435,6 +431,18 @@ def test_documents_are_packed_sequences(causal: bool) -> None:
         rows = [t[b].transpose(0, 1) for t in (q, k, v)]
         expected = flash_wmma.forward_varlen(*rows, cu, cu, max(lengths), max(lengths), causal=causal)
         torch.testing.assert_close(out[b].transpose(0, 1), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_examples_of_the_docs() -> None:
+    """docs/api.md, the section on key ranges."""
+    page = (Path(__file__).resolve().parent.parent / "docs" / "api.md").read_text()
+    section = page.partition("### Key ranges")[2].partition("\n### ")[0]
+    blocks = re.findall(r"^```python\n(.*?)^```$", section, re.M | re.S)
+    assert len(blocks) == 2
+    names: dict[str, object] = {"torch": torch, "flash_wmma": flash_wmma}
+    for block in blocks:
+        exec(compile(block, "api.md", "exec"), names)
+    assert torch.equal(names["documents"], flash_wmma.document_ranges(names["ids"]))  # type: ignore[arg-type]
 
 
 def test_wrong_documents() -> None:
