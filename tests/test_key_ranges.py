@@ -107,16 +107,16 @@ def test_hidden_keys_may_hold_anything(target: Target, nq: int) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("kernel", ["mma_sm75", "mma_sm80", "wmma_v3"])
-def test_tiles_are_skipped(kernel: str) -> None:
+@pytest.mark.parametrize("by_name", ["mma_sm75", "mma_sm80", "wmma_v3"])
+def test_tiles_are_skipped(by_name: str) -> None:
     """Products are computed of those tiles alone that some query of a tile sees: of 8 documents an eighth, and more
     where a tile of queries has two documents."""
     q, k, v = (normal((1, 1, 1024, 64), dtype=torch.float16, seed=s) for s in range(3))
     ranges = flash_wmma.document_ranges(torch.arange(1024) // 128)
     # The bias makes both calls run the same instance
     zero = torch.zeros(1)
-    every = flash_wmma.profile(q, k, v, kernel=kernel, attn_bias=zero).counts.mma
-    of_documents = flash_wmma.profile(q, k, v, kernel=kernel, attn_bias=zero, key_ranges=ranges).counts.mma
+    every = flash_wmma.profile(q, k, v, kernel=by_name, attn_bias=zero).counts.mma
+    of_documents = flash_wmma.profile(q, k, v, kernel=by_name, attn_bias=zero, key_ranges=ranges).counts.mma
     assert 0 < of_documents <= every / 7
 
 
@@ -176,6 +176,17 @@ def test_gradients_of_queries_that_see_nothing(backward_target: Target) -> None:
     ranges = bounds(*((5, 5) if i < 70 else (i - 60, i) for i in range(130)), device=kernel.device)
     dq, _, _ = check(kernel, given, DENSE, Modification(key_ranges=ranges))
     assert not dq[:, :, :70].any()
+
+
+@needs("key_ranges", as_deterministic)
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_gradients_of_heads_that_see_other_keys(backward_target: Target, deterministic: bool) -> None:
+    """Two query heads read one head of keys: the second sees keys that the first does not, and is seen elsewhere."""
+    kernel, dtype = backward_target
+    given = inputs(kernel, dtype, 200, 260, heads=(2, 1), batch=1)
+    first = bounds(*((i // 2, i // 2 + 9) for i in range(200)), device=kernel.device)
+    second = bounds(*((250 - i, 260 - i) for i in range(200)), device=kernel.device)
+    check(kernel, given, DENSE, Modification(key_ranges=torch.cat((first, second), dim=1)), deterministic)
 
 
 # --------------------------------------------------------------------------------------------------- packed sequences

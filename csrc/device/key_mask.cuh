@@ -23,6 +23,12 @@ struct RangedRows {
     /// Row `row` sees the keys [begin, end) within [0, seqlen_k].
     __device__ int begin(int row) const { return max(band.begin(row), min(*range(row), band.seqlen_k)); }
     __device__ int end(int row) const { return max(0, min(band.end(row), range(row)[bound])); }
+    /// Whether row `row` does not see that key. Reads both bounds, whatever the first says: a branch between the two would
+    /// wait for each by itself.
+    __device__ bool hides(int row, int key) const {
+        const int first = begin(row), behind = end(row);
+        return static_cast<bool>(static_cast<int>(key < first) | static_cast<int>(key >= behind));
+    }
 
   private:
     __device__ const std::int32_t* range(int row) const { return ranges + min(row, last_row) * query; }

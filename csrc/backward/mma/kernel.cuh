@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
 /// Converted inputs (scales.cuh) have instances of their own, so that no other instance keeps exponents in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
-// memory, as a rule 10 to 40 loads a streamed tile, at d = 256 up to 85, against some thousand instructions.
+// memory, as a rule 10 to 50 loads a streamed tile, at d = 256 up to 115, against some thousand instructions.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {

@@ -4,6 +4,7 @@
 #include <ptx.cuh>
 
 #include "backward/mma/tile.cuh"
+#include "device/key_mask.cuh"
 #include "device/register_tile.cuh"
 
 namespace flash_wmma::backward {
@@ -30,6 +31,23 @@ struct ScorePlace {
     }
 };
 
+/// Weights of keys that a query does not see become 0.
+template <class Weights, class Place>
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const BandMask& mask) {
+    p.each([&](float& x, int i, int column) {
+        const int query = place.query(i, column), key = place.key(i, column);
+        if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
+    });
+}
+template <class Weights, class Place>
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const RangedMask& mask) {
+    if (!mask.has_ranges()) return hide(p, place, static_cast<const BandMask&>(mask));
+    const RangedRows rows = mask.rows();
+    p.each([&](float& x, int i, int column) {
+        if (rows.hides(place.query(i, column), place.key(i, column))) x = 0.f;
+    });
+}
+
 /// P = exp2(S * factor - L) in place, 0 for keys that a query does not see. minus_lse(i, column) is -L of the query.
 template <class Tile, bool kOwnsKeys, int Columns, class MinusLse, class Mask>
 __device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Columns>& s, float factor,
@@ -37,15 +55,7 @@ __device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Colum
                                              const Mask& mask) {
     s.each([&](float& x, int i, int column) { x = ptx::ex2(fmaf(x, factor, minus_lse(i, column))); });
     if (place.all_visible(mask)) return;
-    const auto hide = [&](const auto& rows) {
-        s.each([&](float& x, int i, int column) {
-            const int query = place.query(i, column), key = place.key(i, column);
-            if (key < rows.begin(query) || key >= rows.end(query)) x = 0.f;
-        });
-    };
-    if constexpr (std::is_same_v<Mask, BandMask>) hide(mask);
-    else if (mask.has_ranges()) hide(mask.rows());
-    else hide(static_cast<const BandMask&>(mask));
+    hide(s, place, mask);
 }
 
 }  // namespace flash_wmma::backward

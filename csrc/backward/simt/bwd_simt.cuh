@@ -208,14 +208,18 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             const int last_own = own.first_row + Tile::kOwn - 1, last_stream = row + Tile::kStream - 1;
             if (!(kOwnsKeys ? mask.all_visible(row, last_stream, own.first_row, last_own)
                             : mask.all_visible(own.first_row, last_own, row, last_stream))) {
-                const auto hide = [&](const auto& rows) {
+                if (mask.has_ranges()) {
+                    const RangedRows rows = mask.rows();
+                    each([&](int i, int n) {
+                        if (rows.hides(query(i, n), key(i, n))) s[i][n] = 0.f;
+                    });
+                } else {
+                    const BandMask& band = mask;
                     each([&](int i, int n) {
                         const int q = query(i, n), k = key(i, n);
-                        if (k < rows.begin(q) || k >= rows.end(q)) s[i][n] = 0.f;
+                        if (k < band.begin(q) || k >= band.end(q)) s[i][n] = 0.f;
                     });
-                };
-                if (mask.has_ranges()) hide(mask.rows());
-                else hide(static_cast<const BandMask&>(mask));
+                }
             }
 
             // dV, dS

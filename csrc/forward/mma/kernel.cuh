@@ -147,7 +147,7 @@ struct Weigher {
     }
 };
 
-// spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
+// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
 // addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
