@@ -11,7 +11,7 @@
 //     x = softcap * tanh(x / softcap)                 if softcap is not 0
 //     x = x + bias[b][h][i][j]                        if there is an additive bias; false or -inf hides the key
 //     x = x - slope[b][h] * |i + Nk - Nq - j|         if there are ALiBi slopes, whatever the band's alignment
-//     x = -inf                                        if the band hides the key
+//     x = -inf                                        if the band or the query's key range hides the key
 // and lse is the logarithm of the sum of exp(x). With packed sequences i, j, Nq and Nk are those of the sequence.
 //
 // Packed sequences (varlen): q (total_q, Hq, d), k (total_k, Hk, d), v (total_k, Hk, d_v), o (total_q, Hq, d_v), lse
@@ -55,6 +55,15 @@ struct Bias {
     const void* data;
     DType dtype;
     std::int64_t batch, head, query, key;
+};
+
+/// A range of keys for each query, which sees the keys of the band from `data[at]` up to but not including
+/// `data[at + end]`, at = b * batch + h * head + i * query. Any numbers: keys below 0 and from Nk on do not exist, and a
+/// range that ends where it begins, or before, has no key. With packed sequences `batch` is 0, i counts the rows of the
+/// packed q, and the keys are those of the sequence. Null: no ranges.
+struct KeyRanges {
+    const std::int32_t* data;
+    std::int64_t batch, head, query, end;  ///< strides; 0 where the ranges are broadcast
 };
 
 /// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides
@@ -131,6 +140,7 @@ struct ForwardParams {
     Partials partials;
     bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
     void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
+    KeyRanges key_ranges;
 };
 
 /// The gradient of an additive bias, fp32, one element per element of the bias: a stride is 0 where the bias is
@@ -142,7 +152,7 @@ struct BiasGradient {
 
 /// The gradients of forward (FlashAttention-2, algorithm 2). With x and lse as above and x' the score before bias and
 /// ALiBi, a kernel recomputes the weights and writes
-///     P = exp(x - lse), and 0 where the band or the bias hides the key, or lse is -inf
+///     P = exp(x - lse), and 0 where the band, the range or the bias hides the key, or lse is -inf
 ///     dV = P^T dO      dP = dO V^T      delta_i = o_i dO_i - dlse_i      dS = P * (dP - delta)
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.

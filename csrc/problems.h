@@ -9,7 +9,7 @@ namespace flash_wmma {
 enum class Problems : unsigned {
     kPlain = 0,      ///< dense q, k and v, with any band: a block's bounds are the same in every thread
     kPacked = 1,     ///< packed sequences
-    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod)
+    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kGeneral = kPacked | kModified,
     kAny = kGeneral | kConverted,
@@ -28,7 +28,8 @@ inline Problems problems_of(const ForwardParams& p, bool converted) {
     const Sequences& s = p.sequences;
     Problems problems = converted ? Problems::kConverted : Problems::kPlain;
     if (s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k) problems = problems | Problems::kPacked;
-    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f) problems = problems | Problems::kModified;
+    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data)
+        problems = problems | Problems::kModified;
     return problems;
 }
 

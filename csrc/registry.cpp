@@ -45,6 +45,7 @@ constexpr FeatureName kFeatureNames[] = {
     {kDeterministic, "deterministic"},
     {kBiasGradient, "the gradient of attn_bias"},
     {kDeterministicBiasGradient, "the gradient of a broadcast attn_bias with deterministic"},
+    {kKeyRanges, "key_ranges"},
 };
 
 /// The forward problem of params.
@@ -114,6 +115,7 @@ unsigned features_of(const ForwardParams& p) {
     if (p.sinks) features |= kSinks;
     if (p.sequences.page_table) features |= kPagedKv;
     if (p.partials.num_splits > 1) features |= kSplitKv;
+    if (p.key_ranges.data) features |= kKeyRanges;
     return features;
 }
 

@@ -34,6 +34,7 @@ enum Feature : unsigned {
     kDeterministic = 1u << 11,              ///< backward: BackwardParams::deterministic
     kBiasGradient = 1u << 12,               ///< backward: dbias, summed over the bias's broadcast dimensions
     kDeterministicBiasGradient = 1u << 13,  ///< backward: kBiasGradient of a broadcast bias, with kDeterministic
+    kKeyRanges = 1u << 14,
 };
 
 /// One compiled instance of a kernel template.

@@ -4,7 +4,7 @@ The kernels are written by hand in CUDA C++: a ladder from a naive kernel on CUD
 Hopper's wgmma, and the same for backward. CPU tensors have a kernel of their own, and run any CUDA kernel that is named
 in the emulator.
 
-- :func:`forward`, :func:`forward_varlen`, :class:`MultiheadAttention`: attention.
+- :func:`forward`, :func:`forward_varlen`, :class:`MultiheadAttention`: attention; :func:`document_ranges`.
 - :func:`scaled_dot_product_attention`, :func:`flash_attn_func` and its relatives: in place of torch's and flash-attn's.
 - :func:`explain`, :func:`kernels`, :func:`build_info`: which kernel runs, and what was built.
 - :func:`profile`, :mod:`emulator`: a profiler and a test bench for kernels, without a GPU.
@@ -21,6 +21,7 @@ from . import (
 )
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._device import DeviceFacts, device_facts
+from ._documents import document_ranges
 from ._explain import Explanation, explain
 from ._flash_attn import (
     flash_attn_func,
@@ -55,6 +56,7 @@ __all__ = [
     "compiled_kernels",
     "device_facts",
     "distributed",
+    "document_ranges",
     "emulator",
     "explain",
     "flash_attn_func",

@@ -45,6 +45,7 @@ class Call(NamedTuple):
     """The caller's tensors are (B, N, H, d), and so is out in memory."""
     attn_bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    key_ranges: Tensor | None = None
     softcap: float = 0.0
     sinks: Tensor | None = None
     rng_state: Tensor | None = None
@@ -70,9 +71,9 @@ class Call(NamedTuple):
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
         """The call without its tensors, and the tensors, which autograd saves. For a call without: itself and ()."""
         lengths = self.lengths
-        if self.attn_bias is None and self.alibi_slopes is None and lengths is None:
+        if self.attn_bias is None and self.alibi_slopes is None and self.key_ranges is None and lengths is None:
             return self, ()
-        tensors = [self.attn_bias, self.alibi_slopes]
+        tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges]
         if lengths is not None:
             tensors += [lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k]
         return self.joined([None] * len(tensors)), tuple(tensors)
@@ -81,12 +82,12 @@ class Call(NamedTuple):
         """The call with the tensors that :meth:`split` gave."""
         if not tensors:
             return self
-        attn_bias, alibi_slopes, *of_lengths = tensors
+        attn_bias, alibi_slopes, key_ranges, *of_lengths = tensors
         lengths = self.lengths
         if lengths is not None:
             cu_seqlens_q, cu_seqlens_k, seqused_k = of_lengths
             lengths = lengths._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-        return self._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths)
+        return self._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, lengths=lengths)
 
 
 PLAIN = Call(only_band=True)
@@ -104,6 +105,7 @@ def call_of(
     batch_invariant: bool = False,
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
+    key_ranges: Tensor | None = None,
     bottom_right: bool = False,
     out_bnhd: bool = False,
     lengths: Lengths | None = None,
@@ -121,6 +123,7 @@ def call_of(
         only_band = (
             attn_bias is None
             and alibi_slopes is None
+            and key_ranges is None
             and lengths is None
             and softcap == 0
             and kernel == backward_kernel == "auto"
@@ -149,6 +152,7 @@ def call_of(
             out_bnhd,
             attn_bias,
             alibi_slopes,
+            key_ranges,
             softcap,
             sinks,
             rng_state,

@@ -125,6 +125,28 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
         refuse("alibi_slopes.shape", _shape(sizes), allowed)
 
 
+def ranges(key_ranges: Tensor | None, q: Tensor) -> None:
+    """(B or 1, Hq or 1, Nq, 2), for packed sequences (Hq or 1, total_q, 2), int32."""
+    if key_ranges is None:
+        return
+    tensors(key_ranges=key_ranges)
+    if key_ranges.dtype != torch.int32:
+        refuse("key_ranges.dtype", key_ranges.dtype, "torch.int32")
+    _same_device("key_ranges", key_ranges, q)
+    packed = q.dim() == 3
+    full = (q.shape[1], q.shape[0]) if packed else tuple(q.shape[:3])
+    sizes = key_ranges.shape
+    fits = (
+        len(sizes) == len(full) + 1
+        and sizes[-1] == 2
+        and sizes[-2] == full[-1]
+        and all(n in (1, m) for n, m in zip(sizes[:-2], full[:-1], strict=True))
+    )
+    if not fits:
+        layout = "(Hq or 1, total_q, 2)" if packed else "(B or 1, Hq or 1, Nq, 2)"
+        refuse("key_ranges.shape", _shape(sizes), f"{layout} of {_shape((*full, 2))}")
+
+
 def cap(softcap: object) -> None:
     """0 or a positive number whose inverse is a float32."""
     allowed = "0 (none) or a positive float, 1e-30 to 1e30"
@@ -176,6 +198,7 @@ def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
         batch, seqlen_q, seqlen_k = _lengths(q, call.lengths), call.lengths.max_seqlen_q, call.lengths.max_seqlen_k
     bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
     slopes(call.alibi_slopes, q, batch)
+    ranges(call.key_ranges, q)
 
 
 def sequences(given: Lengths, total_q: int, total_k: int) -> None:

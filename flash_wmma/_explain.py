@@ -77,6 +77,7 @@ def explain(
     window: Window | None = None,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     attn_mask: Tensor | None = None,
     is_causal: bool | None = None,
@@ -148,6 +149,7 @@ def explain(
         batch, seqlen_q, seqlen_k = q.shape[0], q.shape[2], k.shape[2]
     _checks.bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
     _checks.slopes(alibi_slopes, q, batch)
+    _checks.ranges(key_ranges, q)
     _checks.options(call)
     _checks.backward_kernel(backward_kernel)
     not_built()  # in a build without CUDA: loads the kernels' facts
@@ -183,6 +185,7 @@ def explain(
         packed=is_packed,
         attn_bias=attn_bias is not None,
         alibi_slopes=alibi_slopes is not None,
+        key_ranges=key_ranges is not None,
         softcap=softcap,
         batch_invariant=batch_invariant,
     )

@@ -23,10 +23,11 @@ def _forward(
     out_bnhd: bool = False,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes))
+    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges))
     batch, heads, n = q.shape[:3]
     if out_bnhd:
         out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)
@@ -51,11 +52,13 @@ def _forward_varlen(
     bottom_right: bool = False,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
-    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths))
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, lengths=lengths)
+    _checks.call_tensors(q, k, v, call)
     total, heads = q.shape[:2]
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
 
@@ -81,6 +84,7 @@ def _backward(
     bottom_right: bool = False,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
     rng_state: Tensor | None = None,

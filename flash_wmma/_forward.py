@@ -22,6 +22,7 @@ class Options(TypedDict, total=False):
     window: Window | None
     attn_bias: Tensor | None
     alibi_slopes: Tensor | None
+    key_ranges: Tensor | None
     softcap: float
     kernel: str
     batch_invariant: bool
@@ -64,6 +65,7 @@ def forward(
     window: Window | None = None,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     kernel: str = "auto",
     return_lse: bool = False,
@@ -90,6 +92,10 @@ def forward(
             scaled scores, -inf hides the key. bool: ``True`` where the query sees the key.
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the score of query i and key j,
             whatever the alignment of ``causal`` (flash-attn's ALiBi, https://arxiv.org/abs/2108.12409).
+        key_ranges: (B or 1, Hq or 1, Nq, 2), int32, any strides: the first and the last-plus-one key that each query
+            sees, of those that ``causal`` and ``window`` leave. A range is cut to the Nk keys; one that ends where it
+            begins, or before, is empty. Tiles of keys before the first and behind the last that a tile of queries sees
+            are skipped, forward and backward. :func:`flash_wmma.document_ranges` makes the ranges of documents.
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap), before anything is added.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
@@ -123,7 +129,17 @@ def forward(
     if not isinstance(with_lse, bool):
         flag(return_lse=with_lse)
     call = call_of(  # by position, which costs the host less than by name
-        causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, backward_kernel, deterministic
+        causal,
+        scale,
+        window,
+        attn_bias,
+        alibi_slopes,
+        softcap,
+        kernel,
+        batch_invariant,
+        backward_kernel,
+        deterministic,
+        key_ranges,
     )
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -189,6 +205,7 @@ def forward_varlen(
     window: Window | None = None,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     kernel: str = "auto",
     return_lse: bool = False,
@@ -216,6 +233,7 @@ def forward_varlen(
             Nq and Nk are the sequence's.
         attn_bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
+        key_ranges: (Hq or 1, total_q, 2), int32, as for :func:`forward`; keys count from the sequence's first.
         return_lse: also return the logarithm of the softmax's denominator.
         validate: check the lengths and raise if they are wrong, which waits for the device.
 
@@ -239,6 +257,7 @@ def forward_varlen(
         batch_invariant,
         backward_kernel,
         deterministic,
+        key_ranges,
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )

@@ -40,6 +40,9 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     keys, values = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
     nq, nk = q.shape[2], k.shape[2]
     hidden = ~_visible(nq, nk, *call.band, q.device)
+    if call.key_ranges is not None:
+        key, (first, end) = torch.arange(nk, device=q.device), call.key_ranges[..., None].unbind(-2)
+        hidden = hidden | (key < first) | (key >= end)
     scale = 1 / math.sqrt(max(q.shape[3], 1)) if call.scale is None else call.scale
     scores = q.to(dtype) @ keys.transpose(2, 3) * scale
     if call.softcap:
@@ -85,7 +88,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tu
                 bias = bias.narrow(dim, 0, n) if bias.dim() >= -dim and bias.shape[dim] > 1 else bias
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[b : b + 1]
-        its_call = call._replace(attn_bias=bias, alibi_slopes=slopes, lengths=None)
+        ranges = None if call.key_ranges is None else call.key_ranges[None, :, rows]
+        its_call = call._replace(attn_bias=bias, alibi_slopes=slopes, key_ranges=ranges, lengths=None)
         out, lse = _dense(one, its_keys, its_values, its_call)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])

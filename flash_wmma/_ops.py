@@ -49,6 +49,7 @@ def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tupl
         *asked[_BAND],
         call.attn_bias,
         call.alibi_slopes,
+        call.key_ranges,
         call.softcap,
         call.sinks,
         call.rng_state,

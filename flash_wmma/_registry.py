@@ -41,6 +41,7 @@ class Problem(NamedTuple):
     packed: bool = False
     attn_bias: bool = False
     alibi_slopes: bool = False
+    key_ranges: bool = False
     softcap: float = 0.0
     batch_invariant: bool = False
 

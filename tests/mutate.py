@@ -53,7 +53,7 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges"),
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
@@ -64,8 +64,12 @@ BACKWARD_TESTS = (
     "features",
     "varlen",
     "interface_hypothesis",
+    "key_ranges",
 )
-CPU_TESTS = ("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis")
+CPU_TESTS = (
+    *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
+    "key_ranges",
+)
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
@@ -82,6 +86,7 @@ TESTS = {
     "flash_wmma/_occupancy.py": ("occupancy", "profile"),
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
     "flash_wmma/_ranks.py": ("drop_in",),
+    "flash_wmma/_documents.py": ("key_ranges",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
     "flash_wmma/distributed/": ("distributed",),
@@ -92,6 +97,8 @@ TESTS = {
     "packages/": ("packages",),
 }
 """Names of test files for the files that begin so; the first that fits. Kernels have those of their direction."""
+FIRST = {"csrc/device/key_mask.cuh": "key_ranges", "csrc/device/row_group_mask.cuh": "key_ranges"}
+"""Of a file that kernels are made of: the test file that comes first."""
 DEVICE_CODE = (
     *("csrc/forward/", "csrc/backward/", "csrc/device/"),
     *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
@@ -176,9 +183,10 @@ def files(names: Sequence[str]) -> list[str]:
     return [f"tests/test_{name}.py" for name in names if (ROOT / "tests" / f"test_{name}.py").exists()]
 
 
-def kernel_check(kernel: str) -> Check:
-    """The tests of one kernel: those whose names say so."""
-    tests = files(BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS)
+def kernel_check(kernel: str, first: str = "") -> Check:
+    """The tests of one kernel: those whose names say so, of the file `first` before the others."""
+    names_of_files = BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS
+    tests = files(sorted(names_of_files, key=lambda name: name != first))
     rungs = [name for name in kernel_sources() if kernel in name and kernel != name]
     names = " and ".join([kernel, *(f"not {name}" for name in rungs)])
     return Check((*tests, "--kernel", kernel, "-k", names), kernel)
@@ -188,7 +196,7 @@ def checks(fault: Fault) -> Iterator[Check]:
     """The tests that concern a fault, the likeliest first."""
     kernels = list(fault.kernels) or (kernels_with(ROOT / fault.path) if is_device_code(fault) else [])
     for kernel in kernels:
-        yield kernel_check(kernel)
+        yield kernel_check(kernel, FIRST.get(fault.path, ""))
     if not kernels:
         named = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
         seen_by = CPU_KERNELS if fault.path.startswith("csrc/cpu/") else HOST_KERNELS

@@ -111,12 +111,12 @@ def true(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor
             zip(itertools.pairwise(problem.ends(0)), itertools.pairwise(problem.ends(1)), strict=True)
         ):
             rows = (leaves[0][q0:q1], leaves[1][k0:k1], leaves[2][k0:k1])
-            change = Modification(None, slopes, problem.softcap).entry(b)
+            change = Modification(None, slopes, softcap=problem.softcap).entry(b)
             parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, change))
         out = torch.cat([part[0].transpose(0, 1) for (part, _) in parts])
         lse = torch.cat([part[0] for (_, part) in parts], 1)
     else:
-        out, lse = attention(*leaves, mask, problem.scale, Modification(None, slopes, problem.softcap))
+        out, lse = attention(*leaves, mask, problem.scale, Modification(None, slopes, softcap=problem.softcap))
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 

@@ -58,10 +58,11 @@ class Modification(NamedTuple):
 
     attn_bias: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    key_ranges: Tensor | None = None
     softcap: float = 0.0
 
     def apply(self, scores: Tensor) -> Tensor:
-        """softcap, then bias, then ALiBi, on scaled scores (B, Hq, Nq, Nk), in their dtype."""
+        """softcap, then bias, then ALiBi, then the ranges, on scaled scores (B, Hq, Nq, Nk), in their dtype."""
         nq, nk = scores.shape[2:]
         if self.softcap:
             scores = self.softcap * torch.tanh(scores / self.softcap)
@@ -73,16 +74,19 @@ class Modification(NamedTuple):
             place = torch.arange(nq, device=scores.device)[:, None] + nk - nq
             distance = (place - torch.arange(nk, device=scores.device)).abs()
             scores = scores - (self.alibi_slopes.to(scores.dtype)[..., None, None] * distance).to(scores.dtype)
+        if self.key_ranges is not None:
+            key, first, end = torch.arange(nk, device=scores.device), *self.key_ranges.long()[..., None].unbind(-2)
+            scores = scores.masked_fill((key < first) | (key >= end), -math.inf)
         return scores
 
-    def entry(self, batch: int, heads: slice = slice(None)) -> Modification:
-        """That of one batch entry, for packed sequences."""
-        bias, slopes = self.attn_bias, self.alibi_slopes
+    def entry(self, batch: int, rows: slice = slice(None)) -> Modification:
+        """That of one packed sequence, which has those rows of q."""
+        bias, slopes, ranges = self.attn_bias, self.alibi_slopes, self.key_ranges
         if bias is not None and bias.dim() == 4 and bias.shape[0] > 1:
             bias = bias[batch : batch + 1]
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[batch : batch + 1]
-        return Modification(bias, slopes, self.softcap)
+        return Modification(bias, slopes, None if ranges is None else ranges[None, :, rows], self.softcap)
 
 
 PLAIN = Modification()
@@ -274,6 +278,37 @@ def normal(
     return filled(surrounded(shape, layout, dtype, device), values.to(dtype).to(device))
 
 
+RANGES = (None, "any", "any of a head", "documents", "prefix", "empty", "between numbers")
+
+
+def ranges_of(
+    kind: str | None, b: int, h: int, nq: int, nk: int, device: torch.device | str, seed: int = 13
+) -> Tensor | None:
+    """Key ranges (B or 1, Hq or 1, Nq, 2) of that kind."""
+    if kind is None:
+        return None
+    query = torch.arange(nq)
+    if kind == "documents":  # of 37 rows, before and behind the keys too
+        first = (query + max(nk - nq, -40)) // 37 * 37
+        return torch.stack((first, first + 37), dim=-1).int()[None, None].to(device)
+    if kind == "prefix":  # ends that do not grow, and strides of 0
+        end = ((query + 5) * 7 % (nk + 1)).int()
+        return torch.stack((torch.zeros_like(end), end), dim=-1).to(device).expand(b, h, nq, 2)
+    if kind == "empty":
+        return torch.full((1, 1, nq, 2), 3, dtype=torch.int32, device=device)
+    generator = torch.Generator().manual_seed(seed)
+    heads = (b, h) if kind == "any" else (1, h)
+    any_ = torch.randint(-5, nk + 6, (*heads, nq, 2), generator=generator)  # half of them end before they begin
+    any_[:, :, ::5] = any_[:, :, ::5].sort(dim=-1).values
+    any_[:, :, 3::7] = torch.tensor([-(2**31), 2**31 - 1])
+    any_[:, :, 5::7] = torch.tensor([2**31 - 1, -(2**31)])
+    if kind == "between numbers":  # which would show every key
+        storage = torch.tensor([-(2**31), 2**31 - 1]).int()[:, None].repeat(1, 3).expand(1, h, nq + 2, 2, 3).clone()
+        view = storage.to(device)[:, :, 1:-1, :, 1]
+        return view.copy_(any_)
+    return any_.int().to(device)
+
+
 @contextlib.contextmanager
 def poisoned_memory() -> Iterator[None]:
     """Memory that is allocated inside holds NaN until it is written: on the GPU torch does it, on the CPU glibc's
@@ -304,7 +339,7 @@ def run(
     modification: Modification = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of that kernel, from poisoned memory; the inputs' storages stay as they are."""
-    tensors = [t for t in (q, k, v, *modification[:2]) if t is not None]
+    tensors = [t for t in (q, k, v, *modification[:3]) if t is not None]
     before = [bits(t) for t in tensors]
     with poisoned_memory():
         out, lse = flash_wmma.forward(

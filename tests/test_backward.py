@@ -256,7 +256,7 @@ def test_softcap_and_alibi(backward_target: BackwardTarget) -> None:
     kernel, dtype = backward_target
     given = inputs(kernel, dtype, heads=(2, 1), batch=2)
     slopes = torch.rand(given.q.shape[:2], device=kernel.device)
-    check(kernel, given, Mask("bottom_right"), Modification(None, slopes, 2.0))
+    check(kernel, given, Mask("bottom_right"), Modification(None, slopes, softcap=2.0))
 
 
 @needs("d_v != d", "softcap", "alibi_slopes", "attn_bias", "the gradient of attn_bias", "window", as_deterministic)
@@ -267,7 +267,7 @@ def test_all_options_together(backward_target: BackwardTarget, deterministic: bo
     given = inputs(kernel, dtype, 100, 66, d=40, dv=24, heads=(2, 1), batch=2, layout="odd")
     bias = normal((2, 2, 100, 66), "sliced", device=kernel.device, seed=5)
     slopes = torch.rand(2, 2, device=kernel.device)
-    check(kernel, given, MASKS["causal window"], Modification(bias, slopes, 2.0), deterministic)
+    check(kernel, given, MASKS["causal window"], Modification(bias, slopes, softcap=2.0), deterministic)
 
 
 @needs("attn_bias", "the gradient of attn_bias")
@@ -391,7 +391,7 @@ def test_packed_with_all_options(backward_target: BackwardTarget, deterministic:
     assert flat.dlse is not None
     whole, slopes = normal((3, 2, 50, 50), device=device, seed=5), torch.rand(3, 2, device=device)
     bias = whole[..., :20, :18]
-    modification = Modification(bias, slopes, 2.0)
+    modification = Modification(bias, slopes, softcap=2.0)
     options = {"softcap": 2.0, "alibi_slopes": slopes}
     out, lse = flash_wmma.forward_varlen(
         *(q, k, v, lengths, lengths, 50, 50),

@@ -585,7 +585,7 @@ def test_flash_attn_func(nq: int, nk: int, causal: bool, window: tuple[int, int]
         seen = flash_attn_mask(causal, window, nq, nk).to(device)
         dense = [t.transpose(1, 2).double() for t in (q, k, v)]
         # The reference's own mask is not used: a row hides what flash-attn's text hides.
-        modification = Modification(None, options.get("alibi_slopes"), options.get("softcap", 0.0))
+        modification = Modification(None, options.get("alibi_slopes"), softcap=options.get("softcap", 0.0))
         expected, expected_lse = masked_attention(*dense, seen, scale, modification)
         close(out, expected.transpose(1, 2).half())
         torch.testing.assert_close(lse.double(), expected_lse, atol=2e-3, rtol=1e-3)
@@ -674,7 +674,7 @@ def test_flash_attn_options(function: str, chosen: str, device: str) -> None:
 
     inputs = [t.detach().double().transpose(1, 2).requires_grad_() for t in (q, k, v)]
     seen = flash_attn_mask(options.get("causal", False), options.get("window_size", (-1, -1)), nq, nk).to(device)
-    modification = Modification(None, options.get("alibi_slopes"), options.get("softcap", 0.0))
+    modification = Modification(None, options.get("alibi_slopes"), softcap=options.get("softcap", 0.0))
     expected, lse = masked_attention(*inputs, seen, options.get("softmax_scale"), modification)
     close(out, expected.transpose(1, 2).half())
     for got, right in zip(gradients, torch.autograd.grad(expected.square().sum(), inputs), strict=True):

@@ -21,6 +21,7 @@ from reference import (
     DENSE,
     LAYOUTS,
     PLAIN,
+    RANGES,
     Mask,
     Modification,
     as_multiplied,
@@ -31,6 +32,7 @@ from reference import (
     libc,
     normal,
     operand_dtype,
+    ranges_of,
     reference,
     run,
 )
@@ -133,6 +135,7 @@ def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
         "window": WINDOWS if "window" in has else (None,),
         "bias": BIASES if "attn_bias" in has else (None,),
         "slopes": SLOPES if "alibi_slopes" in has else (None,),
+        "ranges": RANGES if "key_ranges" in has else (None,),
         "softcap": SOFTCAPS if "softcap" in has else (0.0,),
         "scale": (None, 0.3, -0.2),
         "layout": LAYOUTS[:5],
@@ -176,6 +179,7 @@ def test_features(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -
     modification = Modification(
         bias_of(c["bias"], b, hq, nq, nk, dtype, kernel.device),
         slopes_of(c["slopes"], b, hq, kernel.device),
+        ranges_of(c["ranges"], b, hq, nq, nk, kernel.device),
         c["softcap"],
     )
     expected = reference(kernel, q, k, v, mask, c["scale"], modification)
@@ -192,6 +196,7 @@ def test_features_at_length(target: Target) -> None:
     modification = Modification(
         bias_of("odd", 1, 4, nq, nk, dtype, kernel.device) if "attn_bias" in has else None,
         slopes_of("head", 1, 4, kernel.device) if "alibi_slopes" in has else None,
+        ranges_of("documents", 1, 4, nq, nk, kernel.device) if "key_ranges" in has else None,
         5.0 if "softcap" in has else 0.0,
     )
     mask = Mask("bottom_right", (300, None) if "window" in has else None) if "causal" in has else DENSE
@@ -358,7 +363,7 @@ def test_run_to_run(target: Target) -> None:
     has = kernel.features
     bias = bias_of("full", 2, 4, nq, nk, q.dtype, kernel.device) if "attn_bias" in has else None
     slopes = slopes_of("head", 2, 4, kernel.device) if "alibi_slopes" in has else None
-    modification = Modification(bias, slopes, 5.0) if "softcap" in has else PLAIN
+    modification = Modification(bias, slopes, softcap=5.0) if "softcap" in has else PLAIN
     first = run(kernel, q, k, v, Mask("bottom_right"), None, modification)
     for _ in range(3):
         for a, b in zip(run(kernel, q, k, v, Mask("bottom_right"), None, modification), first, strict=True):

@@ -388,7 +388,9 @@ def expected(call: Call, given: Tensors) -> tuple[list[Expected], list[Tensor], 
         q, k, v = (one.of(t, rows) for t, rows in zip(leaves, (one.queries, one.keys, one.keys), strict=False))
         nq, nk, entry = q.shape[2], k.shape[2], slice(one.index, one.index + 1)
         modification = Modification(
-            None if bias is None else bias[entry, :, :nq, :nk], None if slopes is None else slopes[entry], call.softcap
+            None if bias is None else bias[entry, :, :nq, :nk],
+            None if slopes is None else slopes[entry],
+            softcap=call.softcap,
         )
         out, lse = attention(q, k, v, mask, scale, modification)
         seen = lse.masked_fill(lse.isneginf(), 0)

@@ -82,7 +82,7 @@ def check_sequences(
             assert not out[rows].any()
             assert bool(lse[:, rows].isneginf().all())
         elif nq:
-            entry = modification.entry(b)
+            entry = modification.entry(b, rows)
             if entry.attn_bias is not None:
                 entry = entry._replace(attn_bias=entry.attn_bias[..., :nq, :nk])
             one = [dense(t, n, n + m) for t, n, m in ((q, begin_q, nq), (k, begin_k, nk), (v, begin_k, nk))]

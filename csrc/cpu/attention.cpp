@@ -181,7 +181,7 @@ const KernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -514,10 +514,17 @@ constexpr std::int64_t tile_rows() {
 }
 
 /// The keys [lo, hi] that a query sees among the Nk; lo > hi: none.
-inline void visible_keys(const ForwardParams& p, std::int64_t query, std::int32_t& lo, std::int32_t& hi) {
-    const std::int64_t centre = query + (p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0);
-    lo = static_cast<std::int32_t>(min64(max64(centre - p.band.left, 0), p.seqlen_k));
-    hi = static_cast<std::int32_t>(max64(min64(centre + p.band.right, p.seqlen_k - 1), -1));
+inline void visible_keys(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int32_t& lo,
+                         std::int32_t& hi) {
+    const std::int64_t centre = row.query + (p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0);
+    std::int64_t first = centre - p.band.left, last = centre + p.band.right;
+    if (const KeyRanges& r = p.key_ranges; r.data) {
+        const std::int32_t* range = r.data + batch * r.batch + row.head * r.head + row.query * r.query;
+        first = max64(first, range[0]);
+        last = min64(last, static_cast<std::int64_t>(range[r.end]) - 1);
+    }
+    lo = static_cast<std::int32_t>(min64(max64(first, 0), p.seqlen_k));
+    hi = static_cast<std::int32_t>(max64(min64(last, p.seqlen_k - 1), -1));
 }
 
 /// Brings Q into the tile, transposed unless its rows are few, and clears its state.
@@ -535,7 +542,7 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
         tile.maximum[i] = -kInfinity;
         tile.sum[i] = 0.f;
         const PackedRow row = packed_row(p, task.head_k, tile.row_begin + min64(i, tile.rows - 1));
-        visible_keys(p, row.query, tile.lo[i], tile.hi[i]);
+        visible_keys(p, task.batch, row, tile.lo[i], tile.hi[i]);
         tile.place[i] = static_cast<std::int32_t>(row.query + p.seqlen_k - p.seqlen_q);
         tile.slope[i] = p.alibi_slopes ? p.alibi_slopes[task.batch * p.alibi_batch_stride + row.head] : 0.f;
         if (tile.lo[i] <= tile.hi[i]) {

@@ -30,6 +30,7 @@ BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
         if (p.dlse) p.dlse += b * f.lse_batch;
         if (one.bias.data) one.bias.data = moved(const_cast<void*>(f.bias.data), b * f.bias.batch, f.bias.dtype);
         if (one.alibi_slopes) one.alibi_slopes += b * f.alibi_batch_stride;
+        if (one.key_ranges.data) one.key_ranges.data += b * f.key_ranges.batch;
     }
     if (p.dbias.data) p.dbias.data += b * p.dbias.batch;
     return p;
@@ -134,8 +135,8 @@ const BackwardKernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic | kBiasGradient |
-                 kDeterministicBiasGradient,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic |
+                 kBiasGradient | kDeterministicBiasGradient,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -216,7 +216,7 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
     for (int r = 0; r < rows; ++r) {
         const std::int64_t i = row + r;
         std::int32_t lo, hi;
-        visible_keys(p, i, lo, hi);
+        visible_keys(p, 0, {i, head}, lo, hi);
         if (p.bias.data) load_bias<Isa>(p, 0, {i, head}, first, keys, memory.bias);
         const BiasGradient& b = params.dbias;
         weigh_row<Isa>(p, p.lse[head * p.lse_head + i], task.delta[head * p.seqlen_q + i],
@@ -230,6 +230,21 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
     multiply<Isa>(memory.dv, dv, {memory.s, 1, kTileKeys}, memory.dout, dv, keys, dvn, rows);
     multiply<Isa>(memory.dk, d, {memory.dp, 1, kTileKeys}, memory.q, d, keys, dn, rows);
     multiply<Isa>(dq, d, {memory.dp, kTileKeys, 1}, memory.k, d, rows, dn, keys);
+}
+
+/// Whether some row of [row, row + rows) of a head sees a key of [first, first + keys).
+inline bool sees_keys(const ForwardParams& p, std::int64_t head, std::int64_t row, int rows, std::int64_t first,
+                      int keys) {
+    const auto sees = [&](std::int64_t from, std::int64_t to) {
+        std::int32_t lo, hi, other;
+        visible_keys(p, 0, {from, head}, lo, other);
+        visible_keys(p, 0, {to, head}, other, hi);
+        return lo <= hi && lo < first + keys && hi >= first;
+    };
+    if (!p.key_ranges.data) return sees(row, row + rows - 1);  // a band's bounds grow with the row
+    for (std::int64_t i = row; i < row + rows; ++i)
+        if (sees(i, i)) return true;
+    return false;
 }
 
 template <class Isa>
@@ -252,10 +267,7 @@ void backward(const BackwardParams& params, const BackwardTask& task, float* scr
         for (std::int64_t head = task.head_k * group; head < (task.head_k + 1) * group; ++head)
             for (std::int64_t row = 0; row < p.seqlen_q; row += kQueryRows) {
                 const int rows = static_cast<int>(min64(kQueryRows, p.seqlen_q - row));
-                std::int32_t lo, hi, other;  // of the tile: a band's bounds grow with the row
-                visible_keys(p, row, lo, other);
-                visible_keys(p, row + rows - 1, other, hi);
-                if (lo < first + keys && hi >= first)
+                if (sees_keys(p, head, row, rows, first, keys))
                     backward_tile<Isa>(params, task, memory, head, row, rows, first, keys);
             }
         for (int j = 0; j < keys; ++j) {

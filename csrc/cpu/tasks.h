@@ -47,6 +47,7 @@ inline ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
     p.lse += queries.begin;
     if (p.bias.data) p.bias.data = moved(const_cast<void*>(p.bias.data), b * p.bias.batch, p.bias.dtype);
     if (p.alibi_slopes) p.alibi_slopes += b * p.alibi_batch_stride;
+    if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;
     return p;
 }
 

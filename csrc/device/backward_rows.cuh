@@ -19,6 +19,7 @@
 #include "device/constants.cuh"
 #include "device/convert.h"
 #include "device/element.cuh"
+#include "device/key_mask.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
 
@@ -46,6 +47,7 @@ struct Problem : BackwardParams {
     unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
     int multiprocessors = 0;        // of the device, only with a queue
     unsigned* turns = nullptr;      // of each group of rows: how many tiles of keys added to its dQ; only if in order
+    KeyExtent* extents = nullptr;   // of each group of rows; only with key ranges
 };
 
 /// Groups of rows of all heads.
@@ -58,6 +60,10 @@ inline std::int64_t row_groups(const ForwardParams& p) {
 /// Facts of rows 0 and 1 of a sequence's head.
 __device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const Sequence& sequence, int head) {
     return problem.facts + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 2);
+}
+/// With key ranges: what the groups of rows of a sequence's head see.
+__device__ __forceinline__ const KeyExtent* extents_of(const Problem& problem, const Sequence& sequence, int head) {
+    return problem.extents + q_scale_index(problem.forward, sequence, head);
 }
 /// dQ's buffer from row `row`, a multiple of 16, of a sequence's head on.
 __device__ __forceinline__ float* dq_of(const Problem& problem, const Sequence& sequence, int head, int row) {
@@ -218,6 +224,17 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     }
 }
 
+/// What the rows of each group see. A warp does it.
+template <class Machine>
+__global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constant__ Problem problem) {
+    if (static_cast<int>(threadIdx.x) >= warp_lanes()) return;
+    const RowGroup group = row_group(problem.forward);
+    const int last = min(group.first_row + kRowGroup, group.sequence.seqlen_q) - 1;
+    if (group.first_row < 0 || last < group.first_row) return;
+    const KeyExtent keys = key_mask<true>(problem.forward, group.sequence, group.head).extent(group.first_row, last);
+    if (threadIdx.x == 0) problem.extents[blockIdx.x] = keys;
+}
+
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
 inline bool facts_in_dq(const BackwardParams& params) {
@@ -228,12 +245,17 @@ inline bool facts_in_dq(const BackwardParams& params) {
                p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 
-/// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales and facts.
+/// Bytes of Problem::extents.
+inline std::int64_t extents_bytes(const ForwardParams& p) {
+    return p.key_ranges.data ? row_groups(p) * std::int64_t{sizeof(KeyExtent)} : 0;
+}
+
+/// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
 inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
     const std::int64_t facts = facts_in_dq(params) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
-    const std::int64_t bytes = groups * kRowGroup * (dq + facts);
+    const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
 inline Problem problem_of(const BackwardParams& params) {
@@ -241,9 +263,13 @@ inline Problem problem_of(const BackwardParams& params) {
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
         dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim));
-    void* behind = scales + (params.exponents.dout ? groups : 0);
-    return {params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
-            params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+    auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
+    const bool has_ranges = params.forward.key_ranges.data;
+    void* behind = extents + (has_ranges ? groups : 0);
+    Problem problem{params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
+                    params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+    if (has_ranges) problem.extents = extents;
+    return problem;
 }
 
 /// Launches prepare or finish.
@@ -260,6 +286,7 @@ void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
     const Problem problem = problem_of(params);
     launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
+    if (problem.extents) launch_rows(find_extents<Machine>, problem, stream);
     if (params.deterministic) {
         shape(Pass::kKeys).launch(problem, stream);
         shape(Pass::kQueries).launch(problem, stream);

@@ -168,6 +168,26 @@ void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTens
     p.alibi_batch_stride = batched ? p.heads_q : 0;
 }
 
+/// Ranges (B or 1, Hq or 1, Nq, 2), packed (Hq or 1, total_q, 2), int32, by strides.
+KeyRanges ranges_of(const Tensor& t, const ForwardParams& p, const Operand& q) {
+    const Operand ranges(t, "key_ranges");
+    if (ranges.dtype != codes().int32) invalid("key_ranges.dtype: allowed: int32");
+    if (!ranges.same_device(q)) invalid("key_ranges.device differs from q's");
+    const bool packed = q.dim == 3;
+    const std::array<int64_t, 4> full{p.batch, p.heads_q, q.sizes[packed ? 0 : 2], 2};
+    std::array<int64_t, 4> strides{};
+    const int64_t first = 4 - q.dim;
+    bool fits = ranges.dim == q.dim;
+    for (int64_t i = 0; fits && i < q.dim; ++i) {
+        const auto at = static_cast<std::size_t>(first + i);
+        const bool broadcast = at < 2 && ranges.sizes[i] == 1;
+        fits = broadcast || ranges.sizes[i] == full[at];
+        strides[at] = broadcast ? 0 : ranges.strides[i];
+    }
+    if (!fits) ranges.refuse(packed ? "(Hq or 1, total_q, 2)" : "(B or 1, Hq or 1, Nq, 2)");
+    return {static_cast<const int32_t*>(ranges.data), strides[0], strides[1], strides[2], strides[3]};
+}
+
 /// int32 (n); `kept` holds the copy if one was needed.
 const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Operand& q, OptionalTensor& kept) {
     kept = torch::stable::contiguous(t);
@@ -226,6 +246,7 @@ void CheckedCall::set_options() {
     p.band = {bound(options.window_left), bound(options.window_right), options.bottom_right};
     if (options.attn_bias) p.bias = bias_of(*options.attn_bias, p, q);
     if (options.alibi_slopes) set_alibi(p, *options.alibi_slopes, q, slopes_);
+    if (options.key_ranges) p.key_ranges = ranges_of(*options.key_ranges, p, q);
     if (!(options.softcap == 0 || (options.softcap >= 1e-30 && options.softcap <= 1e30)))
         invalid("softcap: allowed: 0 (none) or 1e-30 to 1e30");
     p.softcap = static_cast<float>(options.softcap);
@@ -252,6 +273,7 @@ void CheckedCall::point_to(const Readable& q_rows, const Readable& k_rows, const
 void CheckedCall::add_buffers(std::vector<emulator::Buffer>& buffers) const {
     if (options.attn_bias) buffers.push_back(buffer_of("attn_bias", *options.attn_bias, false));
     if (slopes_) buffers.push_back(buffer_of("alibi_slopes", *slopes_, false));
+    if (options.key_ranges) buffers.push_back(buffer_of("key_ranges", *options.key_ranges, false));
     if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));
     if (cu_seqlens_k_) buffers.push_back(buffer_of("cu_seqlens_k", *cu_seqlens_k_, false));
     if (seqused_k_) buffers.push_back(buffer_of("seqused_k", *seqused_k_, false));

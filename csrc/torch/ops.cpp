@@ -20,27 +20,29 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     m.def(
         "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
-        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
-        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+        "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
+        "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
         "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
-        "float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., int num_splits=1, "
-        "bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+        "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
+        "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
-        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
-        "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
-        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, "
+        "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
+        "Tensor dv, Tensor dbias)");
     m.def(
         "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
-        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, "
-        "Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool deterministic=False, "
-        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias)");
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, "
+        "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
+        "Tensor dv, Tensor dbias)");
     // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");

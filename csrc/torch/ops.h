@@ -10,9 +10,9 @@ namespace flash_wmma {
 std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                    std::optional<double> scale, int64_t window_left, int64_t window_right,
                                    bool bottom_right, bool out_bnhd, const OptionalTensor& attn_bias,
-                                   const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
-                                   const OptionalTensor& rng_state, double dropout_p, int64_t num_splits,
-                                   bool batch_invariant, const std::string& kernel_name);
+                                   const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                                   int64_t num_splits, bool batch_invariant, const std::string& kernel_name);
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
@@ -20,9 +20,9 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
                                           int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
                                           int64_t window_left, int64_t window_right, bool bottom_right,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                          double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
-                                          double dropout_p, int64_t num_splits, bool batch_invariant,
-                                          const std::string& kernel_name);
+                                          const OptionalTensor& key_ranges, double softcap, const OptionalTensor& sinks,
+                                          const OptionalTensor& rng_state, double dropout_p, int64_t num_splits,
+                                          bool batch_invariant, const std::string& kernel_name);
 
 /// dq, dk, dv, dbias.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
@@ -30,18 +30,19 @@ using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,
                    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, std::optional<double> scale,
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
-                   const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
-                   const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                   const std::string& kernel_name, const std::string& forward_kernel);
+                   const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool bias_grad,
+                   bool deterministic, const std::string& kernel_name, const std::string& forward_kernel);
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
                           const Tensor& k_tensor, const Tensor& v_tensor, const Tensor& out, const Tensor& lse,
                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                           int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left,
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
-                          const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
-                          const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                          const std::string& kernel_name, const std::string& forward_kernel);
+                          const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                          const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                          bool bias_grad, bool deterministic, const std::string& kernel_name,
+                          const std::string& forward_kernel);
 
 // Reductions of CUDA tensors.
 Tensor array_max(const Tensor& x);

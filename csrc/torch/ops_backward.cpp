@@ -135,12 +135,12 @@ Gradients run(CheckedCall& call, const Given& given) {
 Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,
                    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, std::optional<double> scale,
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
-                   const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
-                   const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                   const std::string& kernel_name, const std::string& forward_kernel) {
+                   const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool bias_grad,
+                   bool deterministic, const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
-                          window_right, bottom_right, softcap, dropout_p, kernel_name};
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+                          window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options);
     return run<4>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }
@@ -150,12 +150,13 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k, const OptionalTensor& seqused_k,
                           int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale, int64_t window_left,
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
-                          const OptionalTensor& alibi_slopes, double softcap, const OptionalTensor& sinks,
-                          const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool deterministic,
-                          const std::string& kernel_name, const std::string& forward_kernel) {
+                          const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                          const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                          bool bias_grad, bool deterministic, const std::string& kernel_name,
+                          const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,    alibi_slopes, sinks,   rng_state, scale,      window_left,
-                          window_right, bottom_right, softcap, dropout_p, kernel_name};
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+                          window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
     return run<3>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
 }

@@ -277,8 +277,8 @@ FAULTS = [
     Fault(
         name="one-key-too-many",
         path=ALGORITHM,
-        old="max64(min64(centre + p.band.right, p.seqlen_k - 1), -1)",
-        new="max64(min64(centre + p.band.right, p.seqlen_k), -1)",
+        old="max64(min64(last, p.seqlen_k - 1), -1)",
+        new="max64(min64(last, p.seqlen_k), -1)",
         why="the key behind the last one is read",
         harmless="the tiles of a task end with its last key, whatever a row sees",
     ),
@@ -413,8 +413,8 @@ FAULTS = [
     Fault(
         name="tile-by-its-first-row",
         path=GRADIENTS,
-        old="visible_keys(p, row + rows - 1, other, hi);",
-        new="visible_keys(p, row, other, hi);",
+        old="return sees(row, row + rows - 1);",
+        new="return sees(row, row);",
         why="keys that only a tile's later rows see have no gradient",
     ),
     Fault(

@@ -148,10 +148,12 @@ FAULTS = [
         old="""        batch_invariant,
         backward_kernel,
         deterministic,
+        key_ranges,
         lengths=""",
         new="""        False,
         backward_kernel,
         deterministic,
+        key_ranges,
         lengths=""",
         why="forward_varlen drops batch_invariant",
     ),
@@ -179,18 +181,23 @@ FAULTS = [
     Fault(
         name="forward-not-deterministic",
         path=FORWARD,
-        old="""kernel, batch_invariant, backward_kernel, deterministic
-""",
-        new="""kernel, batch_invariant, backward_kernel
-""",
+        old="""        deterministic,
+        key_ranges,
+    )""",
+        new="""        None,
+        key_ranges,
+    )""",
         why="forward drops deterministic",
     ),
     Fault(
         name="varlen-not-deterministic",
         path=FORWARD,
         old="""        deterministic,
+        key_ranges,
         lengths=""",
-        new="        lengths=",
+        new="""        None,
+        key_ranges,
+        lengths=""",
         why="forward_varlen drops deterministic",
     ),
     Fault(
@@ -453,8 +460,8 @@ FAULTS = [
     Fault(
         name="profile-without-softcap",
         path=PROFILER,
-        old="alibi_slopes, softcap, kernel)",
-        new="alibi_slopes, 0.0, kernel)",
+        old="alibi_slopes, softcap, kernel, key",
+        new="alibi_slopes, 0.0, kernel, key",
         why="profile drops softcap",
     ),
     # ---- behind torch's own attention

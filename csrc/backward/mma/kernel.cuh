@@ -54,15 +54,14 @@ struct DqExponent {
     static constexpr bool kConverted = true;
     const Problem& problem;
     const OwnedTile& own;
-    const BandMask& mask;
+    const QueryMask<true>& mask;
     const Cursor& at;
     int stream;
 
     __device__ float operator()(int row) const {
         const Sequence& s = own.sequence;
         const int first = own.first_row + row, last = min(first + kScaleRows, s.seqlen_k) - 1;
-        if (first > last || mask.first_query(first) >= at.row + stream || mask.last_query(last) < at.row)
-            return -INFINITY;
+        if (first > last || !mask.some_visible(at.row, at.row + stream - 1, first, last)) return -INFINITY;
         const KeyScales keys = key_scales(problem, s, own.head_k, first);
         return ds_exponent(query_scales(problem, s, at.head, at.row), keys) + keys.k;
     }
@@ -72,7 +71,8 @@ struct DqExponent {
 template <class Tile, bool kOwnsKeys>
 __device__ __forceinline__ PairScales follow_units(Gradient<Tile>& d_first, Gradient<Tile>& d_second, Unit& first_unit,
                                                    Unit& second_unit, const Problem& problem, const OwnedTile& own,
-                                                   const BandMask& mask, const Cursor& at, const Thread<Tile>& thread) {
+                                                   const QueryMask<true>& mask, const Cursor& at,
+                                                   const Thread<Tile>& thread) {
     const Sequence& sequence = own.sequence;
     const int own_base = own.first_row + thread.warp_row();
     const int own_last = min(own_base + Tile::kWarpRows, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - 1;
@@ -80,9 +80,9 @@ __device__ __forceinline__ PairScales follow_units(Gradient<Tile>& d_first, Grad
     const QueryScales of_q = query_scales(problem, sequence, at.head, kOwnsKeys ? at.row : own_row);
     const KeyScales of_k = key_scales(problem, sequence, own.head_k, kOwnsKeys ? own_row : at.row);
     // A tile that none of the warp's rows sees does not change the units
-    const int begin = kOwnsKeys ? mask.first_query(own_row) : mask.begin(own_row);
-    const int end = kOwnsKeys ? mask.last_query(own_last) + 1 : mask.end(own_last);
-    if (begin < at.row + Tile::kStream && at.row < end) {
+    const int last = at.row + Tile::kStream - 1;
+    if (kOwnsKeys ? mask.some_visible(at.row, last, own_row, own_last)
+                  : mask.some_visible(own_row, own_last, at.row, last)) {
         const float exponent = ds_exponent(of_q, of_k) + (kOwnsKeys ? of_q.q : of_k.k);
         first_unit.follow(d_first, exponent);
         if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
 /// Converted inputs (scales.cuh) have instances of their own, so that no other instance keeps exponents in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
-// memory, as a rule 10 to 40 loads a streamed tile, at d = 256 up to 85, against some thousand instructions.
+// memory, as a rule 10 to 50 loads a streamed tile, at d = 256 up to 115, against some thousand instructions.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, kGeneral>(p) : owned_queries<Tile::kOwn, kGeneral>(p);
     if (own.rows <= 0) return;
     const Sequence& sequence = own.sequence;
-    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+    auto mask = query_mask<kGeneral>(problem, sequence, own.head);
 
     StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);
     Cursor& at = range.at;
@@ -214,6 +214,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 ptx::cp_async_commit();
             }
             auto& tile = smem.ring[slot];
+            if constexpr (kGeneral && kOwnsKeys) mask.take(at.head);
             PairScales scales(scale);
             if constexpr (kConverted)
                 scales = follow_units<Tile, kOwnsKeys>(d_first, d_second, first_unit, second_unit, problem, own, mask,

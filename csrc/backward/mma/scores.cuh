@@ -4,7 +4,7 @@
 #include <ptx.cuh>
 
 #include "backward/mma/tile.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/register_tile.cuh"
 
 namespace flash_wmma::backward {
@@ -23,24 +23,39 @@ struct ScorePlace {
         return kOwnsKeys ? own + thread.row() + 8 * i : stream + thread.column() + column;
     }
     /// Whether every query sees every key.
-    __device__ __forceinline__ bool all_visible(const BandMask& mask) const {
+    template <class Mask>
+    __device__ __forceinline__ bool all_visible(const Mask& mask) const {
         const int last_own = own + Tile::kWarpRows - 1, last_stream = stream + Tile::kStep - 1;
         return kOwnsKeys ? mask.all_visible(stream, last_stream, own, last_own)
                          : mask.all_visible(own, last_own, stream, last_stream);
     }
 };
 
-/// P = exp2(S * factor - L) in place, 0 for keys that a query does not see. minus_lse(i, column) is -L of the query.
-template <class Tile, bool kOwnsKeys, int Columns, class MinusLse>
-__device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Columns>& s, float factor,
-                                             MinusLse minus_lse, const ScorePlace<Tile, kOwnsKeys>& place,
-                                             const BandMask& mask) {
-    s.each([&](float& x, int i, int column) { x = ptx::ex2(fmaf(x, factor, minus_lse(i, column))); });
-    if (place.all_visible(mask)) return;
-    s.each([&](float& x, int i, int column) {
+/// Weights of keys that a query does not see become 0.
+template <class Weights, class Place>
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const BandMask& mask) {
+    p.each([&](float& x, int i, int column) {
         const int query = place.query(i, column), key = place.key(i, column);
         if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
     });
+}
+template <class Weights, class Place>
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const RangedMask& mask) {
+    if (!mask.has_ranges()) return hide(p, place, static_cast<const BandMask&>(mask));
+    const RangedRows rows = mask.rows();
+    p.each([&](float& x, int i, int column) {
+        if (rows.hides(place.query(i, column), place.key(i, column))) x = 0.f;
+    });
+}
+
+/// P = exp2(S * factor - L) in place, 0 for keys that a query does not see. minus_lse(i, column) is -L of the query.
+template <class Tile, bool kOwnsKeys, int Columns, class MinusLse, class Mask>
+__device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Columns>& s, float factor,
+                                             MinusLse minus_lse, const ScorePlace<Tile, kOwnsKeys>& place,
+                                             const Mask& mask) {
+    s.each([&](float& x, int i, int column) { x = ptx::ex2(fmaf(x, factor, minus_lse(i, column))); });
+    if (place.all_visible(mask)) return;
+    hide(s, place, mask);
 }
 
 }  // namespace flash_wmma::backward

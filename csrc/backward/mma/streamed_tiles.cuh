@@ -5,8 +5,8 @@
 #include <ptx.cuh>
 
 #include "backward/mma/tile.cuh"
-#include "device/mask.cuh"
 #include "device/owned_tile.cuh"
+#include "device/row_group_mask.cuh"
 
 namespace flash_wmma::backward {
 
@@ -32,13 +32,19 @@ struct StreamedRange {
     Cursor at;
     int left;
 };
-template <class Tile, Pass kPass>
-__device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile& own, const BandMask& mask) {
+template <class Tile, Pass kPass, class Mask>
+__device__ StreamedRange streamed_range(const ForwardParams& p, const OwnedTile& own, const Mask& mask) {
     constexpr bool kOwnsKeys = kPass != Pass::kQueries;
     const Sequence& s = own.sequence;
     const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? s.seqlen_k : s.seqlen_q);
-    const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
-    const int end = kOwnsKeys ? min(s.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
+    int begin, end;
+    if constexpr (kOwnsKeys) {
+        const QueryRun queries = queries_that_see(mask, own.head, own.first_row, end_row - 1, s.seqlen_q);
+        begin = queries.begin, end = queries.end;
+    } else {
+        const KeyExtent keys = mask.extent(own.first_row, end_row - 1);
+        begin = keys.some_begin, end = keys.some_end;
+    }
     const int first = begin / Tile::kStream * Tile::kStream, last = (end - 1) / Tile::kStream * Tile::kStream;
     const int heads = kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1;
     const bool any = end_row > own.first_row && end > begin;

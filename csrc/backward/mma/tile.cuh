@@ -41,7 +41,7 @@ struct Tile {
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kOwnWarps;
     static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kD / kStreamWarps;
     static_assert(kWarpStream % kStep == 0 && kStep % 16 == 0 && kWarpColumns % 16 == 0);
-    static_assert(kRowGroup % kStream == 0 && kScaleRows % kStream == 0);
+    static_assert(kRowGroup % kStream == 0 && kScaleRows % kStream == 0 && kRowGroup % kWarpRows == 0);
 
     // dQ's tile of kStream x kD among the warps: 32 rows each where the columns can be shared out
     static constexpr bool kWide = kStream >= 32 && kWarps * 32 % kStream == 0 && kD * kStream % (kWarps * 512) == 0;

@@ -8,6 +8,9 @@
 namespace flash_wmma::backward {
 namespace {
 
+/// Stands for a Machine.
+struct Simt {};
+
 /// Writes L (here in natural units, not log2) and D of the rows of a group, and clears their dQ if atomics add to it.
 __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
@@ -52,14 +55,20 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(naming_pass(p), p, device).facts;
 }
 
-/// L and D of every row. dQ is added up in place.
-std::int64_t simt_workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+/// L and D of every row, then Problem::extents. dQ is added up in place.
+std::int64_t facts_bytes(const BackwardParams& p) {
     return row_groups(p.forward) * (kRowGroup / 2) * static_cast<std::int64_t>(sizeof(RowPair));
+}
+std::int64_t simt_workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+    return facts_bytes(p) + extents_bytes(p.forward);
 }
 
 void launch_bwd_simt(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    const Problem problem{p, static_cast<RowPair*>(p.workspace), nullptr};
+    Problem problem{p, static_cast<RowPair*>(p.workspace), nullptr};
+    if (extents_bytes(p.forward) > 0)
+        problem.extents = reinterpret_cast<KeyExtent*>(static_cast<char*>(p.workspace) + facts_bytes(p));
     launch_rows(prepare_simt, problem, stream);
+    if (problem.extents) launch_rows(find_extents<Simt>, problem, stream);
     const auto run = [&](Pass pass) { shape_of(pass, p, device).launch(problem, stream); };
     if (p.deterministic) {
         run(Pass::kKeys);
@@ -76,8 +85,8 @@ const BackwardKernelInfo kInfo = {
              "fp32 FMAs on CUDA cores: register tiles, dK and dV in registers, dQ by atomics or a pass of its own",
          .min_arch = 75,
          .float32 = true,
-         .features =
-             kCausal | kWindow | kBias | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient | kDeterministic,
+         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kBiasGradient |
+                     kDeterministic,
          .auto_rank = 10},
         kShapes),
     choose,

@@ -22,8 +22,8 @@
 #include <shared_memory.cuh>
 
 #include "device/backward_rows.cuh"
-#include "device/mask.cuh"
 #include "device/owned_tile.cuh"
+#include "device/row_group_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
 #include "device/simt_tile.cuh"
@@ -35,7 +35,7 @@ template <simt::TileShape kShape>
 struct SimtTile : simt::LaneGrid<kShape> {
     static constexpr int kOwn = SimtTile::kBr, kStream = SimtTile::kBc;
     static constexpr int kQueryRows = kStream >= 64 ? 8 : 4;  // of dQ, per thread, in four columns
-    static_assert(kRowGroup % kStream == 0);
+    static_assert(kRowGroup % kStream == 0 && kRowGroup % kOwn == 0);
 };
 
 /// Map of a block's shared memory.
@@ -117,12 +117,18 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     const OwnedTile own = kOwnsKeys ? owned_keys<Tile::kOwn, true>(p) : owned_queries<Tile::kOwn, true>(p);
     if (own.rows <= 0) return;
     const Sequence& sequence = own.sequence;
-    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+    auto mask = query_mask<true>(problem, sequence, own.head);
 
     // The streamed rows that see an own row, or that an own row sees
     const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q);
-    const int begin = kOwnsKeys ? mask.first_query(own.first_row) : mask.begin(own.first_row);
-    const int end = kOwnsKeys ? min(sequence.seqlen_q - 1, mask.last_query(end_row - 1)) + 1 : mask.end(end_row - 1);
+    int begin, end;
+    if constexpr (kOwnsKeys) {
+        const QueryRun queries = queries_that_see(mask, own.head, own.first_row, end_row - 1, sequence.seqlen_q);
+        begin = queries.begin, end = queries.end;
+    } else {
+        const KeyExtent keys = mask.extent(own.first_row, end_row - 1);
+        begin = keys.some_begin, end = keys.some_end;
+    }
     const int heads =
         end_row > own.first_row && end > begin ? kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1 : 0;
 
@@ -157,6 +163,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         for (int row = begin / Tile::kStream * Tile::kStream; row < end; row += Tile::kStream) {
             const int head = own.head + h;  // query head
             const int left = (kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k) - row;
+            if constexpr (kOwnsKeys) mask.take(head);
             __syncthreads();  // the tile before has been used
             const int stream_head = kOwnsKeys ? head : own.head_k;
             const int stream_row = (kOwnsKeys ? sequence.first_q : sequence.first_k) + row;
@@ -200,11 +207,20 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             }
             const int last_own = own.first_row + Tile::kOwn - 1, last_stream = row + Tile::kStream - 1;
             if (!(kOwnsKeys ? mask.all_visible(row, last_stream, own.first_row, last_own)
-                            : mask.all_visible(own.first_row, last_own, row, last_stream)))
-                each([&](int i, int n) {
-                    const int q = query(i, n), k = key(i, n);
-                    if (k < mask.begin(q) || k >= mask.end(q)) s[i][n] = 0.f;
-                });
+                            : mask.all_visible(own.first_row, last_own, row, last_stream))) {
+                if (mask.has_ranges()) {
+                    const RangedRows rows = mask.rows();
+                    each([&](int i, int n) {
+                        if (rows.hides(query(i, n), key(i, n))) s[i][n] = 0.f;
+                    });
+                } else {
+                    const BandMask& band = mask;
+                    each([&](int i, int n) {
+                        const int q = query(i, n), k = key(i, n);
+                        if (k < band.begin(q) || k >= band.end(q)) s[i][n] = 0.f;
+                    });
+                }
+            }
 
             // dV, dS
             auto& weights = smem.weights[threadIdx.x / 32];

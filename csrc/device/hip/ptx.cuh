@@ -13,6 +13,12 @@ namespace flash_wmma::ptx {
 /// 2^x; denormal inputs and results flush to zero (v_exp_f32).
 __device__ __forceinline__ float ex2(float x) { return __ocml_native_exp2_f32(x); }
 
+/// x, hidden from the compiler.
+__device__ __forceinline__ int opaque(int x) {
+    asm volatile("" : "+v"(x));
+    return x;
+}
+
 /// Whether red_add_4 is one instruction.
 inline constexpr bool kVectorRed = false;
 

@@ -8,8 +8,8 @@
 #include "attention.h"
 #include "device/constants.cuh"
 #include "device/element.cuh"
+#include "device/key_mask.cuh"
 #include "device/lagged_softmax.cuh"
-#include "device/mask.cuh"
 #include "device/register_tile.cuh"
 #include "device/swizzle.cuh"
 #include "device/tile.cuh"
@@ -111,14 +111,15 @@ struct Work {
     const ForwardParams& p;
     Sequence sequence;
     QTile tile;
-    BandMask mask;
-    int first_tile, tiles;  // K tiles with a key that some row of the Q tile sees
+    int first_tile, tiles;  // K tiles from the first to the last with a key that some row of the Q tile sees
 
-    __device__ Work(const ForwardParams& params, const Assignment& a)
-        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
+    template <class Mask>
+    __device__ Work(const ForwardParams& params, const Assignment& a, const Mask& mask)
+        : p(params), sequence(a.sequence), tile(a.tile) {
         const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        first_tile = mask.begin(tile.first_row) / Tile::kBc;
-        tiles = max(0, (mask.end(last_row) + Tile::kBc - 1) / Tile::kBc - first_tile);
+        const KeyExtent keys = mask.extent(tile.first_row, last_row);
+        first_tile = keys.some_begin / Tile::kBc;
+        tiles = max(0, (keys.some_end + Tile::kBc - 1) / Tile::kBc - first_tile);
     }
 
     /// The first key of the last tile.

@@ -45,10 +45,11 @@
 namespace flash_wmma::mma {
 
 /// The tiles that the warp's rows see.
-template <class Tile>
-__device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile>& work, const Thread<Tile>& thread) {
+template <class Tile, class Mask>
+__device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile>& work, const Mask& mask,
+                                                                 const Thread<Tile>& thread) {
     const int last_row = thread.warp_row() + Tile::kWarpRows - 1;
-    return {work.mask, work.tile.row(thread.warp_row()).query,
+    return {mask, work.tile.row(thread.warp_row()).query,
             min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1)};
 }
 
@@ -60,6 +61,7 @@ struct Weigher {
     using Mod = ScoreMod<kModifies>;
 
     const Work<Tile>& work;
+    const KeyMask<kModifies>& mask;
     Smem<Tile>& smem;
     const Thread<Tile>& thread;
     const VisibleTiles<Tile::kBc>& visible;
@@ -140,12 +142,12 @@ struct Weigher {
         const int tid = static_cast<int>(threadIdx.x);
         const Thread<Tile> here(kAnew ? ptx::opaque(tid) : tid);
         hide_keys(
-            s, work.mask, [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; },
+            s, mask, [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; },
             key + here.warp_key() + here.column(), left, right);
     }
 };
 
-// spills: sm_80 sm_90: packed and general tiles at the register limit keep up to 36 loop-invariant values (bounds,
+// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
 // addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
@@ -156,7 +158,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const Thread<Tile> thread;
     const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
-    const Work<Tile> work(p, assigned);
+    const auto mask = key_mask<includes(kProblems, Problems::kModified)>(p, assigned.sequence, assigned.tile.head);
+    const Work<Tile> work(p, assigned, mask);
     const Sequence& sequence = work.sequence;
 
     int key = work.last_key();  // first of the tile that is worked on
@@ -178,7 +181,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         q.load(smem, thread);
     }
 
-    const auto visible = visible_tiles<Tile>(work, thread);
+    const auto visible = visible_tiles(work, mask, thread);
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
@@ -198,7 +201,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
                     scale *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
-            Weigher<Tile, kProblems> tile{work, smem, thread, visible, q, ring.k(), key, scale, value};
+            Weigher<Tile, kProblems> tile{work, mask, smem, thread, visible, q, ring.k(), key, scale, value};
             const auto attempt = [&](bool lagged) { return tile.weigh(lagged, weights, sums, softmax, o); };
             // A tile that every row sees, not the first
             const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;

@@ -21,7 +21,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
 #include "device/simt_tile.cuh"
@@ -66,10 +66,11 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     if (tile.first_row < 0 || tile.first_row >= sequence.seqlen_q) return;
 
     // The keys that some row of the tile sees, from a multiple of Bc on
-    const BandMask mask(p.band, sequence.seqlen_q, sequence.seqlen_k);
+    const auto mask = key_mask<true>(p, sequence, tile.head);
     const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-    const int end_key = mask.end(last_row);
-    int key = mask.begin(tile.first_row) / kBc * kBc;
+    const KeyExtent seen = mask.extent(tile.first_row, last_row);
+    int key = seen.some_begin / kBc * kBc;
+    const int end_key = seen.some_end;
     float m[kRows], l[kRows];  // l is this lane's part
     Output<Tile> o;
 #pragma unroll
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         } else {
             each([&](int i, int n) { s[i][n] *= p.scale * kLog2e; });
         }
-        if (!mask.all_visible(tile.first_row, last_row, key, key + kBc - 1)) {
+        if (key < seen.all_begin || key + kBc > seen.all_end) {
 #pragma unroll
             for (int i = 0; i < kRows; ++i) {
                 const int row = tile.row(thread.tile_row(i)).query;

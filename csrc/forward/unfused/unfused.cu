@@ -33,7 +33,7 @@
 #include "attention.h"
 #include "device/constants.cuh"
 #include "device/element.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
     const int batch = static_cast<int>(slice / p.heads_q), head = static_cast<int>(slice % p.heads_q);
     const Sequence sequence{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)};
     const ScoreMod<true> score_mod(p, sequence, QTile{batch, head, 0, query});
-    const BandMask mask(p.band, p.seqlen_q, p.seqlen_k);
+    const auto mask = key_mask<true>(p, sequence, head);
     const int begin = mask.begin(query), end = mask.end(query);
 
     // Thread t has the vectors t, t + threads, ... in both passes, so no other thread reads what it keeps.
@@ -318,7 +318,7 @@ const KernelInfo kInfo = {
      .float32 = true,
      .float16 = true,
      .max_head_dim = kMaxD,
-     .features = kCausal | kWindow | kBias | kAlibi | kSoftcap | kValueDim,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kValueDim,
      .instances = {std::begin(kInstances), std::end(kInstances)}},
     choose,
     workspace_bytes,

@@ -8,7 +8,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/tile.cuh"
 #include "device/value_unit.cuh"
@@ -121,7 +121,7 @@ struct Work {
     const ForwardParams& p;
     Sequence sequence;
     QTile tile;
-    BandMask mask;
+    KeyMask<includes(kProblems, Problems::kModified)> mask;
     const T *k, *v;              // the sequence's row 0 of the head's K and V
     const float *k_exp, *v_exp;  // exponents of converted inputs, one per kScaleRows keys; null: none
     int first_key, last_key;     // visible to some row of the tile, first_key a multiple of Bc
@@ -150,12 +150,16 @@ struct Work {
 
   private:
     __device__ Work(const ForwardParams& params, const Assignment& a)
-        : p(params), sequence(a.sequence), tile(a.tile), mask(params.band, sequence.seqlen_q, sequence.seqlen_k) {
+        : p(params),
+          sequence(a.sequence),
+          tile(a.tile),
+          mask(key_mask<includes(kProblems, Problems::kModified)>(params, sequence, tile.head)) {
         k = row_of<const T>(p.k, tile.batch, tile.head_k, sequence.first_k);
         v = row_of<const T>(p.v, tile.batch, tile.head_k, sequence.first_k);
         const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        first_key = mask.begin(tile.first_row) / Tile::kBc * Tile::kBc;
-        last_key = mask.end(last_row) - 1;
+        const KeyExtent keys = mask.extent(tile.first_row, last_row);
+        first_key = keys.some_begin / Tile::kBc * Tile::kBc;
+        last_key = keys.some_end - 1;
         k_exp = p.exponents.k ? p.exponents.k + k_scale_index(p, place(), tile.head_k) : nullptr;
         v_exp = p.exponents.v ? p.exponents.v + k_scale_index(p, place(), tile.head_k) : nullptr;
     }

@@ -144,9 +144,9 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
     // Keys that some row of the warp sees, and keys that all its rows see (VisibleTiles: more registers and moves)
     const int first_query = work.tile.row(warp_row).query;
     const int last_query = min(work.tile.row(warp_row + Tile::kWarpRows - 1).query, seqlen_q - 1);
-    const int some_begin = work.mask.begin(first_query);
-    const int some_end = first_query <= last_query ? work.mask.end(last_query) : 0;
-    const int all_begin = work.mask.begin(last_query), all_end = work.mask.end(first_query);
+    const KeyExtent keys = work.mask.extent(first_query, last_query);
+    const int some_begin = keys.some_begin, some_end = first_query <= last_query ? keys.some_end : 0;
+    const int all_begin = keys.all_begin, all_end = keys.all_end;
 
     LaggedSoftmax<Tile::kWarpRows> softmax;
 

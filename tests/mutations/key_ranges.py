@@ -1,0 +1,253 @@
+"""Faults in key ranges and documents."""
+
+from __future__ import annotations
+
+from mutations.fault import Fault
+
+MASK = "csrc/device/key_mask.cuh"
+GROUPS = "csrc/device/row_group_mask.cuh"
+SIMT = ("simt",)
+BWD_SIMT = ("bwd_simt",)
+SM80 = ("mma_sm80",)
+
+FAULTS = [
+    # ------------------------------------------------------------------------------------------------- device: one mask
+    Fault(
+        name="ranges-without-band-begin",
+        path=MASK,
+        old="return max(band.begin(row), min(*range(row), band.seqlen_k));",
+        new="return max(0, min(*range(row), band.seqlen_k));",
+        why="a range shows keys that a window hides on the left",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-without-band-end",
+        path=MASK,
+        old="return max(0, min(band.end(row), range(row)[bound]));",
+        new="return max(0, min(band.seqlen_k, range(row)[bound]));",
+        why="a range shows keys that a causal mask hides",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-bounds-adjacent",
+        path=MASK,
+        old="range(row)[bound]",
+        new="range(row)[1]",
+        why="the ends of ranges that do not lie beside their beginnings are read elsewhere",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-rows-behind-the-end",
+        path=MASK,
+        old="min(row, last_row) * query",
+        new="row * query",
+        why="ranges of queries that do not exist are read",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-one-head",
+        path=MASK,
+        old="ptx::opaque(head_) * r.head",
+        new="ptx::opaque(0) * r.head",
+        why="all heads have the first one's ranges",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-of-the-first-sequence",
+        path=MASK,
+        old=" + sequence_.first_q * r.query",
+        new="",
+        why="all packed sequences have the ranges of the first rows",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-all-begin",
+        path=MASK,
+        old="own.all_begin = max(own.all_begin, from)",
+        new="own.all_begin = min(own.all_begin, from)",
+        why="a tile that some rows see in part counts as one that all see whole",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-all-end",
+        path=MASK,
+        old=", own.all_end = min(own.all_end, to);",
+        new=";",
+        why="likewise, at the other end",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-some-end",
+        path=MASK,
+        old="own.some_end = max(own.some_end, to);",
+        new="own.some_end = max(own.some_end, from + 1);",
+        why="tiles behind the first of a row are skipped",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-extent-of-a-lane",
+        path=MASK,
+        old="reduce_lanes(own.some_begin, least, lanes)",
+        new="own.some_begin",
+        why="the lanes of a warp go different ways",
+        kernels=SIMT,
+    ),
+    Fault(
+        name="ranges-not-hidden",
+        path="csrc/device/hide_keys.cuh",
+        old="if (mask.has_ranges()) hide_keys(s, mask.rows(), query, first_key, left, right);\n    else hide_keys",
+        new="hide_keys",
+        why="tiles on the edge of a range are computed whole",
+        kernels=SM80,
+    ),
+    Fault(
+        name="ranges-plain-instance",
+        path="csrc/problems.h",
+        old=" || p.key_ranges.data",
+        new="",
+        why="instances run that know no ranges",
+        kernels=SM80,
+    ),
+    # ------------------------------------------------------------------------------------------------ device: backward
+    Fault(
+        name="ranges-backward-last-key",
+        path=MASK,
+        old="static_cast<int>(key >= behind)",
+        new="static_cast<int>(key > behind)",
+        why="backward gives weight to the key behind the range",
+        kernels=BWD_SIMT,
+    ),
+    Fault(
+        name="ranges-backward-all-visible",
+        path=GROUPS,
+        old="return keys.all_begin <= first_key && last_key < keys.all_end;",
+        new="return last_key < keys.all_end;",
+        why="a tile that begins before the ranges is computed whole",
+        kernels=BWD_SIMT,
+    ),
+    Fault(
+        name="ranges-backward-one-head",
+        path=GROUPS,
+        old="for (int h = 0; h < heads; ++h) {",
+        new="for (int h = 0; h < min(heads, 1); ++h) {",
+        why="queries that the first head alone does not need are skipped in all heads of the group",
+        kernels=BWD_SIMT,
+    ),
+    Fault(
+        name="ranges-backward-last-group",
+        path=GROUPS,
+        old="end = max(end, (group + 1) * kRowGroup);",
+        new="end = max(end, group * kRowGroup);",
+        why="the last group of queries that sees the keys is skipped",
+        kernels=BWD_SIMT,
+    ),
+    Fault(
+        name="ranges-backward-first-row-of-a-group",
+        path="csrc/device/backward_rows.cuh",
+        old=".extent(group.first_row, last);",
+        new=".extent(group.first_row, group.first_row);",
+        why="the first row of a group stands for all",
+        kernels=BWD_SIMT,
+    ),
+    Fault(
+        name="ranges-backward-head-kept",
+        path="csrc/backward/simt/bwd_simt.cuh",
+        old="            if constexpr (kOwnsKeys) mask.take(head);\n",
+        new="",
+        why="the other heads of a group are masked by the ranges of the first",
+        kernels=BWD_SIMT,
+    ),
+    # ------------------------------------------------------------------------------------------------- the CPU kernel
+    Fault(
+        name="ranges-cpu-first",
+        path="csrc/cpu/attention.inl",
+        old="first = max64(first, range[0]);",
+        new="first = range[0];",
+        why="a range shows keys that a window hides",
+    ),
+    Fault(
+        name="ranges-cpu-last",
+        path="csrc/cpu/attention.inl",
+        old="last = min64(last, static_cast<std::int64_t>(range[r.end]) - 1);",
+        new="last = min64(last, static_cast<std::int64_t>(range[r.end]));",
+        why="the key behind the range is seen",
+    ),
+    Fault(
+        name="ranges-cpu-batch",
+        path="csrc/cpu/backward.cpp",
+        old="        if (one.key_ranges.data) one.key_ranges.data += b * f.key_ranges.batch;\n",
+        new="",
+        why="backward masks every batch entry by the ranges of the first",
+    ),
+    Fault(
+        name="ranges-cpu-packed",
+        path="csrc/cpu/tasks.h",
+        old="    if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;\n",
+        new="",
+        why="all packed sequences have the ranges of the first rows",
+    ),
+    Fault(
+        name="ranges-cpu-first-and-last-row",
+        path="csrc/cpu/backward.inl",
+        old="if (!p.key_ranges.data) return sees(row, row + rows - 1);",
+        new="return sees(row, row + rows - 1);",
+        why="backward skips tiles that rows in the middle see",
+    ),
+    # -------------------------------------------------------------------------------------------------- ops and Python
+    Fault(
+        name="ranges-broadcast-strides",
+        path="csrc/torch/arguments.cpp",
+        old="strides[at] = broadcast ? 0 : ranges.strides[i];",
+        new="strides[at] = ranges.strides[i];",
+        why="ranges that all heads share are read past their end",
+    ),
+    Fault(
+        name="ranges-not-saved",
+        path="flash_wmma/_call.py",
+        old="self.alibi_slopes is None and self.key_ranges is None and lengths is None",
+        new="self.alibi_slopes is None and lengths is None",
+        why="torch does not notice that ranges were overwritten before backward",
+    ),
+    Fault(
+        name="ranges-math-end",
+        path="flash_wmma/_math.py",
+        old="(key >= end)",
+        new="(key > end)",
+        why='kernel="math" shows the key behind the range',
+    ),
+    Fault(
+        name="ranges-heads-unchecked",
+        path="flash_wmma/_checks.py",
+        old="all(n in (1, m) for",
+        new="all(n <= m for",
+        why="a wrong number of heads is left to the op, whose message is poorer",
+    ),
+    Fault(
+        name="ranges-not-explained",
+        path="flash_wmma/_explain.py",
+        old="key_ranges=key_ranges is not None,",
+        new="key_ranges=False,",
+        why="explain names a kernel that cannot run it",
+    ),
+    Fault(
+        name="documents-positions",
+        path="flash_wmma/_documents.py",
+        old="(0 if position_ids is None else 1)",
+        new="0",
+        why="each position is a document of its own",
+    ),
+    Fault(
+        name="documents-padding",
+        path="flash_wmma/_documents.py",
+        old="(rows < 0)",
+        new="(rows < -1)",
+        why="padding sees padding",
+    ),
+    Fault(
+        name="documents-end",
+        path="flash_wmma/_documents.py",
+        old="torch.nn.functional.pad(ends, (0, 1)), place + 1, n",
+        new="torch.nn.functional.pad(ends, (0, 1)), place, n",
+        why="a document ends one place early",
+    ),
+]
