@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _checks, _library  # noqa: F401  (the ops must exist before their fakes)
-from ._call import Call, Lengths
+from ._call import Cache, Call, Lengths
 
 
 def _forward(
@@ -41,7 +41,6 @@ def _forward_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None,
-    page_table: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float | None = None,
@@ -53,10 +52,43 @@ def _forward_varlen(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths))
     total, heads = q.shape[:2]
     return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
+
+
+def _forward_cached(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_leftpad: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    out_bnhd: bool = False,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    cache = Cache(cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q)
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, out_bnhd=out_bnhd)
+    _checks.cached_tensors(q, k_cache, v_cache, cache, call)
+    if q.dim() == 3:
+        total, heads = q.shape[:2]
+        return q.new_empty((total, heads, v_cache.shape[3])), q.new_empty((heads, total), dtype=torch.float32)
+    batch, heads, n = q.shape[:3]
+    if out_bnhd:
+        out = q.new_empty((batch, n, heads, v_cache.shape[3])).transpose(1, 2)
+    else:
+        out = q.new_empty((batch, heads, n, v_cache.shape[3]))
+    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -114,6 +146,7 @@ def _backward_varlen(
 for _op, _fake in (
     ("forward", _forward),
     ("forward_varlen", _forward_varlen),
+    ("forward_cached", _forward_cached),
     ("backward", _backward),
     ("backward_varlen", _backward_varlen),
 ):

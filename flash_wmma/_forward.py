@@ -239,7 +239,7 @@ def forward_varlen(
         batch_invariant,
         backward_kernel,
         deterministic,
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None, max_seqlen_q, max_seqlen_k),
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
     out, lse = attend(q, k, v, call)

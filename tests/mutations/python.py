@@ -172,8 +172,8 @@ FAULTS = [
     Fault(
         name="seqused-lost-in-forward",
         path=FORWARD,
-        old="Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None,",
-        new="Lengths(cu_seqlens_q, cu_seqlens_k, None, None,",
+        old="Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q",
+        new="Lengths(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q",
         why="forward_varlen without gradients sees the keys that are not in use",
     ),
     Fault(
@@ -469,8 +469,8 @@ FAULTS = [
     Fault(
         name="hook-uses-all-keys",
         path=HOOK,
-        old="Lengths(cum_seq_q, cum_seq_k, seqused_k, None,",
-        new="Lengths(cum_seq_q, cum_seq_k, None, None,",
+        old="Lengths(cum_seq_q, cum_seq_k, seqused_k, max_q",
+        new="Lengths(cum_seq_q, cum_seq_k, None, max_q",
         why="what stands for _flash_attention_forward drops seqused_k",
     ),
     Fault(
