@@ -13,6 +13,7 @@ enum class Problems : unsigned {
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kGeneral = kPacked | kModified,
+    kGeneralCached = kGeneral | kCached,
     kAny = kGeneral | kConverted,  ///< but no cache
     kAll = kAny | kCached,
 };

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import random
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,7 +14,7 @@ from reference import DENSE, PLAIN, Mask, Modification, bits, check, emulated, f
 from torch import Tensor
 
 import flash_wmma
-from flash_wmma import forward_cached
+from flash_wmma import append_kv, flash_attn_varlen_func, flash_attn_with_kvcache, forward_cached
 from flash_wmma.emulator import EmulatorError
 
 Target = tuple[flash_wmma.Kernel, torch.dtype]
@@ -351,3 +352,578 @@ def test_validate(wrong: dict[str, Any], message: str) -> None:
     unused = {"cache_seqlens": int32([4, 6])} if "block_table" in wrong else {}
     if unused:
         forward_cached(q, k, v, **given | wrong | unused, validate=True)
+
+
+# ------------------------------------------------------------------------------------------------ appending, in place
+
+
+def places(table: Tensor | None, size: int, b: int, i: int) -> tuple[int, int]:
+    """Page and row of a sequence's row."""
+    return (b, i) if table is None else (int(table[b, i // size]), i % size)
+
+
+@pytest.mark.parametrize("layout", ["head first", "row first", "margins"])
+@pytest.mark.parametrize("with_pages", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_append(layout: str, with_pages: bool, packed: bool) -> None:
+    """Exactly the rows that have a place are written: not those behind the capacity, and none on a page that does not
+    exist."""
+    size, batch = (4, 5) if with_pages else (12, 5)
+    table = int32([[7, 2, 9], [3, 0, 1], [4, 99, 5], [6, 8, -1], [10, 11, 12]]) if with_pages else None
+    caches = [nan_pages(layout, 13, 2, size, d, torch.float32, "cpu").nan_to_num(0.5) for d in (8, 16)]
+    expected = [t.clone() for t in caches]
+    seqlens = [0, 10, 3, 6, 12]
+    counts = [2, 1, 3, 0, 4] if packed else [3] * batch
+    cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    news = [torch.randn(sum(counts) + packed, 2, d) for d in (8, 16)]
+    for cache, new in zip(expected, news, strict=True):
+        for b in range(batch):
+            for t in range(counts[b]):
+                i = seqlens[b] + t
+                if i < 12 and 0 <= places(table, size, b, i)[0] < 13:
+                    page, row = places(table, size, b, i)
+                    cache[page, :, row] = new[cu[b] + t]
+    given = [t if packed else t.unflatten(0, (batch, 3)).transpose(1, 2) for t in news]
+    before = [bits(t) for t in given]
+    ends = int32(cu) if packed else None
+    append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends)
+    for cache, right in zip(caches, expected, strict=True):
+        assert torch.equal(cache, right)
+    assert all(torch.equal(bits(t), b) for t, b in zip(given, before, strict=True))
+    wrong = r"block_table: got 99 at \(2, 1\)" if with_pages else "cache_seqlens: got 12 at 4"
+    with pytest.raises(ValueError, match=wrong if packed else "cache_seqlens: got 10 at 1"):
+        append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends, validate=True)
+
+
+def test_append_without_a_place_changes_nothing() -> None:
+    caches = [torch.randn(3, 2, 4, 8) for _ in range(2)]
+    before = [t.clone() for t in caches]
+    append_kv(*caches, *torch.randn(2, 3, 2, 1, 8), int32([4, 2**31 - 1, -1]))
+    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+    append_kv(*caches, *torch.randn(2, 3, 2, 0, 8), int32([0, 0, 0]))
+    append_kv(torch.zeros(0, 2, 4, 8), torch.zeros(0, 2, 4, 8), *torch.randn(2, 0, 2, 1, 8), int32([]))
+    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+
+
+# ------------------------------------------------------------------------------ flash-attn's properties, written anew
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, at: int, interleaved: bool, advance: bool = True) -> Tensor:
+    """One sequence's x (n, H, d) rotated as complex numbers, in float64."""
+    half = cos.shape[1]
+    rows = at + torch.arange(x.shape[0]) * advance
+    angle = torch.complex(cos.double(), sin.double())[rows][:, None]
+    x = x.double()
+    part = x[..., : 2 * half]
+    pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).transpose(-1, -2)
+    result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
+    return torch.cat((result, x[..., 2 * half :]), dim=-1)
+
+
+def attention64(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """q (n, Hq, d), k and v (m, Hk, d) of one sequence in float64, aligned to the last key."""
+    n, m = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+    scores = q.double().transpose(0, 1) @ k.mT / math.sqrt(q.shape[2])
+    if options.get("softcap"):
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    distance = torch.arange(n)[:, None] + m - n - torch.arange(m)
+    if options.get("alibi_slopes") is not None:
+        scores = scores - options["alibi_slopes"].double()[:, None, None] * distance.abs()
+    left, right = options.get("window_size", (-1, -1))
+    right = 0 if options.get("causal") else right
+    hidden = torch.zeros(n, m, dtype=torch.bool)
+    hidden |= (distance > left) if left >= 0 else False
+    hidden |= (-distance > right) if right >= 0 else False
+    scores = scores.masked_fill(hidden, -math.inf)
+    empty = scores.isneginf().all(dim=-1, keepdim=True) if m else torch.ones(1, n, 1, dtype=torch.bool)
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ v).transpose(0, 1)
+
+
+class KvCase(NamedTuple):
+    """A case of test_with_kvcache."""
+
+    size: int
+    """Of pages; 0: none."""
+    new: int
+    queries: int
+    heads: tuple[int, int]
+    rotary: float
+    """The part of d that is rotated."""
+    interleaved: bool
+    options: dict[str, Any]
+    place: str
+    """"entries": cache_batch_idx; "leftpad"; "int": the lengths are one number."""
+    lengths: str
+    """ "cache", or "rotary": the rotation has places of its own."""
+
+
+def kv_cases() -> list[KvCase]:
+    """Random ones, the same on each run."""
+    rng = random.Random(3)
+    cases = []
+    for _ in range(48):
+        size = rng.choice([0, 0, 1, 16, 7, 256])
+        new = rng.choice([0, 1, 1, 5])
+        window = rng.choice([(-1, -1), (-1, -1), (9, 0), (4, 6)])
+        options: dict[str, Any] = {"causal": rng.random() < 0.6, "window_size": window}
+        options |= rng.choice([{}, {"softcap": 4.0}, {"alibi": True}])
+        place = rng.choice(["", "entries", "leftpad", "int"]) if size == 0 else rng.choice(["", "int"])
+        rotary = rng.choice([0.0, 0.5, 1.0]) if new else 0.0
+        heads = rng.choice([(6, 6), (6, 3), (6, 1)])
+        lengths = rng.choice(["cache", "cache", "rotary"]) if rotary else "cache"
+        queries_ = rng.choice([1, new or 1, 8])
+        cases.append(KvCase(size, new, queries_, heads, rotary, rng.random() < 0.5, options, place, lengths))
+    return cases
+
+
+@pytest.mark.parametrize("case", kv_cases(), ids=lambda case: f"{case.size}-{case.new}-{case.queries}-{case.place}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_with_kvcache(case: KvCase, dtype: torch.dtype) -> None:
+    """The cache is what it should be, bit for bit where nothing is rotated, and so is the result."""
+    batch, d, held = 4, 32, 64
+    heads_q, heads_k = case.heads
+    rows = case.size or held
+    pages = 2 * batch * -(-held // rows)
+    q = torch.randn(batch, case.queries, heads_q, d).to(dtype)
+    k, v = torch.randn(2, batch, case.new, heads_k, d).to(dtype) if case.new else (None, None)
+    k_cache, v_cache = torch.randn(2, pages, rows, heads_k, d).to(dtype)
+    seqlens = [20, 0, 37, held - case.new] if case.place != "int" else [13] * batch
+    given: dict[str, Any] = {**case.options, "rotary_interleaved": case.interleaved}
+    slopes = torch.rand(heads_q) if given.pop("alibi", False) else None
+    given |= {"alibi_slopes": slopes, "cache_seqlens": 13 if case.place == "int" else int32(seqlens)}
+    leftpad = [0] * batch
+    table = torch.arange(pages)[:batch, None]
+    if case.size:
+        table = torch.randperm(pages)[: batch * -(-held // rows)].view(batch, -1)
+        given["block_table"] = table.int()
+    if case.place == "entries":
+        table = torch.tensor([5, 1, 6, 2])[:, None]
+        given["cache_batch_idx"] = table[:, 0].int()
+    if case.place == "leftpad":
+        leftpad = [5, 0, 36, 1]
+        given["cache_leftpad"] = int32(leftpad)
+    cos = sin = None
+    starts = seqlens
+    if case.rotary:
+        angle = torch.rand(max(held, rows) + 8, int(case.rotary * d) // 2) * 2 * math.pi
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        given |= {"rotary_cos": cos, "rotary_sin": sin}
+        if case.lengths == "rotary":
+            starts = [3, 0, 40, 7]
+            given["rotary_seqlens"] = int32(starts)
+    right_k, right_v = k_cache.clone(), v_cache.clone()
+    advance = case.options["causal"] or case.options["window_size"] != (-1, -1)
+    expected = []
+    for b in range(batch):
+        own_q = q[b].double()
+        if k is not None and v is not None:
+            own_k = k[b].double()
+            if cos is not None and sin is not None:
+                own_k = turned(own_k, cos, sin, starts[b], case.interleaved)
+                own_q = turned(own_q, cos, sin, starts[b], case.interleaved, advance)
+            for i in range(case.new):
+                page, row = places(table, rows, b, seqlens[b] + i)
+                right_k[page, row], right_v[page, row] = own_k[i].to(dtype), v[b, i]
+        end = seqlens[b] + case.new
+        at = [places(table, rows, b, i) for i in range(leftpad[b], end)]
+        keys, values = (torch.stack([t[place] for place in at]) if at else t[0, :0] for t in (right_k, right_v))
+        expected.append(attention64(own_q.to(dtype), keys, values, **{**case.options, "alibi_slopes": slopes}))
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, validate=True, **given)
+    assert torch.equal(v_cache, right_v)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(k_cache, right_k, atol=8 * eps, rtol=0 if not case.rotary else 8 * eps)
+    if not case.rotary:
+        assert torch.equal(k_cache, right_k)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, heads_q, case.queries)
+    torch.testing.assert_close(out.double(), torch.stack(expected), atol=16 * eps, rtol=0)
+
+
+def test_with_kvcache_packed() -> None:
+    """FlashAttention-3's cu_seqlens_q and cu_seqlens_k_new: each sequence as by itself."""
+    lengths, counts = [11, 0, 30], [2, 5, 1]
+    cu = int32([0, 2, 7, 8])
+    k_cache, v_cache = torch.randn(2, 12, 8, 2, 32)
+    table = torch.randperm(12)[:12].view(3, 4).int()
+    q, k, v = torch.randn(8, 4, 32), torch.randn(8, 2, 32), torch.randn(8, 2, 32)
+    angle = torch.rand(40, 16)
+    shared: dict[str, Any] = {"causal": True, "rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
+    caches = k_cache.clone(), v_cache.clone()
+    lens = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 5, "page_table": table}
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=int32(lengths), **lens, **shared)
+    assert isinstance(out, Tensor)
+    begin = 0
+    for b, n in enumerate(counts):
+        rows = slice(begin, begin + n)
+        begin += n
+        one = [t[rows][None] for t in (q, k, v)]
+        expected = flash_attn_with_kvcache(
+            one[0], k_cache, v_cache, *one[1:], cache_seqlens=lengths[b], block_table=table[b : b + 1], **shared
+        )
+        assert torch.equal(out[rows][None], expected)
+    assert all(torch.equal(t, u) for t, u in zip(caches, (k_cache, v_cache), strict=True))
+
+
+def test_with_kvcache_defaults() -> None:
+    """Without cache_seqlens the whole cache is used; out is written and returned; num_splits changes nothing."""
+    q, k_cache = torch.randn(2, 3, 4, 32), torch.randn(2, 50, 2, 32)
+    expected = flash_attn_with_kvcache(q, k_cache, k_cache, cache_seqlens=50)
+    assert torch.equal(flash_attn_with_kvcache(q, k_cache, k_cache), expected)
+    assert torch.equal(flash_attn_with_kvcache(q, k_cache, k_cache, num_splits=5), expected)
+    out = torch.full_like(q, math.nan)
+    assert flash_attn_with_kvcache(q, k_cache, k_cache, out=out) is out
+    assert torch.equal(out, expected)
+    graded = q.clone().requires_grad_()
+    result = flash_attn_with_kvcache(graded, k_cache, k_cache)
+    assert isinstance(result, Tensor)
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+@pytest.mark.parametrize("window", [(-1, -1), (10, 0)])
+def test_varlen_with_pages(size: int, window: tuple[int, int]) -> None:
+    """As if the pages were one packed tensor, bit for bit."""
+    counts, lengths = [3, 1, 40, 0], [70, 0, 41, 5]
+    q = torch.randn(sum(counts), 6, 32)
+    k, v = torch.randn(2, sum(lengths), 2, 32)
+    cu_q, cu_k = (int32([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (counts, lengths))
+    runs = -(-70 // size)
+    table = torch.randperm(4 * runs).view(4, runs).int()
+    k_pages, v_pages = torch.full((2, 4 * runs, size, 2, 32), math.nan)
+    for b, n in enumerate(lengths):
+        for i in range(n):
+            page, row = places(table, size, b, i)
+            k_pages[page, row], v_pages[page, row] = k[cu_k[b] + i], v[cu_k[b] + i]
+        table[b, -(-n // size) :] = 2**31 - 1
+    given: dict[str, Any] = {"causal": True, "window_size": window, "return_attn_probs": True}
+    expected = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 40, 70, **given)
+    result = flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 40, 70, block_table=table, validate=True, **given)
+    out = torch.empty_like(q)
+    used = cu_k.diff()
+    again = flash_attn_varlen_func(
+        q, k_pages, v_pages, cu_q, None, 40, 70, block_table=table, seqused_k=used, out=out, **given
+    )
+    assert again[0] is out
+    for a, b_, c in zip(expected, result, again, strict=True):
+        assert torch.equal(a, b_)
+        assert torch.equal(a, c)
+
+
+# --------------------------------------------------------------------------------------------- a server, in miniature
+
+
+class Server:
+    """Sequences that come, grow, fork and go, over pages with references. Free pages and unused rows hold NaN, and
+    unused entries of the table no page. It keeps each sequence's keys and values apart as well, as the truth."""
+
+    def __init__(self, target: Target, rng: random.Random, size: int, pages: int, heads: int, d: int) -> None:
+        self.kernel, self.dtype = target
+        self.rng, self.size, self.heads, self.d = rng, size, heads, d
+        shape = pages, heads, size, d
+        self.k, self.v = (torch.full(shape, math.nan, dtype=self.dtype, device=self.kernel.device) for _ in "kv")
+        self.references = [0] * pages
+        self.pages: list[list[int]] = []
+        self.truth: list[tuple[Tensor, Tensor]] = []
+
+    def take(self) -> int:
+        """A page."""
+        page = self.rng.choice([i for i, n in enumerate(self.references) if n == 0])
+        self.references[page] = 1
+        return page
+
+    def give(self, page: int) -> None:
+        """Back, unless another sequence has it."""
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self.k[page] = self.v[page] = math.nan
+
+    def free(self) -> int:
+        return self.references.count(0)
+
+    def come(self) -> None:
+        self.pages.append([])
+        self.truth.append(tuple(torch.zeros(1, self.heads, 0, self.d, dtype=self.dtype) for _ in "kv"))  # type: ignore[arg-type]
+
+    def fork(self, b: int) -> None:
+        """A second sequence with the same past: the full pages are shared, the last one is copied."""
+        n = self.truth[b][0].shape[2]
+        whole = n // self.size
+        pages = self.pages[b][:whole]
+        for page in pages:
+            self.references[page] += 1
+        if n % self.size:
+            copy = self.take()
+            last = self.pages[b][whole]
+            self.k[copy], self.v[copy] = self.k[last].clone(), self.v[last].clone()
+            pages = [*pages, copy]
+        self.pages.append(pages)
+        self.truth.append(self.truth[b])
+
+    def go(self, b: int) -> None:
+        for page in self.pages[b]:
+            self.give(page)
+        del self.pages[b], self.truth[b]
+
+    def step(self, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Appends so many keys to each sequence and attends with as many queries, packed: (out, first rows)."""
+        lengths = [truth[0].shape[2] for truth in self.truth]
+        for b, n in enumerate(counts):
+            while len(self.pages[b]) * self.size < lengths[b] + n:
+                self.pages[b].append(self.take())
+        runs = max(map(len, self.pages)) + 1
+        stale = [2**31 - 1, -1, len(self.references), -(2**31)]
+        rows = [[*pages, *self.rng.choices(stale, k=runs - len(pages))] for pages in self.pages]
+        device = self.kernel.device
+        table = int32(rows, device)
+        cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        k, v = (torch.randn(cu[-1], self.heads, self.d).to(self.dtype) for _ in "kv")
+        self.q = torch.randn(cu[-1], 2 * self.heads, self.d).to(self.dtype)
+        ends = int32(cu, device)
+        append_kv(
+            self.k,
+            self.v,
+            k.to(device),
+            v.to(device),
+            int32(lengths, device),
+            block_table=table,
+            cu_seqlens_k=ends,
+            validate=True,
+        )
+        for b in range(len(counts)):
+            part = slice(cu[b], cu[b + 1])
+            self.truth[b] = tuple(
+                torch.cat((truth, new[part].transpose(0, 1)[None]), dim=2)
+                for truth, new in zip(self.truth[b], (k, v), strict=True)
+            )  # type: ignore[assignment]
+        used = int32([n + m for n, m in zip(lengths, counts, strict=True)], device)
+        out = forward_cached(
+            self.q.to(device),
+            self.k,
+            self.v,
+            used,
+            block_table=table,
+            cu_seqlens_q=ends,
+            max_seqlen_q=max(counts),
+            causal=True,
+            kernel=self.kernel.name,
+        )
+        assert isinstance(out, Tensor)
+        return out, cu
+
+
+@needs(CACHE)
+def test_serving(target: Target, request: pytest.FixtureRequest) -> None:
+    """Each step is checked for NaN, which are all that is not in use, and a sample against float64."""
+    kernel, _ = target
+    steps = 300 if request.config.getoption("--quick") else 10_000
+    rng = random.Random(11)
+    server = Server(target, rng, size=4, pages=60, heads=2, d=32)
+    forks = goes = 0
+    for step in range(12 if emulated(kernel) else steps):
+        if not server.truth or (len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.3):
+            server.come()
+        elif len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.1:
+            server.fork(rng.randrange(len(server.truth)))
+            forks += 1
+        while server.free() < 24 or (len(server.truth) > 1 and rng.random() < 0.05):
+            server.go(rng.randrange(len(server.truth)))
+            goes += 1
+            if not server.truth:
+                server.come()
+        counts = [
+            rng.randrange(1, 14) if truth[0].shape[2] == 0 else rng.choice([1, 1, 1, 0, 3]) for truth in server.truth
+        ]
+        if not any(counts):
+            continue
+        out, cu = server.step(counts)
+        assert not out.isnan().any(), step
+        if emulated(kernel) or step % 10 == 0:
+            for b, (k, v) in enumerate(server.truth):
+                rows = slice(cu[b], cu[b + 1])
+                if counts[b]:
+                    q = server.q[rows].transpose(0, 1)[None]
+                    expected = reference(kernel, q, k, v, CAUSAL)
+                    got = out[rows].cpu().transpose(0, 1)[None].double()
+                    allowed = 4 * expected.plain_error * float(expected.out.abs().max()) + 1e-5
+                    assert float((got - expected.out).abs().max()) <= allowed, (step, b)
+    assert emulated(kernel) or (forks > 5 and goes > 5)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def good() -> dict[str, Any]:
+    return {
+        "q": torch.randn(2, 4, 1, 16),
+        "k_cache": torch.randn(6, 2, 8, 16),
+        "v_cache": torch.randn(6, 2, 8, 16),
+        "cache_seqlens": int32([3, 9]),
+        "block_table": int32([[0, 1], [2, 3]]),
+    }
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q": ({"q": 1}, TypeError, r"q: got int, allowed: torch\.Tensor"),
+    "q rank": ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q\.shape: got \(2, 4, 16\), allowed: \(B, H, N, d\)"),
+    "q dtype": ({"q": torch.zeros(2, 4, 1, 16).double()}, ValueError, r"q\.dtype: got torch\.float64"),
+    "cache rank": ({"k_cache": torch.zeros(2, 8, 16)}, ValueError, r"k_cache\.shape: got \(2, 8, 16\)"),
+    "cache dtype": (
+        {"v_cache": torch.zeros(6, 2, 8, 16).half()},
+        ValueError,
+        r"v_cache\.dtype: got torch\.float16, allowed: q's, torch\.float32",
+    ),
+    "cache head dim": ({"k_cache": torch.zeros(6, 2, 8, 24)}, ValueError, r"k_cache\.shape: .* the head dim of q, 16"),
+    "caches differ": ({"v_cache": torch.zeros(6, 2, 7, 16)}, ValueError, r"v_cache\.shape: got \(6, 2, 7, 16\)"),
+    "heads": ({"q": torch.zeros(2, 3, 1, 16)}, ValueError, r"q\.shape: .* a multiple of k_cache's, 2"),
+    "lengths dtype": (
+        {"cache_seqlens": torch.tensor([3, 9])},
+        ValueError,
+        r"cache_seqlens\.dtype: got torch\.int64, allowed: torch\.int32",
+    ),
+    "lengths shape": ({"cache_seqlens": int32([3])}, ValueError, r"cache_seqlens\.shape: got \(1,\), allowed: \(B,\)"),
+    "lengths text": ({"cache_seqlens": "3"}, TypeError, r"cache_seqlens: got '3', allowed: an int or a tensor"),
+    "lengths beyond": ({"cache_seqlens": 17}, ValueError, r"cache_seqlens: got 17, allowed: 0 to 16"),
+    "lengths below": ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1, allowed: 0 to 16"),
+    "table dtype": (
+        {"block_table": torch.zeros(2, 2)},
+        ValueError,
+        r"block_table\.dtype: got torch\.float32, allowed: torch\.int32",
+    ),
+    "table shape": ({"block_table": int32([[0, 1]])}, ValueError, r"block_table\.shape: got \(1, 2\)"),
+    "table rank": ({"block_table": int32([0, 1])}, ValueError, r"block_table\.shape: got \(2,\)"),
+    "table device": (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")},
+        ValueError,
+        r"block_table\.device: got meta",
+    ),
+    "two places": ({"cache_batch_idx": int32([0, 1])}, ValueError, r"cache_batch_idx: .* None if there is a block_tab"),
+    "too few entries": (
+        {"block_table": None, "q": torch.zeros(7, 4, 1, 16), "cache_seqlens": int32([0] * 7)},
+        ValueError,
+        r"k_cache\.shape: got \(6, 2, 8, 16\), allowed: at least 7 batch entries",
+    ),
+    "leftpad": ({"cache_leftpad": int32([0])}, ValueError, r"cache_leftpad\.shape: got \(1,\)"),
+    "max_seqlen_q": ({"max_seqlen_q": 1}, ValueError, r"max_seqlen_q: got 1, allowed: None without cu_seqlens_q"),
+    "causal": ({"causal": "top_left"}, ValueError, r"causal: got 'top_left', allowed: False, True, 'bottom_right'"),
+    "math": ({"kernel": "math"}, ValueError, r"kernel: got 'math'"),
+    "kernel without": (
+        {"kernel": "simt_naive"},
+        ValueError,
+        r"kernel 'simt_naive' cannot run this: .* a key/value cache",
+    ),
+    "bias": ({"attn_bias": torch.zeros(1, 17)}, ValueError, r"attn_bias\.shape: got \(1, 17\), .* \(2, 4, 1, 16\)"),
+    "grad": (
+        {"q": torch.zeros(2, 4, 1, 16, requires_grad=True)},
+        NotImplementedError,
+        r"q: got a tensor that requires",
+    ),
+    "validate": ({"validate": 1}, TypeError, r"validate: got 1, allowed: a bool"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_bad_input(wrong: tuple[dict[str, Any], type[Exception], str]) -> None:
+    changes, error, message = wrong
+    call = good()
+    forward_cached(**call)
+    with pytest.raises(error, match=message):
+        forward_cached(**call | changes)
+
+
+WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "v alone": ({"k": None}, TypeError, r"k: got None, allowed: both k and v"),
+    "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: "),
+    "k dtype": ({"k": torch.zeros(2, 1, 2, 16).half()}, ValueError, r"k\.dtype: got torch\.float16"),
+    "v shape": ({"v": torch.zeros(2, 2, 2, 16)}, ValueError, r"v\.shape: "),
+    "no lengths": ({"cache_seqlens": None}, TypeError, r"cache_seqlens: got None"),
+    "no room": ({"cache_seqlens": 8}, ValueError, r"cache_seqlens: got 8, allowed: 0 to 7"),
+    "one table": ({"rotary_sin": None}, TypeError, r"rotary_sin: got None, allowed: both tables"),
+    "short table": (
+        {"rotary_cos": torch.zeros(7, 4), "rotary_sin": torch.zeros(7, 4)},
+        ValueError,
+        r"rotary_cos\.shape: got \(7, 4\), allowed: at least 8 rows",
+    ),
+    "wide table": (
+        {"rotary_cos": torch.zeros(8, 9), "rotary_sin": torch.zeros(8, 9)},
+        ValueError,
+        r"rotary_cos\.shape: got \(8, 9\)",
+    ),
+    "table dtype": (
+        {"rotary_cos": torch.zeros(8, 4).half(), "rotary_sin": torch.zeros(8, 4)},
+        ValueError,
+        r"rotary_cos\.dtype: got torch\.float16",
+    ),
+    "rotary without k": ({"k": None, "v": None}, ValueError, r"rotary_cos: got a tensor, allowed: None unless k"),
+    "num_splits": ({"num_splits": -1}, ValueError, r"num_splits: got -1, allowed: 0 or more"),
+    "num_splits text": ({"num_splits": "2"}, TypeError, r"num_splits: got '2', allowed: an int"),
+    "two tables": (
+        {"page_table": int32([[0], [1]]), "block_table": int32([[0], [1]])},
+        ValueError,
+        r"page_table: got a tensor, allowed: None if there is a block_table",
+    ),
+    "out": ({"out": torch.zeros(2, 1, 4, 8)}, ValueError, r"out: got \(2, 1, 4, 8\)"),
+    "q packed": ({"cu_seqlens_q": int32([0, 1, 2])}, ValueError, r"q\.shape: got \(2, 1, 4, 16\), allowed: \(total, H"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_KV.values(), ids=WRONG_KV)
+def test_bad_input_with_kvcache(wrong: tuple[dict[str, Any], type[Exception], str]) -> None:
+    changes, error, message = wrong
+    call = {
+        "q": torch.randn(2, 1, 4, 16),
+        "k_cache": torch.randn(2, 8, 2, 16),
+        "v_cache": torch.randn(2, 8, 2, 16),
+        "k": torch.randn(2, 1, 2, 16),
+        "v": torch.randn(2, 1, 2, 16),
+        "rotary_cos": torch.ones(8, 4),
+        "rotary_sin": torch.zeros(8, 4),
+        "cache_seqlens": 3,
+    }
+    flash_attn_with_kvcache(**call)
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**call | changes)
+
+
+# ------------------------------------------------------------------------------------------------------- torch's tools
+
+
+def test_opcheck() -> None:
+    call = good()
+    forward = torch.ops.flash_wmma.forward_cached.default
+    tensors = call["q"], call["k_cache"], call["v_cache"], call["cache_seqlens"]
+    torch.library.opcheck(forward, (*tensors, call["block_table"], None, None, 0))
+    torch.library.opcheck(forward, (*tensors, None, int32([1, 0]), None, 0), {"window_right": 0, "out_bnhd": True})
+    packed = torch.randn(5, 4, 16), *tensors[1:]
+    torch.library.opcheck(forward, (*packed, call["block_table"], None, int32([0, 2, 5]), 3))
+    append = torch.ops.flash_wmma.append_kv.default
+    new = torch.randn(2, 2, 2, 3, 16)
+    caches = call["k_cache"], call["v_cache"]
+    torch.library.opcheck(append, (*caches, *new, call["cache_seqlens"], call["block_table"], None))
+    torch.library.opcheck(append, (*caches, *torch.randn(2, 5, 2, 16), int32([0, 4]), None, int32([0, 2, 5])))
+
+
+def test_compiled_step() -> None:
+    """A decode step that rotates, appends in place and attends is one graph, for all lengths."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, caches: Tensor, seqlens: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(
+            q, caches[0], caches[1], k, v, cos, sin, cache_seqlens=seqlens, block_table=table, causal=True
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    angle = torch.rand(32, 8)
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.randperm(8).view(2, 4).int()
+    caches = torch.randn(2, 8, 8, 2, 16)
+    again = caches.clone()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for n in range(4):
+        q, k, v = torch.randn(2, 1, 4, 16), *torch.randn(2, 2, 1, 2, 16)
+        seqlens = int32([n, 20 + n])
+        assert torch.equal(compiled(q, k, v, caches, seqlens), step(q, k, v, again, seqlens))
+        assert torch.equal(caches, again)

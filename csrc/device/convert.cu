@@ -42,8 +42,8 @@ struct SharedMemory {
     float4 warp_maximum[kThreads / 32 / 4], warp_sum[kThreads / 32 / 4];
 };
 
-/// Norms: also computes norms, for the operands that have a place for them.
-template <class T, bool Norms>
+/// Norms: also computes norms, for the operands that have a place for them. Cached: k and v may lie in a cache.
+template <class T, bool Norms, bool Cached>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
     int which = 0;
@@ -62,17 +62,19 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         if (first_row >= end) return;
     }
     const int batch = static_cast<int>(slice / t.heads), tid = static_cast<int>(threadIdx.x);
-    if (t.keys) {
+    const bool gathers = Cached && t.keys;
+    if (gathers) {
         const int keys = CachedRows(c.sequences, t.rows, batch).count;
         if (tid == 0 && tile == 0 && slice % t.heads == 0) t.keys[batch] = keys;
         if (first_row >= keys) return;
         end = keys;
     }
     const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), end - first_row));
-    const T* const head = static_cast<const T*>(t.in.data) + slice % t.heads * t.in.head;
-    const auto in = [&](int row) {
-        if (!t.keys) return head + batch * t.in.batch + (first_row + row) * t.in.row;
-        return head + CachedRows(c.sequences, t.rows, batch).offset(t.in, static_cast<int>(first_row) + row);
+    const T* in = static_cast<const T*>(t.in.data) + slice % t.heads * t.in.head;
+    if (!gathers) in += slice / t.heads * t.in.batch + first_row * t.in.row;
+    const auto row_in = [&](int row) {
+        if (!gathers) return in + row * t.in.row;
+        return in + CachedRows(c.sequences, t.rows, batch).offset(t.in, static_cast<int>(first_row) + row);
     };
     half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
     const int vectors = t.head_dim / kVector;
@@ -80,7 +82,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     float largest = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load_8(in(i / vectors) + i % vectors * kVector, x);
+        load_8(row_in(i / vectors) + i % vectors * kVector, x);
 #pragma unroll
         for (float value : x)
             if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
@@ -101,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     [[maybe_unused]] float squares = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load_8(in(i / vectors) + i % vectors * kVector, x);
+        load_8(row_in(i / vectors) + i % vectors * kVector, x);
         union {
             uint4 vector;
             __half2 pairs[kVector / 2];
@@ -130,9 +132,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     }
 }
 
-template <bool Norms>
+template <bool Norms, bool Cached>
 void launch_convert(DType dtype, const LaunchConfig& config, Stream stream, const Conversion& conversion) {
-    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms> : convert<float, Norms>, config, stream, conversion);
+    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms, Cached> : convert<float, Norms, Cached>, config, stream,
+           conversion);
 }
 
 /// The operands of a conversion laid out one after the other in the workspace, and the bytes they take.
@@ -208,7 +211,10 @@ ForwardParams run(const Conversion& conversion, bool backward, const ForwardPara
     const std::int64_t blocks = conversion.first_block[4];
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
-    (backward ? launch_convert<true> : launch_convert<false>)(p.dtype, config, stream, conversion);
+    const auto launch_it = backward                ? launch_convert<true, false>
+                           : p.sequences.page_size ? launch_convert<false, true>
+                                                   : launch_convert<false, false>;
+    launch_it(p.dtype, config, stream, conversion);
 
     const Operand &q = conversion.operand[0], &k = conversion.operand[1], &v = conversion.operand[2];
     ForwardParams converted = p;

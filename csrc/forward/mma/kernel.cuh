@@ -283,9 +283,9 @@ std::vector<Shape> shapes(int min_arch) {
 /// The same for key/value caches, with any queries and ScoreMods.
 template <class Machine, class T, const auto& kRows>
 std::vector<Shape> cached_shapes(int min_arch) {
-    constexpr Problems kProblems = Problems::kCached | Problems::kGeneral;
-    return of_rows<kRows>(
-        [&](auto i) { return shape<CachedTile<Machine, T, kRows[i].tile>, kProblems>(min_arch, kRows[i].pays); });
+    return of_rows<kRows>([&](auto i) {
+        return shape<CachedTile<Machine, T, kRows[i].tile>, Problems::kGeneralCached>(min_arch, kRows[i].pays);
+    });
 }
 
 }  // namespace flash_wmma::mma
