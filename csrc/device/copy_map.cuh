@@ -40,7 +40,7 @@ struct CopyMap {
 template <class Tile, int Rows>
 struct CachedCopyMap : CopyMap<Tile, Rows> {
     using Base = CopyMap<Tile, Rows>;
-    const CachedRows& cached;
+    CachedRows cached;
     const flash_wmma::Rows& tensor;
     int key;  // the first of the next tile
 

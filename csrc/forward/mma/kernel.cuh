@@ -123,22 +123,21 @@ struct Weigher {
             if (!Mod::active(work.p)) return;
             // Computes this thread's place again, so that it takes no registers in plain tiles
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-            const auto row = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()); };
-            const int first_key = key + here.warp_key() + here.column();
             if constexpr (Tile::kCached) {  // each row has a head of its own
 #pragma unroll
                 for (int i = 0; i < Scores<Tile>::kRows; ++i) {
-                    const auto [query_of_row, head] = row(i);
-                    const int query = query_of_row;
-                    const Mod mod(work.p, work.sequence, {.batch = 0, .head = head, .head_k = 0, .first_row = 0});
+                    const QTile::Row row = work.tile.row(here.warp_row() + 8 * i + here.row());
+                    const Mod mod(work.p, work.sequence, {.batch = 0, .head = row.head, .head_k = 0, .first_row = 0});
                     const auto at = [&](int, int j, int e) -> float& { return s.at(i, 8 * j + e); };
-                    mod.template apply<1, Tile::kWarpKeys / 8>(at, scale, [&](int) { return query; }, first_key);
+                    mod.template apply<1, Tile::kWarpKeys / 8>(
+                        at, scale, [&](int) { return row.query; }, key + here.warp_key() + here.column());
                 }
             } else {
                 const Mod mod(work.p, work.sequence, work.tile);
                 const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
-                const auto query = [&](int i) { return row(i).query; };
-                mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query, first_key);
+                const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
+                mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query,
+                                                                             key + here.warp_key() + here.column());
             }
         }
     }

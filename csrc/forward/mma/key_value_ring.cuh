@@ -23,15 +23,15 @@ template <class Tile>
 struct KeyValueCopies<Tile, true> {
     using Map = CachedCopyMap<Tile, Tile::kBc>;
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, Map>;
-    CachedRows rows;
     Copy k, v;
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
-        : rows(work.p.sequences, work.p.seqlen_k, work.sequence.index),
-          k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
-          v(head(work, work.p.v), rows, work.p.v, key, work.p.head_dim_v) {}
+        : KeyValueCopies(work, key, CachedRows(work.p.sequences, work.p.seqlen_k, work.sequence.index)) {}
 
   private:
+    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key, const CachedRows& rows)
+        : k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
+          v(head(work, work.p.v), rows, work.p.v, key, work.p.head_dim_v) {}
     __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
         return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
     }
