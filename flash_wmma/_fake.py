@@ -11,6 +11,20 @@ from . import _checks, _library  # noqa: F401  (the ops must exist before their 
 from ._call import Cache, Call, Lengths
 
 
+def _dense(q: Tensor, d_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) for q (B, H, N, d)."""
+    batch, heads, n = q.shape[:3]
+    bnhd = batch, n, heads, d_v
+    out = q.new_empty(bnhd).transpose(1, 2) if out_bnhd else q.new_empty((batch, heads, n, d_v))
+    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
+
+
+def _packed(q: Tensor, d_v: int) -> tuple[Tensor, Tensor]:
+    """The same for q (total, H, d)."""
+    total, heads = q.shape[:2]
+    return q.new_empty((total, heads, d_v)), q.new_empty((heads, total), dtype=torch.float32)
+
+
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -26,12 +40,7 @@ def _forward(
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes))
-    batch, heads, n = q.shape[:3]
-    if out_bnhd:
-        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)
-    else:
-        out = q.new_empty((batch, heads, n, v.shape[3]))
-    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
+    return _dense(q, v.shape[3], out_bnhd)
 
 
 def _forward_varlen(
@@ -54,8 +63,7 @@ def _forward_varlen(
 ) -> tuple[Tensor, Tensor]:
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, lengths=lengths))
-    total, heads = q.shape[:2]
-    return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
+    return _packed(q, v.shape[2])
 
 
 def _forward_cached(
@@ -80,15 +88,8 @@ def _forward_cached(
     cache = Cache(cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q)
     call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, out_bnhd=out_bnhd)
     _checks.cached_tensors(q, k_cache, v_cache, cache, call)
-    if q.dim() == 3:
-        total, heads = q.shape[:2]
-        return q.new_empty((total, heads, v_cache.shape[3])), q.new_empty((heads, total), dtype=torch.float32)
-    batch, heads, n = q.shape[:3]
-    if out_bnhd:
-        out = q.new_empty((batch, n, heads, v_cache.shape[3])).transpose(1, 2)
-    else:
-        out = q.new_empty((batch, heads, n, v_cache.shape[3]))
-    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
+    d_v = v_cache.shape[3]
+    return _packed(q, d_v) if q.dim() == 3 else _dense(q, d_v, out_bnhd)
 
 
 def _like(t: Tensor) -> Tensor:

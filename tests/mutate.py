@@ -53,7 +53,7 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "kvcache"),
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
@@ -65,7 +65,17 @@ BACKWARD_TESTS = (
     "varlen",
     "interface_hypothesis",
 )
-CPU_TESTS = ("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis")
+CPU_TESTS = (
+    "forward",
+    "backward",
+    "numerics",
+    "features",
+    "autograd",
+    "varlen",
+    "torch",
+    "interface_hypothesis",
+    "kvcache",
+)
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
@@ -82,6 +92,8 @@ TESTS = {
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
     "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/reductions.py": ("reductions",),
+    "flash_wmma/_append.py": ("kvcache",),
+    "flash_wmma/_cached.py": ("kvcache",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
     "flash_wmma/": OP_TESTS,
 }
@@ -91,7 +103,7 @@ DEVICE_CODE = (
     *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
 )
 """What kernels are made of."""
-HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/registry.")
+HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
 CPU_KERNELS = ("cpu", "bwd_cpu")
 HOST_KERNELS = (*CPU_KERNELS, "wmma_v2")
@@ -170,9 +182,9 @@ def files(names: Sequence[str]) -> list[str]:
     return [f"tests/test_{name}.py" for name in names if (ROOT / "tests" / f"test_{name}.py").exists()]
 
 
-def kernel_check(kernel: str) -> Check:
+def kernel_check(kernel: str, of_fault: Sequence[str] = ()) -> Check:
     """The tests of one kernel: those whose names say so."""
-    tests = files(BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS)
+    tests = files(of_fault or (BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS))
     rungs = [name for name in kernel_sources() if kernel in name and kernel != name]
     names = " and ".join([kernel, *(f"not {name}" for name in rungs)])
     return Check((*tests, "--kernel", kernel, "-k", names), kernel)
@@ -182,9 +194,10 @@ def checks(fault: Fault) -> Iterator[Check]:
     """The tests that concern a fault, the likeliest first."""
     kernels = list(fault.kernels) or (kernels_with(ROOT / fault.path) if is_device_code(fault) else [])
     for kernel in kernels:
-        yield kernel_check(kernel)
+        yield kernel_check(kernel, fault.tests)
     if not kernels:
-        named = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
+        of_file = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
+        named = fault.tests or of_file
         seen_by = CPU_KERNELS if fault.path.startswith("csrc/cpu/") else HOST_KERNELS
         yield Check((*files(named), *(word for kernel in seen_by for word in ("--kernel", kernel))))
 

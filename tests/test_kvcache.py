@@ -85,7 +85,9 @@ def paged(
     for b, n in enumerate(lengths):
         used = -(-n // size)
         table[b, used:] = stale[torch.arange(runs - used) % 4]
-    return Paged(k, v, table.to(kernel.device), int32(lengths, kernel.device), ks, vs)
+    wide = torch.full((len(lengths), runs + 3), 2**31 - 1, dtype=torch.int32, device=kernel.device)
+    wide[:, :runs] = table.to(kernel.device)  # a view of an engine's table
+    return Paged(k, v, wide[:, :runs], int32(lengths, kernel.device), ks, vs)
 
 
 def queries(target: Target, *shape: int, seed: int = 7) -> Tensor:

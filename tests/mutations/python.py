@@ -265,8 +265,8 @@ FAULTS = [
     Fault(
         name="fake-layout",
         path=FAKE,
-        old="        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)\n",
-        new="        out = q.new_empty((batch, heads, n, v.shape[3]))\n",
+        old="q.new_empty(bnhd).transpose(1, 2) if out_bnhd else",
+        new="q.new_empty((batch, heads, n, d_v)) if out_bnhd else",
         why="a compiled graph takes out_bnhd for the other layout",
     ),
     Fault(
@@ -309,8 +309,8 @@ FAULTS = [
     Fault(
         name="validate-refuses-the-end",
         path=CHECKS,
-        old="        if ends[-1] > total:\n",
-        new="        if ends[-1] >= total:\n",
+        old="    if ends[-1] > total:\n",
+        new="    if ends[-1] >= total:\n",
         why="validate=True refuses sequences that fill the tensor",
     ),
     Fault(
