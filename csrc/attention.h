@@ -14,6 +14,9 @@
 //     x = -inf                                        if the band or the query's key range hides the key
 // and lse is the logarithm of the sum of exp(x). With packed sequences i, j, Nq and Nk are those of the sequence.
 //
+// A key/value cache: k (pages, Hk, page_size, d), v (pages, Hk, page_size, d_v), Rows::batch the distance of pages; q, o
+// and lse dense or packed. seqlen_k bounds the keys of a sequence. Struct Sequences says which rows are a sequence's.
+//
 // Packed sequences (varlen): q (total_q, Hq, d), k (total_k, Hk, d), v (total_k, Hk, d_v), o (total_q, Hq, d_v), lse
 // (Hq, total_q). Rows::batch and lse_batch are 0, batch is the number of sequences, seqlen_q and seqlen_k bound their
 // lengths, and struct Sequences says where they lie.
@@ -86,7 +89,7 @@ struct BackwardExponents {
     const float *dout, *dout_norm, *v_norm;
 };
 
-/// Packed sequences (varlen) and a paged key/value cache. Null: one sequence of Nq and Nk per batch entry.
+/// Packed sequences (varlen), and sequences in a key/value cache. Null: one sequence of Nq and Nk per batch entry.
 ///
 /// Only the device knows the contents of cu_seqlens. A kernel therefore clamps them and, whatever they are, reads and
 /// writes nothing out of bounds: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
@@ -94,13 +97,18 @@ struct BackwardExponents {
 /// sequence get o = 0 and lse = -inf, like the rows of a sequence without keys. If cu_seqlens begin above 0 or
 /// decrease, or a sequence is longer than seqlen_q or seqlen_k, the values of the rows concerned are unspecified; a
 /// bias is still read within its bounds.
+///
+/// In a cache (page_size > 0) sequence b has the rows [leftpad[b], seqused_k[b]), its key 0 first. cached_rows.h says
+/// where they lie. Nothing that is not in use has influence: no kernel looks at other rows, or at the table's entries
+/// behind the sequence's last row.
 struct Sequences {
     const std::int32_t *cu_seqlens_q, *cu_seqlens_k;  ///< (B + 1), first rows of each sequence
     std::int64_t total_q, total_k;                    ///< rows of the packed q and k, at most kMaxSeqlen
     const std::int32_t* seqused_k;                    ///< (B), keys in use
-    const std::int32_t* page_table;                   ///< (B, pages), page of each run of page_size keys
+    const std::int32_t* leftpad;                      ///< (B), of a cache: rows before the first key; null: none
+    const std::int32_t* page_table;  ///< (B, n), of a cache: page of each run of page_size rows; null: b is page b
     std::int64_t page_table_stride;
-    std::int32_t page_size;
+    std::int32_t page_size, num_pages;  ///< rows of a page, and pages of the cache; page_size 0: no cache
 };
 
 /// Dropout on the attention weights. The state is a device tensor {seed, offset} so that graphs can replay it.

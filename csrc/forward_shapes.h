@@ -33,7 +33,7 @@ struct Shape {
 
 /// Of the sets in the table that include `problems`, the one with the fewest.
 inline Problems fewest(const std::vector<Shape>& shapes, DType dtype, Problems problems) {
-    Problems found = Problems::kAny;
+    Problems found = Problems::kAll;
     for (const Shape& shape : shapes)
         if (shape.facts.dtype == dtype && includes(shape.problems, problems)) found = std::min(found, shape.problems);
     return found;

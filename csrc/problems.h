@@ -11,8 +11,11 @@ enum class Problems : unsigned {
     kPacked = 1,     ///< packed sequences
     kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
+    kCached = 8,     ///< a key/value cache, with dense or packed queries
     kGeneral = kPacked | kModified,
-    kAny = kGeneral | kConverted,
+    kGeneralCached = kGeneral | kCached,
+    kAny = kGeneral | kConverted,  ///< but no cache
+    kAll = kAny | kCached,
 };
 
 constexpr Problems operator|(Problems a, Problems b) {
@@ -23,11 +26,13 @@ constexpr bool includes(Problems set, Problems part) {
     return (static_cast<unsigned>(part) & ~static_cast<unsigned>(set)) == 0;
 }
 
-/// What p asks of an instance. `converted`: the instance reads p's inputs after a conversion.
+/// What p asks of an instance. `converted`: the instance reads p's inputs after a conversion, which brings the rows of a
+/// cache together.
 inline Problems problems_of(const ForwardParams& p, bool converted) {
     const Sequences& s = p.sequences;
     Problems problems = converted ? Problems::kConverted : Problems::kPlain;
     if (s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k) problems = problems | Problems::kPacked;
+    if (s.page_size && !converted) problems = problems | Problems::kCached;
     if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data)
         problems = problems | Problems::kModified;
     return problems;

@@ -40,7 +40,7 @@ constexpr FeatureName kFeatureNames[] = {
     {kValueDim, "d_v != d"},
     {kDropout, "dropout"},
     {kSinks, "sinks"},
-    {kPagedKv, "page_table"},
+    {kCache, "a key/value cache"},
     {kSplitKv, "num_splits"},
     {kDeterministic, "deterministic"},
     {kBiasGradient, "the gradient of attn_bias"},
@@ -109,11 +109,12 @@ unsigned features_of(const ForwardParams& p) {
     if (p.bias.data) features |= kBias;
     if (p.alibi_slopes) features |= kAlibi;
     if (p.softcap != 0.f) features |= kSoftcap;
-    if (p.sequences.cu_seqlens_q || p.sequences.cu_seqlens_k || p.sequences.seqused_k) features |= kVarlen;
+    const Sequences& s = p.sequences;
+    if (s.cu_seqlens_q || s.cu_seqlens_k || (s.seqused_k && !s.page_size)) features |= kVarlen;
     if (p.head_dim != p.head_dim_v) features |= kValueDim;
     if (p.dropout.probability != 0.f) features |= kDropout;
     if (p.sinks) features |= kSinks;
-    if (p.sequences.page_table) features |= kPagedKv;
+    if (s.page_size) features |= kCache;
     if (p.partials.num_splits > 1) features |= kSplitKv;
     if (p.key_ranges.data) features |= kKeyRanges;
     return features;

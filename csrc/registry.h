@@ -29,7 +29,7 @@ enum Feature : unsigned {
     kValueDim = 1u << 6,  ///< d_v != d
     kDropout = 1u << 7,
     kSinks = 1u << 8,
-    kPagedKv = 1u << 9,
+    kCache = 1u << 9,  ///< a key/value cache, paged or not
     kSplitKv = 1u << 10,
     kDeterministic = 1u << 11,              ///< backward: BackwardParams::deterministic
     kBiasGradient = 1u << 12,               ///< backward: dbias, summed over the bias's broadcast dimensions

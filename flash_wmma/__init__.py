@@ -5,6 +5,7 @@ Hopper's wgmma, and the same for backward. CPU tensors have a kernel of their ow
 in the emulator.
 
 - :func:`forward`, :func:`forward_varlen`, :class:`MultiheadAttention`: attention; :func:`document_ranges`.
+- :func:`forward_cached`, :func:`append_kv`: attention with a key/value cache, paged or not.
 - :func:`scaled_dot_product_attention`, :func:`flash_attn_func` and its relatives: in place of torch's and flash-attn's.
 - :func:`explain`, :func:`kernels`, :func:`build_info`: which kernel runs, and what was built.
 - :func:`profile`, :mod:`emulator`: a profiler and a test bench for kernels, without a GPU.
@@ -20,6 +21,7 @@ from . import (
     reductions,
 )
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
+from ._cached import append_kv, forward_cached
 from ._device import DeviceFacts, device_facts
 from ._documents import document_ranges
 from ._explain import Explanation, explain
@@ -30,6 +32,7 @@ from ._flash_attn import (
     flash_attn_varlen_func,
     flash_attn_varlen_kvpacked_func,
     flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
 )
 from ._forward import forward, forward_varlen
 from ._module import MultiheadAttention
@@ -52,6 +55,7 @@ __all__ = [
     "Occupancy",
     "Profile",
     "__version__",
+    "append_kv",
     "build_info",
     "compiled_kernels",
     "device_facts",
@@ -65,7 +69,9 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
     "forward",
+    "forward_cached",
     "forward_varlen",
     "function_facts",
     "kernel_occupancy",

@@ -28,9 +28,18 @@ class Lengths(NamedTuple):
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
     seqused_k: Tensor | None
-    page_table: Tensor | None
     max_seqlen_q: int
     max_seqlen_k: int
+
+
+class Cache(NamedTuple):
+    """Where sequences lie in a key/value cache: the arguments of the op ``forward_cached`` after v_cache."""
+
+    cache_seqlens: Tensor
+    page_table: Tensor | None
+    cache_leftpad: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int
 
 
 class Call(NamedTuple):

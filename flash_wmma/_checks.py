@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._call import Call, Lengths
+from ._call import Cache, Call, Lengths
 from ._errors import refuse
 from ._registry import kernel_names
 
@@ -156,8 +156,8 @@ def cap(softcap: object) -> None:
         refuse("softcap", softcap, allowed)
 
 
-def _int32(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> None:
-    """cu_seqlens (B + 1), or with ``batch`` seqused_k (B)."""
+def int32(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> None:
+    """cu_seqlens (B + 1), or with ``batch`` lengths (B)."""
     for name, t in named.items():
         if t is None:
             continue
@@ -174,11 +174,11 @@ def _lengths(q: Tensor, given: Lengths) -> int:
     """The arguments of packed sequences, except the values of the lengths. Returns the number of sequences."""
     cu_seqlens_q, cu_seqlens_k = given.cu_seqlens_q, given.cu_seqlens_k
     tensors(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
-    _int32(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
+    int32(q, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] != batch + 1:
         refuse("cu_seqlens_k.shape", _shape(cu_seqlens_k.shape), f"cu_seqlens_q's, {_shape(cu_seqlens_q.shape)}")
-    _int32(q, batch=batch, seqused_k=given.seqused_k)
+    int32(q, batch=batch, seqused_k=given.seqused_k)
     for name, n in (("max_seqlen_q", given.max_seqlen_q), ("max_seqlen_k", given.max_seqlen_k)):
         if isinstance(n, bool) or not isinstance(n, int | torch.SymInt):
             refuse(name, repr(n), "an int", TypeError)
@@ -201,25 +201,112 @@ def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     ranges(call.key_ranges, q)
 
 
+def cached_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> None:
+    """The tensors of a call with a key/value cache, except the values of lengths and tables."""
+    tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    packed = cache.cu_seqlens_q is not None
+    bnhd = call.out_bnhd
+    if q.dim() != (3 if packed else 4):
+        refuse("q.shape", _shape(q.shape), "(total, H, d)" if packed else "(B, N, H, d)" if bnhd else "(B, H, N, d)")
+    if q.dtype not in DTYPES:
+        refuse("q.dtype", q.dtype, ", ".join(map(str, DTYPES)))
+    layout = "(pages, page_size, H, d)" if bnhd else "(pages, H, page_size, d)"
+    for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
+        if t.dim() != 4:
+            refuse(f"{name}.shape", _shape(t.shape), layout)
+        if t.dtype != q.dtype:
+            refuse(f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
+        _same_device(name, t, q)
+    if k_cache.shape[-1] != q.shape[-1]:
+        refuse("k_cache.shape", _shape(k_cache.shape), f"the head dim of q, {q.shape[-1]}, last")
+    if v_cache.shape[:-1] != k_cache.shape[:-1]:
+        refuse("v_cache.shape", _shape(v_cache.shape), f"k_cache's but for the last, {_shape(k_cache.shape)}")
+    hq, hk = q.shape[1], k_cache.shape[1]
+    if (hk == 0 and hq != 0) or (hk != 0 and hq % hk != 0):
+        refuse("q.shape", _shape(q.shape), f"a number of heads that is a multiple of k_cache's, {hk}")
+    batch = q.shape[0]
+    if cache.cu_seqlens_q is not None:
+        tensors(cu_seqlens_q=cache.cu_seqlens_q)
+        int32(q, cu_seqlens_q=cache.cu_seqlens_q)
+        batch = cache.cu_seqlens_q.shape[0] - 1
+        longest: object = cache.max_seqlen_q
+        if isinstance(longest, bool) or not isinstance(longest, int | torch.SymInt):
+            refuse("max_seqlen_q", repr(longest), "an int", TypeError)
+        if isinstance(longest, int) and not 0 <= longest <= MAX_SEQLEN:
+            refuse("max_seqlen_q", longest, "0 to 2**30")
+    tensors(cache_seqlens=cache.cache_seqlens)
+    int32(q, batch=batch, cache_seqlens=cache.cache_seqlens)
+    int32(q, batch=batch, cache_leftpad=cache.cache_leftpad)
+    capacity(k_cache, cache.page_table, batch)
+    if cache.page_table is not None:
+        _same_device("block_table", cache.page_table, q)
+    seqlen_q = cache.max_seqlen_q if packed else q.shape[2]
+    runs = 1 if cache.page_table is None else cache.page_table.shape[1]
+    bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, runs * k_cache.shape[2]))
+    slopes(call.alibi_slopes, q, batch)
+
+
+def capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:
+    """The rows that a sequence may have in a cache; the table's shape and dtype are checked."""
+    pages, rows = k_cache.shape[0], k_cache.shape[2]
+    runs = 1
+    if page_table is None:
+        if pages < batch:
+            refuse("k_cache.shape", _shape(k_cache.shape), f"at least {batch} batch entries, or a block_table")
+    else:
+        tensors(block_table=page_table)
+        if page_table.dtype != torch.int32:
+            refuse("block_table.dtype", page_table.dtype, "torch.int32")
+        if page_table.dim() != 2 or page_table.shape[0] != batch:
+            refuse("block_table.shape", _shape(page_table.shape), f"(B, n) with B = {batch}")
+        runs = page_table.shape[1]
+    held = runs * rows
+    if isinstance(held, int) and held > MAX_SEQLEN:
+        refuse("k_cache.shape", _shape(k_cache.shape), "at most 2**30 rows a sequence")
+    return held
+
+
+def cached_values(k_cache: Tensor, cache: Cache, total_q: int) -> None:
+    """The values of the lengths and of the table's entries in use. Waits for the device."""
+    if cache.cu_seqlens_q is not None:
+        _cumulative("q", cache.cu_seqlens_q, total_q, cache.max_seqlen_q)
+    batch = cache.cache_seqlens.shape[0]
+    held = capacity(k_cache, cache.page_table, batch)
+    used: list[int] = cache.cache_seqlens.tolist()
+    leftpad: list[int] = [0] * batch if cache.cache_leftpad is None else cache.cache_leftpad.tolist()
+    table = None if cache.page_table is None else cache.page_table.tolist()
+    for b, (end, begin) in enumerate(zip(used, leftpad, strict=True)):
+        if not 0 <= end <= held:
+            refuse("cache_seqlens", f"{end} at {b}", f"0 to the capacity, {held}")
+        if not 0 <= begin <= end:
+            refuse("cache_leftpad", f"{begin} at {b}", f"0 to cache_seqlens, {end}")
+        if table is not None and begin < end:
+            rows, pages = k_cache.shape[2], k_cache.shape[0]
+            for run in range(begin // rows, (end - 1) // rows + 1):
+                if not 0 <= table[b][run] < pages:
+                    refuse("block_table", f"{table[b][run]} at ({b}, {run})", f"0 to {pages - 1}, since it is in use")
+
+
+def _cumulative(name: str, t: Tensor, total: int, longest: int) -> list[int]:
+    """The lengths of the sequences whose first rows are t."""
+    ends = t.tolist()
+    if ends[0] != 0:
+        refuse(f"cu_seqlens_{name}", f"{ends[0]} at 0", "0 first")
+    for b, (begin, end) in enumerate(itertools.pairwise(ends)):
+        if end < begin:
+            refuse(f"cu_seqlens_{name}", f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
+    if ends[-1] > total:
+        refuse(f"cu_seqlens_{name}", f"{ends[-1]} last", f"at most the {total} rows of {name}")
+    lengths = [end - begin for begin, end in itertools.pairwise(ends)]
+    if lengths and max(lengths) > longest:
+        refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
+    return lengths
+
+
 def sequences(given: Lengths, total_q: int, total_k: int) -> None:
     """The values of the lengths. Waits for the device."""
-    keys: list[int] = []
-    for name, t, total, longest in (
-        ("q", given.cu_seqlens_q, total_q, given.max_seqlen_q),
-        ("k", given.cu_seqlens_k, total_k, given.max_seqlen_k),
-    ):
-        ends = t.tolist()
-        if ends[0] != 0:
-            refuse(f"cu_seqlens_{name}", f"{ends[0]} at 0", "0 first")
-        for b, (begin, end) in enumerate(itertools.pairwise(ends)):
-            if end < begin:
-                refuse(f"cu_seqlens_{name}", f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
-        if ends[-1] > total:
-            refuse(f"cu_seqlens_{name}", f"{ends[-1]} last", f"at most the {total} rows of {name}")
-        lengths = [end - begin for begin, end in itertools.pairwise(ends)]
-        if lengths and max(lengths) > longest:
-            refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
-        keys = lengths
+    _cumulative("q", given.cu_seqlens_q, total_q, given.max_seqlen_q)
+    keys = _cumulative("k", given.cu_seqlens_k, total_k, given.max_seqlen_k)
     if given.seqused_k is not None:
         for b, used in enumerate(given.seqused_k.tolist()):
             if not 0 <= used <= keys[b]:

@@ -8,8 +8,22 @@ import torch
 from torch import Tensor
 
 from . import _checks
-from ._call import Call, Lengths
+from ._call import Cache, Call, Lengths
 from ._library import NAMESPACE
+
+
+def _dense(q: Tensor, d_v: int, out_bnhd: bool) -> tuple[Tensor, Tensor]:
+    """(out, lse) for q (B, H, N, d)."""
+    batch, heads, n = q.shape[:3]
+    bnhd = batch, n, heads, d_v
+    out = q.new_empty(bnhd).transpose(1, 2) if out_bnhd else q.new_empty((batch, heads, n, d_v))
+    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
+
+
+def _packed(q: Tensor, d_v: int) -> tuple[Tensor, Tensor]:
+    """The same for q (total, H, d)."""
+    total, heads = q.shape[:2]
+    return q.new_empty((total, heads, d_v)), q.new_empty((heads, total), dtype=torch.float32)
 
 
 def _forward(
@@ -28,12 +42,7 @@ def _forward(
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges))
-    batch, heads, n = q.shape[:3]
-    if out_bnhd:
-        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)
-    else:
-        out = q.new_empty((batch, heads, n, v.shape[3]))
-    return out, q.new_empty((batch, heads, n), dtype=torch.float32)
+    return _dense(q, v.shape[3], out_bnhd)
 
 
 def _forward_varlen(
@@ -43,7 +52,6 @@ def _forward_varlen(
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
     seqused_k: Tensor | None,
-    page_table: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     scale: float | None = None,
@@ -56,11 +64,36 @@ def _forward_varlen(
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, page_table, max_seqlen_q, max_seqlen_k)
+    lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
     call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, lengths=lengths)
     _checks.call_tensors(q, k, v, call)
-    total, heads = q.shape[:2]
-    return q.new_empty((total, heads, v.shape[2])), q.new_empty((heads, total), dtype=torch.float32)
+    return _packed(q, v.shape[2])
+
+
+def _forward_cached(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cache_leftpad: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    max_seqlen_q: int,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    out_bnhd: bool = False,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    cache = Cache(cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q)
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, out_bnhd=out_bnhd)
+    _checks.cached_tensors(q, k_cache, v_cache, cache, call)
+    d_v = v_cache.shape[3]
+    return _packed(q, d_v) if q.dim() == 3 else _dense(q, d_v, out_bnhd)
 
 
 def _like(t: Tensor) -> Tensor:
@@ -119,6 +152,7 @@ def _backward_varlen(
 for _op, _fake in (
     ("forward", _forward),
     ("forward_varlen", _forward_varlen),
+    ("forward_cached", _forward_cached),
     ("backward", _backward),
     ("backward_varlen", _backward_varlen),
 ):

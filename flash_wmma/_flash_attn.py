@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NoReturn
 
+import torch
 from torch import Tensor
 
-from . import _checks
+from . import _append, _checks
 from ._attention import attend
+from ._cached import append_kv, attend_cached, cache_of, lengths_of, table_of
 from ._call import Lengths, call_of
 from ._errors import refuse
 
@@ -185,7 +187,7 @@ def flash_attn_varlen_func(
     k: Tensor,
     v: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     dropout_p: float = 0.0,
@@ -198,19 +200,25 @@ def flash_attn_varlen_func(
     return_attn_probs: bool = False,
     block_table: Tensor | None = None,
     *,
+    seqused_k: Tensor | None = None,
+    out: Tensor | None = None,
     validate: bool = False,
 ) -> Result:
     """flash-attn's ``flash_attn_varlen_func``: sequences of different lengths, packed.
 
     Args:
         q: (total_q, Hq, d), float32, float16 or bfloat16.
-        k: (total_k, Hk, d); Hq is a multiple of Hk.
-        v: (total_k, Hk, d_v).
+        k: (total_k, Hk, d); Hq is a multiple of Hk. With block_table (pages, page_size, Hk, d).
+        v: (total_k, Hk, d_v), or (pages, page_size, Hk, d_v).
         cu_seqlens_q: (B + 1), int32: sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
-        cu_seqlens_k: (B + 1), int32, the same for k and v.
+        cu_seqlens_k: (B + 1), int32, the same for k and v; with block_table sequence b has so many keys, and ``None``
+            is allowed if seqused_k says how many.
         max_seqlen_q: at least the number of queries of every sequence.
-        max_seqlen_k: the same for keys.
-        block_table: a paged cache; not built yet.
+        max_seqlen_k: the same for keys; with block_table it is not used.
+        block_table: (B, n), int32: k and v are pages of a cache, of any size, as for :func:`forward_cached`. The result
+            then has no gradients.
+        seqused_k: (B), int32: the keys of each sequence that are used. vLLM passes it.
+        out: where the result is written; it is returned too. vLLM passes it.
         validate: check the lengths and raise if they are wrong, which waits for the device; flash-attn has no such
             argument. Without it the lengths are clamped, and nothing outside the tensors is read.
 
@@ -221,13 +229,15 @@ def flash_attn_varlen_func(
         (Hq, total_q) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout, a paged cache, or alibi_slopes that require grad.
+        NotImplementedError: dropout, alibi_slopes that require grad, or with block_table or out any tensor that does.
         TypeError, ValueError: as :func:`flash_wmma.forward_varlen`.
     """
     if dropout_p != 0:
         _refuse_dropout(dropout_p)
-    if block_table is not None:
-        _not_yet("block_table", "a paged cache")
+    if (block_table is not None or out is not None) and torch.is_grad_enabled():
+        _checks.no_gradient(q=q, k=k, v=v)
+    if block_table is None and cu_seqlens_k is None:
+        refuse("cu_seqlens_k", "None", "a tensor (B + 1), or None with block_table and seqused_k", TypeError)
     call = call_of(
         causal=_flag("causal", causal),
         scale=softmax_scale,
@@ -236,12 +246,46 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=_flag("deterministic", deterministic) or None,
         bottom_right=True,
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, None, None, max_seqlen_q, max_seqlen_k),
+        lengths=None
+        if block_table is not None or cu_seqlens_k is None
+        else Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=_flag("validate", validate),
     )
     return_attn_probs = _flag("return_attn_probs", return_attn_probs)
-    out, lse = attend(q, k, v, call)
-    return _result(out, lse, return_attn_probs)
+    if block_table is None:
+        result, lse = attend(q, k, v, call)
+    else:
+        k_pages, v_pages = _pages("k", k), _pages("v", v)
+        used = seqused_k if seqused_k is not None else _differences(cu_seqlens_k)
+        cache = cache_of(q, k_pages, used, block_table, None, None, cu_seqlens_q, max_seqlen_q)
+        result, lse = attend_cached(q, k_pages, v_pages, cache, call)
+    return _result(_written(result, out), lse, return_attn_probs)
+
+
+def _pages(name: str, t: Tensor) -> Tensor:
+    """Pages (pages, page_size, H, d) as this library has them, (pages, H, page_size, d)."""
+    _checks.tensors(**{name: t})
+    if t.dim() != 4:
+        refuse(f"{name}.shape", tuple(t.shape), "(pages, page_size, H, d)")
+    return t.transpose(1, 2)
+
+
+def _differences(cu_seqlens_k: Tensor | None) -> Tensor:
+    """The lengths of sequences."""
+    if not isinstance(cu_seqlens_k, Tensor) or cu_seqlens_k.dim() != 1:
+        refuse("cu_seqlens_k", repr(cu_seqlens_k), "a tensor (B + 1), unless seqused_k is given")
+    return cu_seqlens_k[1:] - cu_seqlens_k[:-1]
+
+
+def _written(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result, in ``out`` if the caller gave one."""
+    if out is None:
+        return result
+    _checks.tensors(out=out)
+    if out.shape != result.shape or out.dtype != result.dtype or out.device != result.device:
+        got = f"{tuple(out.shape)}, {out.dtype}, {out.device}"
+        refuse("out", got, f"{tuple(result.shape)}, {result.dtype}, {result.device}")
+    return out.copy_(result)
 
 
 def flash_attn_varlen_kvpacked_func(
@@ -319,3 +363,163 @@ def flash_attn_varlen_qkvpacked_func(
         return_attn_probs,
         validate=validate,
     )
+
+
+def _rotary_tables(cos: Tensor, sin: Tensor, q: Tensor, held: int) -> None:
+    """Checks rotary_cos and rotary_sin, for a cache that holds ``held`` rows a sequence."""
+    _checks.tensors(rotary_cos=cos, rotary_sin=sin)
+    for name, t in (("rotary_cos", cos), ("rotary_sin", sin)):
+        if t.dim() != 2 or t.shape != cos.shape or 2 * t.shape[1] > q.shape[-1]:
+            allowed = f"(rows, r / 2), r at most the head dim {q.shape[-1]}, the same for cos and sin"
+            refuse(f"{name}.shape", tuple(t.shape), allowed)
+        if t.shape[0] < held:
+            refuse(f"{name}.shape", tuple(t.shape), f"at least {held} rows, as many as the cache holds of a sequence")
+        if t.dtype != q.dtype:
+            refuse(f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
+        if t.device != q.device:
+            refuse(f"{name}.device", t.device, f"q's, {q.device}")
+
+
+def _places(start: Tensor, x: Tensor, cu_seqlens: Tensor | None, advance: bool) -> Tensor:
+    """The place of each row of x, (B, n, H, d) or packed (total, H, d), in its sequence, whose first is at ``start``.
+    Without ``advance`` all rows of a sequence have that place."""
+    if cu_seqlens is None:
+        offset = torch.arange(x.shape[1], device=x.device) if advance else torch.zeros_like(start[:1])
+        return (start[:, None] + offset).expand(x.shape[0], x.shape[1])
+    row = torch.arange(x.shape[0], device=x.device)
+    last = max(cu_seqlens.shape[0] - 2, 0)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp_max(last)
+    return start[sequence] + (row - cu_seqlens[sequence] if advance else 0)
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor | None = None,
+    v: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: Tensor | None = None,
+    block_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    alibi_slopes: Tensor | None = None,
+    num_splits: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    out: Tensor | None = None,
+    validate: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """flash-attn's ``flash_attn_with_kvcache``: attention of new queries with a cache, which may grow first, in place.
+
+    If k and v are given, they are written to the cache behind the rows that it holds, and the queries see them. With
+    rotary_cos and rotary_sin the new k and q are rotated before. The result has no gradients, whatever requires grad.
+    The names behind return_softmax_lse are FlashAttention-3's, vLLM's (out), and this library's (validate).
+
+    Args:
+        q: (B, Nq, Hq, d), or with cu_seqlens_q (total_q, Hq, d); float32, float16 or bfloat16.
+        k_cache: (B, N, Hk, d), or with block_table (pages, page_size, Hk, d), any strides and any page size.
+        v_cache: (B, N, Hk, d_v) or (pages, page_size, Hk, d_v).
+        k: (B, n, Hk, d), or with cu_seqlens_k_new (total, Hk, d): new keys.
+        v: (B, n, Hk, d_v) or (total, Hk, d_v).
+        rotary_cos: (rows, r / 2), q's dtype, r <= d; at least as many rows as the cache holds of a sequence. New key i
+            is rotated by row cache_seqlens[b] + i, query i too if ``causal`` or a window is given, and otherwise all
+            queries by row cache_seqlens[b].
+        rotary_sin: (rows, r / 2), likewise.
+        cache_seqlens: an int, or (B), int32: the rows that the cache holds, k and v not counted; default: all of them.
+        cache_batch_idx: (B), int32: the entry of the cache that sequence b has.
+        cache_leftpad: (B), int32: where each sequence begins in the cache.
+        block_table: (B, n), int32: the pages of each sequence.
+        softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_func`; the last query is at
+            the last key.
+        rotary_interleaved: dimensions 2 i and 2 i + 1 are rotated as a pair, instead of i and i + r / 2.
+        num_splits: 0 or more, as flash-attn takes it. The kernels decide for themselves how they split keys.
+        return_softmax_lse: also return lse.
+        page_table: another name of block_table.
+        cu_seqlens_q: (B + 1), int32: where the queries of each sequence lie in a packed q.
+        cu_seqlens_k_new: (B + 1), int32: the same for packed k and v.
+        max_seqlen_q: with cu_seqlens_q, at least the number of queries of every sequence.
+        rotary_seqlens: (B), int32: the row of the tables for each sequence's first new key and query, in place of
+            cache_seqlens.
+        out: where the result is written; it is returned too.
+        validate: check lengths and page numbers, and raise if they are wrong, which waits for the device.
+
+    Returns:
+        out (B, Nq, Hq, d_v) or (total_q, Hq, d_v); with ``return_softmax_lse`` (out, lse (B, Hq, Nq) or (Hq, total_q)).
+
+    Raises:
+        TypeError, ValueError: with the argument's name.
+    """
+    _checks.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
+    if page_table is not None:
+        if block_table is not None:
+            refuse("page_table", "a tensor", "None if there is a block_table")
+        block_table = page_table
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        refuse("num_splits", repr(num_splits), "an int", TypeError)
+    if num_splits < 0:
+        refuse("num_splits", num_splits, "0 or more")
+    if (k is None) != (v is None):
+        refuse("v" if v is None else "k", "None", "both k and v, or neither", TypeError)
+    if (rotary_cos is None) != (rotary_sin is None):
+        refuse("rotary_sin" if rotary_sin is None else "rotary_cos", "None", "both tables, or neither", TypeError)
+    if rotary_cos is not None and k is None:
+        refuse("rotary_cos", "a tensor", "None unless k and v are given")
+    if k is not None and cache_seqlens is None:
+        refuse("cache_seqlens", "None", "an int or a tensor (B), since k and v are given", TypeError)
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        refuse("q.shape", tuple(q.shape), "(B, N, H, d)" if cu_seqlens_q is None else "(total, H, d)")
+    causal, with_lse = _flag("causal", causal), _flag("return_softmax_lse", return_softmax_lse)
+    window = _window(window_size)
+    q, k_pages, v_pages = q.detach(), _pages("k_cache", k_cache.detach()), _pages("v_cache", v_cache.detach())
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
+    table = table_of(block_table, cache_batch_idx, q, batch)
+    held = _checks.capacity(k_pages, table, batch)
+    n = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
+    seqlens = lengths_of(held if cache_seqlens is None else cache_seqlens, k_pages, table, batch, n)
+    _checks.int32(q, batch=batch, cache_seqlens=seqlens, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
+    if k is not None and v is not None:
+        k, v = k.detach(), v.detach()
+        packed = cu_seqlens_k_new is not None
+        for name, t in (("k", k), ("v", v)):
+            if t.dim() != (3 if packed else 4):
+                refuse(f"{name}.shape", tuple(t.shape), "(total, H, d)" if packed else "(B, N, H, d)")
+        if rotary_cos is not None and rotary_sin is not None:
+            _rotary_tables(rotary_cos, rotary_sin, q, held)
+            interleaved = _flag("rotary_interleaved", rotary_interleaved)
+            start = seqlens if rotary_seqlens is None else rotary_seqlens
+            advance = causal or window is not None
+            places = _places(start, q, cu_seqlens_q, advance)
+            q = _append.rotated(q, rotary_cos, rotary_sin, places, interleaved)
+            places = _places(start, k, cu_seqlens_k_new, True)
+            k = _append.rotated(k, rotary_cos, rotary_sin, places, interleaved)
+        if not packed:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        append_kv(k_pages, v_pages, k, v, seqlens, block_table=table, cu_seqlens_k=cu_seqlens_k_new, validate=validate)
+        seqlens = seqlens + (n if cu_seqlens_k_new is None else _differences(cu_seqlens_k_new))
+    call = call_of(
+        causal=causal,
+        scale=softmax_scale,
+        window=window,
+        alibi_slopes=alibi_slopes,
+        softcap=softcap,
+        bottom_right=True,
+        out_bnhd=cu_seqlens_q is None,
+        validate=_flag("validate", validate),
+    )
+    cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q)
+    dense = cu_seqlens_q is None
+    result, lse = attend_cached(q.transpose(1, 2) if dense else q, k_pages, v_pages, cache, call)
+    result = _written(result.transpose(1, 2) if dense else result, out)
+    return (result, lse) if with_lse else result

@@ -258,7 +258,7 @@ def forward_varlen(
         backward_kernel,
         deterministic,
         key_ranges,
-        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None, max_seqlen_q, max_seqlen_k),
+        lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
     out, lse = attend(q, k, v, call)

@@ -274,7 +274,7 @@ def _cuda_packed(original: Any) -> Any:
             window=(window_size_left, window_size_right),
             alibi_slopes=alibi_slopes,
             bottom_right=True,
-            lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, None, max_q, max_k),
+            lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, max_q, max_k),
         )
         out, lse = _ops.forward(query, key, value, call)
         return out, lse, *_unused(query)
@@ -317,7 +317,7 @@ def _cuda_packed_backward(original: Any) -> Any:
             scale=scale,
             window=(window_size_left, window_size_right),
             bottom_right=True,
-            lengths=Lengths(cum_seq_q, cum_seq_k, None, None, max_q, max_k),
+            lengths=Lengths(cum_seq_q, cum_seq_k, None, max_q, max_k),
         )
         return _gradients(*tensors, call, _like(query, key, value))
 

@@ -10,11 +10,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ._call import PLAIN, Call
+from ._call import PLAIN, Cache, Call
 from ._library import ops
 
 _forward = ops.forward.default
 _forward_varlen = ops.forward_varlen.default
+_forward_cached = ops.forward_cached.default
 
 _LAYOUT, _END = Call._fields.index("out_bnhd"), Call._fields.index("kernel_name") + 1
 _BAND, _UP_TO_LAYOUT = slice(_LAYOUT), slice(_LAYOUT + 1)
@@ -32,6 +33,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if lengths is None:
         return _forward(q, k, v, *asked[_ALL])  # type: ignore[no-any-return]
     return _forward_varlen(q, k, v, *lengths, *asked[_BAND], *asked[_AFTER_LAYOUT])  # type: ignore[no-any-return]
+
+
+def forward_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) with a key/value cache. It has no gradients."""
+    rest = (call.attn_bias, call.alibi_slopes, call.softcap, call.batch_invariant, call.kernel_name)
+    asked: tuple[Any, ...] = call
+    return _forward_cached(q, k_cache, v_cache, *cache, *asked[_UP_TO_LAYOUT], *rest)  # type: ignore[no-any-return]
 
 
 def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tuple[Any, ...]:

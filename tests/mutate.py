@@ -53,7 +53,7 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "kvcache"),
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
@@ -68,7 +68,7 @@ BACKWARD_TESTS = (
 )
 CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
-    "key_ranges",
+    *("key_ranges", "kvcache"),
 )
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
@@ -88,6 +88,8 @@ TESTS = {
     "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/_documents.py": ("key_ranges",),
     "flash_wmma/reductions.py": ("reductions",),
+    "flash_wmma/_append.py": ("kvcache",),
+    "flash_wmma/_cached.py": ("kvcache",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
     "flash_wmma/distributed/": ("distributed",),
     "flash_wmma/__init__.py": ("packages", *OP_TESTS),
@@ -104,7 +106,7 @@ DEVICE_CODE = (
     *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
 )
 """What kernels are made of."""
-HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/registry.")
+HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
 CPU_KERNELS = ("cpu", "bwd_cpu")
 HOST_KERNELS = (*CPU_KERNELS, "wmma_v2")
@@ -183,9 +185,9 @@ def files(names: Sequence[str]) -> list[str]:
     return [f"tests/test_{name}.py" for name in names if (ROOT / "tests" / f"test_{name}.py").exists()]
 
 
-def kernel_check(kernel: str, first: str = "") -> Check:
+def kernel_check(kernel: str, first: str = "", of_fault: Sequence[str] = ()) -> Check:
     """The tests of one kernel: those whose names say so, of the file `first` before the others."""
-    names_of_files = BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS
+    names_of_files = of_fault or (BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS)
     tests = files(sorted(names_of_files, key=lambda name: name != first))
     rungs = [name for name in kernel_sources() if kernel in name and kernel != name]
     names = " and ".join([kernel, *(f"not {name}" for name in rungs)])
@@ -196,9 +198,10 @@ def checks(fault: Fault) -> Iterator[Check]:
     """The tests that concern a fault, the likeliest first."""
     kernels = list(fault.kernels) or (kernels_with(ROOT / fault.path) if is_device_code(fault) else [])
     for kernel in kernels:
-        yield kernel_check(kernel, FIRST.get(fault.path, ""))
+        yield kernel_check(kernel, FIRST.get(fault.path, ""), fault.tests)
     if not kernels:
-        named = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
+        of_file = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
+        named = fault.tests or of_file
         seen_by = CPU_KERNELS if fault.path.startswith("csrc/cpu/") else HOST_KERNELS
         yield Check((*files(named), *(word for kernel in seen_by for word in ("--kernel", kernel))))
 

@@ -543,6 +543,22 @@ def test_flash_attn_signatures(function: str) -> None:
     assert {p.name: p.default for p in positional if p.default is not p.empty} == defaults
 
 
+def test_with_kvcache_signature() -> None:
+    """flash-attn 2.8's, by position; other names are keywords."""
+    names = [
+        *("q", "k_cache", "v_cache", "k", "v", "rotary_cos", "rotary_sin", "cache_seqlens", "cache_batch_idx"),
+        *("cache_leftpad", "block_table", "softmax_scale", "causal", "window_size", "softcap", "rotary_interleaved"),
+        *("alibi_slopes", "num_splits", "return_softmax_lse"),
+    ]
+    parameters = inspect.signature(flash_wmma.flash_attn_with_kvcache).parameters.values()
+    positional = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    assert [p.name for p in positional] == names
+    changed = {"causal": False, "window_size": (-1, -1), "softcap": 0.0, "rotary_interleaved": True, "num_splits": 0}
+    changed["return_softmax_lse"] = False
+    for p in positional[3:]:
+        assert p.default == changed.get(p.name), p.name
+
+
 WINDOWS = [(False, (-1, -1)), (True, (-1, -1)), (False, (5, 3)), (True, (7, 100)), (False, (-1, 4)), (True, (0, 0))]
 
 
@@ -811,9 +827,9 @@ def test_flash_attn_errors(wrong: str) -> None:
         flash_wmma.flash_attn_func(**call)
 
 
-def test_flash_attn_block_table() -> None:
+def test_flash_attn_layouts() -> None:
     q, cu = torch.zeros(20, 4, 64), torch.tensor([0, 20], dtype=torch.int32)
-    with pytest.raises(NotImplementedError, match="block_table: a paged cache is not built yet"):
+    with pytest.raises(ValueError, match=r"k\.shape: got \(20, 4, 64\), allowed: \(pages, page_size, H, d\)"):
         flash_wmma.flash_attn_varlen_func(q, q, q, cu, cu, 20, 20, block_table=cu[None])
     with pytest.raises(ValueError, match=r"qkv\.shape: got \(20, 4, 64\), allowed: \(total, 3, H, d\)"):
         flash_wmma.flash_attn_varlen_qkvpacked_func(q, cu, 20)
@@ -823,7 +839,7 @@ def test_flash_attn_block_table() -> None:
 
 def test_flash_attn_is_exported() -> None:
     exported = {name for name in vars(_flash_attn) if name.startswith("flash_attn_")}
-    assert exported == set(FLASH_ATTN)
+    assert exported == {*FLASH_ATTN, "flash_attn_with_kvcache"}
     assert exported <= set(flash_wmma.__all__)
 
 

@@ -56,6 +56,19 @@ def test_train_tiny_gpt_fails_where_losses_differ() -> None:
     assert done.returncode == 1
 
 
+@pytest.mark.parametrize("size", ["1", "5", "64"])
+def test_generate_tiny_gpt(size: str) -> None:
+    """With a paged cache it says what it says without one, and something."""
+    command = [sys.executable, EXAMPLES / "generate_tiny_gpt.py", "--device", "cpu", "--steps", "20", "--tokens", "12"]
+    done = subprocess.run([*command, "--width", "32", "--page-size", size], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    cached, anew, *texts = done.stdout.splitlines()
+    assert cached.startswith("with a paged cache: ")
+    assert anew.startswith("without a cache: ")
+    assert texts[0].startswith(";27+58=")
+    assert [len(text) for text in texts] == [19, 14, 17, 29, 13]
+
+
 def test_train_long_context() -> None:
     """Two processes have the losses of one; the odd length cuts uneven chunks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -14,8 +14,17 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 SUFFIXES = (".cu", ".cuh", ".h", ".cpp", ".inl")
-REGISTRY = ("attention.h", "problems.h", "registry.h", "shape_table.h", "forward_shapes.h", "backward_shapes.h")
-"""The contract, what a kernel says of itself, and the tables of tiles that several families use."""
+REGISTRY = (
+    "attention.h",
+    "cached_rows.h",
+    "problems.h",
+    "registry.h",
+    "shape_table.h",
+    "forward_shapes.h",
+    "backward_shapes.h",
+)
+"""The contract, where the rows of a cache lie, what a kernel says of itself, and the tables of tiles that several
+families use."""
 BELOW_TORCH = ("cpu/threads.h", "device/product.h", "emulator/api.h", "reductions/reductions.h")
 """What csrc/torch implements for a folder, or calls of it."""
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h$")

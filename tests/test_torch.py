@@ -59,7 +59,7 @@ def packed(target: Target) -> tuple[tuple[Tensor, ...], dict[str, object]]:
     q, k, v = (t.flatten(0, 1) for t in inputs(target))
     q, k, v = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1)
     cu_q, cu_k = (torch.tensor([0, 9, n], dtype=torch.int32, device=q.device) for n in (33, 50))
-    return (q, k, v, cu_q, cu_k, None, None, 24, 41), {"kernel_name": kernel.name}
+    return (q, k, v, cu_q, cu_k, None, 24, 41), {"kernel_name": kernel.name}
 
 
 @needs("varlen", no_repetition)
@@ -123,7 +123,7 @@ def test_fakes_of_backward() -> None:
     assert ops.backward(out, None, q, k, v, out, lse)[3].numel() == 0
     q, k, v = (torch.empty(n, h, d, device="meta") for n, h, d in ((10, 4, 64), (12, 2, 64), (12, 2, 32)))
     lengths = torch.empty(3, dtype=torch.int32, device="meta")
-    out, lse = ops.forward_varlen(q, k, v, lengths, lengths, None, None, 10, 12)
+    out, lse = ops.forward_varlen(q, k, v, lengths, lengths, None, 10, 12)
     assert (out.shape, lse.shape, lse.dtype) == ((10, 4, 32), (4, 10), torch.float32)
     gradients = ops.backward_varlen(out, None, q, k, v, out, lse, lengths, lengths, None, 10, 12)
     assert [g.shape for g in gradients[:3]] == [q.shape, k.shape, v.shape]

@@ -21,7 +21,10 @@ namespace flash_wmma {
 namespace cpu {
 namespace {
 
-/// One dense problem: a dense call, or one sequence of a packed call, with pointers to its rows.
+/// Whether each batch entry is a problem of its own.
+bool has_sequences(const ForwardParams& p) { return p.sequences.cu_seqlens_q || p.sequences.page_size; }
+
+/// One dense problem: a dense call, or one sequence of a packed call or of a cache, with pointers to its rows.
 struct DenseProblem {
     ForwardParams params;
     std::int64_t rows;                ///< packed rows of a key/value head
@@ -67,7 +70,7 @@ struct Plan {
         constexpr double kWorkerGrain = 1e6;
         constexpr std::int64_t kCombineGrain = 1 << 18;
 
-        if (p.sequences.cu_seqlens_q) {
+        if (has_sequences(p)) {
             for (std::int64_t b = 0; b < p.batch; ++b) {
                 const ForwardParams one = sequence(p, b);
                 if (one.seqlen_q > 0 && one.seqlen_k > 0) problems.emplace_back(one);
@@ -124,7 +127,7 @@ std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     return (plan.workers * plan.scratch + plan.partials) * static_cast<std::int64_t>(sizeof(float));
 }
 
-/// o = 0 and lse = -inf for the packed rows [begin, end).
+/// o = 0 and lse = -inf for the rows [begin, end) of the first batch entry, or for packed rows.
 void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
     const std::size_t bytes = static_cast<std::size_t>(p.head_dim_v) * (p.out_dtype == DType::kFloat32 ? 4 : 2);
     for (std::int64_t row = begin; row < end; ++row)
@@ -134,23 +137,29 @@ void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
         }
 }
 
-/// Clears the packed rows of queries without keys: rows in no sequence, rows cut off, rows of a sequence without keys.
-void clear_idle_rows(const ForwardParams& packed) {
+/// Clears the rows of queries without keys: rows in no sequence, rows cut off, rows of a sequence without keys.
+void clear_idle_rows(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
     std::int64_t next = 0;
-    for (std::int64_t b = 0; b < packed.batch; ++b) {
-        const Run run(packed.sequences.cu_seqlens_q, b, packed.sequences.total_q, packed.seqlen_q);
-        const bool idle = sequence(packed, b).seqlen_k == 0;
-        clear_rows(packed, next, idle ? run.begin + run.length : run.begin);
+    for (std::int64_t b = 0; b < p.batch; ++b) {
+        const ForwardParams one = sequence(p, b);
+        const bool idle = one.seqlen_k == 0;
+        if (!s.cu_seqlens_q) {
+            if (idle) clear_rows(one, 0, one.seqlen_q);
+            continue;
+        }
+        const Run run(s.cu_seqlens_q, b, s.total_q, p.seqlen_q);
+        clear_rows(p, next, idle ? run.begin + run.length : run.begin);
         next = std::max(next, run.begin + run.length);
     }
-    clear_rows(packed, next, packed.sequences.total_q);
+    if (s.cu_seqlens_q) clear_rows(p, next, s.total_q);
 }
 
 void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
     const Plan plan(p);
     float* scratch = static_cast<float*>(p.workspace);
     float* partials = scratch + plan.workers * plan.scratch;
-    if (p.sequences.cu_seqlens_q) clear_idle_rows(p);
+    if (has_sequences(p)) clear_idle_rows(p);
 
     run_tasks(plan.workers, plan.tasks, [&](std::int64_t index, std::int64_t worker) {
         const DenseProblem& problem = plan.problem_of(index, &DenseProblem::first_task);
@@ -181,7 +190,7 @@ const KernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -12,8 +12,8 @@
 // Rows too few to fill lanes (decoding) are taken one by one instead, with the vectors along d.
 //
 // Who owns what: a task (isa.h) owns a few Q tiles and walks over the K/V tiles of Bc = kTileKeys keys. All its Q tiles
-// use a K/V tile while that tile is in L1/L2. fp32 K and V are read in place, fp16 and bf16 are converted into scratch
-// once per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
+// use a K/V tile while that tile is in L1/L2. fp32 K and V are read in place, unless they lie in pages of a cache; other
+// K and V are copied to scratch as fp32, once per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
 //
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
@@ -33,6 +33,7 @@
 // (d = 64) of FMA, and K/V tiles from L2. Decoding is bound by reading K and V.
 #pragma once
 
+#include "cached_rows.h"
 #include "cpu/isa.h"
 
 namespace flash_wmma::cpu {
@@ -644,11 +645,14 @@ struct Scratch {
     }
 };
 
+/// Whether K/V tiles are copied to scratch: to convert them, or to gather the rows of a cache's pages.
+inline bool copies_keys(const ForwardParams& p) { return p.dtype != DType::kFloat32 || p.sequences.page_size; }
+
 template <class Isa>
 std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
     const std::int64_t rows = tile_rows<Isa>(), d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
     const std::int64_t per_tile = rows * (d + dv) + 6 * round_up(rows, 16);
-    const std::int64_t converted = p.dtype == DType::kFloat32 ? 0 : kTileKeys * (p.head_dim + p.head_dim_v);
+    const std::int64_t converted = copies_keys(p) ? kTileKeys * (p.head_dim + p.head_dim_v) : 0;
     const std::int64_t biased = p.bias.data ? kTileKeys * (rows + Isa::kLanes) : 0;
     const std::int64_t shared = kTileKeys * rows + converted + biased + Isa::kLanes * max64(d, dv);
     return tiles * round_up(per_tile, 16) + round_up(shared, 16);
@@ -657,8 +661,16 @@ std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
 template <class Isa>
 KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n,
                   int columns, float* dst) {
-    if (p.dtype == DType::kFloat32)
+    if (!copies_keys(p))
         return {reinterpret_cast<const float*>(row_pointer(t, p.dtype, task.batch, task.head_k, first)), t.row};
+    if (p.sequences.page_size) {
+        const CachedRows rows(p.sequences, p.sequences.seqused_k[0], 0);
+        const char* head = row_pointer(t, p.dtype, 0, task.head_k, 0);
+        for (std::int64_t j = 0; j < n; ++j)
+            load_row<Isa>(head + rows.offset(t, static_cast<int>(first + j)) * element_size(p.dtype), p.dtype,
+                          dst + j * columns, columns);
+        return {dst, columns};
+    }
     for (std::int64_t j = 0; j < n; ++j)
         load_row<Isa>(row_pointer(t, p.dtype, task.batch, task.head_k, first + j), p.dtype, dst + j * columns, columns);
     return {dst, columns};
@@ -669,10 +681,10 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
     constexpr std::int64_t kRows = tile_rows<Isa>();
     const bool modifies = modified(p);
     Scratch scratch{memory};
-    const bool converts = p.dtype != DType::kFloat32;
+    const bool copies = copies_keys(p);
     float* s = scratch.take(kTileKeys * kRows);
-    float* k_tile = converts ? scratch.take(kTileKeys * p.head_dim) : nullptr;
-    float* v_tile = converts ? scratch.take(kTileKeys * p.head_dim_v) : nullptr;
+    float* k_tile = copies ? scratch.take(kTileKeys * p.head_dim) : nullptr;
+    float* v_tile = copies ? scratch.take(kTileKeys * p.head_dim_v) : nullptr;
     float* bias = p.bias.data ? scratch.take(kTileKeys * kRows) : nullptr;
     float* bias_rows = p.bias.data ? scratch.take(kTileKeys * Isa::kLanes) : nullptr;
     float* staging = scratch.take(Isa::kLanes * max64(padded<Isa>(p.head_dim), padded<Isa>(p.head_dim_v)));

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "cached_rows.h"
 #include "cpu/isa.h"
 #include "cpu/threads.h"
 #include "registry.h"
@@ -30,24 +31,53 @@ inline void* moved(void* data, std::int64_t elements, DType dtype) {
     return static_cast<char*>(data) + elements * (dtype == DType::kFloat32 ? 4 : dtype == DType::kBool ? 1 : 2);
 }
 
-/// Sequence b of a packed call as dense attention.
-inline ForwardParams sequence(const ForwardParams& packed, std::int64_t b) {
-    const Sequences& s = packed.sequences;
-    const Run queries(s.cu_seqlens_q, b, s.total_q, packed.seqlen_q),
-        keys(s.cu_seqlens_k, b, s.total_k, packed.seqlen_k);
-    ForwardParams p = packed;
+/// Points `one` to the keys of sequence b of `all`, packed or in a cache.
+inline void take_keys(ForwardParams& one, const ForwardParams& all, std::int64_t b) {
+    const Sequences& s = all.sequences;
+    std::int64_t k = 0, v = 0;  // elements to its first row
+    if (s.page_size) {
+        const CachedRows rows(s, all.seqlen_k, static_cast<int>(b));
+        one.seqlen_k = rows.count;
+        if (!rows.contiguous()) {  // attention.inl gathers the rows
+            one.sequences.seqused_k = s.seqused_k + b;
+            if (s.leftpad) one.sequences.leftpad = s.leftpad + b;
+            one.sequences.page_table = rows.pages;
+            one.sequences.page_size = s.page_size;
+            one.sequences.num_pages = s.num_pages;
+        } else if (rows.count > 0) {
+            k = rows.offset(all.k, 0), v = rows.offset(all.v, 0);
+        }
+    } else {
+        const Run keys(s.cu_seqlens_k, b, s.total_k, all.seqlen_k);
+        one.seqlen_k =
+            s.seqused_k ? std::clamp(std::int64_t{s.seqused_k[b]}, std::int64_t{0}, keys.length) : keys.length;
+        k = keys.begin * all.k.row, v = keys.begin * all.v.row;
+    }
+    one.k.data = moved(all.k.data, k, all.dtype);
+    one.v.data = moved(all.v.data, v, all.dtype);
+}
+
+/// Sequence b of a packed call, or of one with a cache, as dense attention. The keys of a cache may lie in pages still.
+inline ForwardParams sequence(const ForwardParams& all, std::int64_t b) {
+    const Sequences& s = all.sequences;
+    ForwardParams p = all;
     p.sequences = {};
     p.batch = 1;
-    p.seqlen_q = queries.length;
-    p.seqlen_k = s.seqused_k ? std::clamp(std::int64_t{s.seqused_k[b]}, std::int64_t{0}, keys.length) : keys.length;
-    p.q.data = moved(p.q.data, queries.begin * p.q.row, p.dtype);
-    p.k.data = moved(p.k.data, keys.begin * p.k.row, p.dtype);
-    p.v.data = moved(p.v.data, keys.begin * p.v.row, p.dtype);
-    p.o.data = moved(p.o.data, queries.begin * p.o.row, p.out_dtype);
-    p.lse += queries.begin;
+    take_keys(p, all, b);
+    std::int64_t q = b * p.q.batch, o = b * p.o.batch;
+    if (s.cu_seqlens_q) {
+        const Run queries(s.cu_seqlens_q, b, s.total_q, all.seqlen_q);
+        p.seqlen_q = queries.length;
+        q = queries.begin * p.q.row, o = queries.begin * p.o.row;
+        p.lse += queries.begin;
+        if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;  // a cache has none
+    } else {
+        p.lse += b * p.lse_batch;
+    }
+    p.q.data = moved(p.q.data, q, p.dtype);
+    p.o.data = moved(p.o.data, o, p.out_dtype);
     if (p.bias.data) p.bias.data = moved(const_cast<void*>(p.bias.data), b * p.bias.batch, p.bias.dtype);
     if (p.alibi_slopes) p.alibi_slopes += b * p.alibi_batch_stride;
-    if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;
     return p;
 }
 

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "cached_rows.h"
 #include "device/element.cuh"
 #include "device/tile.cuh"
 
@@ -24,6 +25,7 @@ struct Operand {
     float* norms;      // the same shape, bounds of rows' norms (attention.h, BackwardExponents); null: none
     const std::int32_t* cu_seqlens;  // null: not packed
     const std::int32_t* used;        // of packed keys: how many of each sequence; null: all
+    std::int32_t* keys;              // of a cache: how many of each sequence, for the kernel; null: no cache
     std::int64_t heads, rows, tiles;
     int head_dim;
     float zero_exponent;  // of a tile without a finite nonzero value
@@ -31,6 +33,7 @@ struct Operand {
 
 struct Conversion {
     std::int64_t batch;
+    Sequences sequences;
     Operand operand[4];
     std::int64_t first_block[5];  // operand i has the blocks [first_block[i], first_block[i + 1])
 };
@@ -39,8 +42,8 @@ struct SharedMemory {
     float4 warp_maximum[kThreads / 32 / 4], warp_sum[kThreads / 32 / 4];
 };
 
-/// Norms: also computes norms, for the operands that have a place for them.
-template <class T, bool Norms>
+/// Norms: also computes norms, for the operands that have a place for them. Cached: k and v may lie in a cache.
+template <class T, bool Norms, bool Cached>
 __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conversion c) {
     auto& smem = shared_memory<SharedMemory>();
     int which = 0;
@@ -58,16 +61,28 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         if (t.used) end = min(end, begin + t.used[found.sequence]);
         if (first_row >= end) return;
     }
+    const int batch = static_cast<int>(slice / t.heads), tid = static_cast<int>(threadIdx.x);
+    const bool gathers = Cached && t.keys;
+    if (gathers) {
+        const int keys = CachedRows(c.sequences, t.rows, batch).count;
+        if (tid == 0 && tile == 0 && slice % t.heads == 0) t.keys[batch] = keys;
+        if (first_row >= keys) return;
+        end = keys;
+    }
     const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), end - first_row));
-    const T* in = static_cast<const T*>(t.in.data) + slice / t.heads * t.in.batch + slice % t.heads * t.in.head +
-                  first_row * t.in.row;
+    const T* in = static_cast<const T*>(t.in.data) + slice % t.heads * t.in.head;
+    if (!gathers) in += slice / t.heads * t.in.batch + first_row * t.in.row;
+    const auto row_in = [&](int row) {
+        if (!gathers) return in + row * t.in.row;
+        return in + CachedRows(c.sequences, t.rows, batch).offset(t.in, static_cast<int>(first_row) + row);
+    };
     half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
-    const int vectors = t.head_dim / kVector, tid = static_cast<int>(threadIdx.x);
+    const int vectors = t.head_dim / kVector;
 
     float largest = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load_8(in + i / vectors * t.in.row + i % vectors * kVector, x);
+        load_8(row_in(i / vectors) + i % vectors * kVector, x);
 #pragma unroll
         for (float value : x)
             if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
@@ -88,7 +103,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     [[maybe_unused]] float squares = 0.f;
     for (int i = tid; i < rows * vectors; i += kThreads) {
         float x[kVector];
-        load_8(in + i / vectors * t.in.row + i % vectors * kVector, x);
+        load_8(row_in(i / vectors) + i % vectors * kVector, x);
         union {
             uint4 vector;
             __half2 pairs[kVector / 2];
@@ -117,9 +132,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     }
 }
 
-template <bool Norms>
+template <bool Norms, bool Cached>
 void launch_convert(DType dtype, const LaunchConfig& config, Stream stream, const Conversion& conversion) {
-    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms> : convert<float, Norms>, config, stream, conversion);
+    launch(dtype == DType::kBFloat16 ? convert<bf16, Norms, Cached> : convert<float, Norms, Cached>, config, stream,
+           conversion);
 }
 
 /// The operands of a conversion laid out one after the other in the workspace, and the bytes they take.
@@ -139,6 +155,7 @@ class Layout {
   private:
     Layout(const ForwardParams& p, void* workspace) : p_(p), base_(static_cast<char*>(workspace)) {
         conversion.batch = p.batch;
+        conversion.sequences = p.sequences;
     }
     void add_inputs(float zero_exponent, float zero_exponent_v) {
         add(0, p_.q, true, p_.head_dim, zero_exponent);
@@ -159,6 +176,7 @@ class Layout {
                                  nullptr,
                                  cu_seqlens,
                                  of_queries ? nullptr : s.seqused_k,
+                                 s.page_size && !of_queries ? take<std::int32_t>(p_.batch) : nullptr,
                                  heads,
                                  rows,
                                  tiles,
@@ -188,12 +206,15 @@ Rows converted_rows(const Operand& o) {
     return {o.out, o.cu_seqlens ? 0 : o.heads * head, head, o.head_dim};
 }
 
-/// Launches the conversion. Returns `p` with dtype, q, k, v and exponents replaced.
+/// Launches the conversion. Returns `p` with dtype, q, k, v and exponents replaced, and a cache by dense K and V.
 ForwardParams run(const Conversion& conversion, bool backward, const ForwardParams& p, Stream stream) {
     const std::int64_t blocks = conversion.first_block[4];
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 tiles to convert");
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(kThreads), sizeof(SharedMemory)};
-    (backward ? launch_convert<true> : launch_convert<false>)(p.dtype, config, stream, conversion);
+    const auto launch_it = backward                ? launch_convert<true, false>
+                           : p.sequences.page_size ? launch_convert<false, true>
+                                                   : launch_convert<false, false>;
+    launch_it(p.dtype, config, stream, conversion);
 
     const Operand &q = conversion.operand[0], &k = conversion.operand[1], &v = conversion.operand[2];
     ForwardParams converted = p;
@@ -202,6 +223,13 @@ ForwardParams run(const Conversion& conversion, bool backward, const ForwardPara
     converted.k = converted_rows(k);
     converted.v = converted_rows(v);
     converted.exponents = {q.exponents, k.exponents, v.exponents};
+    if (k.keys) {  // its rows are together now: dense K and V, of which each sequence uses some keys
+        const Sequences& s = p.sequences;
+        converted.sequences = {};
+        converted.sequences.cu_seqlens_q = s.cu_seqlens_q;
+        converted.sequences.total_q = s.total_q;
+        converted.sequences.seqused_k = k.keys;
+    }
     return converted;
 }
 

@@ -14,7 +14,8 @@ std::int64_t converted_bytes(const ForwardParams& params);
 std::int64_t converted_bytes(const BackwardParams& params);
 
 /// Converts q, k and v, fp32 or bf16, into params.workspace, asynchronously, in one launch. Returns the params of the
-/// half problem: dtype, q, k, v (contiguous) and exponents replaced, everything else as it was.
+/// half problem: dtype, q, k, v (contiguous) and exponents replaced, everything else as it was. Of a key/value cache the
+/// rows in use are brought together: the half problem has dense k and v with seqused_k.
 ForwardParams convert_to_half(const ForwardParams& params, Stream stream);
 
 /// The same for q, k, v and dout. Replaces forward's dtype, q, k, v and exponents, dout and its exponents, and the

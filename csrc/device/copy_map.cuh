@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "cached_rows.h"
+
 namespace flash_wmma::mma {
 
 /// How a block's threads share the copy of a tile of Rows rows: neighbouring threads copy neighbouring vectors of 8
@@ -32,6 +34,34 @@ struct CopyMap {
 
     __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
     __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
+};
+
+/// The same for the rows of a key/value cache, each of which has its own place.
+template <class Tile, int Rows>
+struct CachedCopyMap : CopyMap<Tile, Rows> {
+    using Base = CopyMap<Tile, Rows>;
+    CachedRows cached;
+    const flash_wmma::Rows& tensor;
+    int key;  // the first of the next tile
+
+    /// `head` is the first row of this head in the cache, whose rows are those of `t`.
+    __device__ CachedCopyMap(const typename Tile::T* head, const CachedRows& rows, const flash_wmma::Rows& t, int first,
+                             int d)
+        : Base(head, 0, d), cached(rows), tensor(t), key(first) {}
+
+    /// As CopyMap's. Rows behind the last one in use get the first vector, which is not read.
+    template <class F>
+    __device__ __forceinline__ void for_each(std::int64_t, F f) {
+        if (Tile::kThreads % Base::kVectors == 0 || Base::row() < Base::kRowsAtOnce)
+#pragma unroll
+            for (int i = 0; i < Base::kCount; ++i) {
+                const int row = Base::row() + i * Base::kRowsAtOnce;
+                if (Rows % Base::kRowsAtOnce == 0 || row < Rows)
+                    f(i, row, Base::column(),
+                      this->from + (key + row < cached.count ? cached.offset(tensor, key + row) : 0));
+            }
+        key -= Rows;
+    }
 };
 
 }  // namespace flash_wmma::mma

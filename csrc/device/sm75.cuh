@@ -33,9 +33,9 @@ struct Sm75 {
     }
 
     /// A block's copies of tiles of Rows rows, zeros beyond `rows`, in two steps.
-    template <class Tile, int Rows>
-    struct Copy : CopyMap<Tile, Rows> {
-        using CopyMap<Tile, Rows>::CopyMap;
+    template <class Tile, int Rows, class Map = CopyMap<Tile, Rows>>
+    struct Copy : Map {
+        using Map::Map;
 
         uint4 vectors[CopyMap<Tile, Rows>::kCount];
 

@@ -30,9 +30,9 @@ struct Sm80 {
     }
 
     /// A block's copies of tiles of Rows rows, zeros beyond `rows`.
-    template <class Tile, int Rows>
-    struct Copy : CopyMap<Tile, Rows> {
-        using CopyMap<Tile, Rows>::CopyMap;
+    template <class Tile, int Rows, class Map = CopyMap<Tile, Rows>>
+    struct Copy : Map {
+        using Map::Map;
 
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {

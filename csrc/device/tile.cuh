@@ -88,19 +88,20 @@ __host__ __device__ inline std::int64_t packed_tiles(std::int64_t total, std::in
 
 /// The sequence (p.batch: the rows behind) with tile number `number` among packed tiles of `rows` rows, and its tile.
 /// Called by whole warps.
+/// With `group` each entry of cu_seqlens counts so many rows.
 struct PackedTile {
     int sequence, tile;  // tile < 0 or past the sequence's end: a number that is not used
 };
 __device__ inline PackedTile packed_tile(const std::int32_t* cu_seqlens, std::int64_t batch, std::int64_t total,
-                                         int rows, int number) {
+                                         int rows, int number, int group = 1) {
     const int lane = static_cast<int>(threadIdx.x) % 32, sequences = static_cast<int>(batch);
     int found = 0;  // sequences 1, 2, ... that begin at or before the number
     for (int first = 1; first <= sequences; first += 32) {
         const int i = first + lane;
-        const bool before = i <= sequences && detail::first_row(cu_seqlens, i, total) / rows + i <= number;
+        const bool before = i <= sequences && detail::first_row(cu_seqlens, i, total) * group / rows + i <= number;
         found += count_lanes(before);
     }
-    return {found, number - found - detail::first_row(cu_seqlens, found, total) / rows};
+    return {found, number - found - detail::first_row(cu_seqlens, found, total) * group / rows};
 }
 
 /// The sequence and the Q tile of this block. If there is nothing to do, the tile begins at a negative row or past

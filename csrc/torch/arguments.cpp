@@ -113,10 +113,12 @@ void check_not_yet(const Options& o) {
     if (name) invalid(std::string(name) + ": not yet built");
 }
 
-void check_inputs(const Operand& q, const Operand& k, const Operand& v) {
+void check_inputs(const Operand& q, const Operand& k, const Operand& v, bool cached = false) {
     const bool packed = q.dim == 3;
     for (const Operand* t : {&q, &k, &v}) {
-        if (t->dim != q.dim) t->refuse(packed ? "(total, H, d)" : "(B, H, N, d)");
+        const bool in_cache = cached && t != &q;
+        if (t->dim != (in_cache ? 4 : q.dim))
+            t->refuse(in_cache ? "(pages, H, page_size, d)" : packed ? "(total, H, d)" : "(B, H, N, d)");
         if (t->sizes[t->dim - 1] > kMaxSeqlen) invalid(std::string(t->name) + ": head dim is too large");
         if (t->dtype != q.dtype) invalid(std::string(t->name) + ".dtype differs from q's");
         if (!t->same_device(q)) invalid(std::string(t->name) + ".device differs from q's");
@@ -124,15 +126,16 @@ void check_inputs(const Operand& q, const Operand& k, const Operand& v) {
     if (q.element_type("float32, float16, bfloat16") == DType::kBool)
         invalid("q.dtype: allowed: float32, float16, bfloat16");
     if (q.device_type != codes().cpu && q.device_type != codes().cuda) invalid("q.device: allowed are cpu and cuda");
-    const int64_t last = q.dim - 1;
-    if (!packed && (k.sizes[0] != q.sizes[0] || v.sizes[0] != q.sizes[0])) invalid("k, v: batch differs from q's");
+    const int64_t last = k.dim - 1;
+    if (!packed && !cached && (k.sizes[0] != q.sizes[0] || v.sizes[0] != q.sizes[0]))
+        invalid("k, v: batch differs from q's");
     for (int64_t i = 0; i < last; ++i)
         if (v.sizes[i] != k.sizes[i]) invalid("v: heads and length must be k's, " + k.shape());
-    if (k.sizes[last] != q.sizes[last]) invalid("k: head dim differs from q's");
+    if (k.sizes[last] != q.sizes[q.dim - 1]) invalid("k: head dim differs from q's");
     if (k.sizes[1] == 0 ? q.sizes[1] != 0 : q.sizes[1] % k.sizes[1] != 0)
         invalid("q: number of heads must be a multiple of k's");
     const int64_t row = packed ? 0 : 2;
-    if (std::max(q.sizes[row], k.sizes[row]) > kMaxSeqlen)
+    if (std::max(q.sizes[row], cached ? k.sizes[2] : k.sizes[row]) > kMaxSeqlen)
         invalid(packed ? "q, k: at most 2^30 rows" : "q, k: at most 2^30 rows a sequence");
 }
 
@@ -188,6 +191,16 @@ KeyRanges ranges_of(const Tensor& t, const ForwardParams& p, const Operand& q) {
     return {static_cast<const int32_t*>(ranges.data), strides[0], strides[1], strides[2], strides[3]};
 }
 
+/// int32 (batch, n) with adjacent entries of a sequence; `kept` holds the copy if one was needed.
+const int32_t* table_of(const Tensor& t, int64_t batch, const Operand& q, OptionalTensor& kept) {
+    kept = t.dim() == 2 && t.stride(1) == 1 ? t : torch::stable::contiguous(t);
+    const Operand table(*kept, "page_table");
+    if (table.dim != 2 || table.sizes[0] != batch) table.refuse("(" + std::to_string(batch) + ", n)");
+    if (table.dtype != codes().int32) invalid("page_table.dtype: allowed: int32");
+    if (!table.same_device(q)) invalid("page_table.device differs from q's");
+    return static_cast<const int32_t*>(table.data);
+}
+
 /// int32 (n); `kept` holds the copy if one was needed.
 const int32_t* lengths_of(const Tensor& t, const char* name, int64_t n, const Operand& q, OptionalTensor& kept) {
     kept = torch::stable::contiguous(t);
@@ -233,6 +246,43 @@ CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_
     set_options();
 }
 
+CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_, const Options& o, const Cache& cache)
+    : q(q_), k(k_), v(v_), options(o) {
+    if (q.dim != (cache.cu_seqlens_q ? 3 : 4)) q.refuse(cache.cu_seqlens_q ? "(total, H, d)" : "(B, H, N, d)");
+    check_inputs(q, k, v, true);
+    ForwardParams& p = params;
+    Sequences& s = p.sequences;
+    if (cache.cu_seqlens_q) {
+        if (cache.cu_seqlens_q->dim() != 1 || cache.cu_seqlens_q->size(0) < 1)
+            invalid("cu_seqlens_q: allowed: (B + 1)");
+        p.batch = cache.cu_seqlens_q->size(0) - 1;
+        p.seqlen_q = cache.max_seqlen_q;
+        if (p.seqlen_q < 0 || p.seqlen_q > kMaxSeqlen) invalid("max_seqlen_q: allowed: 0 to 2^30");
+        s.cu_seqlens_q = lengths_of(*cache.cu_seqlens_q, "cu_seqlens_q", p.batch + 1, q, cu_seqlens_q_);
+        s.total_q = q.sizes[0];
+    } else {
+        p.batch = q.sizes[0];
+        p.seqlen_q = q.sizes[2];
+    }
+    s.seqused_k = lengths_of(cache.seqlens, "cache_seqlens", p.batch, q, seqused_k_);
+    if (cache.leftpad) s.leftpad = lengths_of(*cache.leftpad, "cache_leftpad", p.batch, q, leftpad_);
+    const int64_t pages = k.sizes[0], page_size = k.sizes[2];
+    if (pages > kMaxSeqlen) invalid("k_cache: at most 2^30 pages");
+    int64_t runs = 1;
+    if (cache.page_table) {
+        s.page_table = table_of(*cache.page_table, p.batch, q, page_table_);
+        s.page_table_stride = page_table_->stride(0);
+        runs = page_table_->size(1);
+    } else if (pages < p.batch) {
+        invalid("k_cache: fewer batch entries than q's");
+    }
+    if (page_size > 0 && runs > kMaxSeqlen / page_size) invalid("page_table: at most 2^30 rows a sequence");
+    p.seqlen_k = pages > 0 ? runs * page_size : 0;
+    s.page_size = static_cast<int32_t>(page_size);
+    s.num_pages = static_cast<int32_t>(pages);
+    set_options();
+}
+
 void CheckedCall::set_options() {
     ForwardParams& p = params;
     p.dtype = p.out_dtype = q.element_type("");
@@ -255,8 +305,8 @@ void CheckedCall::set_options() {
 
 bool CheckedCall::empty() const {
     const int64_t row = packed() ? 0 : 2;
-    return q.sizes[row] == 0 || k.sizes[row] == 0 || params.seqlen_q == 0 || params.seqlen_k == 0 ||
-           params.batch == 0 || params.heads_q == 0;
+    return q.sizes[row] == 0 || (!params.sequences.page_size && k.sizes[row] == 0) || params.seqlen_q == 0 ||
+           params.seqlen_k == 0 || params.batch == 0 || params.heads_q == 0;
 }
 
 void CheckedCall::point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse) {
@@ -277,6 +327,8 @@ void CheckedCall::add_buffers(std::vector<emulator::Buffer>& buffers) const {
     if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));
     if (cu_seqlens_k_) buffers.push_back(buffer_of("cu_seqlens_k", *cu_seqlens_k_, false));
     if (seqused_k_) buffers.push_back(buffer_of("seqused_k", *seqused_k_, false));
+    if (leftpad_) buffers.push_back(buffer_of("cache_leftpad", *leftpad_, false));
+    if (page_table_) buffers.push_back(buffer_of("page_table", *page_table_, false));
 }
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------

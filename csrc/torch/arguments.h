@@ -147,6 +147,13 @@ struct Lengths {
     int64_t max_seqlen_q, max_seqlen_k;
 };
 
+/// Where sequences lie in a key/value cache.
+struct Cache {
+    const Tensor& seqlens;
+    const OptionalTensor &page_table, &leftpad, &cu_seqlens_q;
+    int64_t max_seqlen_q;
+};
+
 /// The checked arguments of a call as a kernel sees them. Memory that they point to lives as long as this object and
 /// the tensors. Still missing are the pointers to q, k, v, o and lse, and the padding of head dims.
 struct CheckedCall {
@@ -158,6 +165,9 @@ struct CheckedCall {
     CheckedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options);
     /// Packed: (total, H, d).
     CheckedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options, const Lengths& lengths);
+
+    /// With a cache: k and v (pages, Hk, page_size, d).
+    CheckedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options, const Cache& cache);
 
     bool packed() const { return q.dim == 3; }
     /// Whether no query sees a key, so that there is nothing to run.
@@ -175,7 +185,7 @@ struct CheckedCall {
 
   private:
     void set_options();
-    OptionalTensor slopes_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_;
+    OptionalTensor slopes_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_, leftpad_, page_table_;
 };
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------

@@ -24,10 +24,18 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
-        "Tensor? page_table, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
+        "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+    // q (B, Hq, Nq, d), or packed with cu_seqlens_q; caches (pages, Hk, page_size, d), of which page_table (B, n) names
+    // each sequence's; without one, sequence b has page b.
+    m.def(
+        "forward_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
+        "Tensor? cache_leftpad, Tensor? cu_seqlens_q, SymInt max_seqlen_q, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, "
+        "Tensor? alibi_slopes=None, float softcap=0., bool batch_invariant=False, str kernel_name=\"auto\") "
+        "-> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
@@ -54,6 +62,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
 #define FLASH_WMMA_IMPLEMENT(m)                                         \
     (m).impl("forward", TORCH_BOX(&flash_wmma::forward));               \
     (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen)); \
+    (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached)); \
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));             \
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
 

@@ -16,13 +16,21 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                          const OptionalTensor& seqused_k, const OptionalTensor& page_table,
-                                          int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
-                                          int64_t window_left, int64_t window_right, bool bottom_right,
+                                          const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                          std::optional<double> scale, int64_t window_left, int64_t window_right,
+                                          bool bottom_right, const OptionalTensor& attn_bias,
+                                          const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges,
+                                          double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
+                                          double dropout_p, int64_t num_splits, bool batch_invariant,
+                                          const std::string& kernel_name);
+
+std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& cache_seqlens, const OptionalTensor& page_table,
+                                          const OptionalTensor& cache_leftpad, const OptionalTensor& cu_seqlens_q,
+                                          int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
+                                          int64_t window_right, bool bottom_right, bool out_bnhd,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                          const OptionalTensor& key_ranges, double softcap, const OptionalTensor& sinks,
-                                          const OptionalTensor& rng_state, double dropout_p, int64_t num_splits,
-                                          bool batch_invariant, const std::string& kernel_name);
+                                          double softcap, bool batch_invariant, const std::string& kernel_name);
 
 /// dq, dk, dv, dbias.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -56,20 +56,37 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
-                                          const OptionalTensor& seqused_k, const OptionalTensor& page_table,
-                                          int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
-                                          int64_t window_left, int64_t window_right, bool bottom_right,
-                                          const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                          const OptionalTensor& key_ranges, double softcap, const OptionalTensor& sinks,
-                                          const OptionalTensor& rng_state, double dropout_p, int64_t num_splits,
-                                          bool batch_invariant, const std::string& kernel_name) {
+                                          const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k,
+                                          std::optional<double> scale, int64_t window_left, int64_t window_right,
+                                          bool bottom_right, const OptionalTensor& attn_bias,
+                                          const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges,
+                                          double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
+                                          double dropout_p, int64_t num_splits, bool batch_invariant,
+                                          const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
-    if (page_table) invalid("page_table: not yet built");
     CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
     const std::array<int64_t, 3> out{q.sizes[0], q.sizes[1], v.sizes[2]};
     return run<3>(call, out, false, num_splits, batch_invariant);
+}
+
+std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& k_cache, const Tensor& v_cache,
+                                          const Tensor& cache_seqlens, const OptionalTensor& page_table,
+                                          const OptionalTensor& cache_leftpad, const OptionalTensor& cu_seqlens_q,
+                                          int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
+                                          int64_t window_right, bool bottom_right, bool out_bnhd,
+                                          const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
+                                          double softcap, bool batch_invariant, const std::string& kernel_name) {
+    const Operand q(q_tensor, "q"), k(k_cache, "k_cache"), v(v_cache, "v_cache");
+    const OptionalTensor none;
+    const Options options{attn_bias,   alibi_slopes, none,         none,    none, scale,
+                          window_left, window_right, bottom_right, softcap, 0.,   kernel_name};
+    CheckedCall call(q, k, v, options, {cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q});
+    if (call.packed())
+        return run<3>(call, std::array<int64_t, 3>{q.sizes[0], q.sizes[1], v.sizes[3]}, false, 1, batch_invariant);
+    const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
+    return run<4>(call, out, out_bnhd, 1, batch_invariant);
 }
 
 }  // namespace flash_wmma

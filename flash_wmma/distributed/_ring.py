@@ -65,7 +65,7 @@ def _tables(job: Job, device: torch.device) -> Tables:
         at_k.append(at_k[-1] + tile.k1 - tile.k0)
     longest = max(t.q1 - t.q0 for t in job.tiles), max(t.k1 - t.k0 for t in job.tiles)
     cu_q, cu_k = (torch.tensor(at, dtype=torch.int32, device=device) for at in (at_q, at_k))
-    return Tables(cu_q, cu_k, None, None, *longest)
+    return Tables(cu_q, cu_k, None, *longest)
 
 
 class _Distances(NamedTuple):

@@ -348,7 +348,7 @@ def attention(
             refuse("cu_seq_lens_q", "packed sequences with an attention_mask or a position_bias", "packed ones alone")
         longest_q = _longest(cu_seq_lens_q) if max_length_q is None else int(max_length_q)
         longest_k = _longest(cu_seq_lens_k) if max_length_k is None else int(max_length_k)
-        lengths = Lengths(cu_seq_lens_q.int(), cu_seq_lens_k.int(), None, None, longest_q, longest_k)
+        lengths = Lengths(cu_seq_lens_q.int(), cu_seq_lens_k.int(), None, longest_q, longest_k)
         return _packed_out(query, key, value, asked, lengths), None
     if seen is not None and seen.dim() == 2:
         if seen.dtype != torch.bool:
@@ -461,12 +461,12 @@ def _without_padding(begin: Tensor, end: Tensor, nq: int, nk: int, causal: bool)
     if causal:
         used = torch.zeros(2 * batch + 1, dtype=torch.int32, device=begin.device)
         used[1::2] = end - begin
-        return Lengths(cu_k, cu_k, used, None, nq, nk)
+        return Lengths(cu_k, cu_k, used, nq, nk)
     cu_q = torch.zeros_like(cu_k)
     cu_q[1:-1:2] = first * nq
     cu_q[2:-1:2] = (first + 1) * nq
     cu_q[-1] = batch * nq
-    return Lengths(cu_q, cu_k, None, None, nq, nk)
+    return Lengths(cu_q, cu_k, None, nq, nk)
 
 
 def _of_numbers(
@@ -485,4 +485,4 @@ def _of_numbers(
         packing = _Packing(cu_seqlens, _longest(cu_seqlens))
         setattr(numbers, _KNOWN, packing)
     cu_seqlens, longest = packing
-    return _packed_out(q, k, v, asked, Lengths(cu_seqlens, cu_seqlens, None, None, longest, longest))
+    return _packed_out(q, k, v, asked, Lengths(cu_seqlens, cu_seqlens, None, longest, longest))

@@ -23,6 +23,8 @@ class Fault(NamedTuple):
     """What goes wrong with it."""
     kernels: tuple[str, ...] = ()
     """For CUDA sources: the kernels whose tests are run, in this order. Empty: all that the file is part of."""
+    tests: tuple[str, ...] = ()
+    """Names of the test files that concern it, if not those of its file."""
     harmless: str = ""
     """Why no test can notice it. Such faults are listed apart and not counted."""
     survives: str = ""

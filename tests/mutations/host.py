@@ -227,14 +227,14 @@ FAULTS = [
     Fault(
         name="idle-rows-unwritten",
         path=ATTENTION,
-        old="clear_rows(packed, next, idle ? run.begin + run.length : run.begin);",
-        new="clear_rows(packed, next, run.begin);\n        (void)idle;",
+        old="clear_rows(p, next, idle ? run.begin + run.length : run.begin);",
+        new="clear_rows(p, next, run.begin);\n        (void)idle;",
         why="the queries of a sequence without keys are not written",
     ),
     Fault(
         name="rows-behind-unwritten",
         path=ATTENTION,
-        old="    clear_rows(packed, next, packed.sequences.total_q);\n",
+        old="    if (s.cu_seqlens_q) clear_rows(p, next, s.total_q);\n",
         new="",
         why="the rows behind the last sequence are not written",
     ),

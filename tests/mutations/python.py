@@ -174,8 +174,8 @@ FAULTS = [
     Fault(
         name="seqused-lost-in-forward",
         path=FORWARD,
-        old="Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, None,",
-        new="Lengths(cu_seqlens_q, cu_seqlens_k, None, None,",
+        old="Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q",
+        new="Lengths(cu_seqlens_q, cu_seqlens_k, None, max_seqlen_q",
         why="forward_varlen without gradients sees the keys that are not in use",
     ),
     Fault(
@@ -272,8 +272,8 @@ FAULTS = [
     Fault(
         name="fake-layout",
         path=FAKE,
-        old="        out = q.new_empty((batch, n, heads, v.shape[3])).transpose(1, 2)\n",
-        new="        out = q.new_empty((batch, heads, n, v.shape[3]))\n",
+        old="q.new_empty(bnhd).transpose(1, 2) if out_bnhd else",
+        new="q.new_empty((batch, heads, n, d_v)) if out_bnhd else",
         why="a compiled graph takes out_bnhd for the other layout",
     ),
     Fault(
@@ -316,8 +316,8 @@ FAULTS = [
     Fault(
         name="validate-refuses-the-end",
         path=CHECKS,
-        old="        if ends[-1] > total:\n",
-        new="        if ends[-1] >= total:\n",
+        old="    if ends[-1] > total:\n",
+        new="    if ends[-1] >= total:\n",
         why="validate=True refuses sequences that fill the tensor",
     ),
     Fault(
@@ -476,8 +476,8 @@ FAULTS = [
     Fault(
         name="hook-uses-all-keys",
         path=HOOK,
-        old="Lengths(cum_seq_q, cum_seq_k, seqused_k, None,",
-        new="Lengths(cum_seq_q, cum_seq_k, None, None,",
+        old="Lengths(cum_seq_q, cum_seq_k, seqused_k, max_q",
+        new="Lengths(cum_seq_q, cum_seq_k, None, max_q",
         why="what stands for _flash_attention_forward drops seqused_k",
     ),
     Fault(

@@ -8,6 +8,7 @@
 #include "attention.h"
 #include "device/constants.cuh"
 #include "device/element.cuh"
+#include "device/grouped_tile.cuh"
 #include "device/key_mask.cuh"
 #include "device/lagged_softmax.cuh"
 #include "device/register_tile.cuh"
@@ -43,9 +44,16 @@ struct Tile {
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // in shared memory
+    static constexpr bool kCached = false;  // K and V lie in a key/value cache, and grouped heads share the Q tile
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
     static_assert(kScaleRows % kBc == 0 && kScaleRows % kWarpRows == 0);
+};
+
+/// The same for a key/value cache.
+template <class Architecture, class Scalar, TileShape kShape>
+struct CachedTile : Tile<Architecture, Scalar, kShape> {
+    static constexpr bool kCached = true;
 };
 
 /// Map of a block's shared memory.
@@ -108,16 +116,17 @@ struct Thread {
 /// What a block works on: its sequence and Q tile, the keys it may see, and the scales of its scores.
 template <class Tile>
 struct Work {
+    using Assigned = std::conditional_t<Tile::kCached, CachedAssignment, Assignment>;
     const ForwardParams& p;
     Sequence sequence;
-    QTile tile;
+    decltype(Assigned::tile) tile;
     int first_tile, tiles;  // K tiles from the first to the last with a key that some row of the Q tile sees
 
     template <class Mask>
-    __device__ Work(const ForwardParams& params, const Assignment& a, const Mask& mask)
+    __device__ Work(const ForwardParams& params, const Assigned& a, const Mask& mask)
         : p(params), sequence(a.sequence), tile(a.tile) {
-        const int last_row = min(tile.first_row + Tile::kBr, sequence.seqlen_q) - 1;
-        const KeyExtent keys = mask.extent(tile.first_row, last_row);
+        const int last_row = min(tile.row(Tile::kBr - 1).query + 1, sequence.seqlen_q) - 1;
+        const KeyExtent keys = mask.extent(tile.row(0).query, last_row);
         first_tile = keys.some_begin / Tile::kBc;
         tiles = max(0, (keys.some_end + Tile::kBc - 1) / Tile::kBc - first_tile);
     }
@@ -129,6 +138,11 @@ struct Work {
     __device__ const typename Tile::T* q_rows(int first) const {
         return row_of<const typename Tile::T>(p.q, sequence.index, tile.head, sequence.first_q + first);
     }
+    /// Row r of the Q tile in q.
+    __device__ const typename Tile::T* q_row(int r) const {
+        const auto [query, head] = tile.row(r);
+        return row_of<const typename Tile::T>(p.q, sequence.index, head, sequence.first_q + query);
+    }
     __device__ const typename Tile::T* key_rows(const Rows& rows, int first) const {
         return row_of<const typename Tile::T>(rows, sequence.index, tile.head_k, sequence.first_k + first);
     }
@@ -138,7 +152,8 @@ struct Work {
         const float scale = p.scale * kLog2e;
         if (!p.exponents.q) return scale;
         return scale *
-               exp2f(p.exponents.q[q_scale_index(p, sequence, tile.head) + (tile.first_row + row) / kScaleRows]);
+               exp2f(
+                   p.exponents.q[q_scale_index(p, sequence, tile.row(row).head) + (tile.first_row + row) / kScaleRows]);
     }
     /// Exponent of the K or V tile at `key`.
     __device__ float exponent(const float* exponents, int key) const {

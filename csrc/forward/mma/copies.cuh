@@ -10,14 +10,22 @@ namespace flash_wmma::mma {
 template <class Tile>
 __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work, const Thread<Tile>& thread) {
     constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
-    const int first = work.tile.first_row + thread.warp_row();
-    const auto* const from = work.q_rows(first);
+    [[maybe_unused]] const int first = work.tile.first_row + thread.warp_row();
+    [[maybe_unused]] const typename Tile::T* from = nullptr;
+    if constexpr (!Tile::kCached) from = work.q_rows(first);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
         const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
         const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
-        const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
-        Tile::Machine::copy_16(smem.q[thread.row_warp].at(row, column), from + row * work.p.q.row + column, inside);
+        auto* const to = smem.q[thread.row_warp].at(row, column);
+        if constexpr (Tile::kCached) {
+            const bool inside = work.tile.row(thread.warp_row() + row).query < work.sequence.seqlen_q;
+            const bool copies = inside && column < work.p.head_dim;
+            Tile::Machine::copy_16(to, copies ? work.q_row(thread.warp_row() + row) + column : work.q_row(0), copies);
+        } else {
+            const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
+            Tile::Machine::copy_16(to, from + row * work.p.q.row + column, inside);
+        }
     }
 }
 

@@ -125,11 +125,22 @@ struct Weigher {
             if (!Mod::active(work.p)) return;
             // Computes this thread's place again, so that it takes no registers in plain tiles
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-            const Mod mod(work.p, work.sequence, work.tile);
-            const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
-            const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
-            mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query,
-                                                                         key + here.warp_key() + here.column());
+            if constexpr (Tile::kCached) {  // each row has a head of its own
+#pragma unroll
+                for (int i = 0; i < Scores<Tile>::kRows; ++i) {
+                    const QTile::Row row = work.tile.row(here.warp_row() + 8 * i + here.row());
+                    const Mod mod(work.p, work.sequence, {.batch = 0, .head = row.head, .head_k = 0, .first_row = 0});
+                    const auto at = [&](int, int j, int e) -> float& { return s.at(i, 8 * j + e); };
+                    mod.template apply<1, Tile::kWarpKeys / 8>(
+                        at, scale, [&](int) { return row.query; }, key + here.warp_key() + here.column());
+                }
+            } else {
+                const Mod mod(work.p, work.sequence, work.tile);
+                const auto at = [&](int i, int j, int e) -> float& { return s.at(i, 8 * j + e); };
+                const auto query = [&](int i) { return work.tile.row(here.warp_row() + 8 * i + here.row()).query; };
+                mod.template apply<Scores<Tile>::kRows, Tile::kWarpKeys / 8>(at, scale, query,
+                                                                             key + here.warp_key() + here.column());
+            }
         }
     }
 
@@ -147,6 +158,14 @@ struct Weigher {
     }
 };
 
+/// The work of this block.
+template <class Tile, bool kPackedToo>
+__device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
+    if constexpr (Tile::kCached) return cached_assignment<Tile::kBr>(p);
+    else if constexpr (kPackedToo) return assignment<Tile::kBr>(p);
+    else return dense_assignment<Tile::kBr>(p);
+}
+
 // spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
 // addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
@@ -156,9 +175,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     auto& smem = shared_memory<Smem<Tile>>();
     const Thread<Tile> thread;
-    const Assignment assigned = kPackedToo ? assignment<Tile::kBr>(p) : dense_assignment<Tile::kBr>(p);
-    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
-    const auto mask = key_mask<includes(kProblems, Problems::kModified)>(p, assigned.sequence, assigned.tile.head);
+    const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
+    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.row(0).query >= assigned.sequence.seqlen_q)) return;
+    constexpr bool kRanged = includes(kProblems, Problems::kModified) && !Tile::kCached;
+    const auto mask = key_mask<kRanged>(p, assigned.sequence, assigned.tile.row(0).head);
     const Work<Tile> work(p, assigned, mask);
     const Sequence& sequence = work.sequence;
 
@@ -242,7 +262,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 
 template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, Stream stream) {
-    const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(Smem<Tile>)};
+    const dim3 grid = Tile::kCached ? cached_assignment_grid(p, Tile::kBr) : assignment_grid(p, Tile::kBr);
+    const LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(Smem<Tile>)};
     launch(forward<Tile, kProblems>, config, stream, p);
 }
 
@@ -261,6 +282,13 @@ template <class Machine, class T, Problems kProblems, const auto& kRows>
 std::vector<Shape> shapes(int min_arch) {
     return of_rows<kRows>(
         [&](auto i) { return shape<Tile<Machine, T, kRows[i].tile>, kProblems>(min_arch, kRows[i].pays); });
+}
+/// The same for key/value caches, with any queries and ScoreMods.
+template <class Machine, class T, const auto& kRows>
+std::vector<Shape> cached_shapes(int min_arch) {
+    return of_rows<kRows>([&](auto i) {
+        return shape<CachedTile<Machine, T, kRows[i].tile>, Problems::kGeneralCached>(min_arch, kRows[i].pays);
+    });
 }
 
 }  // namespace flash_wmma::mma

@@ -8,7 +8,7 @@
 namespace flash_wmma::mma {
 
 /// This thread's part of the copies of K and V, from the tile at `key` on back to the first.
-template <class Tile>
+template <class Tile, bool kCached = Tile::kCached>
 struct KeyValueCopies {
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc>;
     Copy k, v;
@@ -16,6 +16,25 @@ struct KeyValueCopies {
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
         : k(work.key_rows(work.p.k, key), work.p.k.row, work.p.head_dim),
           v(work.key_rows(work.p.v, key), work.p.v.row, work.p.head_dim_v) {}
+};
+
+/// The same from a key/value cache.
+template <class Tile>
+struct KeyValueCopies<Tile, true> {
+    using Map = CachedCopyMap<Tile, Tile::kBc>;
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, Map>;
+    Copy k, v;
+
+    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
+        : KeyValueCopies(work, key, CachedRows(work.p.sequences, work.p.seqlen_k, work.sequence.index)) {}
+
+  private:
+    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key, const CachedRows& rows)
+        : k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
+          v(head(work, work.p.v), rows, work.p.v, key, work.p.head_dim_v) {}
+    __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
+        return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
+    }
 };
 
 /// Goes from the last visible tile back to the first, and copies kAhead tiles ahead. With one stage whose copies are

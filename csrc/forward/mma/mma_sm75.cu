@@ -30,7 +30,8 @@ inline constexpr TableRow kAnyRows[] = {
     {{.d = 256, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 1, .blocks_per_sm = 1}},
 };
 const std::vector<Shape> kShapes =
-    join({shapes<Sm75, half, Problems::kPlain, kDenseRows>(75), shapes<Sm75, half, Problems::kAny, kAnyRows>(75)});
+    join({shapes<Sm75, half, Problems::kPlain, kDenseRows>(75), shapes<Sm75, half, Problems::kAny, kAnyRows>(75),
+          cached_shapes<Sm75, half, kAnyRows>(75)});
 
 const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
     {.name = "mma_sm75",
@@ -39,7 +40,7 @@ const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
      .bf16_min_arch = 75,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);
 

@@ -6,8 +6,9 @@
 namespace flash_wmma::mma {
 namespace {
 
-const std::vector<Shape> kShapes = join({sm80_half_shapes(), sm80_half_packed_shapes(), sm80_half_general_shapes(),
-                                         sm80_bf16_shapes(), sm80_bf16_packed_shapes(), sm80_bf16_general_shapes()});
+const std::vector<Shape> kShapes =
+    join({sm80_half_shapes(), sm80_half_packed_shapes(), sm80_half_general_shapes(), sm80_half_cached_shapes(),
+          sm80_bf16_shapes(), sm80_bf16_packed_shapes(), sm80_bf16_general_shapes(), sm80_bf16_cached_shapes()});
 
 const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
     {.name = "mma_sm80",
@@ -16,7 +17,7 @@ const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
      .bf16_min_arch = 80,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
      .auto_rank = 30});
 const Registration kRegistration(kInfo);
 

@@ -44,4 +44,14 @@ inline constexpr TableRow kSm80GeneralRows[] = {
     {{.d = 256, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 2}},
 };
 
+/// The shapes for key/value caches, whose queries are few: one warp's rows are enough for a decode step.
+inline constexpr TableRow kSm80CachedRows[] = {
+    {{.d = 32, .keys = 64, .stages = 3, .q_steps = 2, .blocks_per_sm = 2}},
+    {{.d = 64, .keys = 64, .stages = 2, .q_steps = 4, .blocks_per_sm = 2}},
+    {{.d = 96, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 2}},
+    {{.d = 128, .keys = 32, .stages = 2, .q_steps = 8, .blocks_per_sm = 2}},
+    {{.d = 192, .keys = 32, .stages = 2, .q_steps = 12, .blocks_per_sm = 1}},
+    {{.d = 256, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 1}},
+};
+
 }  // namespace flash_wmma::mma

@@ -1,0 +1,9 @@
+// The bf16 instances of mma_sm80 for key/value caches.
+// architectures: 8.0+PTX;9.0, one PTX
+#include "forward/mma/mma_sm80.cuh"
+
+namespace flash_wmma::mma {
+
+std::vector<Shape> sm80_bf16_cached_shapes() { return cached_shapes<Sm80, bf16, kSm80CachedRows>(80); }
+
+}  // namespace flash_wmma::mma

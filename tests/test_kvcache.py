@@ -1,0 +1,931 @@
+"""Attention with a key/value cache: pages of any size, what is not in use, appending in place, a serving simulation."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from needs import needs
+from reference import DENSE, PLAIN, Mask, Modification, bits, check, emulated, filled, poisoned_memory, reference
+from torch import Tensor
+
+import flash_wmma
+from flash_wmma import append_kv, flash_attn_varlen_func, flash_attn_with_kvcache, forward_cached
+from flash_wmma.emulator import EmulatorError
+
+Target = tuple[flash_wmma.Kernel, torch.dtype]
+CACHE = "a key/value cache"
+CAUSAL = Mask("bottom_right")
+
+
+class Paged(NamedTuple):
+    """A cache whose unused rows are NaN, and whose table's unused entries are no page at all."""
+
+    k: Tensor
+    v: Tensor
+    table: Tensor
+    seqlens: Tensor
+    ks: list[Tensor]
+    vs: list[Tensor]
+    """The keys and values of each sequence, (1, Hk, n, d)."""
+
+
+def int32(values: Any, device: str = "cpu") -> Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=device)
+
+
+def nan_pages(layout: str, pages: int, heads: int, size: int, d: int, dtype: torch.dtype, device: str) -> Tensor:
+    """(pages, heads, size, d) of NaN, in memory as the layout says."""
+    if layout == "head first":
+        return torch.full((pages, heads, size, d), math.nan, dtype=dtype, device=device)
+    if layout == "row first":
+        return torch.full((pages, size, heads, d), math.nan, dtype=dtype, device=device).transpose(1, 2)
+    if layout == "margins":  # k and v of an engine that keeps both in one tensor
+        whole = torch.full((pages, 2, size + 1, heads + 1, d + 8), math.nan, dtype=dtype, device=device)
+        return whole[:, 1, 1:, 1:, 8:].transpose(1, 2)
+    raise ValueError(layout)
+
+
+def paged(
+    target: Target,
+    lengths: tuple[int, ...],
+    size: int,
+    heads: int = 2,
+    d: int = 64,
+    dv: int | None = None,
+    layout: str = "row first",
+    shared: bool = False,
+) -> Paged:
+    """Sequences of these lengths in pages in random order. ``shared``: sequences 0 and 1 have their first page in
+    common."""
+    kernel, dtype = target
+    generator = torch.Generator().manual_seed(size)
+    runs = max(1, -(-max(lengths) // size)) + 1
+    pages = len(lengths) * runs + 2
+    k = nan_pages(layout, pages, heads, size, d, dtype, kernel.device)
+    v = nan_pages(layout, pages, heads, size, dv or d, dtype, kernel.device)
+    table = torch.randperm(pages, generator=generator)[: len(lengths) * runs].view(len(lengths), runs).int()
+    if shared:
+        table[1, 0] = table[0, 0]
+    ks, vs = [], []
+    for b, n in enumerate(lengths):
+        for cache, kept in ((k, ks), (v, vs)):
+            rows = torch.randn(heads, n, cache.shape[3], generator=generator).to(dtype)
+            if shared and b == 1:
+                rows[:, :size] = kept[0][0][:, :size].cpu()
+            kept.append(rows[None].to(kernel.device))
+            for i in range(0, n, size):
+                part = rows[:, i : i + size]
+                filled(cache[table[b, i // size], :, : part.shape[1]], part.to(kernel.device))
+    stale = torch.tensor([2**31 - 1, -1, -(2**31), pages], dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        used = -(-n // size)
+        table[b, used:] = stale[torch.arange(runs - used) % 4]
+    wide = torch.full((len(lengths), runs + 3), 2**31 - 1, dtype=torch.int32, device=kernel.device)
+    wide[:, :runs] = table.to(kernel.device)  # a view of an engine's table
+    return Paged(k, v, wide[:, :runs], int32(lengths, kernel.device), ks, vs)
+
+
+def queries(target: Target, *shape: int, seed: int = 7) -> Tensor:
+    """Random normals in a storage of NaN."""
+    kernel, dtype = target
+    storage = torch.full((*shape[:-1], shape[-1] + 8), math.nan, dtype=dtype, device=kernel.device)
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+    return filled(storage[..., 8:], values.to(dtype).to(kernel.device))
+
+
+def run(target: Target, q: Tensor, cache: Paged, **options: Any) -> tuple[Tensor, Tensor]:
+    """From poisoned memory; the inputs' storages stay as they are."""
+    tensors = q, cache.k, cache.v, cache.table, cache.seqlens
+    before = [bits(t) for t in tensors]
+    given = {"block_table": cache.table, "kernel": target[0].name, "return_lse": True} | options
+    with poisoned_memory():
+        out, lse = forward_cached(q, cache.k, cache.v, cache.seqlens, **given)
+    assert all(torch.equal(bits(t), b) for t, b in zip(tensors, before, strict=True)), "an input was written"
+    return out, lse
+
+
+def check_each(
+    target: Target,
+    q: Tensor,
+    cache: Paged,
+    result: tuple[Tensor, Tensor],
+    mask: Mask = DENSE,
+    modification: Modification = PLAIN,
+) -> None:
+    """Each sequence by the yardstick."""
+    out, lse = result
+    for b, (k, v) in enumerate(zip(cache.ks, cache.vs, strict=True)):
+        if k.shape[2] == 0:
+            assert not out[b].any()
+            assert bool(lse[b].isneginf().all())
+            continue
+        entry = modification.entry(b)
+        if entry.attn_bias is not None:
+            entry = entry._replace(attn_bias=entry.attn_bias[..., : k.shape[2]])
+        expected = reference(target[0], q[b : b + 1], k, v, mask, None, entry)
+        check(out[b : b + 1], lse[b : b + 1], expected)
+
+
+LENGTHS = (70, 0, 1, 64, 131)
+SHAPES: dict[str, tuple[int, int, int, int, int, int, str, Mask]] = {
+    # page size, query heads, key heads, queries, d, d_v, layout of the pages, mask
+    "decode": (16, 8, 2, 1, 64, 64, "row first", DENSE),
+    "one head": (16, 1, 1, 1, 64, 64, "head first", CAUSAL),
+    "pages of one": (1, 4, 2, 3, 64, 64, "row first", CAUSAL),
+    "odd pages": (7, 6, 2, 5, 64, 40, "margins", CAUSAL),
+    "large pages": (256, 4, 4, 2, 128, 128, "head first", DENSE),
+    "window": (33, 6, 3, 9, 32, 32, "row first", Mask("bottom_right", (20, 0))),
+    "more rows than a tile": (16, 6, 2, 50, 64, 64, "row first", CAUSAL),
+    "every head in one group": (16, 9, 1, 8, 96, 96, "row first", CAUSAL),
+    "large d": (12, 4, 2, 2, 192, 192, "row first", CAUSAL),
+    "largest d": (16, 4, 2, 1, 256, 256, "row first", DENSE),
+    "odd d": (5, 4, 2, 2, 59, 35, "row first", CAUSAL),
+}
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+def test_against_float64(target: Target, shape: tuple[int, int, int, int, int, int, str, Mask]) -> None:
+    size, heads_q, heads_k, n, d, dv, layout, mask = shape
+    cache = paged(target, LENGTHS, size, heads_k, d, dv, layout)
+    q = queries(target, len(LENGTHS), heads_q, n, d)
+    result = run(target, q, cache, causal=mask.causal, window=mask.window)
+    check_each(target, q, cache, result, mask)
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("kind", ["attn_bias", "bool", "alibi_slopes", "softcap"])
+@pytest.mark.parametrize("n", [1, 6])
+def test_modified_scores(target: Target, kind: str, n: int) -> None:
+    """Query heads of a group, which may share a tile, have biases and slopes of their own."""
+    cache = paged(target, LENGTHS, 16)
+    q = queries(target, len(LENGTHS), 6, n, 64)
+    held = cache.table.shape[1] * 16
+    generator = torch.Generator().manual_seed(4)
+    device = target[0].device
+    modification = {
+        "attn_bias": Modification(torch.randn(len(LENGTHS), 6, n, held, generator=generator).to(device)),
+        "bool": Modification((torch.rand(len(LENGTHS), 6, 1, held, generator=generator) > 0.3).to(device)),
+        "alibi_slopes": Modification(None, torch.rand(len(LENGTHS), 6, generator=generator).to(device)),
+        "softcap": Modification(softcap=3.0),
+    }[kind]
+    if kind == "bool":
+        modification.attn_bias[..., 0] = True
+    result = run(target, q, cache, causal=True, **modification._asdict())
+    check_each(target, q, cache, result, CAUSAL, modification)
+
+
+def packed_queries(target: Target, counts: tuple[int, ...], heads: int, d: int, extra: int) -> tuple[Tensor, Tensor]:
+    """(q, cu_seqlens_q); the rows behind the last sequence are NaN."""
+    q = queries(target, sum(counts) + extra, heads, d)
+    if extra:
+        q[sum(counts) :] = math.nan
+    ends = torch.tensor([0, *counts]).cumsum(0)
+    return q, int32(ends.tolist(), target[0].device)
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("counts", [(1, 1, 1, 1, 1), (3, 2, 0, 70, 1), (0, 5, 1, 0, 131)])
+@pytest.mark.parametrize("group", [1, 3])
+def test_packed_queries(target: Target, counts: tuple[int, ...], group: int) -> None:
+    cache = paged(target, LENGTHS, 16)
+    q, cu = packed_queries(target, counts, 2 * group, 64, extra=3)
+    out, lse = run(target, q, cache, causal=True, cu_seqlens_q=cu, max_seqlen_q=max(counts))
+    begin = 0
+    for b, n in enumerate(counts):
+        rows = slice(begin, begin + n)
+        begin += n
+        if n == 0:
+            continue
+        if LENGTHS[b] == 0:
+            assert not out[rows].any()
+            assert bool(lse[:, rows].isneginf().all())
+            continue
+        one = q[rows].transpose(0, 1)[None]
+        expected = reference(target[0], one, cache.ks[b], cache.vs[b], CAUSAL)
+        check(out[rows].transpose(0, 1)[None].contiguous(), lse[None, :, rows].contiguous(), expected)
+    assert not out[begin:].any()
+    assert bool(lse[:, begin:].isneginf().all())
+
+
+@needs(CACHE)
+def test_more_sequences_than_a_warp_has_lanes(target: Target) -> None:
+    lengths = tuple(n % 9 for n in range(35))
+    counts = tuple(n % 3 for n in range(35))
+    cache = paged(target, lengths, 4, heads=1)
+    q, cu = packed_queries(target, counts, 2, 64, extra=0)
+    out, _ = run(target, q, cache, causal=True, cu_seqlens_q=cu, max_seqlen_q=2)
+    ends = cu.tolist()
+    for b in range(35):
+        one = q[ends[b] : ends[b + 1]].transpose(0, 1)[None]
+        if one.shape[2] and lengths[b]:
+            expected = reference(target[0], one, cache.ks[b], cache.vs[b], CAUSAL).out
+            got = out[ends[b] : ends[b + 1]].transpose(0, 1)[None].double()
+            torch.testing.assert_close(got, expected, atol=0.02, rtol=0)
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("n", [1, 4])
+def test_the_page_size_changes_no_bit(target: Target, n: int) -> None:
+    """Nor do the order and the layout of pages, or a cache without them."""
+    kernel, _ = target
+    one = paged(target, LENGTHS, 16)
+    q = queries(target, len(LENGTHS), 4, n, 64)
+    expected = run(target, q, one, causal=True)
+    longest = max(LENGTHS)
+    for size, layout in ((1, "head first"), (13, "margins"), (200, "row first")):
+        other = paged(target, LENGTHS, size, layout=layout)
+        for b, length in enumerate(LENGTHS):
+            for i in range(length):
+                other.k[other.table[b, i // size], :, i % size] = one.ks[b][0, :, i]
+                other.v[other.table[b, i // size], :, i % size] = one.vs[b][0, :, i]
+        result = run(target, q, other, causal=True)
+        assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True)), (size, layout)
+    k = nan_pages("head first", len(LENGTHS), 2, longest, 64, q.dtype, kernel.device)
+    v = k.clone()
+    for b, length in enumerate(LENGTHS):
+        k[b, :, :length], v[b, :, :length] = one.ks[b][0], one.vs[b][0]
+    flat = one._replace(k=k, v=v)
+    result = run(target, q, flat, causal=True, block_table=None)
+    assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+    order = int32([3, 1, 4, 0, 2], kernel.device)
+    mixed = flat._replace(k=k[order.argsort()], v=v[order.argsort()])
+    result = run(target, q, mixed, causal=True, block_table=None, cache_batch_idx=order)
+    assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("poison", [math.inf, 6e4, 0.0])
+def test_nothing_unused_has_influence(target: Target, poison: float) -> None:
+    """Other contents of unused rows, and other stale entries, change no bit."""
+    cache = paged(target, LENGTHS, 16)
+    q = queries(target, len(LENGTHS), 4, 3, 64)
+    expected = run(target, q, cache, causal=True)
+    k, v = (torch.where(t.isnan(), poison, t) for t in (cache.k, cache.v))
+    table = cache.table.clone()
+    for b, n in enumerate(LENGTHS):
+        table[b, -(-n // 16) :] = b
+    result = run(target, q, cache._replace(k=k, v=v, table=table), causal=True)
+    assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+
+
+@needs(CACHE)
+def test_shared_pages(target: Target) -> None:
+    cache = paged(target, (40, 35, 9), 16, shared=True)
+    q = queries(target, 3, 4, 2, 64)
+    check_each(target, q, cache, run(target, q, cache, causal=True), CAUSAL)
+
+
+@needs(CACHE)
+@pytest.mark.parametrize("with_pages", [False, True])
+def test_leftpad(target: Target, with_pages: bool) -> None:
+    """Rows before a sequence begins are not in use, and places count from there."""
+    lengths, leftpad = (70, 33, 64, 20, 5), (3, 33, 17, 40, 0)
+    cache = paged(target, lengths, 16 if with_pages else 100)
+    if not with_pages:
+        k, v = (t[cache.table[:, 0].clamp(0, len(t) - 1).long()] for t in (cache.k, cache.v))
+        cache = cache._replace(k=k, v=v)
+    for b, n in enumerate(leftpad):
+        for i in range(min(n, lengths[b])):
+            page, row = (int(cache.table[b, i // 16]), i % 16) if with_pages else (b, i)
+            cache.k[page, :, row] = math.nan
+            cache.v[page, :, row] = math.nan
+    begins = int32(leftpad, target[0].device)
+    cache = cache._replace(
+        ks=[t[:, :, n:] for t, n in zip(cache.ks, leftpad, strict=True)],
+        vs=[t[:, :, n:] for t, n in zip(cache.vs, leftpad, strict=True)],
+    )
+    q = queries(target, len(lengths), 4, 3, 64)
+    slopes = torch.rand(4).to(target[0].device)
+    table = cache.table if with_pages else None
+    result = run(target, q, cache, causal=True, block_table=table, cache_leftpad=begins, alibi_slopes=slopes)
+    check_each(target, q, cache, result, CAUSAL, Modification(None, slopes))
+
+
+@needs(CACHE)
+def test_wrong_numbers_are_clamped(target: Target) -> None:
+    """Whatever lengths and tables hold, nothing outside the tensors is read (the emulator watches)."""
+    kernel, _ = target
+    cache = paged(target, (64, 64, 64, 64), 16)
+    cache = cache._replace(k=cache.k.nan_to_num(), v=cache.v.nan_to_num())
+    pages, held = cache.k.shape[0], cache.table.shape[1] * 16
+    q = queries(target, 4, 4, 2, 64)
+    wrong = int32([[-5, 3, 2**31 - 1, 1, pages]] * 4, kernel.device)
+    seqlens = int32([2**31 - 1, -(2**31), held, 20], kernel.device)
+    result = run(target, q, cache._replace(table=wrong, seqlens=seqlens), causal=True)
+    right, fits = wrong.clamp(0, pages - 1), seqlens.clamp(0, held)
+    expected = run(target, q, cache._replace(table=right, seqlens=fits), causal=True)
+    assert all(torch.equal(x, y) for x, y in zip(result, expected, strict=True))
+    assert not result[0].isnan().any()
+    leftpad = int32([2**31 - 1, -(2**31), 19, -1], kernel.device)
+    result = run(target, q, cache._replace(table=wrong, seqlens=seqlens), causal=True, cache_leftpad=leftpad)
+    clamped = run(
+        target, q, cache._replace(table=right, seqlens=fits), causal=True, cache_leftpad=leftpad.clamp(0, held)
+    )
+    assert all(torch.equal(x, y) for x, y in zip(result, clamped, strict=True))
+    q, _ = packed_queries(target, (2, 2, 2, 2), 4, 64, extra=0)
+    for numbers in ([-3, 5, 2, 2**31 - 1, 4], [0, 2, 4, 6, 100]):
+        overlap = numbers[1] > numbers[2] and emulated(kernel)  # two sequences have the same rows
+        with pytest.raises(EmulatorError, match="write after write") if overlap else contextlib.nullcontext():
+            run(target, q, cache, cu_seqlens_q=int32(numbers, kernel.device), max_seqlen_q=8)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"block_table": int32([[0, 9], [1, 2]])}, r"block_table: got 9 at \(0, 1\), allowed: 0 to 5"),
+        ({"cache_seqlens": int32([9, 8])}, r"cache_seqlens: got 9 at 0, allowed: 0 to the capacity, 8"),
+        ({"cache_seqlens": int32([-1, 8])}, r"cache_seqlens: got -1 at 0"),
+        ({"cache_leftpad": int32([0, 9])}, r"cache_leftpad: got 9 at 1, allowed: 0 to cache_seqlens, 6"),
+    ],
+)
+def test_validate(wrong: dict[str, Any], message: str) -> None:
+    k = v = torch.randn(6, 1, 4, 8)
+    given: dict[str, Any] = {"cache_seqlens": int32([5, 6]), "block_table": int32([[0, 5], [1, 2]])}
+    q = torch.randn(2, 1, 1, 8)
+    forward_cached(q, k, v, **given, validate=True)
+    with pytest.raises(ValueError, match=message):
+        forward_cached(q, k, v, **given | wrong, validate=True)
+    unused = {"cache_seqlens": int32([4, 6])} if "block_table" in wrong else {}
+    if unused:
+        forward_cached(q, k, v, **given | wrong | unused, validate=True)
+
+
+# ------------------------------------------------------------------------------------------------ appending, in place
+
+
+def places(table: Tensor | None, size: int, b: int, i: int) -> tuple[int, int]:
+    """Page and row of a sequence's row."""
+    return (b, i) if table is None else (int(table[b, i // size]), i % size)
+
+
+@pytest.mark.parametrize("layout", ["head first", "row first", "margins"])
+@pytest.mark.parametrize("with_pages", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+def test_append(layout: str, with_pages: bool, packed: bool) -> None:
+    """Exactly the rows that have a place are written: not those behind the capacity, and none on a page that does not
+    exist."""
+    size, batch = (4, 5) if with_pages else (12, 5)
+    table = int32([[7, 2, 9], [3, 0, 1], [4, 99, 5], [6, 8, -1], [10, 11, 12]]) if with_pages else None
+    caches = [nan_pages(layout, 13, 2, size, d, torch.float32, "cpu").nan_to_num(0.5) for d in (8, 16)]
+    expected = [t.clone() for t in caches]
+    seqlens = [0, 10, 3, 6, 12]
+    counts = [2, 1, 3, 0, 4] if packed else [3] * batch
+    cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
+    news = [torch.randn(sum(counts) + packed, 2, d) for d in (8, 16)]
+    for cache, new in zip(expected, news, strict=True):
+        for b in range(batch):
+            for t in range(counts[b]):
+                i = seqlens[b] + t
+                if i < 12 and 0 <= places(table, size, b, i)[0] < 13:
+                    page, row = places(table, size, b, i)
+                    cache[page, :, row] = new[cu[b] + t]
+    given = [t if packed else t.unflatten(0, (batch, 3)).transpose(1, 2) for t in news]
+    before = [bits(t) for t in given]
+    ends = int32(cu) if packed else None
+    append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends)
+    for cache, right in zip(caches, expected, strict=True):
+        assert torch.equal(cache, right)
+    assert all(torch.equal(bits(t), b) for t, b in zip(given, before, strict=True))
+    wrong = r"block_table: got 99 at \(2, 1\)" if with_pages else "cache_seqlens: got 12 at 4"
+    with pytest.raises(ValueError, match=wrong if packed else "cache_seqlens: got 10 at 1"):
+        append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends, validate=True)
+
+
+def test_append_without_a_place_changes_nothing() -> None:
+    caches = [torch.randn(3, 2, 4, 8) for _ in range(2)]
+    before = [t.clone() for t in caches]
+    append_kv(*caches, *torch.randn(2, 3, 2, 1, 8), int32([4, 2**31 - 1, -1]))
+    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+    append_kv(*caches, *torch.randn(2, 3, 2, 0, 8), int32([0, 0, 0]))
+    append_kv(torch.zeros(0, 2, 4, 8), torch.zeros(0, 2, 4, 8), *torch.randn(2, 0, 2, 1, 8), int32([]))
+    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+
+
+# ------------------------------------------------------------------------------ flash-attn's properties, written anew
+
+
+def turned(x: Tensor, cos: Tensor, sin: Tensor, at: int, interleaved: bool, advance: bool = True) -> Tensor:
+    """One sequence's x (n, H, d) rotated as complex numbers, in float64."""
+    half = cos.shape[1]
+    rows = at + torch.arange(x.shape[0]) * advance
+    angle = torch.complex(cos.double(), sin.double())[rows][:, None]
+    x = x.double()
+    part = x[..., : 2 * half]
+    pairs = part.unflatten(-1, (half, 2)) if interleaved else part.unflatten(-1, (2, half)).transpose(-1, -2)
+    result = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * angle)
+    result = result.flatten(-2) if interleaved else result.transpose(-1, -2).flatten(-2)
+    return torch.cat((result, x[..., 2 * half :]), dim=-1)
+
+
+def attention64(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    """q (n, Hq, d), k and v (m, Hk, d) of one sequence in float64, aligned to the last key."""
+    n, m = q.shape[0], k.shape[0]
+    group = q.shape[1] // k.shape[1]
+    k, v = (t.double().repeat_interleave(group, 1).transpose(0, 1) for t in (k, v))
+    scores = q.double().transpose(0, 1) @ k.mT / math.sqrt(q.shape[2])
+    if options.get("softcap"):
+        scores = options["softcap"] * torch.tanh(scores / options["softcap"])
+    distance = torch.arange(n)[:, None] + m - n - torch.arange(m)
+    if options.get("alibi_slopes") is not None:
+        scores = scores - options["alibi_slopes"].double()[:, None, None] * distance.abs()
+    left, right = options.get("window_size", (-1, -1))
+    right = 0 if options.get("causal") else right
+    hidden = torch.zeros(n, m, dtype=torch.bool)
+    hidden |= (distance > left) if left >= 0 else False
+    hidden |= (-distance > right) if right >= 0 else False
+    scores = scores.masked_fill(hidden, -math.inf)
+    empty = scores.isneginf().all(dim=-1, keepdim=True) if m else torch.ones(1, n, 1, dtype=torch.bool)
+    weights = scores.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    return (weights @ v).transpose(0, 1)
+
+
+class KvCase(NamedTuple):
+    """A case of test_with_kvcache."""
+
+    size: int
+    """Of pages; 0: none."""
+    new: int
+    queries: int
+    heads: tuple[int, int]
+    rotary: float
+    """The part of d that is rotated."""
+    interleaved: bool
+    options: dict[str, Any]
+    place: str
+    """"entries": cache_batch_idx; "leftpad"; "int": the lengths are one number."""
+    lengths: str
+    """ "cache", or "rotary": the rotation has places of its own."""
+
+
+def kv_cases() -> list[KvCase]:
+    """Random ones, the same on each run."""
+    rng = random.Random(3)
+    cases = []
+    for _ in range(48):
+        size = rng.choice([0, 0, 1, 16, 7, 256])
+        new = rng.choice([0, 1, 1, 5])
+        window = rng.choice([(-1, -1), (-1, -1), (9, 0), (4, 6)])
+        options: dict[str, Any] = {"causal": rng.random() < 0.6, "window_size": window}
+        options |= rng.choice([{}, {"softcap": 4.0}, {"alibi": True}])
+        place = rng.choice(["", "entries", "leftpad", "int"]) if size == 0 else rng.choice(["", "int"])
+        rotary = rng.choice([0.0, 0.5, 1.0]) if new else 0.0
+        heads = rng.choice([(6, 6), (6, 3), (6, 1)])
+        lengths = rng.choice(["cache", "cache", "rotary"]) if rotary else "cache"
+        queries_ = rng.choice([1, new or 1, 8])
+        cases.append(KvCase(size, new, queries_, heads, rotary, rng.random() < 0.5, options, place, lengths))
+    return cases
+
+
+@pytest.mark.parametrize("case", kv_cases(), ids=lambda case: f"{case.size}-{case.new}-{case.queries}-{case.place}")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_with_kvcache(case: KvCase, dtype: torch.dtype) -> None:
+    """The cache is what it should be, bit for bit where nothing is rotated, and so is the result."""
+    batch, d, held = 4, 32, 64
+    heads_q, heads_k = case.heads
+    rows = case.size or held
+    pages = 2 * batch * -(-held // rows)
+    q = torch.randn(batch, case.queries, heads_q, d).to(dtype)
+    k, v = torch.randn(2, batch, case.new, heads_k, d).to(dtype) if case.new else (None, None)
+    k_cache, v_cache = torch.randn(2, pages, rows, heads_k, d).to(dtype)
+    seqlens = [20, 0, 37, held - case.new] if case.place != "int" else [13] * batch
+    given: dict[str, Any] = {**case.options, "rotary_interleaved": case.interleaved}
+    slopes = torch.rand(heads_q) if given.pop("alibi", False) else None
+    given |= {"alibi_slopes": slopes, "cache_seqlens": 13 if case.place == "int" else int32(seqlens)}
+    leftpad = [0] * batch
+    table = torch.arange(pages)[:batch, None]
+    if case.size:
+        table = torch.randperm(pages)[: batch * -(-held // rows)].view(batch, -1)
+        given["block_table"] = table.int()
+    if case.place == "entries":
+        table = torch.tensor([5, 1, 6, 2])[:, None]
+        given["cache_batch_idx"] = table[:, 0].int()
+    if case.place == "leftpad":
+        leftpad = [5, 0, 36, 1]
+        given["cache_leftpad"] = int32(leftpad)
+    cos = sin = None
+    starts = seqlens
+    if case.rotary:
+        angle = torch.rand(max(held, rows) + 8, int(case.rotary * d) // 2) * 2 * math.pi
+        cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+        given |= {"rotary_cos": cos, "rotary_sin": sin}
+        if case.lengths == "rotary":
+            starts = [3, 0, 40, 7]
+            given["rotary_seqlens"] = int32(starts)
+    right_k, right_v = k_cache.clone(), v_cache.clone()
+    advance = case.options["causal"] or case.options["window_size"] != (-1, -1)
+    expected = []
+    for b in range(batch):
+        own_q = q[b].double()
+        if k is not None and v is not None:
+            own_k = k[b].double()
+            if cos is not None and sin is not None:
+                own_k = turned(own_k, cos, sin, starts[b], case.interleaved)
+                own_q = turned(own_q, cos, sin, starts[b], case.interleaved, advance)
+            for i in range(case.new):
+                page, row = places(table, rows, b, seqlens[b] + i)
+                right_k[page, row], right_v[page, row] = own_k[i].to(dtype), v[b, i]
+        end = seqlens[b] + case.new
+        at = [places(table, rows, b, i) for i in range(leftpad[b], end)]
+        keys, values = (torch.stack([t[place] for place in at]) if at else t[0, :0] for t in (right_k, right_v))
+        expected.append(attention64(own_q.to(dtype), keys, values, **{**case.options, "alibi_slopes": slopes}))
+    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, validate=True, **given)
+    assert torch.equal(v_cache, right_v)
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(k_cache, right_k, atol=8 * eps, rtol=0 if not case.rotary else 8 * eps)
+    if not case.rotary:
+        assert torch.equal(k_cache, right_k)
+    assert out.shape == q.shape
+    assert lse.shape == (batch, heads_q, case.queries)
+    torch.testing.assert_close(out.double(), torch.stack(expected), atol=16 * eps, rtol=0)
+
+
+def test_with_kvcache_packed() -> None:
+    """FlashAttention-3's cu_seqlens_q and cu_seqlens_k_new: each sequence as by itself."""
+    lengths, counts = [11, 0, 30], [2, 5, 1]
+    cu = int32([0, 2, 7, 8])
+    k_cache, v_cache = torch.randn(2, 12, 8, 2, 32)
+    table = torch.randperm(12)[:12].view(3, 4).int()
+    q, k, v = torch.randn(8, 4, 32), torch.randn(8, 2, 32), torch.randn(8, 2, 32)
+    angle = torch.rand(40, 16)
+    shared: dict[str, Any] = {"causal": True, "rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
+    caches = k_cache.clone(), v_cache.clone()
+    lens = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 5, "page_table": table}
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=int32(lengths), **lens, **shared)
+    assert isinstance(out, Tensor)
+    begin = 0
+    for b, n in enumerate(counts):
+        rows = slice(begin, begin + n)
+        begin += n
+        one = [t[rows][None] for t in (q, k, v)]
+        expected = flash_attn_with_kvcache(
+            one[0], k_cache, v_cache, *one[1:], cache_seqlens=lengths[b], block_table=table[b : b + 1], **shared
+        )
+        assert torch.equal(out[rows][None], expected)
+    assert all(torch.equal(t, u) for t, u in zip(caches, (k_cache, v_cache), strict=True))
+
+
+def test_with_kvcache_defaults() -> None:
+    """Without cache_seqlens the whole cache is used; out is written and returned; num_splits changes nothing."""
+    q, k_cache = torch.randn(2, 3, 4, 32), torch.randn(2, 50, 2, 32)
+    expected = flash_attn_with_kvcache(q, k_cache, k_cache, cache_seqlens=50)
+    assert torch.equal(flash_attn_with_kvcache(q, k_cache, k_cache), expected)
+    assert torch.equal(flash_attn_with_kvcache(q, k_cache, k_cache, num_splits=5), expected)
+    out = torch.full_like(q, math.nan)
+    assert flash_attn_with_kvcache(q, k_cache, k_cache, out=out) is out
+    assert torch.equal(out, expected)
+    graded = q.clone().requires_grad_()
+    result = flash_attn_with_kvcache(graded, k_cache, k_cache)
+    assert isinstance(result, Tensor)
+    assert not result.requires_grad
+
+
+@pytest.mark.parametrize("size", [1, 16, 100])
+@pytest.mark.parametrize("window", [(-1, -1), (10, 0)])
+def test_varlen_with_pages(size: int, window: tuple[int, int]) -> None:
+    """As if the pages were one packed tensor, bit for bit."""
+    counts, lengths = [3, 1, 40, 0], [70, 0, 41, 5]
+    q = torch.randn(sum(counts), 6, 32)
+    k, v = torch.randn(2, sum(lengths), 2, 32)
+    cu_q, cu_k = (int32([0, *torch.tensor(n).cumsum(0).tolist()]) for n in (counts, lengths))
+    runs = -(-70 // size)
+    table = torch.randperm(4 * runs).view(4, runs).int()
+    k_pages, v_pages = torch.full((2, 4 * runs, size, 2, 32), math.nan)
+    for b, n in enumerate(lengths):
+        for i in range(n):
+            page, row = places(table, size, b, i)
+            k_pages[page, row], v_pages[page, row] = k[cu_k[b] + i], v[cu_k[b] + i]
+        table[b, -(-n // size) :] = 2**31 - 1
+    given: dict[str, Any] = {"causal": True, "window_size": window, "return_attn_probs": True}
+    expected = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 40, 70, **given)
+    result = flash_attn_varlen_func(q, k_pages, v_pages, cu_q, cu_k, 40, 70, block_table=table, validate=True, **given)
+    out = torch.empty_like(q)
+    used = cu_k.diff()
+    again = flash_attn_varlen_func(
+        q, k_pages, v_pages, cu_q, None, 40, 70, block_table=table, seqused_k=used, out=out, **given
+    )
+    assert again[0] is out
+    for a, b_, c in zip(expected, result, again, strict=True):
+        assert torch.equal(a, b_)
+        assert torch.equal(a, c)
+
+
+# --------------------------------------------------------------------------------------------- a server, in miniature
+
+
+class Server:
+    """Sequences that come, grow, fork and go, over pages with references. Free pages and unused rows hold NaN, and
+    unused entries of the table no page. It keeps each sequence's keys and values apart as well, as the truth."""
+
+    def __init__(self, target: Target, rng: random.Random, size: int, pages: int, heads: int, d: int) -> None:
+        self.kernel, self.dtype = target
+        self.rng, self.size, self.heads, self.d = rng, size, heads, d
+        shape = pages, heads, size, d
+        self.k, self.v = (torch.full(shape, math.nan, dtype=self.dtype, device=self.kernel.device) for _ in "kv")
+        self.references = [0] * pages
+        self.pages: list[list[int]] = []
+        self.truth: list[tuple[Tensor, Tensor]] = []
+
+    def take(self) -> int:
+        """A page."""
+        page = self.rng.choice([i for i, n in enumerate(self.references) if n == 0])
+        self.references[page] = 1
+        return page
+
+    def give(self, page: int) -> None:
+        """Back, unless another sequence has it."""
+        self.references[page] -= 1
+        if self.references[page] == 0:
+            self.k[page] = self.v[page] = math.nan
+
+    def free(self) -> int:
+        return self.references.count(0)
+
+    def come(self) -> None:
+        self.pages.append([])
+        self.truth.append(tuple(torch.zeros(1, self.heads, 0, self.d, dtype=self.dtype) for _ in "kv"))  # type: ignore[arg-type]
+
+    def fork(self, b: int) -> None:
+        """A second sequence with the same past: the full pages are shared, the last one is copied."""
+        n = self.truth[b][0].shape[2]
+        whole = n // self.size
+        pages = self.pages[b][:whole]
+        for page in pages:
+            self.references[page] += 1
+        if n % self.size:
+            copy = self.take()
+            last = self.pages[b][whole]
+            self.k[copy], self.v[copy] = self.k[last].clone(), self.v[last].clone()
+            pages = [*pages, copy]
+        self.pages.append(pages)
+        self.truth.append(self.truth[b])
+
+    def go(self, b: int) -> None:
+        for page in self.pages[b]:
+            self.give(page)
+        del self.pages[b], self.truth[b]
+
+    def step(self, counts: list[int]) -> tuple[Tensor, list[int]]:
+        """Appends so many keys to each sequence and attends with as many queries, packed: (out, first rows)."""
+        lengths = [truth[0].shape[2] for truth in self.truth]
+        for b, n in enumerate(counts):
+            while len(self.pages[b]) * self.size < lengths[b] + n:
+                self.pages[b].append(self.take())
+        runs = max(map(len, self.pages)) + 1
+        stale = [2**31 - 1, -1, len(self.references), -(2**31)]
+        rows = [[*pages, *self.rng.choices(stale, k=runs - len(pages))] for pages in self.pages]
+        device = self.kernel.device
+        table = int32(rows, device)
+        cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
+        k, v = (torch.randn(cu[-1], self.heads, self.d).to(self.dtype) for _ in "kv")
+        self.q = torch.randn(cu[-1], 2 * self.heads, self.d).to(self.dtype)
+        ends = int32(cu, device)
+        append_kv(
+            self.k,
+            self.v,
+            k.to(device),
+            v.to(device),
+            int32(lengths, device),
+            block_table=table,
+            cu_seqlens_k=ends,
+            validate=True,
+        )
+        for b in range(len(counts)):
+            part = slice(cu[b], cu[b + 1])
+            self.truth[b] = tuple(
+                torch.cat((truth, new[part].transpose(0, 1)[None]), dim=2)
+                for truth, new in zip(self.truth[b], (k, v), strict=True)
+            )  # type: ignore[assignment]
+        used = int32([n + m for n, m in zip(lengths, counts, strict=True)], device)
+        out = forward_cached(
+            self.q.to(device),
+            self.k,
+            self.v,
+            used,
+            block_table=table,
+            cu_seqlens_q=ends,
+            max_seqlen_q=max(counts),
+            causal=True,
+            kernel=self.kernel.name,
+        )
+        assert isinstance(out, Tensor)
+        return out, cu
+
+
+@needs(CACHE)
+def test_serving(target: Target, request: pytest.FixtureRequest) -> None:
+    """Each step is checked for NaN, which are all that is not in use, and a sample against float64."""
+    kernel, _ = target
+    steps = 300 if request.config.getoption("--quick") else 10_000
+    rng = random.Random(11)
+    server = Server(target, rng, size=4, pages=60, heads=2, d=32)
+    forks = goes = 0
+    for step in range(12 if emulated(kernel) else steps):
+        if not server.truth or (len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.3):
+            server.come()
+        elif len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.1:
+            server.fork(rng.randrange(len(server.truth)))
+            forks += 1
+        while server.free() < 24 or (len(server.truth) > 1 and rng.random() < 0.05):
+            server.go(rng.randrange(len(server.truth)))
+            goes += 1
+            if not server.truth:
+                server.come()
+        counts = [
+            rng.randrange(1, 14) if truth[0].shape[2] == 0 else rng.choice([1, 1, 1, 0, 3]) for truth in server.truth
+        ]
+        if not any(counts):
+            continue
+        out, cu = server.step(counts)
+        assert not out.isnan().any(), step
+        if emulated(kernel) or step % 10 == 0:
+            for b, (k, v) in enumerate(server.truth):
+                rows = slice(cu[b], cu[b + 1])
+                if counts[b]:
+                    q = server.q[rows].transpose(0, 1)[None]
+                    expected = reference(kernel, q, k, v, CAUSAL)
+                    got = out[rows].cpu().transpose(0, 1)[None].double()
+                    allowed = 4 * expected.plain_error * float(expected.out.abs().max()) + 1e-5
+                    assert float((got - expected.out).abs().max()) <= allowed, (step, b)
+    assert emulated(kernel) or (forks > 5 and goes > 5)
+
+
+# --------------------------------------------------------------------------------------------------------- bad input
+
+
+def good() -> dict[str, Any]:
+    return {
+        "q": torch.randn(2, 4, 1, 16),
+        "k_cache": torch.randn(6, 2, 8, 16),
+        "v_cache": torch.randn(6, 2, 8, 16),
+        "cache_seqlens": int32([3, 9]),
+        "block_table": int32([[0, 1], [2, 3]]),
+    }
+
+
+WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "q": ({"q": 1}, TypeError, r"q: got int, allowed: torch\.Tensor"),
+    "q rank": ({"q": torch.zeros(2, 4, 16)}, ValueError, r"q\.shape: got \(2, 4, 16\), allowed: \(B, H, N, d\)"),
+    "q dtype": ({"q": torch.zeros(2, 4, 1, 16).double()}, ValueError, r"q\.dtype: got torch\.float64"),
+    "cache rank": ({"k_cache": torch.zeros(2, 8, 16)}, ValueError, r"k_cache\.shape: got \(2, 8, 16\)"),
+    "cache dtype": (
+        {"v_cache": torch.zeros(6, 2, 8, 16).half()},
+        ValueError,
+        r"v_cache\.dtype: got torch\.float16, allowed: q's, torch\.float32",
+    ),
+    "cache head dim": ({"k_cache": torch.zeros(6, 2, 8, 24)}, ValueError, r"k_cache\.shape: .* the head dim of q, 16"),
+    "caches differ": ({"v_cache": torch.zeros(6, 2, 7, 16)}, ValueError, r"v_cache\.shape: got \(6, 2, 7, 16\)"),
+    "heads": ({"q": torch.zeros(2, 3, 1, 16)}, ValueError, r"q\.shape: .* a multiple of k_cache's, 2"),
+    "lengths dtype": (
+        {"cache_seqlens": torch.tensor([3, 9])},
+        ValueError,
+        r"cache_seqlens\.dtype: got torch\.int64, allowed: torch\.int32",
+    ),
+    "lengths shape": ({"cache_seqlens": int32([3])}, ValueError, r"cache_seqlens\.shape: got \(1,\), allowed: \(B,\)"),
+    "lengths text": ({"cache_seqlens": "3"}, TypeError, r"cache_seqlens: got '3', allowed: an int or a tensor"),
+    "lengths beyond": ({"cache_seqlens": 17}, ValueError, r"cache_seqlens: got 17, allowed: 0 to 16"),
+    "lengths below": ({"cache_seqlens": -1}, ValueError, r"cache_seqlens: got -1, allowed: 0 to 16"),
+    "table dtype": (
+        {"block_table": torch.zeros(2, 2)},
+        ValueError,
+        r"block_table\.dtype: got torch\.float32, allowed: torch\.int32",
+    ),
+    "table shape": ({"block_table": int32([[0, 1]])}, ValueError, r"block_table\.shape: got \(1, 2\)"),
+    "table rank": ({"block_table": int32([0, 1])}, ValueError, r"block_table\.shape: got \(2,\)"),
+    "table device": (
+        {"block_table": torch.zeros(2, 2, dtype=torch.int32, device="meta")},
+        ValueError,
+        r"block_table\.device: got meta",
+    ),
+    "two places": ({"cache_batch_idx": int32([0, 1])}, ValueError, r"cache_batch_idx: .* None if there is a block_tab"),
+    "too few entries": (
+        {"block_table": None, "q": torch.zeros(7, 4, 1, 16), "cache_seqlens": int32([0] * 7)},
+        ValueError,
+        r"k_cache\.shape: got \(6, 2, 8, 16\), allowed: at least 7 batch entries",
+    ),
+    "leftpad": ({"cache_leftpad": int32([0])}, ValueError, r"cache_leftpad\.shape: got \(1,\)"),
+    "max_seqlen_q": ({"max_seqlen_q": 1}, ValueError, r"max_seqlen_q: got 1, allowed: None without cu_seqlens_q"),
+    "causal": ({"causal": "top_left"}, ValueError, r"causal: got 'top_left', allowed: False, True, 'bottom_right'"),
+    "math": ({"kernel": "math"}, ValueError, r"kernel: got 'math'"),
+    "kernel without": (
+        {"kernel": "simt_naive"},
+        ValueError,
+        r"kernel 'simt_naive' cannot run this: .* a key/value cache",
+    ),
+    "bias": ({"attn_bias": torch.zeros(1, 17)}, ValueError, r"attn_bias\.shape: got \(1, 17\), .* \(2, 4, 1, 16\)"),
+    "grad": (
+        {"q": torch.zeros(2, 4, 1, 16, requires_grad=True)},
+        NotImplementedError,
+        r"q: got a tensor that requires",
+    ),
+    "validate": ({"validate": 1}, TypeError, r"validate: got 1, allowed: a bool"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG.values(), ids=WRONG)
+def test_bad_input(wrong: tuple[dict[str, Any], type[Exception], str]) -> None:
+    changes, error, message = wrong
+    call = good()
+    forward_cached(**call)
+    with pytest.raises(error, match=message):
+        forward_cached(**call | changes)
+
+
+WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "v alone": ({"k": None}, TypeError, r"k: got None, allowed: both k and v"),
+    "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: "),
+    "k dtype": ({"k": torch.zeros(2, 1, 2, 16).half()}, ValueError, r"k\.dtype: got torch\.float16"),
+    "v shape": ({"v": torch.zeros(2, 2, 2, 16)}, ValueError, r"v\.shape: "),
+    "no lengths": ({"cache_seqlens": None}, TypeError, r"cache_seqlens: got None"),
+    "no room": ({"cache_seqlens": 8}, ValueError, r"cache_seqlens: got 8, allowed: 0 to 7"),
+    "one table": ({"rotary_sin": None}, TypeError, r"rotary_sin: got None, allowed: both tables"),
+    "short table": (
+        {"rotary_cos": torch.zeros(7, 4), "rotary_sin": torch.zeros(7, 4)},
+        ValueError,
+        r"rotary_cos\.shape: got \(7, 4\), allowed: at least 8 rows",
+    ),
+    "wide table": (
+        {"rotary_cos": torch.zeros(8, 9), "rotary_sin": torch.zeros(8, 9)},
+        ValueError,
+        r"rotary_cos\.shape: got \(8, 9\)",
+    ),
+    "table dtype": (
+        {"rotary_cos": torch.zeros(8, 4).half(), "rotary_sin": torch.zeros(8, 4)},
+        ValueError,
+        r"rotary_cos\.dtype: got torch\.float16",
+    ),
+    "rotary without k": ({"k": None, "v": None}, ValueError, r"rotary_cos: got a tensor, allowed: None unless k"),
+    "num_splits": ({"num_splits": -1}, ValueError, r"num_splits: got -1, allowed: 0 or more"),
+    "num_splits text": ({"num_splits": "2"}, TypeError, r"num_splits: got '2', allowed: an int"),
+    "two tables": (
+        {"page_table": int32([[0], [1]]), "block_table": int32([[0], [1]])},
+        ValueError,
+        r"page_table: got a tensor, allowed: None if there is a block_table",
+    ),
+    "out": ({"out": torch.zeros(2, 1, 4, 8)}, ValueError, r"out: got \(2, 1, 4, 8\)"),
+    "q packed": ({"cu_seqlens_q": int32([0, 1, 2])}, ValueError, r"q\.shape: got \(2, 1, 4, 16\), allowed: \(total, H"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_KV.values(), ids=WRONG_KV)
+def test_bad_input_with_kvcache(wrong: tuple[dict[str, Any], type[Exception], str]) -> None:
+    changes, error, message = wrong
+    call = {
+        "q": torch.randn(2, 1, 4, 16),
+        "k_cache": torch.randn(2, 8, 2, 16),
+        "v_cache": torch.randn(2, 8, 2, 16),
+        "k": torch.randn(2, 1, 2, 16),
+        "v": torch.randn(2, 1, 2, 16),
+        "rotary_cos": torch.ones(8, 4),
+        "rotary_sin": torch.zeros(8, 4),
+        "cache_seqlens": 3,
+    }
+    flash_attn_with_kvcache(**call)
+    with pytest.raises(error, match=message):
+        flash_attn_with_kvcache(**call | changes)
+
+
+# ------------------------------------------------------------------------------------------------------- torch's tools
+
+
+def test_opcheck() -> None:
+    call = good()
+    forward = torch.ops.flash_wmma.forward_cached.default
+    tensors = call["q"], call["k_cache"], call["v_cache"], call["cache_seqlens"]
+    torch.library.opcheck(forward, (*tensors, call["block_table"], None, None, 0))
+    torch.library.opcheck(forward, (*tensors, None, int32([1, 0]), None, 0), {"window_right": 0, "out_bnhd": True})
+    packed = torch.randn(5, 4, 16), *tensors[1:]
+    torch.library.opcheck(forward, (*packed, call["block_table"], None, int32([0, 2, 5]), 3))
+    append = torch.ops.flash_wmma.append_kv.default
+    new = torch.randn(2, 2, 2, 3, 16)
+    caches = call["k_cache"], call["v_cache"]
+    torch.library.opcheck(append, (*caches, *new, call["cache_seqlens"], call["block_table"], None))
+    torch.library.opcheck(append, (*caches, *torch.randn(2, 5, 2, 16), int32([0, 4]), None, int32([0, 2, 5])))
+
+
+def test_compiled_step() -> None:
+    """A decode step that rotates, appends in place and attends is one graph, for all lengths."""
+
+    def step(q: Tensor, k: Tensor, v: Tensor, caches: Tensor, seqlens: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(
+            q, caches[0], caches[1], k, v, cos, sin, cache_seqlens=seqlens, block_table=table, causal=True
+        )
+        assert isinstance(out, Tensor)
+        return out
+
+    angle = torch.rand(32, 8)
+    cos, sin = angle.cos(), angle.sin()
+    table = torch.randperm(8).view(2, 4).int()
+    caches = torch.randn(2, 8, 8, 2, 16)
+    again = caches.clone()
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+    for n in range(4):
+        q, k, v = torch.randn(2, 1, 4, 16), *torch.randn(2, 2, 1, 2, 16)
+        seqlens = int32([n, 20 + n])
+        assert torch.equal(compiled(q, k, v, caches, seqlens), step(q, k, v, again, seqlens))
+        assert torch.equal(caches, again)
