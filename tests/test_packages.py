@@ -142,6 +142,7 @@ packed = [t.flatten(0, 1) for t in (q, k, v)]
 close(hub.flash_attn_varlen_func(*packed, ends, ends, 40, 40, causal=True).view_as(expected), expected)
 with torch.autocast("cpu", torch.bfloat16):
     assert hub.forward(*rows, causal=True).dtype == torch.bfloat16
+    assert getattr(torch.ops, hub.__name__).forward(*(t.detach() for t in rows))[0].dtype == torch.bfloat16
 with torch.no_grad():
     compiled = torch.compile(lambda *t: hub.forward(*t, causal=True), fullgraph=True, backend="aot_eager")
     close(compiled(*rows).transpose(1, 2), expected)
