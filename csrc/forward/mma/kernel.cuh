@@ -167,6 +167,7 @@ __device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
 // spills: sm_80 sm_90: packed, general and cached tiles at the register limit keep up to 36 loop-invariant values
 // (bounds, addresses) in local memory, most of them for the exact path; tiles that avoid it are slower
 // (docs/tuning/mma.md).
+// spills: sm_75: one such value of a cached tile at d = 256; a tile of 16 keys, whose warps share no rows, keeps 31.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc;
