@@ -15,8 +15,11 @@
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
 // (device/backward_rows.cuh).
 //
-// Shared memory: rings of K and V of items, of tiles of Q and dO with their L and D, of tiles of dS, and of items. Each
-// place has a barrier that says it is full and one that says it is empty.
+// Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask, where
+// dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is empty.
+//
+// The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
+// before them, where there are registers for it.
 //
 // d above 128: two_roles.cuh. The order of the additions of deterministic calls: order.cuh.
 //

@@ -10,8 +10,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// One warp: says what the block works on, and copies K and V of each item and its tiles of Q and dO with their facts,
-/// each as soon as its place is empty.
+/// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as its
+/// place is empty. What is to be known of a tile comes before.
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer {
   public:
@@ -19,8 +19,8 @@ class Producer {
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(int items) {
-        // In order, an item waits for those that were taken before. So it is taken late, when it can begin: others wait
-        // for it in turn, and behind a long item they would wait long.
+        // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order, all
+        // that follow. And an item waits for those alone that were taken before.
         const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
         const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
         for (int index = uniform(first); index < items;) {

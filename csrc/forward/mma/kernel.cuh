@@ -166,8 +166,9 @@ __device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
     else return dense_assignment<Tile::kBr>(p);
 }
 
-// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
-// addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
+// spills: sm_75 sm_80 sm_90: packed, general and cached tiles at the register limit keep up to 50 loop-invariant values
+// (bounds, addresses) in local memory, most of them for the exact path; tiles that avoid it are slower
+// (docs/tuning/mma.md).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc;
