@@ -374,8 +374,8 @@ def test_append(layout: str, with_pages: bool, packed: bool) -> None:
     table = int32([[7, 2, 9], [3, 0, 1], [4, 99, 5], [6, 8, -1], [10, 11, 12]]) if with_pages else None
     caches = [nan_pages(layout, 13, 2, size, d, torch.float32, "cpu").nan_to_num(0.5) for d in (8, 16)]
     expected = [t.clone() for t in caches]
-    seqlens = [0, 10, 3, 6, 12]
-    counts = [2, 1, 3, 0, 4] if packed else [3] * batch
+    seqlens = [0, 11, 3, 6, 5]
+    counts = [2, 2, 3, 0, 4] if packed else [3] * batch
     cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
     news = [torch.randn(sum(counts) + packed, 2, d) for d in (8, 16)]
     for cache, new in zip(expected, news, strict=True):
@@ -392,9 +392,14 @@ def test_append(layout: str, with_pages: bool, packed: bool) -> None:
     for cache, right in zip(caches, expected, strict=True):
         assert torch.equal(cache, right)
     assert all(torch.equal(bits(t), b) for t, b in zip(given, before, strict=True))
-    wrong = r"block_table: got 99 at \(2, 1\)" if with_pages else "cache_seqlens: got 12 at 4"
-    with pytest.raises(ValueError, match=wrong if packed else "cache_seqlens: got 10 at 1"):
+    with pytest.raises(
+        ValueError, match=r"cache_seqlens: got 11 at 1 and \d new keys, allowed: at most the capacity, 12"
+    ):
         append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends, validate=True)
+    fits = int32([0, 1, 3, 6, 5])
+    wrong = pytest.raises(ValueError, match=r"block_table: got 99 at \(2, 1\)")
+    with wrong if with_pages else contextlib.nullcontext():
+        append_kv(*caches, *given, fits, block_table=table, cu_seqlens_k=ends, validate=True)
 
 
 def test_append_without_a_place_changes_nothing() -> None:
