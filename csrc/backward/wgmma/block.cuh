@@ -77,11 +77,28 @@ __device__ __forceinline__ bool runs_backwards(const ForwardParams& p) {
     return kPass == Pass::kOrdered && p.band.right < kUnbounded;
 }
 
+/// The order of items if the additions have one: the items of kInterleavedHeads heads by turns. An item follows the one
+/// before in its head at a distance of a tile or two, and blocks ask for items faster than that.
+template <class Tile, bool kPacked>
+__device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
+    constexpr unsigned kInterleavedHeads = 4;
+    const bool packed = kPacked && p.sequences.cu_seqlens_k;
+    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, Tile::kKeys)
+                                                    : (p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
+    const auto heads = static_cast<unsigned>(packed ? p.heads_k : p.heads_k * p.batch);
+    const unsigned first = index / (kInterleavedHeads * tiles) * kInterleavedHeads, at = index - first * tiles;
+    const unsigned together = min(kInterleavedHeads, heads - first);
+    return (first + at % together) * tiles + at / together;
+}
+
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr int kStep = Tile::kQueries;
-    OwnedTile own = owned_keys<Tile::kKeys, includes(kProblems, Problems::kPacked)>(p, static_cast<unsigned>(index));
+    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    auto place = static_cast<unsigned>(index);
+    if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
+    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(p);
     if (backwards && own.first_row >= 0 && own.rows > 0) {

@@ -53,6 +53,10 @@ __device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile
             min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1)};
 }
 
+/// Whether an instance takes key ranges. Rows of a grouped tile are of several heads, and a cache has no ranges.
+template <class Tile, Problems kProblems>
+inline constexpr bool kTakesRanges = includes(kProblems, Problems::kModified) && !Tile::kCached;
+
 /// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
@@ -61,7 +65,7 @@ struct Weigher {
     using Mod = ScoreMod<kModifies>;
 
     const Work<Tile>& work;
-    const KeyMask<kModifies>& mask;
+    const KeyMask<kTakesRanges<Tile, kProblems>>& mask;
     Smem<Tile>& smem;
     const Thread<Tile>& thread;
     const VisibleTiles<Tile::kBc>& visible;
@@ -178,8 +182,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const Thread<Tile> thread;
     const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.row(0).query >= assigned.sequence.seqlen_q)) return;
-    constexpr bool kRanged = includes(kProblems, Problems::kModified) && !Tile::kCached;
-    const auto mask = key_mask<kRanged>(p, assigned.sequence, assigned.tile.row(0).head);
+    const auto mask = key_mask<kTakesRanges<Tile, kProblems>>(p, assigned.sequence, assigned.tile.row(0).head);
     const Work<Tile> work(p, assigned, mask);
     const Sequence& sequence = work.sequence;
 
