@@ -27,7 +27,6 @@ struct BandMask {
     __device__ int begin(int row) const { return max(0, row + begin_shift); }
     __device__ int end(int row) const { return min(seqlen_k, row + end_shift); }
 
-
     /// The keys that the rows [first, last] see, at least one row.
     __device__ KeyExtent extent(int first, int last) const {
         return {begin(first), end(last), begin(last), end(first)};
