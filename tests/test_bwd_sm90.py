@@ -18,7 +18,7 @@ from flash_wmma._library import ops
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value of a gradient
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
-SHAPES = [64, 128, 192, 256]
+SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64."""
 
 
@@ -250,16 +250,16 @@ def test_scores_far_below_zero(d: int) -> None:
 
 
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: dense and masked problems up to d = 128; the others go to bwd_sm80, and so do other cards."""
+    """`auto` on sm_90: all that it takes, but deterministic gradients above d = 128; other cards have bwd_sm80."""
     q, wide = (torch.empty(2, 8, 1000, d, dtype=torch.float16, device="meta") for d in (64, 192))
-    for options in ({}, {"causal": True}, {"window": (100, 0)}):
+    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).backward_kernel == "bwd_sm90"  # type: ignore[arg-type]
     for tensors in ((wide, wide, wide), (q, q, wide)):
-        answer = flash_wmma.explain(*tensors, device_facts=DEVICE)
+        assert flash_wmma.explain(*tensors, device_facts=DEVICE).backward_kernel == "bwd_sm90"
+        answer = flash_wmma.explain(*tensors, device_facts=DEVICE, deterministic=True)
         assert answer.backward_kernel == "bwd_sm80"
-        assert (
-            flash_wmma.explain(*tensors, device_facts=DEVICE, backward_kernel="bwd_sm90").backward_kernel == "bwd_sm90"
-        )
+        named = flash_wmma.explain(*tensors, device_facts=DEVICE, deterministic=True, backward_kernel="bwd_sm90")
+        assert named.backward_kernel == "bwd_sm90"
     for options in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(8, device="meta")}):
         answer = flash_wmma.explain(q, q, q, device_facts=DEVICE, **options)  # type: ignore[arg-type]
         assert answer.backward_kernel == "bwd_sm80"
@@ -276,6 +276,7 @@ ORDERED = [
     Case(330, 300, Mask(True), batch=2),
     Case(400, 410, Mask(window=(90, 40))),
     Case(300, 320, Mask(True, window=(150, 10))),
+    Case(140, 200, Mask(True), (6, 6)),  # more heads than take turns, and a rest of them
 ]
 """Three or more tiles of keys and of queries: items that wait for their turns, forwards and backwards."""
 
