@@ -211,8 +211,8 @@ class Shape:
 
 
 def shape_of(function: str) -> Shape | None:
-    """The shape of an instance of mma_sm75, from its mangled name; None: another function."""
-    tile = r"4Sm75E6__halfXtlN\w+?9TileShapeE((?:L[ib]\d+E)+)E+"
+    """The shape of an instance of mma_sm75, from its mangled name; None: another function, or one for caches."""
+    tile = r"4TileI\w*?4Sm75E6__halfXtlN\w+?9TileShapeE((?:L[ib]\d+E)+)E+"
     found = re.search(rf"3mma7forwardI\w*?{tile}LN\w+?8ProblemsE(\d)E", function)
     if not found:
         return None

@@ -158,7 +158,7 @@ def test_lines_add_up(name: str, request: pytest.FixtureRequest) -> None:
 
 def test_functions_apart(v3_float32: Profile) -> None:
     convert, forward = v3_float32.launches
-    assert convert.function == "flash_wmma::(anonymous namespace)::convert<float, false>"
+    assert convert.function == "flash_wmma::(anonymous namespace)::convert<float, false, false>"
     assert (convert.name, forward.name) == ("convert", "forward")
     assert convert.counts.mma == 0
     assert v3_float32.counts.mma == forward.counts.mma == 2 * 2 * (N // 16) ** 3

@@ -90,7 +90,7 @@ def test_opaque_route_of_wmma_v3_with_everything() -> None:
     longest = [max(n) for n in lengths]
     bias = torch.randn(2, *longest, generator=torch.Generator().manual_seed(0)).half()
     slopes = torch.tensor([0.5, 0.125])
-    q, k, v, out, lse = opaque("general", sum(lengths[0]), sum(lengths[1]), *cu, 4, *longest, bias, slopes, softcap=3.0)
+    q, k, v, out, lse = opaque("general", sum(lengths[0]), sum(lengths[1]), *cu, 4, *longest, bias, slopes, 3.0)
     for b, (nq, nk) in enumerate(zip(*lengths, strict=True)):
         rows, keys = (slice(int(c[b]), int(c[b + 1])) for c in cu)
         one = [t[:, :, s].double() for t, s in ((q, rows), (k, keys), (v, keys))]
