@@ -182,7 +182,7 @@ FAULTS = [
     Fault(
         name="ranges-cpu-packed",
         path="csrc/cpu/tasks.h",
-        old="    if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;\n",
+        old="if (p.key_ranges.data) p.key_ranges.data += queries.begin * p.key_ranges.query;",
         new="",
         why="all packed sequences have the ranges of the first rows",
     ),
