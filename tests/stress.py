@@ -1,9 +1,11 @@
 """Random problems on a GPU, thousands of them: a kernel that hangs, races or loses a key now and then is found here.
 
     python tests/stress.py [--kernel wgmma_sm90] [--launches 10000] [--seed 0]
+    python tests/stress.py --kernel bwd_sm90             gradients
 
 Each problem is launched five times into poisoned memory: right by plain attention in fp32, and every time the same to
-the bit. A hang ends by the caller's timeout. Exit status 1 if anything was wrong.
+the bit, which gradients are in the half of the problems that are deterministic. A hang ends by the caller's timeout.
+Exit status 1 if anything was wrong.
 """
 
 from __future__ import annotations
@@ -12,13 +14,16 @@ import argparse
 import math
 import random
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from reference import Mask, attention, poisoned_memory
+from torch import Tensor
 
 import flash_wmma
 
+NAMES = {"forward": ("out", "lse"), "backward": ("dq", "dk", "dv")}
 REPEATS = 5
 TOLERANCE = {torch.float16: 8e-3, torch.bfloat16: 5e-2}  # of the largest value of an output
 
@@ -34,23 +39,49 @@ def problem(rng: random.Random) -> tuple[tuple[int, ...], torch.dtype, Mask, flo
     return shape, rng.choice(list(TOLERANCE)), rng.choice(masks), rng.choice((1 / math.sqrt(d), 1.0, 4.0))
 
 
-def wrong(kernel: str, rng: random.Random) -> str:
+def gradients(out: Tensor, leaves: Sequence[Tensor], dout: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(out, leaves, dout, retain_graph=True)
+
+
+def wrong(kernel: str, direction: str, rng: random.Random) -> str:
     """What is wrong with one problem's results; empty if nothing is."""
     (b, hq, hk, nq, nk, d), dtype, mask, scale = problem(rng)
     where: dict[str, Any] = {"device": "cuda", "dtype": dtype}
     q, k, v = (torch.randn(b, h, n, d, **where) for h, n in ((hq, nq), (hk, nk), (hk, nk)))
-    label = f"{kernel} {(b, hq, hk, nq, nk, d)} {dtype} {mask} scale {scale:.3f}"
+    exact = [t.float() for t in (q, k, v)]
+    if direction == "forward":
+        label, repeatable = kernel, True
+        expected = attention(*exact, mask, scale)
+
+        def call() -> tuple[Tensor, ...]:
+            return flash_wmma.forward(q, k, v, scale=scale, kernel=kernel, return_lse=True, **mask._asdict())
+    else:
+        repeatable = rng.random() < 0.5
+        scale = min(scale, 2 / math.sqrt(d))  # with a weight near 1 in each row gradients are differences of equals
+        label = kernel + " deterministic" * repeatable
+        leaves, exact = ([t.requires_grad_() for t in ts] for ts in ((q, k, v), exact))
+        options = {"backward_kernel": kernel, "deterministic": repeatable, **mask._asdict()}
+        out = flash_wmma.forward(*leaves, scale=scale, **options)
+        dout = torch.randn_like(out)
+        expected = gradients(attention(*exact, mask, scale)[0], exact, dout.float())
+
+        def call() -> tuple[Tensor, ...]:
+            return gradients(out, leaves, dout)
+
+    label = f"{label} {(b, hq, hk, nq, nk, d)} {dtype} {mask} scale {scale:.3f}"
     results = []
     for _ in range(REPEATS):
         with poisoned_memory():
-            results.append(flash_wmma.forward(q, k, v, scale=scale, kernel=kernel, return_lse=True, **mask._asdict()))
-    out, lse = results[0]
-    if not all(torch.equal(out, o) and torch.equal(lse, x) for o, x in results[1:]):
+            results.append(call())
+    if repeatable and not all(all(map(torch.equal, results[0], other)) for other in results[1:]):
         return f"{label}: differs from run to run"
-    expected, expected_lse = attention(q.float(), k.float(), v.float(), mask, scale)
-    error = ((out - expected).abs().max() / expected.abs().max().clamp_min(1e-6)).item()
-    if out.isnan().any() or error > TOLERANCE[dtype] or not torch.equal(lse.isneginf(), expected_lse.isneginf()):
-        return f"{label}: error {error:.1e}"
+    for name, values, right in zip(NAMES[direction], zip(*results, strict=True), expected, strict=True):
+        finite = right.isfinite()
+        scale_of = right[finite].abs().max().clamp_min(1e-6) if finite.any() else torch.tensor(1.0)
+        for value in values:
+            error = ((value - right)[finite].abs().max() / scale_of).item() if finite.any() else 0.0
+            if not error <= TOLERANCE[dtype] or not torch.equal(value.isneginf(), right.isneginf()):
+                return f"{label}: error {error:.1e} of {name}"
     return ""
 
 
@@ -60,10 +91,11 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
+    direction = "backward" if options.kernel in {kernel.name for kernel in flash_wmma.kernels("backward")} else "forward"
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     problems = -(-options.launches // REPEATS)
-    found = [text for text in (wrong(options.kernel, rng) for _ in range(problems)) if text]
+    found = [text for text in (wrong(options.kernel, direction, rng) for _ in range(problems)) if text]
     print(*found, f"{problems * REPEATS} launches of {problems} problems, {len(found)} wrong", sep="\n")
     return 1 if found else 0
 
