@@ -144,6 +144,16 @@ bool is_exact(const Kernel<Params>& kernel, DType dtype) {
                                         std::any_of(kernel.instances.begin(), kernel.instances.end(), reads));
 }
 
+/// The largest d and d_v of the instances that the device can run.
+int largest_head_dim(const KernelFacts& kernel, const DeviceFacts& device) {
+    if (kernel.instances.empty()) return kernel.max_head_dim;
+    int largest = 0;
+    for (const Instance& instance : kernel.instances)
+        if (instance.min_arch <= device.arch && instance.smem_bytes <= device.smem_optin)
+            largest = std::max(largest, instance.head_dim);
+    return std::min(largest, kernel.max_head_dim);
+}
+
 }  // namespace
 
 template <class Params>
@@ -174,10 +184,12 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
     if (exact(params) && !is_exact(kernel, p.dtype))
         return std::string("converts ") + dtype_name(p.dtype) + ", which forward's kernel multiplied as it is";
 
+    const int largest = largest_head_dim(kernel, device);
     for (const int d : {p.head_dim, p.head_dim_v}) {
-        if (kernel.min_head_dim <= d && d <= kernel.max_head_dim) continue;
-        const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(kernel.max_head_dim);
-        return "head dim: got " + std::to_string(d) + ", allowed: " + (low == high ? low : low + " to " + high);
+        if (kernel.min_head_dim <= d && d <= largest) continue;
+        const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(largest);
+        return "head dim: got " + std::to_string(d) + ", allowed: " + (low == high ? low : low + " to " + high) +
+               (largest < kernel.max_head_dim ? " with the shared memory of this device" : "");
     }
     if (const unsigned missing = features_of(params) & ~kernel.features) {
         std::string names;

@@ -59,7 +59,7 @@ struct KernelFacts {
     bool float16 = false;         //
     bool rounds_float32 = false;  ///< its instances that read fp32 round it to half on the way into the products
     int min_head_dim = 1;         ///< of d and d_v
-    int max_head_dim = 256;       //
+    int max_head_dim = 0;         ///< with enough shared memory. 0 in with_instances: that of the largest instance
     unsigned features = 0;        ///< Feature bits
     int auto_rank = 0;            ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
     std::vector<Instance> instances = {};

@@ -1,6 +1,7 @@
 // Functions for the kernels' tables of tile shapes. A Shape is any struct whose member `facts` is its Instance.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <initializer_list>
 #include <iterator>
@@ -30,10 +31,15 @@ std::vector<Shape> join(std::initializer_list<std::vector<Shape>> parts) {
     return all;
 }
 
-/// These facts with the instances of `shapes`.
+/// These facts with the instances of `shapes` and, unless the facts say it, the largest head dim of any.
 template <class Shape>
 KernelFacts with_instances(KernelFacts facts, const std::vector<Shape>& shapes) {
-    for (const Shape& shape : shapes) facts.instances.push_back(shape.facts);
+    int largest = 0;
+    for (const Shape& shape : shapes) {
+        facts.instances.push_back(shape.facts);
+        largest = std::max(largest, shape.facts.head_dim);
+    }
+    if (facts.max_head_dim == 0) facts.max_head_dim = largest;
     return facts;
 }
 

@@ -112,6 +112,14 @@ def checked(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+def kernel_on_gpu(kernel: flash_wmma.Kernel) -> flash_wmma.Kernel:
+    """The kernel with the head dims for which this GPU has the shared memory."""
+    device = flash_wmma.device_facts()
+    fitting = [i.head_dim for i in kernel.instances if i.min_arch <= device.arch and i.smem_bytes <= device.smem_optin]
+    low, high = kernel.head_dims
+    return dataclasses.replace(kernel, head_dims=(low, min([high, *([max(fitting)] if fitting else [])])))
+
+
 def obstacle(kernel: flash_wmma.Kernel, dtype: torch.dtype | None = None) -> str:
     """Why this machine cannot run the kernel; empty if it can."""
     if kernel.device == "cpu":
@@ -126,7 +134,8 @@ def kernels_under_test(
 ) -> list[flash_wmma.Kernel]:
     only = config.getoption("--kernel")
     kernels = [kernel for kernel in flash_wmma.kernels(direction) if not only or kernel.name in only]
-    return [kernel if kernel.device == "cpu" or on_gpu() else emulated_kernel(kernel) for kernel in kernels]
+    on_its_device = kernel_on_gpu if on_gpu() else emulated_kernel
+    return [kernel if kernel.device == "cpu" else on_its_device(kernel) for kernel in kernels]
 
 
 def targets(

@@ -91,7 +91,9 @@ def main() -> int:
     parser.add_argument("--launches", type=int, default=10_000)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    direction = "backward" if options.kernel in {kernel.name for kernel in flash_wmma.kernels("backward")} else "forward"
+    direction = (
+        "backward" if options.kernel in {kernel.name for kernel in flash_wmma.kernels("backward")} else "forward"
+    )
     rng = random.Random(options.seed)
     torch.manual_seed(options.seed)
     problems = -(-options.launches // REPEATS)

@@ -225,10 +225,19 @@ def test_last_query_of_a_window(backward_target: BackwardTarget) -> None:
     lambda kernel, d, dv: kernel.head_dims[0] <= min(d, dv) <= max(d, dv) <= kernel.head_dims[1],
     lambda kernel, d, dv: d == dv or "d_v != d" in kernel.features,
 )
-@pytest.mark.parametrize(("d", "dv"), [(8, 8), (5, 5), (40, 40), (128, 128), (64, 24), (20, 64)])
+@pytest.mark.parametrize(("d", "dv"), [(8, 8), (5, 5), (40, 40), (128, 128), (64, 24), (20, 64), (512, 272), (40, 512)])
 def test_head_dims(backward_target: BackwardTarget, d: int, dv: int) -> None:
     kernel, dtype = backward_target
     check(kernel, inputs(kernel, dtype, 40, 50, d, dv, heads=(2, 1), batch=2))
+
+
+@needs("the gradient of attn_bias", lambda kernel: kernel.head_dims[1] >= 512)
+def test_bias_of_wide_heads(backward_target: BackwardTarget) -> None:
+    """Blocks that share own rows have all scores of these rows, but the bias gets one gradient."""
+    kernel, dtype = backward_target
+    bias = torch.randn(1, 2, 40, 50, device=kernel.device)
+    given = inputs(kernel, dtype, 40, 50, 512, 272, heads=(2, 1), batch=1)
+    check(kernel, given, Mask("bottom_right"), Modification(attn_bias=bias))
 
 
 @pytest.mark.parametrize("layout", [layout for layout in LAYOUTS if layout != "broadcast_rows"])

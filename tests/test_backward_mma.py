@@ -95,18 +95,21 @@ def check(kernel: str, case: Case, d: int, dv: int, dtype: torch.dtype, smem_kib
 
 
 HEAD_DIMS = [(8, 8), (32, 16), (64, 64), (40, 96), (128, 72), (136, 192), (256, 248)]
+WIDE = [(512, 264), (72, 512)]  # of bwd_sm80
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
-@pytest.mark.parametrize("name", ["bwd_sm80", "bwd_sm75"])
+@pytest.mark.parametrize(
+    ("name", "d", "dv"),
+    [(name, *dims) for name in ("bwd_sm80", "bwd_sm75") for dims in HEAD_DIMS] + [("bwd_sm80", *dims) for dims in WIDE],
+)
 def test_head_dims(name: str, d: int, dv: int, deterministic: bool) -> None:
     for case in (CAUSAL, GENERAL):
         check(name, case, d, dv, torch.float16, 227 if name == "bwd_sm80" else 64, deterministic)
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("d", [64, 96, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 256, 512])
 def test_many_tiles(d: int, deterministic: bool) -> None:
     """Queries and keys of several tiles: rings go round, and what one tile leaves to the next is used."""
     for case in MANY_TILES:
@@ -121,14 +124,14 @@ def test_many_tiles_of_sm75(d: int, smem_kib: int) -> None:
         check("bwd_sm75", case, d, d, torch.float16, smem_kib, False)
 
 
-@pytest.mark.parametrize(("d", "dv"), HEAD_DIMS)
+@pytest.mark.parametrize(("d", "dv"), [*HEAD_DIMS, *WIDE])
 def test_bf16(d: int, dv: int) -> None:
     for case in (CAUSAL, GENERAL):
         check("bwd_sm80", case, d, dv, torch.bfloat16, 227, False)
 
 
 @pytest.mark.parametrize("smem_kib", [99, 163])
-@pytest.mark.parametrize("d", [64, 128, 192, 256])
+@pytest.mark.parametrize("d", [64, 128, 192, 256, 512])
 def test_less_shared_memory(d: int, smem_kib: int) -> None:
     for deterministic in (False, True):
         check("bwd_sm80", CAUSAL, d, d, torch.float16, smem_kib, deterministic)
@@ -145,8 +148,13 @@ def test_masked_rows_and_bias(name: str, deterministic: bool) -> None:
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize(("d", "dv"), [(64, 64), (40, 96), (128, 72), (256, 248)])
-@pytest.mark.parametrize("name", ["bwd_sm80", "bwd_sm75"])
+@pytest.mark.parametrize(
+    ("name", "d", "dv"),
+    [
+        *((name, *dims) for name in ("bwd_sm80", "bwd_sm75") for dims in ((64, 64), (40, 96), (128, 72), (256, 248))),
+        ("bwd_sm80", 512, 328),
+    ],
+)
 def test_converted_inputs(name: str, d: int, dv: int, deterministic: bool) -> None:
     """On general instances of half, of little shared memory."""
     case = Case(70, 150, causal=True, softcap=3.0, bias=(1, 2, 70, 150), dlse=True)

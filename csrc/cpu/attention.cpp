@@ -190,6 +190,7 @@ const KernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
+     .max_head_dim = kMaxHeadDim,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,

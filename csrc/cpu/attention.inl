@@ -754,7 +754,7 @@ void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t 
             const float m = first[s * split_stride + dv];
             if (m > maximum) maximum = m;
         }
-        float o[256];
+        float o[kMaxHeadDim];
         for (int c = 0; c < dv; ++c) o[c] = 0.f;
         for (int s = 0; s < splits; ++s) {
             const float* part = first + s * split_stride;

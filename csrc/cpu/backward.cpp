@@ -135,6 +135,7 @@ const BackwardKernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
+     .max_head_dim = kMaxHeadDim,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic |
                  kBiasGradient | kDeterministicBiasGradient,
      .auto_rank = 100},

@@ -17,6 +17,9 @@ struct Task {
     float* partial;
 };
 
+/// The largest d and d_v of the CPU kernels.
+inline constexpr int kMaxHeadDim = 512;
+
 /// Floats of one row of a split: o[d_v], maximum of the unscaled scores, sum.
 constexpr std::int64_t partial_stride(std::int64_t head_dim_v) { return head_dim_v + 2; }
 

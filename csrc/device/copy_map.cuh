@@ -9,16 +9,18 @@ namespace flash_wmma::mma {
 
 /// How a block's threads share the copy of a tile of Rows rows: neighbouring threads copy neighbouring vectors of 8
 /// elements. Walks from a last tile of rows back to the first.
-template <class Tile, int Rows>
+template <class Tile, int Rows, int Columns = Tile::kD>
 struct CopyMap {
-    static constexpr int kVectors = Tile::kD / 8, kRowsAtOnce = Tile::kThreads / kVectors;
+    using Dense = CopyMap;
+    static constexpr int kVectors = Columns / 8, kRowsAtOnce = Tile::kThreads / kVectors;
     static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
 
     const typename Tile::T* from;  // this thread's first vector of the next tile
-    bool inside;                   // whether its column is below d
+    bool inside;                   // whether its column exists
 
-    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
-        : from(source + row() * pitch + column()), inside(column() < d) {}
+    /// `columns`: how many there are.
+    __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int columns)
+        : from(source + row() * pitch + column()), inside(column() < columns) {}
 
     /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
     template <class F>
@@ -37,17 +39,17 @@ struct CopyMap {
 };
 
 /// The same for the rows of a key/value cache, each of which has its own place.
-template <class Tile, int Rows>
-struct CachedCopyMap : CopyMap<Tile, Rows> {
-    using Base = CopyMap<Tile, Rows>;
+template <class Tile, int Rows, int Columns = Tile::kD>
+struct CachedCopyMap : CopyMap<Tile, Rows, Columns> {
+    using Base = CopyMap<Tile, Rows, Columns>;
     CachedRows cached;
     const flash_wmma::Rows& tensor;
     int key;  // the first of the next tile
 
     /// `head` is the first row of this head in the cache, whose rows are those of `t`.
     __device__ CachedCopyMap(const typename Tile::T* head, const CachedRows& rows, const flash_wmma::Rows& t, int first,
-                             int d)
-        : Base(head, 0, d), cached(rows), tensor(t), key(first) {}
+                             int columns)
+        : Base(head, 0, columns), cached(rows), tensor(t), key(first) {}
 
     /// As CopyMap's. Rows behind the last one in use get the first vector, which is not read.
     template <class F>

@@ -11,18 +11,19 @@ namespace flash_wmma::simt {
 
 /// Shape of a block's work.
 struct TileShape {
-    int d;              ///< the largest d and d_v that the instance holds
+    int d;              ///< the largest d and d_v that the instance takes
     int warps = 4;      //
     int lane_columns;   ///< of a warp's grid of lanes
     int rows = 4;       ///< of a lane
     int keys;           ///< of a tile (backward: streamed rows)
     int stages = 1;     ///< K/V tiles in flight
     int blocks_per_sm;  ///< resident blocks to keep registers for
+    int columns = 0;    ///< of the results, of a block; 0: all. If d is larger, several blocks share the rows
 };
 
 /// Each warp owns kWarpRows rows of a block. Its lanes are a grid of kLaneRows x kLaneColumns. Lane (r, c) has the
 /// groups of four rows r + kLaneRows * i. Of a product with kBc columns ("keys") it has the columns c + kLaneColumns *
-/// n, of one with kD columns the vectors of four columns c + kLaneColumns * v.
+/// n, of one with kColumns columns the vectors of four columns c + kLaneColumns * v.
 ///
 /// The lowest bit of a lane selects a row, the next ones a column. A 16-byte load takes four wavefronts, but two if
 /// lanes l and l ^ 1, or l and l ^ 2, read the same. In this order the former do for columns, the latter for rows.
@@ -31,11 +32,15 @@ struct LaneGrid {
     static constexpr int kD = kShape.d, kWarps = kShape.warps, kBc = kShape.keys, kStages = kShape.stages;
     static constexpr int kLaneColumns = kShape.lane_columns, kLaneRows = 32 / kLaneColumns;
     static constexpr int kRows = kShape.rows, kKeys = kBc / kLaneColumns,
-                         kVectors = kD / 4 / kLaneColumns;  // of a lane
+                         kColumns = kShape.columns ? kShape.columns : kD,
+                         kVectors = kColumns / 4 / kLaneColumns;  // of a lane
     static constexpr int kBlocksPerSm = kShape.blocks_per_sm;
     static constexpr int kWarpRows = kLaneRows * kRows, kBr = kWarps * kWarpRows, kThreads = 32 * kWarps;
     static constexpr int kWeightPitch = kWarpRows + (kWarpRows % 16 == 0 ? 8 : 0);  // four in other banks: see Weights
-    static_assert(kRows % 4 == 0 && kBc % kLaneColumns == 0 && kD % (4 * kLaneColumns) == 0 && kLaneColumns >= 8);
+    static_assert(kRows % 4 == 0 && kBc % kLaneColumns == 0 && kColumns % (4 * kLaneColumns) == 0 && kLaneColumns >= 8);
+
+    /// The first of the block's columns of the results.
+    __device__ static int first_column() { return kColumns < kD ? static_cast<int>(blockIdx.y) * kColumns : 0; }
 };
 
 /// Rows that lanes read one each at the same column: padded, so that eight of them lie in different banks.
@@ -70,7 +75,7 @@ using Output = float4[Tile::kRows][Tile::kVectors];
 
 /// A block's copies of tiles of Rows rows to shared memory, from the first to the last, zeros where there is nothing. A
 /// thread has the same columns in all tiles. Its copies land at its next wait.
-template <class Tile, int Rows>
+template <class Tile, int Rows, int Columns = Tile::kD>
 class Copy {
   public:
     /// `from`: the first tile; `columns`: how many there are.
@@ -97,8 +102,8 @@ class Copy {
 
   private:
     // Threads of a row, and how many vectors of it each copies; rows that the block copies at once
-    static constexpr int kAcross = Tile::kD / 4 < Tile::kThreads ? Tile::kD / 4 : Tile::kThreads;
-    static constexpr int kVectors = Tile::kD / 4 / kAcross, kRowsAtOnce = Tile::kThreads / kAcross;
+    static constexpr int kAcross = Columns / 4 < Tile::kThreads ? Columns / 4 : Tile::kThreads;
+    static constexpr int kVectors = Columns / 4 / kAcross, kRowsAtOnce = Tile::kThreads / kAcross;
     static constexpr int kCount = Rows / kRowsAtOnce;
     static_assert(Tile::kThreads % kAcross == 0 && Rows % kRowsAtOnce == 0);
     __device__ static int first_row() { return static_cast<int>(threadIdx.x) / kAcross; }
@@ -160,11 +165,12 @@ __device__ __forceinline__ void multiply_rows(Scores<Tile>& s, const PaddedRows<
     }
 }
 
-/// O += W B: W are the warp's rows, B kBc rows of kD columns.
+/// O += W B: W are the warp's rows, B kBc rows; O's columns begin with B's column `first`.
 template <class Tile, int Pitch>
 __device__ __forceinline__ void multiply_weights(Output<Tile>& o, const Weights<Tile>& weights,
-                                                 const float (&b)[Tile::kBc][Pitch], const Thread<Tile>& thread) {
-    const float *column = &weights[0][thread.row_of_warp(0)], *b_row = &b[0][thread.vector(0)];
+                                                 const float (&b)[Tile::kBc][Pitch], int first,
+                                                 const Thread<Tile>& thread) {
+    const float *column = &weights[0][thread.row_of_warp(0)], *b_row = &b[0][first + thread.vector(0)];
 #pragma unroll 8
     for (int key = 0; key < Tile::kBc; ++key, column += Tile::kWeightPitch, b_row += Pitch) {
         float4 w[Tile::kRows / 4], x[Tile::kVectors];

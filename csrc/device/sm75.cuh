@@ -37,7 +37,7 @@ struct Sm75 {
     struct Copy : Map {
         using Map::Map;
 
-        uint4 vectors[CopyMap<Tile, Rows>::kCount];
+        uint4 vectors[Map::kCount];
 
         template <class Target>
         __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
@@ -53,7 +53,7 @@ struct Sm75 {
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
-            CopyMap<Tile, Rows>(*this).for_each(0, [&](int i, int row, int column, const auto*) {
+            typename Map::Dense(*this).for_each(0, [&](int i, int row, int column, const auto*) {
                 *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
             });
         }

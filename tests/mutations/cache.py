@@ -202,8 +202,8 @@ FAULTS = [
     Fault(
         name="values-by-the-keys-rows",
         path=RING,
-        old="v(head(work, work.p.v), rows, work.p.v, key,",
-        new="v(head(work, work.p.v), rows, work.p.k, key,",
+        old="v(head(work, work.p.v) + work.first_column(), rows, work.p.v, key,",
+        new="v(head(work, work.p.v) + work.first_column(), rows, work.p.k, key,",
         why="V's rows are looked for at K's distances",
         kernels=MMA,
         tests=CACHE,

@@ -437,15 +437,15 @@ FAULTS = [
     Fault(
         name="mma-copy-one-column-more",
         path="csrc/device/copy_map.cuh",
-        old="inside(column() < d) {}",
-        new="inside(column() <= d) {}",
+        old="inside(column() < columns) {}",
+        new="inside(column() <= columns) {}",
         why="eight columns behind the last are read",
         kernels=SM75,
     ),
     Fault(
         name="mma-stores-d-columns",
         path="csrc/forward/mma/copies.cuh",
-        old="if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)",
+        old="if (inside && part < Tile::kWarpColumns / 8 && column < work.columns())",
         new="if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim)",
         why="O has as many columns as Q instead of V",
         kernels=SM75,

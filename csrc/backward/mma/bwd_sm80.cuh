@@ -19,13 +19,16 @@ inline constexpr TableRow kSm80Plain[] = {
 };
 
 /// The fused pass of any problem, and with less shared memory: 128 and 145 KiB at d = 128 and 256 (the first shape of
-/// each), below 99 KiB otherwise.
+/// each), 200 and 132 KiB at d = 512 (the first two), below 99 KiB otherwise. No shape of d = 512 was timed.
 inline constexpr TableRow kSm80General[] = {
     {kGeneral, {.d = 64, .own_warps = 4, .stream_rows = 64, .in_registers = 1, .blocks_per_sm = 2}},
     {kGeneral, {.d = 128, .own_warps = 4, .stream_warps = 2, .stream_rows = 64, .step = 32}},
     {kGeneral, {.d = 128, .stream_warps = 2, .stream_rows = 64, .step = 32, .blocks_per_sm = 2}},
     {kGeneral, {.d = 256, .stream_warps = 4, .stream_rows = 64}},
     {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .stream_warps = 4, .row_tiles = 1, .stream_rows = 64}},
+    {kGeneral, {.d = 512, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
 };
 
 /// The deterministic passes. At d = 256 plain problems have a shape of their own, which needs large shared memory; the
@@ -35,12 +38,14 @@ inline constexpr TableRow kSm80Keys[] = {
     {kGeneral, {.d = 128, .stream_warps = 2, .stream_rows = 64, .step = 32, .blocks_per_sm = 2}},
     {kPlain, {.d = 256, .stream_warps = 2, .stream_rows = 64, .step = 32, .stages = 2, .roles = 2}},
     {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
 };
 inline constexpr TableRow kSm80Queries[] = {
     {kGeneral, {.d = 64, .own_warps = 4, .stream_rows = 64, .stages = 2, .in_registers = 2, .blocks_per_sm = 2}},
     {kGeneral, {.d = 128, .own_warps = 4, .stream_rows = 32, .step = 32, .stages = 2, .blocks_per_sm = 2}},
     {kGeneral, {.d = 256, .own_warps = 4, .stream_warps = 2, .stream_rows = 64, .step = 32}},
     {kGeneral, {.d = 256, .own_warps = 4, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
 };
 
 /// The passes of converted inputs.
@@ -50,17 +55,20 @@ inline constexpr TableRow kSm80Converted[] = {
     {kGeneral, {.d = 128, .stream_warps = 2, .stream_rows = 64, .step = 32, .blocks_per_sm = 2}},
     {kGeneral, {.d = 256, .stream_warps = 4, .stream_rows = 64}},
     {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
 };
 inline constexpr TableRow kSm80ConvertedKeys[] = {
     {kGeneral, {.d = 64, .own_warps = 4, .stream_rows = 64, .stages = 2, .blocks_per_sm = 2}},
     {kGeneral, {.d = 128, .stream_warps = 2, .stream_rows = 64, .step = 32, .blocks_per_sm = 2}},
     {kGeneral, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
 };
 inline constexpr TableRow kSm80ConvertedQueries[] = {
     {kGeneral, {.d = 64, .own_warps = 4, .stream_rows = 64, .stages = 2, .in_registers = 2, .blocks_per_sm = 2}},
     {kGeneral, {.d = 128, .own_warps = 4, .stream_rows = 32, .step = 32, .stages = 2, .blocks_per_sm = 2}},
     {kGeneral, {.d = 256, .own_warps = 4, .stream_warps = 2, .stream_rows = 64, .step = 32}},
     {kGeneral, {.d = 256, .own_warps = 4, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
 };
 
 }  // namespace flash_wmma::backward

@@ -18,7 +18,8 @@
 // streamed rows, so P and dS go from the accumulators of one product to the operand of the next without shared memory.
 // Otherwise `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are
 // exchanged through shared memory (the warps meet at a named barrier), and each owns its part of the columns of the
-// gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
+// gradients. If a row of the gradients is too long for a block (d = 512), several blocks share the own rows: each of
+// them computes S and dP, and owns its part of the columns of all gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
 // tile and hide the next one's copy.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
@@ -265,7 +266,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
                             if constexpr (kOwnsKeys)
-                                if (problem.dbias.data)
+                                if (problem.dbias.data && Tile::first_column() == 0)
                                     add_to_dbias(problem, sequence, at.head, s, ds, 8 * part, place, scales.ds());
                             if (p.softcap != 0.f)
                                 ds.each([&](float& x, int i, int column) { x *= slope.at(i, 8 * part + column); });

@@ -208,7 +208,7 @@ __device__ __forceinline__ void add_to_dq(float* dq_rows, int head_dim, const We
     static_assert(kColumns % 16 == 0);
     const int row = thread.warp % Tile::kQueryWarps * Tile::kQueryRows;
     const Reader<Fragment::kAAcross, Weights> read_ds(thread.lane, 0, row);
-    int column = thread.warp / Tile::kQueryWarps * Tile::kQueryColumns;
+    int column = Tile::first_column() + thread.warp / Tile::kQueryWarps * Tile::kQueryColumns;
     const Reader<Fragment::kBAcross, OwnRows> read_keys(thread.lane, 0, column);
 #pragma unroll
     for (int part = 0; part < Tile::kQueryColumns; part += kColumns, column += kColumns) {

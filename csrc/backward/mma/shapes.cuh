@@ -3,6 +3,8 @@
 
 #include <launch.h>
 
+#include <algorithm>
+
 #include "backward/mma/kernel.cuh"
 #include "backward/mma/three_roles.cuh"
 #include "backward/mma/two_roles.cuh"
@@ -13,8 +15,9 @@ namespace flash_wmma::backward {
 template <void (*kKernel)(Problem), class Tile, class Memory, Pass kPass>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
+    dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
     if (grid.x == 0) return;
+    grid.y = static_cast<unsigned>((std::max(p.head_dim, p.head_dim_v) + Tile::kColumns - 1) / Tile::kColumns);
     launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem);
 }
 

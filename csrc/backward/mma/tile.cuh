@@ -12,7 +12,7 @@ namespace flash_wmma::backward {
 
 /// Shape of a block's work. A block owns rows (keys, or queries in Pass::kQueries) and streams the others.
 struct TileShape {
-    int d;                  ///< the largest d and d_v that the instance holds
+    int d;                  ///< the largest d and d_v that the instance takes
     int own_warps = 2;      ///< of a role: groups of warps, each with own rows
     int stream_warps = 1;   ///< of a group: each has a part of the streamed rows and of the columns
     int row_tiles = 2;      ///< of 16 own rows each, of a warp
@@ -22,6 +22,7 @@ struct TileShape {
     int in_registers = 0;   ///< own operands that stay there. 1: the second, 2: both
     int roles = 1;          ///< two_roles.cuh, three_roles.cuh
     int blocks_per_sm = 1;  ///< resident blocks to keep registers for
+    int columns = 0;        ///< of the gradients, of a block; 0: all. If d is larger, several blocks share the own rows
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -39,14 +40,19 @@ struct Tile {
 
     static constexpr int kRoleWarps = kOwnWarps * kStreamWarps, kWarps = kRoleWarps * kRoles, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kOwn = kWarpRows * kOwnWarps;
-    static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kD / kStreamWarps;
+    static constexpr int kColumns = kShape.columns ? kShape.columns : kD;
+    static constexpr int kWarpStream = kStream / kStreamWarps, kWarpColumns = kColumns / kStreamWarps;
     static_assert(kWarpStream % kStep == 0 && kStep % 16 == 0 && kWarpColumns % 16 == 0);
     static_assert(kRowGroup % kStream == 0 && kScaleRows % kStream == 0 && kRowGroup % kWarpRows == 0);
 
-    // dQ's tile of kStream x kD among the warps: 32 rows each where the columns can be shared out
-    static constexpr bool kWide = kStream >= 32 && kWarps * 32 % kStream == 0 && kD * kStream % (kWarps * 512) == 0;
+    // dQ's tile of kStream x kColumns among the warps: 32 rows each where the columns can be shared out
+    static constexpr bool kWide =
+        kStream >= 32 && kWarps * 32 % kStream == 0 && kColumns * kStream % (kWarps * 512) == 0;
     static constexpr int kQueryRows = kWide ? 32 : 16, kQueryWarps = kStream / kQueryRows;
-    static constexpr int kQueryColumns = kD * kQueryWarps / kWarps;
+    static constexpr int kQueryColumns = kColumns * kQueryWarps / kWarps;
+
+    /// The first of the block's columns of the gradients.
+    __device__ static int first_column() { return kColumns < kD ? static_cast<int>(blockIdx.y) * kColumns : 0; }
 };
 
 struct Nothing {};
@@ -89,7 +95,7 @@ struct Thread {
     }
     __device__ int warp_row() const { return own_warp * Tile::kWarpRows; }
     __device__ int warp_stream() const { return stream_warp * Tile::kWarpStream; }
-    __device__ int warp_column() const { return stream_warp * Tile::kWarpColumns; }
+    __device__ int warp_column() const { return Tile::first_column() + stream_warp * Tile::kWarpColumns; }
     __device__ int row() const { return lane / 4; }
     __device__ int column() const { return lane % 4 * 2; }
 };

@@ -21,6 +21,8 @@
 
 #include <shared_memory.cuh>
 
+#include <algorithm>
+
 #include "device/backward_rows.cuh"
 #include "device/owned_tile.cuh"
 #include "device/row_group_mask.cuh"
@@ -55,9 +57,9 @@ struct SimtMemory {
 template <class Tile, class Memory>
 __device__ __forceinline__ void add_to_dq(float* dq, std::int64_t pitch, int rows, int head_dim, float scale,
                                           const Memory& smem) {
-    constexpr int kRowVectors = Tile::kD / 4, kRows = Tile::kQueryRows;
+    constexpr int kRowVectors = Tile::kColumns / 4, kRows = Tile::kQueryRows;
     for (int unit = static_cast<int>(threadIdx.x); unit < Tile::kStream / kRows * kRowVectors; unit += Tile::kThreads) {
-        const int column = unit % kRowVectors * 4, row = unit / kRowVectors * kRows;
+        const int column = Tile::first_column() + unit % kRowVectors * 4, row = unit / kRowVectors * kRows;
         if (column >= head_dim || row >= rows) continue;
         float4 sum[kRows];
 #pragma unroll
@@ -91,8 +93,9 @@ __device__ __forceinline__ void store(float* out, std::int64_t pitch, int rows, 
 #pragma unroll
         for (int v = 0; v < Tile::kVectors; ++v) {
             const float4& x = gradient[i][v];
-            if (thread.tile_row(i) < rows && thread.vector(v) < columns)
-                *reinterpret_cast<float4*>(out + thread.tile_row(i) * pitch + thread.vector(v)) =
+            const int column = Tile::first_column() + thread.vector(v);
+            if (thread.tile_row(i) < rows && column < columns)
+                *reinterpret_cast<float4*>(out + thread.tile_row(i) * pitch + column) =
                     make_float4(x.x * factor, x.y * factor, x.z * factor, x.w * factor);
         }
 }
@@ -226,12 +229,12 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             auto& weights = smem.weights[threadIdx.x / 32];
             if constexpr (kOwnsKeys) {
                 hand_over<Tile>(weights, s, thread);
-                simt::multiply_weights<Tile>(d_second, weights, smem.second, thread);
+                simt::multiply_weights<Tile>(d_second, weights, smem.second, Tile::first_column(), thread);
             }
             simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
             each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
             if (modified) {
-                if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data) {
+                if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data && Tile::first_column() == 0) {
                     float* const dbias = b.data + sequence.index * b.batch + head * b.head;
                     const int queries = min(sequence.seqlen_q, static_cast<int>(p.seqlen_q));
                     const int keys = min(sequence.seqlen_k, static_cast<int>(p.seqlen_k));
@@ -248,7 +251,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             hand_over<Tile>(weights, ds, thread);
             if constexpr (kPass == Pass::kFused)
                 each([&](int i, int n) { smem.ds.by_row[thread.tile_row(i)][thread.key(n)] = ds[i][n]; });
-            simt::multiply_weights<Tile>(d_first, weights, smem.first, thread);
+            simt::multiply_weights<Tile>(d_first, weights, smem.first, Tile::first_column(), thread);
             if constexpr (kPass == Pass::kFused) {
                 __syncthreads();  // dS of all own rows
                 const Rows& dq = problem.dq;
@@ -268,8 +271,9 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 template <class Tile, Pass kPass>
 void launch_simt_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
+    dim3 grid = kPass == Pass::kQueries ? assignment_grid(p, Tile::kOwn) : owned_keys_grid(p, Tile::kOwn);
     if (grid.x == 0) return;
+    grid.y = static_cast<unsigned>((std::max(p.head_dim, p.head_dim_v) + Tile::kColumns - 1) / Tile::kColumns);
     launch(backward_simt<Tile, kPass>, {grid, dim3(Tile::kThreads), sizeof(SimtMemory<Tile, kPass>)}, stream, problem);
 }
 
@@ -284,13 +288,15 @@ Shape simt_shape() {
             launch_simt_tile<Tile, kPass>};
 }
 
-/// The shapes that ship: per head dim the fastest first, the last one for 64 KiB of shared memory.
+/// The shapes that ship: per head dim the fastest first, up to d = 256 the last one for 64 KiB of shared memory. That of
+/// d = 512 takes 99 KiB; two blocks share its own rows, each with half of the columns of the gradients.
 inline constexpr simt::TileShape kSimtRows[] = {
     {.d = 64, .lane_columns = 8, .keys = 32, .blocks_per_sm = 2},
     {.d = 64, .lane_columns = 8, .keys = 16, .blocks_per_sm = 2},
     {.d = 128, .lane_columns = 16, .keys = 32, .blocks_per_sm = 2},
     {.d = 128, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2},
     {.d = 256, .warps = 1, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2},
+    {.d = 512, .warps = 1, .lane_columns = 16, .keys = 16, .blocks_per_sm = 1, .columns = 256},
 };
 template <Pass kPass>
 std::vector<Shape> simt_shapes() {

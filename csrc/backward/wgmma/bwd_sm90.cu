@@ -71,7 +71,6 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .max_head_dim = 256,
                     .features = kCausal | kWindow | kVarlen | kValueDim | kDeterministic,
                     .auto_rank = 40},
                    kShapes),

@@ -19,7 +19,7 @@ namespace flash_wmma::mma {
 
 /// Shape of a block's work.
 struct TileShape {
-    int d;              ///< the largest d and d_v that the instance holds
+    int d;              ///< the largest d and d_v that the instance takes
     int row_warps = 4;  ///< groups of warps, each with rows of its own
     int dim_warps = 1;  ///< warps of a group: each has a part of its keys and of its columns
     int row_tiles = 1;  ///< of 16 rows each, of a warp
@@ -27,6 +27,7 @@ struct TileShape {
     int stages = 1;     ///< K/V tiles in flight
     int q_steps;        ///< of the d / 16 steps along d, the first ones for which Q stays in registers
     int blocks_per_sm;  ///< resident blocks to keep registers for
+    int columns = 0;    ///< of O, of a block; 0: all. If d_v is larger, several blocks share the rows
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -40,7 +41,8 @@ struct Tile {
 
     static constexpr int kWarps = kRowWarps * kDimWarps, kThreads = 32 * kWarps;
     static constexpr int kWarpRows = 16 * kRowTiles, kBr = kWarpRows * kRowWarps;
-    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kD / kDimWarps;
+    static constexpr int kColumns = kShape.columns ? kShape.columns : kD, kColumnParts = (kD + kColumns - 1) / kColumns;
+    static constexpr int kWarpKeys = kBc / kDimWarps, kWarpColumns = kColumns / kDimWarps;
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // in shared memory
@@ -60,11 +62,13 @@ struct CachedTile : Tile<Architecture, Scalar, kShape> {
 template <class Tile>
 struct SharedTiles {
     using KeyRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kD>;
+    using ValueRows = SwizzledTile<typename Tile::T, Tile::kBc, Tile::kColumns>;
     using QRows = SwizzledTile<typename Tile::T, Tile::kWarpRows, Tile::kD>;  // of a row warp
     using WeightRows = SwizzledTile<typename Tile::T, Tile::kBr, Tile::kBc>;
 
     struct Stage {
-        KeyRows k, v;
+        KeyRows k;
+        ValueRows v;
     };
     struct Apart {
         Stage ring[Tile::kStages];
@@ -92,6 +96,8 @@ struct SharedMemoryWithExchange : SharedMemory<Tile> {
 };
 template <class Tile>
 using KeyRows = typename SharedTiles<Tile>::KeyRows;
+template <class Tile>
+using ValueRows = typename SharedTiles<Tile>::ValueRows;
 template <class Tile>
 using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
 
@@ -130,6 +136,12 @@ struct Work {
         first_tile = keys.some_begin / Tile::kBc;
         tiles = max(0, (keys.some_end + Tile::kBc - 1) / Tile::kBc - first_tile);
     }
+
+    /// The first of the block's columns of O, and how many columns there are from it on.
+    __device__ static int first_column() {
+        return Tile::kColumnParts == 1 ? 0 : static_cast<int>(blockIdx.y) * Tile::kColumns;
+    }
+    __device__ int columns() const { return p.head_dim_v - first_column(); }
 
     /// The first key of the last tile.
     __device__ int last_key() const { return (first_tile + tiles - 1) * Tile::kBc; }

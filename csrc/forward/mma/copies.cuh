@@ -38,13 +38,14 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
     factor.each([&](int i, float row_factor) {
         const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + lane_row);
         const bool inside = query < work.sequence.seqlen_q;
-        Out* const out = row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query);
+        Out* const out =
+            row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query) + work.first_column();
         const auto value = [&](int c, int e) { return o.block[i / 2][c][i % 2 * 2 + e] * row_factor; };
         if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
             for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
                 const int column = thread.warp_column() + 8 * c;
-                if (inside && column < p.head_dim_v)
+                if (inside && column < work.columns())
                     *reinterpret_cast<float2*>(out + column + thread.column()) = make_float2(value(c, 0), value(c, 1));
             }
         } else {
@@ -58,7 +59,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Til
                 }
                 transpose_in_quad(words, thread.lane % 4);
                 const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
-                if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim_v)
+                if (inside && part < Tile::kWarpColumns / 8 && column < work.columns())
                     *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }

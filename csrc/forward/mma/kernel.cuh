@@ -19,6 +19,8 @@
 // rows [w * kWarpRows, + kWarpRows) of the Q tile with their m and l. S, P and O are in registers, and so is Q if they
 // suffice. If a row of O is too long for one warp (d > 128 on Turing), `dim_warps` warps share the rows: each computes
 // S for its part of the keys, P goes to the others through shared memory, and each owns its part of the columns of O.
+// If V's tile or a row of O is too long for a block (d = 512), several blocks share the rows in the same way, except
+// that each of them computes the whole of S.
 //
 // block.cuh says what a block is, copies.cuh and key_value_ring.cuh how its data come and go. A Machine holds the
 // differences between architectures (device/sm75.cuh, device/sm80.cuh): the product's instruction and a tile's way to
@@ -172,7 +174,7 @@ __device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
 
 // spills: sm_75 sm_80 sm_90: packed, general and cached tiles at the register limit keep up to 50 loop-invariant values
 // (bounds, addresses) in local memory, most of them for the exact path; tiles that avoid it are slower
-// (docs/tuning/mma.md).
+// (docs/tuning/mma.md). sm_75's tiles of d = 512 keep up to 70, some of them vectors on their way to shared memory.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr int kBc = Tile::kBc;
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
         const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
         inverse_l[i] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
         const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
-        if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
+        if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
             p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
     });
     using T = typename Tile::T;  // with converted inputs, O has their type before conversion
@@ -266,7 +268,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 
 template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, Stream stream) {
-    const dim3 grid = Tile::kCached ? cached_assignment_grid(p, Tile::kBr) : assignment_grid(p, Tile::kBr);
+    dim3 grid = Tile::kCached ? cached_assignment_grid(p, Tile::kBr) : assignment_grid(p, Tile::kBr);
+    grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
     const LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(Smem<Tile>)};
     launch(forward<Tile, kProblems>, config, stream, p);
 }

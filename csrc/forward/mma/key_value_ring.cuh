@@ -10,20 +10,23 @@ namespace flash_wmma::mma {
 /// This thread's part of the copies of K and V, from the tile at `key` on back to the first.
 template <class Tile, bool kCached = Tile::kCached>
 struct KeyValueCopies {
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc>;
-    Copy k, v;
+    template <int Columns>
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, CopyMap<Tile, Tile::kBc, Columns>>;
+    Copy<Tile::kD> k;
+    Copy<Tile::kColumns> v;
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
         : k(work.key_rows(work.p.k, key), work.p.k.row, work.p.head_dim),
-          v(work.key_rows(work.p.v, key), work.p.v.row, work.p.head_dim_v) {}
+          v(work.key_rows(work.p.v, key) + work.first_column(), work.p.v.row, work.columns()) {}
 };
 
 /// The same from a key/value cache.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
-    using Map = CachedCopyMap<Tile, Tile::kBc>;
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, Map>;
-    Copy k, v;
+    template <int Columns>
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, CachedCopyMap<Tile, Tile::kBc, Columns>>;
+    Copy<Tile::kD> k;
+    Copy<Tile::kColumns> v;
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
         : KeyValueCopies(work, key, CachedRows(work.p.sequences, work.p.seqlen_k, work.sequence.index)) {}
@@ -31,7 +34,7 @@ struct KeyValueCopies<Tile, true> {
   private:
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key, const CachedRows& rows)
         : k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
-          v(head(work, work.p.v), rows, work.p.v, key, work.p.head_dim_v) {}
+          v(head(work, work.p.v) + work.first_column(), rows, work.p.v, key, work.columns()) {}
     __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
         return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
     }
@@ -65,7 +68,7 @@ class KeyValueRing {
     }
 
     __device__ __forceinline__ const KeyRows<Tile>& k() const { return smem_.ring[slot_].k; }
-    __device__ __forceinline__ const KeyRows<Tile>& v() const { return smem_.ring[slot_].v; }
+    __device__ __forceinline__ const ValueRows<Tile>& v() const { return smem_.ring[slot_].v; }
 
     /// Waits until the tile (if K and V alternate, its K) has landed; starts the next copy. `left` counts the tiles
     /// left, this one included.

@@ -8,7 +8,8 @@
 namespace flash_wmma::mma {
 namespace {
 
-/// The shapes that ship; order as in kSm80Rows. Those for any problem at d = 192 and 256 spill, one value and three.
+/// The shapes that ship; order as in kSm80Rows. Those for any problem at d = 192 and 256 spill, one value and three. At d = 512
+/// four blocks share the rows of O, and 64 KiB hold K of 32 keys, V's part of them and, before them, Q.
 inline constexpr TableRow kDenseRows[] = {
     {{.d = 32, .row_tiles = 2, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}, {0.75f}},
     {{.d = 32, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}},
@@ -20,6 +21,7 @@ inline constexpr TableRow kDenseRows[] = {
     {{.d = 128, .keys = 32, .q_steps = 8, .blocks_per_sm = 2}},
     {{.d = 192, .dim_warps = 2, .keys = 32, .q_steps = 12, .blocks_per_sm = 1}},
     {{.d = 256, .dim_warps = 2, .keys = 32, .q_steps = 16, .blocks_per_sm = 1}},
+    {{.d = 512, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 32, .blocks_per_sm = 1, .columns = 128}},
 };
 inline constexpr TableRow kAnyRows[] = {
     {{.d = 32, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}},
@@ -28,6 +30,7 @@ inline constexpr TableRow kAnyRows[] = {
     {{.d = 128, .keys = 32, .q_steps = 8, .blocks_per_sm = 2}},
     {{.d = 192, .dim_warps = 2, .keys = 32, .q_steps = 12, .blocks_per_sm = 1}},
     {{.d = 256, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 1, .blocks_per_sm = 1}},
+    {{.d = 512, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 32, .blocks_per_sm = 1, .columns = 128}},
 };
 const std::vector<Shape> kShapes =
     join({shapes<Sm75, half, Problems::kPlain, kDenseRows>(75), shapes<Sm75, half, Problems::kAny, kAnyRows>(75),

@@ -26,10 +26,13 @@ inline constexpr TableRow kSm80Rows[] = {
     {{.d = 256, .row_warps = 2, .dim_warps = 2, .row_tiles = 2, .keys = 64, .q_steps = 0, .blocks_per_sm = 2},
      {0.75f, 2}},
     {{.d = 256, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 2}},
+    {{.d = 512, .row_warps = 2, .dim_warps = 4, .row_tiles = 2, .keys = 64, .q_steps = 0, .blocks_per_sm = 1}, {0.75f}},
+    {{.d = 512, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}, {0.75f}},
+    {{.d = 512, .row_warps = 2, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}},
 };
 
 /// The shapes for any problem: fewer, because ScoreMods make their code long. At d = 192 and 256 one block an SM, with
-/// two stages: two blocks were not timed with ScoreMods.
+/// two stages: two blocks were not timed with ScoreMods. No shape of d = 512 was timed.
 inline constexpr TableRow kSm80GeneralRows[] = {
     {{.d = 32, .keys = 64, .stages = 3, .q_steps = 2, .blocks_per_sm = 4}},
     {{.d = 64, .row_tiles = 2, .keys = 64, .stages = 2, .q_steps = 4, .blocks_per_sm = 2}, {0.75f, 2}},
@@ -42,6 +45,8 @@ inline constexpr TableRow kSm80GeneralRows[] = {
     {{.d = 192, .keys = 32, .stages = 2, .q_steps = 12, .blocks_per_sm = 2}},
     {{.d = 256, .dim_warps = 2, .row_tiles = 2, .keys = 64, .stages = 2, .q_steps = 0, .blocks_per_sm = 1}, {0.75f}},
     {{.d = 256, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 2}},
+    {{.d = 512, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}, {0.75f}},
+    {{.d = 512, .row_warps = 2, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}},
 };
 
 /// The shapes for key/value caches, whose queries are few: one warp's rows are enough for a decode step.
@@ -52,6 +57,7 @@ inline constexpr TableRow kSm80CachedRows[] = {
     {{.d = 128, .keys = 32, .stages = 2, .q_steps = 8, .blocks_per_sm = 2}},
     {{.d = 192, .keys = 32, .stages = 2, .q_steps = 12, .blocks_per_sm = 1}},
     {{.d = 256, .keys = 32, .stages = 2, .q_steps = 6, .blocks_per_sm = 1}},
+    {{.d = 512, .row_warps = 2, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}},
 };
 
 }  // namespace flash_wmma::mma

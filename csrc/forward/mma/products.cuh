@@ -68,10 +68,10 @@ __device__ __forceinline__ void multiply_qk(Scores<Tile>& s, const QOperand<Tile
 /// O += P V.
 template <class Tile>
 __device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>& weights, Smem<Tile>& smem,
-                                            const KeyRows<Tile>& v, const Thread<Tile>& thread) {
+                                            const ValueRows<Tile>& v, const Thread<Tile>& thread) {
     const int row = thread.lane % 16, column = thread.lane / 16 * 8;
     const typename SharedMemory<Tile>::WeightRows::Lane p_lane(thread.warp_row() + row, column);
-    const typename SharedMemory<Tile>::KeyRows::Lane v_lane(row, thread.warp_column() + column);
+    const typename SharedMemory<Tile>::ValueRows::Lane v_lane(row, thread.warp_column() + column);
 #pragma unroll
     for (int j = 0; j < Tile::kBc / 16; ++j) {
         std::uint32_t a[Tile::kRowTiles][4];

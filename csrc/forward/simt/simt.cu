@@ -17,6 +17,7 @@ constexpr TableRow<TileShape> kRows[] = {
     {{.d = 256, .warps = 8, .lane_columns = 16, .keys = 64, .blocks_per_sm = 1}},
     {{.d = 256, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2}},
     {{.d = 256, .warps = 2, .lane_columns = 16, .keys = 16, .blocks_per_sm = 2}},
+    {{.d = 512, .warps = 1, .lane_columns = 8, .keys = 8, .blocks_per_sm = 1, .columns = 256}},
 };
 const std::vector<Shape> kShapes = of_rows<kRows>([](auto i) { return shape<Tile<kRows[i].tile>>(kRows[i].pays); });
 

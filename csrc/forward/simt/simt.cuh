@@ -7,7 +7,8 @@
 //
 // Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows; LaneGrid
 // (simt_tile.cuh) divides them among its lanes. S, m, l and O are in registers. P goes through shared memory within the
-// warp.
+// warp. If 64 KiB do not hold a tile of V (d = 512), several blocks share the rows: each computes S and owns its part of
+// the columns of O.
 //
 // Bound: the issue of FFMA (an SM issues four warp instructions per cycle), followed closely by shared memory. A step
 // of four columns of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256 FFMA.
@@ -38,7 +39,7 @@ template <class Tile>
 struct SharedMemory {
     struct alignas(16) Stage {
         PaddedRows<Tile, Tile::kBc> k;
-        float v[Tile::kBc][Tile::kD];
+        float v[Tile::kBc][Tile::kColumns];
     };
     alignas(16) PaddedRows<Tile, Tile::kBr> q;
     Stage ring[Tile::kStages];
@@ -80,8 +81,10 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     clear(o);
     Copy<Tile, kBc> k_copy(row_of<const float>(p.k, sequence.index, tile.head_k, sequence.first_k + key), p.k.row,
                            p.head_dim);
-    Copy<Tile, kBc> v_copy(row_of<const float>(p.v, sequence.index, tile.head_k, sequence.first_k + key), p.v.row,
-                           p.head_dim_v);
+    const int first_column = Tile::first_column();
+    Copy<Tile, kBc, Tile::kColumns> v_copy(
+        row_of<const float>(p.v, sequence.index, tile.head_k, sequence.first_k + key) + first_column, p.v.row,
+        p.head_dim_v - first_column);
     if (key < end_key) {
         Copy<Tile, Tile::kBr>(row_of<const float>(p.q, sequence.index, tile.head, sequence.first_q + tile.first_row),
                               p.q.row, p.head_dim)
@@ -174,7 +177,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             if (more) k_copy.next(smem.ring[0].k, p.k.row, sequence.seqlen_k - key - kBc);
             ptx::cp_async_commit();
         }
-        multiply_weights<Tile>(o, smem.p[threadIdx.x / 32], smem.ring[slot].v, thread);
+        multiply_weights<Tile>(o, smem.p[threadIdx.x / 32], smem.ring[slot].v, 0, thread);
         if constexpr (kDouble) slot ^= 1;
     }
 
@@ -184,22 +187,23 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         const auto [query, head] = tile.row(thread.tile_row(i));
         if (query >= sequence.seqlen_q) continue;
         const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // 0 for a row that saw no key
-        float* const out = row_of<float>(p.o, sequence.index, head, sequence.first_q + query);
+        float* const out = row_of<float>(p.o, sequence.index, head, sequence.first_q + query) + first_column;
 #pragma unroll
         for (int v = 0; v < Tile::kVectors; ++v) {
             const float4 x = o[i][v];
-            if (thread.vector(v) < p.head_dim_v)
+            if (thread.vector(v) < p.head_dim_v - first_column)
                 *reinterpret_cast<float4*>(out + thread.vector(v)) =
                     make_float4(x.x * inverse, x.y * inverse, x.z * inverse, x.w * inverse);
         }
-        if (thread.column == 0)
+        if (thread.column == 0 && first_column == 0)
             p.lse[lse_index(p, sequence, head, query)] = sum == 0.f ? -INFINITY : (m[i] + log2f(sum)) * kLn2;
     }
 }
 
 template <class Tile>
 void launch_tile(const ForwardParams& p, Stream stream) {
-    const dim3 grid = assignment_grid(p, Tile::kBr);
+    dim3 grid = assignment_grid(p, Tile::kBr);
+    grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
     launch(forward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, p);
 }
 
