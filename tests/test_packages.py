@@ -122,6 +122,7 @@ import flash_wmma
 hub = get_local_kernel(Path(sys.argv[1]), backend="cpu")
 assert hub.__name__.startswith("_flash_wmma_cpu_")
 assert get_local_kernel(Path(sys.argv[1]), backend="cpu") is hub
+torch.manual_seed(0)
 q, k, v = (torch.randn(2, 40, 4, 64, requires_grad=True) for _ in range(3))
 rows = [t.transpose(1, 2) for t in (q, k, v)]
 expected = scaled_dot_product_attention(*rows, is_causal=True).transpose(1, 2)
@@ -129,7 +130,8 @@ gradients = torch.autograd.grad(expected.square().sum(), (q, k, v))
 
 
 def close(got, wanted):
-    assert torch.allclose(got, wanted, rtol=1e-4, atol=1e-5), (got - wanted).abs().max()
+    error = (got - wanted).abs().max() / wanted.abs().max().clamp_min(1)
+    assert error < 1e-5, error
 
 
 for module in (hub, flash_wmma):
