@@ -135,8 +135,8 @@ const BackwardKernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic |
-                 kBiasGradient | kDeterministicBiasGradient,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
+                 kDeterministic | kBiasGradient | kDeterministicBiasGradient,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -72,7 +72,7 @@ const BackwardKernelInfo kInfo = {
                     .bf16_min_arch = 90,
                     .float16 = true,
                     .max_head_dim = 256,
-                    .features = kCausal | kWindow | kVarlen | kValueDim | kDeterministic,
+                    .features = kCausal | kWindow | kVarlen | kValueDim | kSinks | kDeterministic,
                     .auto_rank = 40},
                    kShapes),
     choose,
