@@ -28,6 +28,8 @@ class MultiheadAttention(nn.Module):
             kernel. Whether a kernel can run x is known when it is called.
     """
 
+    sinks: nn.Parameter | None
+
     def __init__(
         self,
         embed_dim: int,
