@@ -232,7 +232,7 @@ def test_padding_between_tokens(name: str, device: str, calls: list[Call]) -> No
     assert all(call.attn_bias is not None and call.attn_bias.numel() == 3 * N for call in calls)
 
 
-@pytest.mark.parametrize("name", DECODERS)
+@pytest.mark.parametrize("name", [name for name in DECODERS if name != "gpt_oss"])  # its masks know no positions
 def test_packed_sequences(name: str, device: str, calls: list[Call]) -> None:
     """Told by their positions, in a batch of one and of three, and by flash-attention's arguments. One row is a single
     sequence."""
