@@ -12,7 +12,8 @@
 //     x = x + bias[b][h][i][j]                        if there is an additive bias; false or -inf hides the key
 //     x = x - slope[b][h] * |i + Nk - Nq - j|         if there are ALiBi slopes, whatever the band's alignment
 //     x = -inf                                        if the band or the query's key range hides the key
-// and lse is the logarithm of the sum of exp(x). With packed sequences i, j, Nq and Nk are those of the sequence.
+// and lse is the logarithm of the sum of exp(x). With sinks the sum of head h has exp(sinks[h]) as well: a key that has
+// this logit and no value, and that every query sees. With packed sequences i, j, Nq and Nk are those of the sequence.
 //
 // A key/value cache: k (pages, Hk, page_size, d), v (pages, Hk, page_size, d_v), Rows::batch the distance of pages; q, o
 // and lse dense or packed. seqlen_k bounds the keys of a sequence. Struct Sequences says which rows are a sequence's.
@@ -94,7 +95,7 @@ struct BackwardExponents {
 /// Only the device knows the contents of cu_seqlens. A kernel therefore clamps them and, whatever they are, reads and
 /// writes nothing out of bounds: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
 /// clamp(cu_seqlens[b + 1], begin, total), and only its first max(seqused_k[b], 0) keys are used. Rows behind the last
-/// sequence get o = 0 and lse = -inf, like the rows of a sequence without keys. If cu_seqlens begin above 0 or
+/// sequence get o = 0 and lse = -inf (the sink), like the rows of a sequence without keys. If cu_seqlens begin above 0 or
 /// decrease, or a sequence is longer than seqlen_q or seqlen_k, the values of the rows concerned are unspecified; a
 /// bias is still read within its bounds.
 ///
@@ -131,7 +132,8 @@ struct ForwardParams {
     std::int32_t head_dim, head_dim_v;
 
     Rows q, k, v, o;
-    float* lse;  ///< natural log, -inf for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
+    float*
+        lse;  ///< natural log, -inf (or the sink) for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
     std::int64_t lse_batch, lse_head;  ///< strides of lse; a head's rows are adjacent
     float scale;
     Band band;
@@ -141,7 +143,7 @@ struct ForwardParams {
     Bias bias;
     const float* alibi_slopes;  ///< (B, Hq) or (Hq) with alibi_batch_stride 0; a batch entry's slopes are adjacent
     std::int64_t alibi_batch_stride;
-    const float* sinks;  ///< (Hq) logits of a key without value
+    const float* sinks;  ///< (Hq) logits of a key without value; null: none. Backward finds them in lse
     float softcap;       ///< 0: none
     Dropout dropout;
     float *entropy, *row_max;  ///< (B, Hq, Nq), optional outputs
@@ -164,6 +166,7 @@ struct BiasGradient {
 ///     dV = P^T dO      dP = dO V^T      delta_i = o_i dO_i - dlse_i      dS = P * (dP - delta)
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
+/// The gradient of sinks[h] is the sum of -exp(sinks[h] - lse) * delta, which no kernel computes (_autograd.py).
 ///
 /// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
 /// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).

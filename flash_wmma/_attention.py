@@ -26,12 +26,15 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             if call.validate:
                 q, k, v, call = _checked(q, k, v, call)
         if forward_ad._current_level >= 0:
-            _checks.no_tangent(q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes)
+            _checks.no_tangent(
+                q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes, sinks=call.sinks
+            )
         if torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad
             or v.requires_grad
             or (call.attn_bias is not None and call.attn_bias.requires_grad)
+            or (call.sinks is not None and call.sinks.requires_grad)
         ):
             return _autograd.attend(q, k, v, call)
         return _ops.forward(q, k, v, call)

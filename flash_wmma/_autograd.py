@@ -23,6 +23,7 @@ _backward = ops.backward.default
 _backward_varlen = ops.backward_varlen.default
 
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
+"""Of q, k, v and attn_bias."""
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
@@ -53,6 +54,34 @@ def gradients(
         raise
 
 
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, packed: bool) -> Tensor:
+    """The gradient of sinks: minus the sum over a head's rows of the sink's weight, ``exp(sink - lse)``, times delta,
+    ``rowsum(out * dout) - dlse``. The same from run to run."""
+    delta = (out * dout.float()).sum(-1)
+    if packed:
+        delta = delta.transpose(0, 1)
+    if dlse is not None:
+        delta = delta - dlse
+    weights = (sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
+    return -(weights * delta).transpose(0, -2).flatten(1).sum(1)
+
+
+def _gradients_and_sinks(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias_grad: bool,
+    call: Call,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    assert call.sinks is not None
+    dsinks = sinks_gradient(dout, dlse, out, lse, call.sinks, call.lengths is not None)
+    return *gradients(dout, dlse, q, k, v, out, lse, bias_grad, call), dsinks
+
+
 class _OnceDifferentiable(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, refusal: str, compute: Callable[..., Any], *arguments: Any) -> Any:
@@ -73,19 +102,19 @@ def once_differentiable(refusal: str, compute: Callable[..., Any], *arguments: A
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of the ops, both differentiable in q, k, v and an additive attn_bias.
+    """(out, lse) of the ops, both differentiable in q, k, v, an additive attn_bias and sinks.
 
     FlashAttention-2, algorithm 2 (https://arxiv.org/abs/2307.08691): the weights are recomputed from lse, whose own
-    gradient enters as ``rowsum(out * dout) - dlse``.
+    gradient enters as ``rowsum(out * dout) - dlse``. Sinks are in lse, so the kernels need not know of them.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, call: Call
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, sinks: Tensor | None, call: Call
     ) -> tuple[Tensor, Tensor]:
-        """``call`` comes without its attn_bias, which autograd has to see."""
-        if attn_bias is not None:
-            call = call._replace(attn_bias=attn_bias)
+        """``call`` comes without its attn_bias and sinks, which autograd has to see."""
+        if attn_bias is not None or sinks is not None:
+            call = call._replace(attn_bias=attn_bias, sinks=sinks)
         out, lse = _ops.forward(q, k, v, call)
         # The lengths' tensors too, so that torch notices when one is overwritten before backward reads it
         ctx.call, tensors = call.split()
@@ -98,10 +127,13 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        bias_grad = ctx.needs_input_grad[3]
+        bias_grad, sinks_grad = ctx.needs_input_grad[3:5]
         arguments = dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors)
-        dq, dk, dv, dbias = once_differentiable(_DOUBLE, gradients, *arguments)
-        return dq, dk, dv, dbias if bias_grad else None, None
+        if not sinks_grad:
+            dq, dk, dv, dbias = once_differentiable(_DOUBLE, gradients, *arguments)
+            return dq, dk, dv, dbias if bias_grad else None, None, None
+        dq, dk, dv, dbias, dsinks = once_differentiable(_DOUBLE, _gradients_and_sinks, *arguments)
+        return dq, dk, dv, dbias if bias_grad else None, dsinks, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -113,7 +145,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is q or v is k else v
-    attn_bias = call.attn_bias
-    if attn_bias is not None:
-        call = call._replace(attn_bias=None)
-    return Attention.apply(q, k, v, attn_bias, call)  # type: ignore[no-any-return]
+    attn_bias, sinks = call.attn_bias, call.sinks
+    if attn_bias is not None or sinks is not None:
+        call = call._replace(attn_bias=None, sinks=None)
+    return Attention.apply(q, k, v, attn_bias, sinks, call)  # type: ignore[no-any-return]

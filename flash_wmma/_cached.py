@@ -87,6 +87,7 @@ def forward_cached(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -116,13 +117,13 @@ def forward_cached(
         window: (left, right): a query sees that many keys before and after its own.
         attn_bias: broadcastable to (B, Hq, Nq, capacity), the rows that a sequence may have; indexed by a sequence's
             own queries and keys.
-        scale, alibi_slopes, softcap, kernel, batch_invariant: as for :func:`forward`, but for ``kernel="math"``.
+        scale, alibi_slopes, softcap, sinks, kernel, batch_invariant: as for :func:`forward`, but for ``kernel="math"``.
         return_lse: also return the logarithm of the softmax's denominator.
         validate: check lengths and page numbers, and raise if they are wrong, which waits for the device.
 
     Returns:
         out (B, Hq, Nq, d_v) or (total_q, Hq, d_v), contiguous; with ``return_lse`` also lse (B, Hq, Nq) or (Hq,
-        total_q), float32. A query that sees no key has out 0 and lse -inf.
+        total_q), float32. A query that sees no key has out 0 and lse -inf, or its head's sink.
 
     Raises:
         NotImplementedError: a tensor requires grad, and gradients are recorded.
@@ -133,7 +134,9 @@ def forward_cached(
     if causal == "top_left":
         _refuse_top_left(causal)
     if torch.is_grad_enabled():
-        _checks.no_gradient(q=q, k_cache=k_cache, v_cache=v_cache, attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+        _checks.no_gradient(
+            q=q, k_cache=k_cache, v_cache=v_cache, attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks
+        )
     call = call_of(
         causal,
         scale,
@@ -143,6 +146,7 @@ def forward_cached(
         softcap,
         kernel,
         batch_invariant,
+        sinks=sinks,
         bottom_right=True,
         validate=validate,
     )

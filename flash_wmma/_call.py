@@ -80,9 +80,9 @@ class Call(NamedTuple):
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
         """The call without its tensors, and the tensors, which autograd saves. For a call without: itself and ()."""
         lengths = self.lengths
-        if self.attn_bias is None and self.alibi_slopes is None and self.key_ranges is None and lengths is None:
+        tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]
+        if lengths is None and all(t is None for t in tensors):
             return self, ()
-        tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges]
         if lengths is not None:
             tensors += [lengths.cu_seqlens_q, lengths.cu_seqlens_k, lengths.seqused_k]
         return self.joined([None] * len(tensors)), tuple(tensors)
@@ -91,12 +91,14 @@ class Call(NamedTuple):
         """The call with the tensors that :meth:`split` gave."""
         if not tensors:
             return self
-        attn_bias, alibi_slopes, key_ranges, *of_lengths = tensors
+        attn_bias, alibi_slopes, key_ranges, sinks, *of_lengths = tensors
         lengths = self.lengths
         if lengths is not None:
             cu_seqlens_q, cu_seqlens_k, seqused_k = of_lengths
             lengths = lengths._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
-        return self._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, lengths=lengths)
+        return self._replace(
+            attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks, lengths=lengths
+        )
 
 
 PLAIN = Call(only_band=True)
@@ -115,6 +117,7 @@ def call_of(
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
     key_ranges: Tensor | None = None,
+    sinks: Tensor | None = None,
     bottom_right: bool = False,
     out_bnhd: bool = False,
     lengths: Lengths | None = None,
@@ -133,6 +136,7 @@ def call_of(
             attn_bias is None
             and alibi_slopes is None
             and key_ranges is None
+            and sinks is None
             and lengths is None
             and softcap == 0
             and kernel == backward_kernel == "auto"
@@ -149,8 +153,9 @@ def call_of(
     else:
         left, right, aligned = band(causal, window)
         bottom_right = bottom_right or aligned
-    sinks = rng_state = None
-    dropout_p, num_splits = 0.0, 1
+    if sinks is not None and getattr(sinks, "dtype", None) in (torch.float16, torch.bfloat16):
+        sinks = sinks.float()  # which is what the ops take
+    rng_state, dropout_p, num_splits = None, 0.0, 1
     return _new(  # Call(...) takes twice the time
         Call,
         (

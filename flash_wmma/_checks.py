@@ -125,6 +125,18 @@ def slopes(alibi_slopes: Tensor | None, q: Tensor, batch: int) -> None:
         refuse("alibi_slopes.shape", _shape(sizes), allowed)
 
 
+def sink_logits(sinks: Tensor | None, q: Tensor, dtypes: tuple[torch.dtype, ...] = DTYPES) -> None:
+    """(Hq)."""
+    if sinks is None:
+        return
+    tensors(sinks=sinks)
+    if sinks.dtype not in dtypes:
+        refuse("sinks.dtype", sinks.dtype, ", ".join(map(str, dtypes)))
+    _same_device("sinks", sinks, q)
+    if sinks.dim() != 1 or sinks.shape[0] != q.shape[1]:
+        refuse("sinks.shape", _shape(sinks.shape), f"(Hq) = {_shape((q.shape[1],))}")
+
+
 def ranges(key_ranges: Tensor | None, q: Tensor) -> None:
     """(B or 1, Hq or 1, Nq, 2), for packed sequences (Hq or 1, total_q, 2), int32."""
     if key_ranges is None:
@@ -199,6 +211,7 @@ def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
     slopes(call.alibi_slopes, q, batch)
     ranges(call.key_ranges, q)
+    sink_logits(call.sinks, q, dtypes)
 
 
 def cached_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> None:
@@ -244,6 +257,7 @@ def cached_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, ca
     runs = 1 if cache.page_table is None else cache.page_table.shape[1]
     bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, runs * k_cache.shape[2]))
     slopes(call.alibi_slopes, q, batch)
+    sink_logits(call.sinks, q)
 
 
 def capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:

@@ -79,6 +79,7 @@ def explain(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool | None = None,
     dropout_p: float | None = None,
@@ -137,7 +138,7 @@ def explain(
         bias_shape = None if attn_bias is None else attn_bias.shape
         if refusal(q.shape, k.shape, v.shape, bias_shape, grouped) == "":
             q, k, v, attn_bias, _ = folded(q, k, v, attn_bias, grouped)
-    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant)
+    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, sinks=sinks)
     q, k, v, call = _autocast.cast(q, k, v, call)
     is_packed = q.dim() == 3 and not of_sdpa
     dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
@@ -150,6 +151,7 @@ def explain(
     _checks.bias(call.attn_bias, q, (batch, q.shape[1], seqlen_q, seqlen_k))
     _checks.slopes(alibi_slopes, q, batch)
     _checks.ranges(key_ranges, q)
+    _checks.sink_logits(call.sinks, q, dtypes)
     _checks.options(call)
     _checks.backward_kernel(backward_kernel)
     not_built()  # in a build without CUDA: loads the kernels' facts
@@ -187,6 +189,7 @@ def explain(
         alibi_slopes=alibi_slopes is not None,
         key_ranges=key_ranges is not None,
         softcap=softcap,
+        sinks=sinks is not None,
         batch_invariant=batch_invariant,
     )
     answer = choose(kernel, problem, device_facts)

@@ -38,10 +38,13 @@ def _forward(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    _checks.call_tensors(q, k, v, Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges))
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks)
+    _checks.call_tensors(q, k, v, call)
     return _dense(q, v.shape[3], out_bnhd)
 
 
@@ -61,11 +64,13 @@ def _forward_varlen(
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, lengths=lengths)
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks, lengths=lengths)
     _checks.call_tensors(q, k, v, call)
     return _packed(q, v.shape[2])
 
@@ -86,11 +91,13 @@ def _forward_cached(
     out_bnhd: bool = False,
     attn_bias: Tensor | None = None,
     alibi_slopes: Tensor | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     cache = Cache(cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q)
-    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, out_bnhd=out_bnhd)
+    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks, out_bnhd=out_bnhd)
     _checks.cached_tensors(q, k_cache, v_cache, cache, call)
     d_v = v_cache.shape[3]
     return _packed(q, d_v) if q.dim() == 3 else _dense(q, d_v, out_bnhd)

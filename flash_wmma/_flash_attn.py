@@ -60,6 +60,13 @@ def _result(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
+def _sinks(learnable_sink: Tensor | None, s_aux: Tensor | None) -> Tensor | None:
+    """The sinks under either name."""
+    if learnable_sink is not None and s_aux is not None:
+        refuse("s_aux", "a tensor", "None if there is a learnable_sink")
+    return s_aux if learnable_sink is None else learnable_sink
+
+
 def _unpacked(name: str, t: Tensor, dim: int, n: int, layout: str) -> tuple[Tensor, ...]:
     """The views of a tensor that holds ``n`` of q, k, v at dimension ``dim``."""
     _checks.tensors(**{name: t})
@@ -80,6 +87,8 @@ def flash_attn_func(
     alibi_slopes: Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
+    *,
+    learnable_sink: Tensor | None = None,
 ) -> Result:
     """flash-attn's ``flash_attn_func``.
 
@@ -96,6 +105,7 @@ def flash_attn_func(
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the scores.
         deterministic: compute gradients that are bitwise the same from run to run. The forward pass always is.
         return_attn_probs: also return lse and an empty tensor, which stands where flash-attn puts dropout's pattern.
+        learnable_sink: FlashAttention-4's; the ``sinks`` of :func:`flash_wmma.forward`.
 
     Returns:
         out (B, Nq, Hq, d_v), contiguous; with ``return_attn_probs`` (out, lse (B, Hq, Nq) float32, empty tensor).
@@ -117,6 +127,7 @@ def flash_attn_func(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         deterministic=_flag("deterministic", deterministic) or None,
+        sinks=learnable_sink,
         bottom_right=True,
         out_bnhd=True,
     )
@@ -202,6 +213,8 @@ def flash_attn_varlen_func(
     *,
     seqused_k: Tensor | None = None,
     out: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     validate: bool = False,
 ) -> Result:
     """flash-attn's ``flash_attn_varlen_func``: sequences of different lengths, packed.
@@ -219,6 +232,8 @@ def flash_attn_varlen_func(
             then has no gradients.
         seqused_k: (B), int32: the keys of each sequence that are used. vLLM passes it.
         out: where the result is written; it is returned too. vLLM passes it.
+        learnable_sink: FlashAttention-4's; the ``sinks`` of :func:`flash_wmma.forward`.
+        s_aux: vLLM's name of it.
         validate: check the lengths and raise if they are wrong, which waits for the device; flash-attn has no such
             argument. Without it the lengths are clamped, and nothing outside the tensors is read.
 
@@ -235,7 +250,7 @@ def flash_attn_varlen_func(
     if dropout_p != 0:
         _refuse_dropout(dropout_p)
     if (block_table is not None or out is not None) and torch.is_grad_enabled():
-        _checks.no_gradient(q=q, k=k, v=v)
+        _checks.no_gradient(q=q, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)
     if block_table is None and cu_seqlens_k is None:
         refuse("cu_seqlens_k", "None", "a tensor (B + 1), or None with block_table and seqused_k", TypeError)
     call = call_of(
@@ -245,6 +260,7 @@ def flash_attn_varlen_func(
         alibi_slopes=alibi_slopes,
         softcap=softcap,
         deterministic=_flag("deterministic", deterministic) or None,
+        sinks=_sinks(learnable_sink, s_aux),
         bottom_right=True,
         lengths=None
         if block_table is not None or cu_seqlens_k is None
@@ -419,13 +435,16 @@ def flash_attn_with_kvcache(
     max_seqlen_q: int | None = None,
     rotary_seqlens: Tensor | None = None,
     out: Tensor | None = None,
+    learnable_sink: Tensor | None = None,
+    s_aux: Tensor | None = None,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """flash-attn's ``flash_attn_with_kvcache``: attention of new queries with a cache, which may grow first, in place.
 
     If k and v are given, they are written to the cache behind the rows that it holds, and the queries see them. With
     rotary_cos and rotary_sin the new k and q are rotated before. The result has no gradients, whatever requires grad.
-    The names behind return_softmax_lse are FlashAttention-3's, vLLM's (out), and this library's (validate).
+    The names behind return_softmax_lse are FlashAttention-3's, FlashAttention-4's (learnable_sink), vLLM's (out,
+    s_aux), and this library's (validate).
 
     Args:
         q: (B, Nq, Hq, d), or with cu_seqlens_q (total_q, Hq, d); float32, float16 or bfloat16.
@@ -453,6 +472,8 @@ def flash_attn_with_kvcache(
         rotary_seqlens: (B), int32: the row of the tables for each sequence's first new key and query, in place of
             cache_seqlens.
         out: where the result is written; it is returned too.
+        learnable_sink: the ``sinks`` of :func:`flash_wmma.forward`.
+        s_aux: another name of learnable_sink.
         validate: check lengths and page numbers, and raise if they are wrong, which waits for the device.
 
     Returns:
@@ -480,6 +501,9 @@ def flash_attn_with_kvcache(
         refuse("cache_seqlens", "None", "an int or a tensor (B), since k and v are given", TypeError)
     if q.dim() != (4 if cu_seqlens_q is None else 3):
         refuse("q.shape", tuple(q.shape), "(B, N, H, d)" if cu_seqlens_q is None else "(total, H, d)")
+    sinks = _sinks(learnable_sink, s_aux)
+    if sinks is not None:
+        _checks.tensors(sinks=sinks)
     causal, with_lse = _flag("causal", causal), _flag("return_softmax_lse", return_softmax_lse)
     window = _window(window_size)
     q, k_pages, v_pages = q.detach(), _pages("k_cache", k_cache.detach()), _pages("v_cache", v_cache.detach())
@@ -514,6 +538,7 @@ def flash_attn_with_kvcache(
         window=window,
         alibi_slopes=alibi_slopes,
         softcap=softcap,
+        sinks=None if sinks is None else sinks.detach(),
         bottom_right=True,
         out_bnhd=cu_seqlens_q is None,
         validate=_flag("validate", validate),

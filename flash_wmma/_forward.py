@@ -24,6 +24,7 @@ class Options(TypedDict, total=False):
     alibi_slopes: Tensor | None
     key_ranges: Tensor | None
     softcap: float
+    sinks: Tensor | None
     kernel: str
     batch_invariant: bool
     backward_kernel: str
@@ -67,6 +68,7 @@ def forward(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -76,8 +78,9 @@ def forward(
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
-    out and lse are differentiable in q, k, v and an additive attn_bias, once, in reverse mode; backward recomputes the
-    weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are cast to its dtype.
+    out and lse are differentiable in q, k, v, an additive attn_bias and sinks, once, in reverse mode; backward
+    recomputes the weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are cast to
+    its dtype.
 
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -97,12 +100,15 @@ def forward(
             begins, or before, is empty. Tiles of keys before the first and behind the last that a tile of queries sees
             are skipped, forward and backward. :func:`flash_wmma.document_ranges` makes the ranges of documents.
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap), before anything is added.
+        sinks: (Hq), float32, float16 or bfloat16: for each query head the logit of one more key, which every query sees
+            and which has no value, so that the softmax's denominator gets exp(sinks[h]) (gpt-oss's attention sinks).
+            -inf: no sink. +inf and NaN make the head's results NaN.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
             the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
             ``torch.func``, the gradient of alibi_slopes.
-        return_lse: also return the logarithm of the softmax's denominator.
+        return_lse: also return the logarithm of the softmax's denominator, sinks included.
         batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
             bitwise independent of the other entries.
         backward_kernel: like ``kernel``, for the gradients: ``"auto"`` or one of ``flash_wmma.kernels("backward")``. An
@@ -112,7 +118,8 @@ def forward(
 
     Returns:
         out (B, Hq, Nq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, Nq), float32, natural
-        logarithm. A query that sees no key has out 0 and lse -inf. Results are bitwise the same from run to run.
+        logarithm. A query that sees no key has out 0, and lse is -inf or its head's sink. Results are
+        bitwise the same from run to run.
 
     Raises:
         TypeError: an argument is of a wrong type.
@@ -140,6 +147,7 @@ def forward(
         backward_kernel,
         deterministic,
         key_ranges,
+        sinks,
     )
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -207,6 +215,7 @@ def forward_varlen(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -229,8 +238,8 @@ def forward_varlen(
         max_seqlen_q: at least the number of queries of every sequence; the results of a longer one are unspecified.
         max_seqlen_k: the same for keys.
         seqused_k: (B), int32: sequence b uses only its first seqused_k[b] keys.
-        causal, scale, window, softcap, kernel, batch_invariant, backward_kernel, deterministic: as for :func:`forward`;
-            Nq and Nk are the sequence's.
+        causal, scale, window, softcap, sinks, kernel, batch_invariant, backward_kernel, deterministic: as for
+            :func:`forward`; Nq and Nk are the sequence's.
         attn_bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         key_ranges: (Hq or 1, total_q, 2), int32, as for :func:`forward`; keys count from the sequence's first.
@@ -239,7 +248,7 @@ def forward_varlen(
 
     Returns:
         out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32. A query
-        that sees no key, or that lies behind the last sequence, has out 0 and lse -inf.
+        that sees no key, or that lies behind the last sequence, has out 0, and lse is -inf or its head's sink.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
@@ -258,6 +267,7 @@ def forward_varlen(
         backward_kernel,
         deterministic,
         key_ranges,
+        sinks,
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )

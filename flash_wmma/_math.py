@@ -56,10 +56,13 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         distance = (place - torch.arange(nk, device=q.device)).abs()
         scores = scores - call.alibi_slopes.to(dtype)[..., None, None] * distance
     scores = scores.masked_fill(hidden, -math.inf)
+    if call.sinks is not None:  # a last key, of which there is no value
+        column = call.sinks.to(dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=3)
     # Scores of a query that sees nothing are replaced, so that no derivative of any order meets inf - inf.
     empty = scores.detach().isneginf().all(dim=3, keepdim=True)
     scores = scores.masked_fill(empty, 0)
-    out = scores.softmax(dim=3).masked_fill(empty, 0) @ values
+    out = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk] @ values
     lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)
     return out.to(q.dtype), lse.float() if dtype == torch.float32 else lse
 
@@ -72,7 +75,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tu
 
     def rest(rows: int) -> None:
         outs.append(q.new_zeros(rows, q.shape[1], v.shape[2]))
-        lses.append(q.new_full((q.shape[1], rows), -math.inf, dtype=dtype))
+        sinks = q.new_full((q.shape[1],), -math.inf, dtype=dtype) if call.sinks is None else call.sinks.to(dtype)
+        lses.append(sinks[:, None].expand(-1, rows))
 
     for b in range(len(begins_q) - 1):
         rows, keys = slice(*begins_q[b : b + 2]), slice(*begins_k[b : b + 2])

@@ -20,12 +20,15 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: of the keys and values, a divisor of ``num_heads``, which is the default.
         causal, kernel, backward_kernel, deterministic: as for :func:`flash_wmma.forward`.
         bias: whether the projections add one.
+        sinks: whether each head of the queries has an attention sink, ``self.sinks`` (num_heads,), at first 0.
         device, dtype: of the parameters.
 
     Raises:
         TypeError, ValueError: an argument is of a wrong type, the numbers do not divide each other, or there is no such
             kernel. Whether a kernel can run x is known when it is called.
     """
+
+    sinks: nn.Parameter | None
 
     def __init__(
         self,
@@ -35,6 +38,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: int | None = None,
         causal: Causal = False,
         bias: bool = True,
+        sinks: bool = False,
         kernel: str = "auto",
         backward_kernel: str = "auto",
         deterministic: bool | None = None,
@@ -51,7 +55,7 @@ class MultiheadAttention(nn.Module):
         call_of(causal, deterministic=deterministic)  # which checks them
         _checks.kernel(kernel)
         _checks.backward_kernel(backward_kernel)
-        _checks.flag(bias=bias)
+        _checks.flag(bias=bias, sinks=sinks)
         if dtype is not None and dtype not in _checks.MATH_DTYPES:
             error = ValueError if isinstance(dtype, torch.dtype) else TypeError
             refuse("dtype", repr(dtype), ", ".join(map(str, _checks.MATH_DTYPES)), error)
@@ -61,6 +65,8 @@ class MultiheadAttention(nn.Module):
         self.kernel, self.backward_kernel, self.deterministic = kernel, backward_kernel, deterministic
         self.qkv = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
+        logits = nn.Parameter(torch.zeros(num_heads, device=device, dtype=dtype)) if sinks else None
+        self.register_parameter("sinks", logits)
 
     def forward(self, x: Tensor) -> Tensor:
         """x (B, N, embed_dim), attended to and projected: (B, N, embed_dim).
@@ -87,6 +93,7 @@ class MultiheadAttention(nn.Module):
             k,
             v,
             causal=self.causal,
+            sinks=self.sinks,
             kernel=self.kernel,
             backward_kernel=self.backward_kernel,
             deterministic=self.deterministic,

@@ -37,7 +37,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
 
 def forward_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) with a key/value cache. It has no gradients."""
-    rest = (call.attn_bias, call.alibi_slopes, call.softcap, call.batch_invariant, call.kernel_name)
+    rest = (call.attn_bias, call.alibi_slopes, call.softcap, call.sinks, call.batch_invariant, call.kernel_name)
     asked: tuple[Any, ...] = call
     return _forward_cached(q, k_cache, v_cache, *cache, *asked[_UP_TO_LAYOUT], *rest)  # type: ignore[no-any-return]
 

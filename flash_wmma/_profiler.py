@@ -31,6 +31,7 @@ def profile(
     alibi_slopes: Tensor | None = None,
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Profile:
     """Runs a CUDA kernel's own source on the CPU, checked, and counts what a profiler would: requests, bank conflicts,
     sectors, tensor-core instructions, divergence, in total and by source line.
@@ -46,8 +47,8 @@ def profile(
     >>> result.plot_banks(line="wmma_v2.cu:116", path="banks.png")
 
     Args:
-        q, k, v, causal, scale, window, attn_bias, alibi_slopes, key_ranges, softcap: as :func:`flash_wmma.forward`
-            takes them. Tensors on a GPU are copied to the CPU; nothing runs on the GPU.
+        q, k, v, causal, scale, window, attn_bias, alibi_slopes, key_ranges, softcap, sinks: as
+            :func:`flash_wmma.forward` takes them. Tensors on a GPU are copied to the CPU; nothing runs on the GPU.
         kernel: the name of a CUDA kernel.
         arch: architecture that the kernel chooses its tile for, and that the occupancy is of, 10 * major + minor: 75
             for 7.5. ``None``: that of :func:`flash_wmma.emulator.settings`, 90 unless they say otherwise.
@@ -57,7 +58,7 @@ def profile(
         TypeError, ValueError, NotImplementedError: as :func:`flash_wmma.forward`; or no CUDA kernel has that name.
         EmulatorError: there is no g++, or the emulator found the kernel at fault.
     """
-    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, key_ranges=key_ranges)
+    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, key_ranges=key_ranges, sinks=sinks)
     _checks.tensors(q=q, k=k, v=v)
     _checks.call_tensors(q, k, v, call)
     if q.device.type not in ("cpu", "cuda"):

@@ -43,6 +43,7 @@ class Problem(NamedTuple):
     alibi_slopes: bool = False
     key_ranges: bool = False
     softcap: float = 0.0
+    sinks: bool = False
     batch_invariant: bool = False
 
 

@@ -60,6 +60,12 @@ class Modification(NamedTuple):
     alibi_slopes: Tensor | None = None
     key_ranges: Tensor | None = None
     softcap: float = 0.0
+    sinks: Tensor | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are given."""
+        return [t for t in self if isinstance(t, Tensor)]
 
     def apply(self, scores: Tensor) -> Tensor:
         """softcap, then bias, then ALiBi, then the ranges, on scaled scores (B, Hq, Nq, Nk), in their dtype."""
@@ -86,7 +92,7 @@ class Modification(NamedTuple):
             bias = bias[batch : batch + 1]
         if slopes is not None and slopes.dim() == 2:
             slopes = slopes[batch : batch + 1]
-        return Modification(bias, slopes, None if ranges is None else ranges[None, :, rows], self.softcap)
+        return Modification(bias, slopes, None if ranges is None else ranges[None, :, rows], self.softcap, self.sinks)
 
 
 PLAIN = Modification()
@@ -95,16 +101,20 @@ PLAIN = Modification()
 def attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None, modification: Modification = PLAIN
 ) -> tuple[Tensor, Tensor]:
-    """Attention written out, in the dtype of its inputs. A query that sees no key: out 0, lse -inf."""
+    """Attention written out, in the dtype of its inputs. A query that sees no key: out 0, lse -inf or its head's sink,
+    which is a last key without a value."""
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
     visible = mask.visible(q.shape[2], k.shape[2], q.device)
     scores = modification.apply((q @ k.transpose(2, 3)) * scale)
     scores = scores.masked_fill(~visible, -math.inf)
+    if modification.sinks is not None:
+        column = modification.sinks.to(scores.dtype)[:, None, None].expand(*scores.shape[:3], 1)
+        scores = torch.cat((scores, column), dim=3)
     empty = scores.isneginf().all(dim=3)
     scores = scores.masked_fill(empty[..., None], 0)  # whose gradient would be NaN
     weights = scores.softmax(dim=3).masked_fill(empty[..., None], 0)
-    return weights @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
+    return weights[..., : k.shape[2]] @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
 
 
 def emulated(kernel: flash_wmma.Kernel) -> bool:
@@ -201,6 +211,14 @@ def check(out: Tensor, lse: Tensor, expected: Reference) -> None:
     error = head_error(out, expected.out)
     assert error <= 2 * expected.plain_error + 1e-5, f"out: error {error:.3e}, plain's {expected.plain_error:.3e}"
     check_lse(lse, expected.lse, expected.operand_eps)
+
+
+def check_no_key(out: Tensor, lse: Tensor, modification: Modification = PLAIN) -> None:
+    """The result of queries that see no key; lse is (..., Hq, Nq)."""
+    assert not out.any()
+    sinks = modification.sinks
+    expected = lse.new_full((1, 1), -math.inf) if sinks is None else sinks[:, None]
+    torch.testing.assert_close(lse, expected.expand_as(lse), rtol=1e-6, atol=0)
 
 
 def check_lse(lse: Tensor, expected: Tensor, operand_eps: float) -> None:
@@ -339,7 +357,7 @@ def run(
     modification: Modification = PLAIN,
 ) -> tuple[Tensor, Tensor]:
     """(out, lse) of that kernel, from poisoned memory; the inputs' storages stay as they are."""
-    tensors = [t for t in (q, k, v, *modification[:3]) if t is not None]
+    tensors = [q, k, v, *modification.tensors]
     before = [bits(t) for t in tensors]
     with poisoned_memory():
         out, lse = flash_wmma.forward(

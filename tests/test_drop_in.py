@@ -946,6 +946,7 @@ REACHING: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "attn_bias": (torch.ones(14), {"attn_bias": [1.0] * 14}, {"attn_bias": [1.0] * 14}),
     "alibi_slopes": (torch.ones(2), {"alibi_slopes": [1.0, 1.0]}, {"alibi_slopes": [1.0, 1.0]}),
     "softcap": (2.0, {"softcap": 2.0}, {"softcap": 2.0}),
+    "sinks": (torch.ones(2), {"sinks": [1.0, 1.0]}, {"sinks": [1.0, 1.0]}),
     "kernel": ("cpu", {"kernel_name": "cpu"}, {"forward_kernel": "cpu"}),
     "batch_invariant": (True, {"batch_invariant": True}, {}),
     "backward_kernel": ("bwd_cpu", {}, {"kernel_name": "bwd_cpu"}),
@@ -961,7 +962,11 @@ def one_sequence(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
 
 
 def module(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    attended: Tensor = flash_wmma.MultiheadAttention(16, 2, **options)(q[0])
+    logits = options.pop("sinks", None)
+    made = flash_wmma.MultiheadAttention(16, 2, sinks=logits is not None, **options)
+    if logits is not None:
+        made.sinks.data.copy_(logits)
+    attended: Tensor = made(q[0])
     return attended
 
 

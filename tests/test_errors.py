@@ -377,14 +377,15 @@ def test_errors_of_the_op_itself() -> None:
         ("attn_bias", torch.zeros(20, device="meta")),
         ("alibi_slopes", torch.zeros(3)),
         ("alibi_slopes", torch.zeros(4, dtype=torch.float16)),
+        ("sinks", torch.zeros(3)),
+        ("sinks", torch.zeros(4, dtype=torch.float16)),
         ("softcap", -1.0),
         ("softcap", float("nan")),
     ):
         with pytest.raises((RuntimeError, ValueError), match=argument):
             op(**good(), **{argument: wrong})
-    for not_yet in ("sinks", "rng_state"):
-        with pytest.raises((RuntimeError, ValueError), match="dropout_p" if not_yet == "rng_state" else not_yet):
-            op(**good(), **{not_yet: torch.zeros(4)})
+    with pytest.raises((RuntimeError, ValueError), match="dropout_p"):
+        op(**good(), rng_state=torch.zeros(4))
     for option in ({"dropout_p": 0.5}, {"num_splits": 2}):
         with pytest.raises((RuntimeError, ValueError), match=next(iter(option))):
             op(**good(), **option)

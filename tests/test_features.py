@@ -66,6 +66,7 @@ BIASES = (
 )
 SLOPES = (None, "head", "batch")
 SOFTCAPS = (0.0, 2.0, 30.0)
+SINKS = (None, "near", "far")
 
 
 def lengths(kernel: flash_wmma.Kernel) -> tuple[tuple[int, int], ...]:
@@ -120,6 +121,15 @@ def slopes_of(kind: str | None, b: int, h: int, device: str) -> Tensor | None:
     return torch.stack((slopes, torch.full_like(slopes, math.nan)), dim=-1)[..., 0]
 
 
+def sinks_of(kind: str | None, h: int, device: str) -> Tensor | None:
+    """A logit for each head, between others in memory: among the scores, or far above and below them, or -inf."""
+    if kind is None:
+        return None
+    logits = [0.5, -1.0, 2.0] if kind == "near" else [30.0, -60.0, -math.inf, 150.0]
+    sinks = torch.tensor([logits[i % len(logits)] for i in range(h)], device=device)
+    return torch.stack((sinks, torch.full_like(sinks, math.nan)), dim=-1)[..., 0]
+
+
 def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
     """What the kernel says it can do."""
     low, high = kernel.head_dims
@@ -137,6 +147,7 @@ def parameters(kernel: flash_wmma.Kernel) -> dict[str, tuple[Any, ...]]:
         "slopes": SLOPES if "alibi_slopes" in has else (None,),
         "ranges": RANGES if "key_ranges" in has else (None,),
         "softcap": SOFTCAPS if "softcap" in has else (0.0,),
+        "sinks": SINKS if "sinks" in has else (None,),
         "scale": (None, 0.3, -0.2),
         "layout": LAYOUTS[:5],
     }
@@ -181,6 +192,7 @@ def test_features(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -
         slopes_of(c["slopes"], b, hq, kernel.device),
         ranges_of(c["ranges"], b, hq, nq, nk, kernel.device),
         c["softcap"],
+        sinks_of(c["sinks"], hq, kernel.device),
     )
     expected = reference(kernel, q, k, v, mask, c["scale"], modification)
     check(*run(kernel, q, k, v, mask, c["scale"], modification), expected)
@@ -198,6 +210,7 @@ def test_features_at_length(target: Target) -> None:
         slopes_of("head", 1, 4, kernel.device) if "alibi_slopes" in has else None,
         ranges_of("documents", 1, 4, nq, nk, kernel.device) if "key_ranges" in has else None,
         5.0 if "softcap" in has else 0.0,
+        sinks_of("near", 4, kernel.device) if "sinks" in has else None,
     )
     mask = Mask("bottom_right", (300, None) if "window" in has else None) if "causal" in has else DENSE
     check(*run(kernel, q, k, v, mask, None, modification), reference(kernel, q, k, v, mask, None, modification))

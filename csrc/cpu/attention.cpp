@@ -127,13 +127,13 @@ std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
     return (plan.workers * plan.scratch + plan.partials) * static_cast<std::int64_t>(sizeof(float));
 }
 
-/// o = 0 and lse = -inf for the rows [begin, end) of the first batch entry, or for packed rows.
+/// o = 0 and lse = the sink or -inf for the rows [begin, end) of the first batch entry, or for packed rows.
 void clear_rows(const ForwardParams& p, std::int64_t begin, std::int64_t end) {
     const std::size_t bytes = static_cast<std::size_t>(p.head_dim_v) * (p.out_dtype == DType::kFloat32 ? 4 : 2);
     for (std::int64_t row = begin; row < end; ++row)
         for (std::int64_t head = 0; head < p.heads_q; ++head) {
             std::memset(moved(p.o.data, row * p.o.row + head * p.o.head, p.out_dtype), 0, bytes);
-            p.lse[head * p.lse_head + row] = -HUGE_VALF;
+            p.lse[head * p.lse_head + row] = p.sinks ? p.sinks[head] : -HUGE_VALF;
         }
 }
 
@@ -191,7 +191,7 @@ const KernelInfo kKernel = {
      .float32 = true,
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -582,30 +582,49 @@ void load_tile(QTile& tile, const ForwardParams& p, const Task& task, float* sta
                      static_cast<std::size_t>(dv) * (few ? tile.rows : tile.vectors * kLanes) * sizeof(float));
 }
 
-/// Writes one finished row and its LSE. A row that saw no key, or only keys of weight 0, is 0 with LSE -inf.
-template <class Isa>
-void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, const float* o, float maximum, float sum) {
-    char* dst = const_cast<char*>(row_pointer(p.o, p.out_dtype, batch, row.head, row.query));
-    store_row<Isa>(o, dst, p.out_dtype, p.head_dim_v);
-    p.lse[batch * p.lse_batch + row.head * p.lse_head + row.query] =
-        static_cast<float>(maximum * maximum_scale(p) + static_cast<double>(__builtin_logf(sum)));
+/// What normalises a row of O, and the row's LSE. A row that saw no key, or only keys of weight 0, is 0, and its LSE is
+/// the head's sink, or -inf.
+struct RowEnd {
+    float factor, lse;
+};
+
+/// The end of a row over all its keys, with its maximum and sum. A sink is a key with a logit and no value.
+inline RowEnd row_end(const ForwardParams& p, std::int64_t head, float maximum, float sum) {
+    const float normaliser = sum == 0.f ? 0.f : 1.f / sum;
+    const double top = maximum * maximum_scale(p);
+    if (!p.sinks) return {normaliser, static_cast<float>(top + static_cast<double>(__builtin_logf(sum)))};
+    const double sink = p.sinks[head], most = sink > top ? sink : top;
+    const double base = most == -__builtin_inf() ? 0. : most, rescale = __builtin_exp(top - base);
+    const double total = sum * rescale + __builtin_exp(sink - base);
+    return {sum == 0.f ? 0.f : static_cast<float>(rescale / total), static_cast<float>(most + __builtin_log(total))};
 }
 
-/// Writes row r of the tile: `o` is normalised already, unless the task is a split.
+/// Writes one finished row and its LSE.
 template <class Isa>
-void store_tile_row(const QTile& tile, const ForwardParams& p, const Task& task, int r, const float* o) {
+void store_result(const ForwardParams& p, std::int64_t batch, PackedRow row, const float* o, float lse) {
+    char* dst = const_cast<char*>(row_pointer(p.o, p.out_dtype, batch, row.head, row.query));
+    store_row<Isa>(o, dst, p.out_dtype, p.head_dim_v);
+    p.lse[batch * p.lse_batch + row.head * p.lse_head + row.query] = lse;
+}
+
+/// The end of row r of the tile. A split does not end rows.
+inline RowEnd tile_row_end(const QTile& tile, const ForwardParams& p, const Task& task, int r) {
+    if (task.partial) return {1.f, 0.f};
+    return row_end(p, packed_row(p, task.head_k, tile.row_begin + r).head, tile.maximum[r], tile.sum[r]);
+}
+
+/// Writes row r of the tile: `o` and `lse` are final, unless the task is a split.
+template <class Isa>
+void store_tile_row(const QTile& tile, const ForwardParams& p, const Task& task, int r, const float* o, float lse) {
     if (task.partial) {
         float* row = task.partial + (tile.row_begin - task.row_begin + r) * partial_stride(p.head_dim_v);
         __builtin_memcpy(row, o, static_cast<std::size_t>(p.head_dim_v) * sizeof(float));
         row[p.head_dim_v] = tile.maximum[r];
         row[p.head_dim_v + 1] = tile.sum[r];
     } else {
-        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), o, tile.maximum[r],
-                          tile.sum[r]);
+        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), o, lse);
     }
 }
-
-inline float normaliser(float sum) { return sum == 0.f ? 0.f : 1.f / sum; }
 
 template <class Isa>
 void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, float* staging) {
@@ -614,13 +633,18 @@ void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, flo
     const int dv = static_cast<int>(padded<Isa>(p.head_dim_v));
     for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
         float* o = tile.o + r * dv;
-        const float factor = task.partial ? 1.f : normaliser(tile.sum[r]);
-        for (int c = 0; c < dv; ++c) o[c] *= factor;
-        store_tile_row<Isa>(tile, p, task, r, o);
+        const RowEnd end = tile_row_end(tile, p, task, r);
+        for (int c = 0; c < dv; ++c) o[c] *= end.factor;
+        store_tile_row<Isa>(tile, p, task, r, o, end.lse);
     }
     for (int v = 0; v < tile.vectors; ++v) {
-        Vec factor;
-        for (int i = 0; i < kLanes; ++i) factor[i] = task.partial ? 1.f : normaliser(tile.sum[v * kLanes + i]);
+        const int rows = static_cast<int>(min64(kLanes, tile.rows - v * kLanes));
+        Vec factor = Isa::broadcast(0.f), lse = factor;
+        for (int i = 0; i < rows; ++i) {
+            const RowEnd end = tile_row_end(tile, p, task, v * kLanes + i);
+            factor[i] = end.factor;
+            lse[i] = end.lse;
+        }
         for (int c = 0; c < dv; c += kLanes) {
             Vec block[kLanes];
             for (int i = 0; i < kLanes; ++i)
@@ -628,8 +652,7 @@ void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, flo
             Isa::transpose(block);
             for (int i = 0; i < kLanes; ++i) Isa::store(staging + i * dv + c, block[i]);
         }
-        for (int i = 0; i < kLanes && v * kLanes + i < tile.rows; ++i)
-            store_tile_row<Isa>(tile, p, task, v * kLanes + i, staging + i * dv);
+        for (int i = 0; i < rows; ++i) store_tile_row<Isa>(tile, p, task, v * kLanes + i, staging + i * dv, lse[i]);
     }
 }
 
@@ -763,8 +786,10 @@ void combine(const ForwardParams& p, const Task& task, int splits, std::int64_t 
             sum += weight * part[dv + 1];
             for (int c = 0; c < dv; ++c) o[c] += weight * part[c];
         }
-        for (int c = 0; c < dv; ++c) o[c] *= normaliser(sum);
-        store_result<Isa>(p, task.batch, packed_row(p, task.head_k, r), o, maximum, sum);
+        const PackedRow row = packed_row(p, task.head_k, r);
+        const RowEnd end = row_end(p, row.head, maximum, sum);
+        for (int c = 0; c < dv; ++c) o[c] *= end.factor;
+        store_result<Isa>(p, task.batch, row, o, end.lse);
     }
 }
 

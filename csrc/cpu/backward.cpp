@@ -136,8 +136,8 @@ const BackwardKernelInfo kKernel = {
      .float32 = true,
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDeterministic |
-                 kBiasGradient | kDeterministicBiasGradient,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
+                 kDeterministic | kBiasGradient | kDeterministicBiasGradient,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

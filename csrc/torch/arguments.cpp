@@ -109,8 +109,7 @@ namespace {
 
 /// Refuses, by name, arguments that the schema has and no kernel implements yet.
 void check_not_yet(const Options& o) {
-    const char* name = o.sinks ? "sinks" : o.rng_state || o.dropout_p != 0 ? "dropout_p" : nullptr;
-    if (name) invalid(std::string(name) + ": not yet built");
+    if (o.rng_state || o.dropout_p != 0) invalid("dropout_p: not yet built");
 }
 
 void check_inputs(const Operand& q, const Operand& k, const Operand& v, bool cached = false) {
@@ -169,6 +168,16 @@ void set_alibi(ForwardParams& p, const Tensor& t, const Operand& q, OptionalTens
         slopes.refuse("(Hq) or (B, Hq)");
     p.alibi_slopes = static_cast<const float*>(slopes.data);
     p.alibi_batch_stride = batched ? p.heads_q : 0;
+}
+
+/// Logits (Hq), float32; `kept` holds the copy if one was needed.
+const float* sinks_of(const Tensor& t, const ForwardParams& p, const Operand& q, OptionalTensor& kept) {
+    kept = torch::stable::contiguous(t);
+    const Operand sinks(*kept, "sinks");
+    if (sinks.dtype != codes().float32) invalid("sinks.dtype: allowed: float32");
+    if (!sinks.same_device(q)) invalid("sinks.device differs from q's");
+    if (sinks.dim != 1 || sinks.sizes[0] != p.heads_q) sinks.refuse("(Hq)");
+    return static_cast<const float*>(sinks.data);
 }
 
 /// Ranges (B or 1, Hq or 1, Nq, 2), packed (Hq or 1, total_q, 2), int32, by strides.
@@ -297,10 +306,17 @@ void CheckedCall::set_options() {
     if (options.attn_bias) p.bias = bias_of(*options.attn_bias, p, q);
     if (options.alibi_slopes) set_alibi(p, *options.alibi_slopes, q, slopes_);
     if (options.key_ranges) p.key_ranges = ranges_of(*options.key_ranges, p, q);
+    if (options.sinks) p.sinks = sinks_of(*options.sinks, p, q, sinks_);
     if (!(options.softcap == 0 || (options.softcap >= 1e-30 && options.softcap <= 1e30)))
         invalid("softcap: allowed: 0 (none) or 1e-30 to 1e30");
     p.softcap = static_cast<float>(options.softcap);
     p.partials.num_splits = 1;
+}
+
+void CheckedCall::see_no_key(Tensor& out, Tensor& lse) const {
+    torch::stable::zero_(out);
+    if (sinks_) torch::stable::copy_(lse, torch::stable::unsqueeze(*sinks_, 1));
+    else torch::stable::fill_(lse, -INFINITY);
 }
 
 bool CheckedCall::empty() const {
@@ -324,6 +340,7 @@ void CheckedCall::add_buffers(std::vector<emulator::Buffer>& buffers) const {
     if (options.attn_bias) buffers.push_back(buffer_of("attn_bias", *options.attn_bias, false));
     if (slopes_) buffers.push_back(buffer_of("alibi_slopes", *slopes_, false));
     if (options.key_ranges) buffers.push_back(buffer_of("key_ranges", *options.key_ranges, false));
+    if (sinks_) buffers.push_back(buffer_of("sinks", *sinks_, false));
     if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));
     if (cu_seqlens_k_) buffers.push_back(buffer_of("cu_seqlens_k", *cu_seqlens_k_, false));
     if (seqused_k_) buffers.push_back(buffer_of("seqused_k", *seqused_k_, false));

@@ -172,6 +172,8 @@ struct CheckedCall {
     bool packed() const { return q.dim == 3; }
     /// Whether no query sees a key, so that there is nothing to run.
     bool empty() const;
+    /// Writes the result of queries that see no key.
+    void see_no_key(Tensor& out, Tensor& lse) const;
     /// (B, Hq, Nq), or packed (Hq, total_q), contiguous.
     template <std::size_t kDim>
     std::array<int64_t, kDim> lse_sizes() const {
@@ -185,7 +187,7 @@ struct CheckedCall {
 
   private:
     void set_options();
-    OptionalTensor slopes_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_, leftpad_, page_table_;
+    OptionalTensor slopes_, sinks_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_, leftpad_, page_table_;
 };
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------

@@ -63,7 +63,8 @@ DType dtype_named(const std::string& name) {
 
 /// Params as the ops fill them, without tensors: a pointer that is only compared with null points to a placeholder.
 ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed,
-                        bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool batch_invariant) {
+                        bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks,
+                        bool batch_invariant) {
     static const float present = 0.f;
     static const std::int32_t lengths = 0;
     ForwardParams p{};
@@ -86,6 +87,7 @@ ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const p
     if (attn_bias) p.bias.data = &present;
     if (alibi_slopes) p.alibi_slopes = &present;
     if (key_ranges) p.key_ranges.data = &lengths;
+    if (sinks) p.sinks = &present;
     p.softcap = static_cast<float>(softcap);
     p.partials.num_splits = 1;
     p.batch_invariant = batch_invariant;
@@ -137,10 +139,10 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
 }
 
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
-                 bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool batch_invariant,
-                 const py::tuple& device_facts) {
+                 bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks,
+                 bool batch_invariant, const py::tuple& device_facts) {
     ForwardParams params =
-        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, batch_invariant);
+        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, batch_invariant);
     return answer(name, params, params, device_of(device_facts));
 }
 
@@ -148,13 +150,13 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
 /// `forward_kernel`: the kernel name that forward was given.
 py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
                           const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges,
-                          double softcap, bool batch_invariant, const py::tuple& device_facts,
+                          double softcap, bool sinks, bool batch_invariant, const py::tuple& device_facts,
                           const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
                           const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
     params.forward =
-        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, batch_invariant);
+        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, batch_invariant);
     if (dbias_strides) {
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
@@ -203,10 +205,10 @@ PYBIND11_MODULE(_C, m) {
     m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
-          "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a);
+          "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "batch_invariant"_a, "device_facts"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
-          "attn_bias"_a, "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "batch_invariant"_a, "device_facts"_a,
-          "dbias_strides"_a, "deterministic"_a, "forward_kernel"_a = "auto");
+          "attn_bias"_a, "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "batch_invariant"_a,
+          "device_facts"_a, "dbias_strides"_a, "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

@@ -34,8 +34,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "forward_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
         "Tensor? cache_leftpad, Tensor? cu_seqlens_q, SymInt max_seqlen_q, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, "
-        "Tensor? alibi_slopes=None, float softcap=0., bool batch_invariant=False, str kernel_name=\"auto\") "
-        "-> (Tensor out, Tensor lse)");
+        "Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, bool batch_invariant=False, "
+        "str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "

@@ -30,7 +30,8 @@ std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& 
                                           int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
                                           int64_t window_right, bool bottom_right, bool out_bnhd,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                          double softcap, bool batch_invariant, const std::string& kernel_name);
+                                          double softcap, const OptionalTensor& sinks, bool batch_invariant,
+                                          const std::string& kernel_name);
 
 /// dq, dk, dv, dbias.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;

@@ -1,5 +1,4 @@
-// flash_wmma::forward and forward_varlen.
-#include <cmath>
+// flash_wmma::forward, forward_varlen and forward_cached.
 #include "torch/ops.h"
 
 namespace flash_wmma {
@@ -22,8 +21,7 @@ std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim
     if constexpr (kDim == 4) strides = row_strides(out_sizes, out_bnhd);
     Written<kDim> out(out_sizes, strides, q);
     if (call.empty() || p.head_dim_v == 0) {
-        torch::stable::zero_(out.memory());
-        torch::stable::fill_(lse, -INFINITY);
+        call.see_no_key(out.memory(), lse);
     } else {
         const Readable q_rows(q), k_rows(call.k), v_rows(call.v);
         call.point_to(q_rows, k_rows, v_rows, lse);
@@ -77,10 +75,11 @@ std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& 
                                           int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
                                           int64_t window_right, bool bottom_right, bool out_bnhd,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
-                                          double softcap, bool batch_invariant, const std::string& kernel_name) {
+                                          double softcap, const OptionalTensor& sinks, bool batch_invariant,
+                                          const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_cache, "k_cache"), v(v_cache, "v_cache");
     const OptionalTensor none;
-    const Options options{attn_bias,   alibi_slopes, none,         none,    none, scale,
+    const Options options{attn_bias,   alibi_slopes, none,         sinks,   none, scale,
                           window_left, window_right, bottom_right, softcap, 0.,   kernel_name};
     CheckedCall call(q, k, v, options, {cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q});
     if (call.packed())

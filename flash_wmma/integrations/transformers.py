@@ -45,8 +45,8 @@ def register(name: str = "wmma") -> None:
     """Puts the library behind ``attn_implementation=name`` of Hugging Face transformers.
 
     Afterwards ``from_pretrained(..., attn_implementation="wmma")``, ``from_config`` and ``set_attn_implementation``
-    take that name. What the library cannot do (dropout, attention sinks, attention weights as a result, …) is an error
-    when the model is called.
+    take that name. What the library cannot do (dropout, attention weights as a result, …) is an error when the model
+    is called.
 
     Args:
         name: without "flash" in it, which transformers takes for a package of its own list.
@@ -318,8 +318,6 @@ def attention(
     """
     if dropout:
         _not_yet(f"dropout of attention weights ({dropout}; attention_dropout=0 in the configuration leaves it out)")
-    if s_aux is not None or rest.get("sinks") is not None:
-        _not_yet("attention sinks (s_aux)")
     if rest.get("indices") is not None or rest.get("block_indices") is not None:
         _not_yet("sparse attention (indices)")
     if cache is not None:
@@ -331,6 +329,7 @@ def attention(
         sliding_window,
         scaling,
         softcap or 0.0,
+        rest.get("sinks") if s_aux is None else s_aux,
     )
     seen = attention_mask
     if seen is not None and not (
@@ -373,6 +372,7 @@ class _Asked(NamedTuple):
     """How many keys a query sees, its own place included."""
     scale: float | None
     softcap: float
+    sinks: Tensor | None
 
     def options(self, q: Tensor) -> dict[str, Any]:
         """Arguments of ``call_of``. float32 on a GPU is multiplied as the SDPA stand-in does."""
@@ -383,6 +383,7 @@ class _Asked(NamedTuple):
             "window": None if self.window is None else (self.window - 1, self.window - 1),
             "scale": self.scale,
             "softcap": self.softcap,
+            "sinks": self.sinks,
             "kernel": kernel,
             "backward_kernel": backward_kernel_for(kernel),
             "bottom_right": True,

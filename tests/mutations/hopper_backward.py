@@ -407,8 +407,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-claims-no-window",
         path=LAUNCH,
-        old=".features = kCausal | kWindow | kVarlen | kValueDim | kDeterministic,",
-        new=".features = kCausal | kVarlen | kValueDim | kDeterministic,",
+        old=".features = kCausal | kWindow | kVarlen | kValueDim | kSinks | kDeterministic,",
+        new=".features = kCausal | kVarlen | kValueDim | kSinks | kDeterministic,",
         why="a window is refused",
         kernels=KERNEL,
     ),

@@ -90,7 +90,7 @@ FAULTS = [
     ),
     Fault(
         name="lse-of-nothing",
-        path=OPS_FORWARD,
+        path=ARGUMENTS,
         old="torch::stable::fill_(lse, -INFINITY);",
         new="torch::stable::zero_(lse);",
         why="queries without any key have lse 0",

@@ -204,8 +204,8 @@ FAULTS = [
     Fault(
         name="ranges-not-saved",
         path="flash_wmma/_call.py",
-        old="self.alibi_slopes is None and self.key_ranges is None and lengths is None",
-        new="self.alibi_slopes is None and lengths is None",
+        old="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]",
+        new="tensors = [self.attn_bias, self.alibi_slopes, None, self.sinks]",
         why="torch does not notice that ranges were overwritten before backward",
     ),
     Fault(

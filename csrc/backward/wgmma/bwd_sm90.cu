@@ -71,7 +71,7 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .features = kCausal | kWindow | kVarlen | kValueDim | kDeterministic,
+                    .features = kCausal | kWindow | kVarlen | kValueDim | kSinks | kDeterministic,
                     .auto_rank = 40},
                    kShapes),
     choose,

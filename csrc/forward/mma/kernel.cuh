@@ -36,6 +36,7 @@
 
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
+#include "device/sink.cuh"
 #include "device/value_unit.cuh"
 #include "device/visible_tiles.cuh"
 #include "forward/mma/block.cuh"
@@ -253,9 +254,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     combine_warps<Tile>(softmax.l, smem, thread, add);
     PerRow<Tile> inverse_l;  // times O's unit; 0 for a row that saw no key
     softmax.l.each([&](int i, float sum) {
-        const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key -inf + -inf
-        inverse_l[i] = sum == 0.f ? 0.f : __fdividef(exp2f(unit.exponent), sum);
         const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
+        const bool none = sum == 0.f;
+        const float rescale = take_sink(p, head, softmax.m[i], sum);
+        const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
+        inverse_l[i] = none ? 0.f : rescale * __fdividef(exp2f(unit.exponent), sum);
         if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
             p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
     });

@@ -43,7 +43,7 @@ const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
      .bf16_min_arch = 75,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kCache,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);
 

@@ -26,6 +26,7 @@
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
 #include "device/simt_tile.cuh"
+#include "device/sink.cuh"
 #include "device/tile.cuh"
 #include "device/tiled_kernel.h"
 
@@ -183,10 +184,11 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-        const float sum = over_row<Tile>(l[i], [](float x, float y) { return x + y; });
+        float sum = over_row<Tile>(l[i], [](float x, float y) { return x + y; });
         const auto [query, head] = tile.row(thread.tile_row(i));
         if (query >= sequence.seqlen_q) continue;
-        const float inverse = sum == 0.f ? 0.f : 1.f / sum;  // 0 for a row that saw no key
+        const bool none = sum == 0.f;  // the row saw no key
+        const float rescale = take_sink(p, head, m[i], sum), inverse = none ? 0.f : rescale * (1.f / sum);
         float* const out = row_of<float>(p.o, sequence.index, head, sequence.first_q + query) + first_column;
 #pragma unroll
         for (int v = 0; v < Tile::kVectors; ++v) {

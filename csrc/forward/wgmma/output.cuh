@@ -4,24 +4,25 @@
 #include "device/element.cuh"
 #include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
+#include "device/sink.cuh"
 #include "forward/wgmma/block.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Stores O / l of the columns from `column` on and, with column 0, the LSE. Lanes that share a row swap words until
+/// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that share a row swap words until
 /// each has 16 neighbouring bytes, or once, for 8.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
                                            const LaggedSoftmax<16>& softmax, int lane) {
     softmax.l.each([&](int i, float l) {
-        const float sum = over_quad(l, [](float x, float y) { return x + y; });
+        float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
         const bool none = sum == 0.f;  // the row saw no key
-        const float inverse = 1.f / sum;
+        const float rescale = take_sink(p, head, m, sum), inverse = rescale * (1.f / sum);
         const int query = first_query + lane / 4 + 8 * i;
         const bool inside = query < sequence.seqlen_q;
         if (lane % 4 == 0 && inside && column == 0)
-            p.lse[lse_index(p, sequence, head, query)] = none ? -INFINITY : (softmax.m[i] + log2f(sum)) * kLn2;
+            p.lse[lse_index(p, sequence, head, query)] = sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
         T* const out = row_of<T>(p.o, sequence.index, head, sequence.first_q + query);
         constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
 #pragma unroll

@@ -75,7 +75,7 @@ const KernelInfo kInfo = {
          .max_arch = 90,
          .bf16_min_arch = 90,
          .float16 = true,
-         .features = kCausal | kWindow | kSoftcap | kVarlen | kValueDim,
+         .features = kCausal | kWindow | kSoftcap | kVarlen | kValueDim | kSinks,
          .auto_rank = 40},
         kShapes),
     choose,

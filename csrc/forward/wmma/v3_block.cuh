@@ -10,6 +10,7 @@
 #include "device/constants.cuh"
 #include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
+#include "device/sink.cuh"
 #include "device/tile.cuh"
 #include "device/value_unit.cuh"
 #include "forward/wmma/v3_fragments.cuh"
@@ -202,13 +203,15 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
         for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
 }
 
-/// Stores a row's final 1/l, times O's unit, and LSE, from its sum l and reference m (log2 units): 0 and -inf if the
-/// row saw no key.
+/// Stores a row's final 1/l, times O's unit, and LSE, from its sum l and reference m (log2 units): 0 and the sink
+/// (without sinks -inf) if the row saw no key.
 template <class Tile, Problems kProblems>
 __device__ void finish_row(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
                            float m, float l) {
-    smem.inverse_l[row] = l == 0.f ? 0.f : exp2f(unit.exponent) / l;
     const auto [query, head] = work.tile.row(row);
+    const bool none = l == 0.f;
+    const float rescale = take_sink(work.p, head, m, l);
+    smem.inverse_l[row] = none ? 0.f : rescale * (exp2f(unit.exponent) / l);
     if (query < work.sequence.seqlen_q)
         work.p.lse[lse_index(work.p, work.place(), head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
 }
