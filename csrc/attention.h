@@ -132,8 +132,7 @@ struct ForwardParams {
     std::int32_t head_dim, head_dim_v;
 
     Rows q, k, v, o;
-    float*
-        lse;  ///< natural log, -inf (or the sink) for a row that sees no key; contiguous (B, Hq, Nq) or (Hq, total_q)
+    float* lse;  ///< natural log; -inf, or the sink, for a row that sees no key. (B, Hq, Nq) or (Hq, total_q)
     std::int64_t lse_batch, lse_head;  ///< strides of lse; a head's rows are adjacent
     float scale;
     Band band;
