@@ -12,6 +12,7 @@ namespace flash_wmma::wgmma_sm90 {
 struct Shape {
     Instance facts;
     Problems problems;  ///< kPlain, or kGeneral: packed sequences and softcap
+    int head_dim_v;     ///< the largest d_v it takes
     bool splits;        ///< takes parts of items
     float speed;        ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);

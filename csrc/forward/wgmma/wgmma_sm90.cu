@@ -13,7 +13,7 @@ namespace {
 
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
 
-/// Takes the least head dim that holds d and d_v, and of its shapes the one that finishes first. With
+/// Takes the least head dims that hold d and d_v, and of their shapes the one that finishes first. With
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Problems problems = problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
@@ -21,9 +21,11 @@ const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != p.dtype || shape.problems != problems || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
-            continue;
-        if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
+        if (tile.dtype != p.dtype || shape.problems != problems) continue;
+        if (tile.head_dim < p.head_dim || shape.head_dim_v < p.head_dim_v) continue;
+        if (chosen && (p.batch_invariant || chosen->facts.head_dim != tile.head_dim ||
+                       chosen->head_dim_v != shape.head_dim_v))
+            break;
         const double time = split_of(p, device, shape).time(shape, p, device);
         if (chosen && time >= least_time) continue;
         chosen = &shape;
@@ -45,7 +47,7 @@ __global__ void clear(Queue* queue) {
 /// Bytes of the queue or of the parts of split items: a problem never has both.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
     const Shape& shape = choose_shape(p, device);
-    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape.facts);
+    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape);
 }
 
 void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {

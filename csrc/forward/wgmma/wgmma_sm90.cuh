@@ -33,6 +33,7 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device/element.cuh"
 #include "device/hide_keys.cuh"
@@ -73,7 +74,7 @@ class Producer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     using Item = Work<Tile>;
-    using KeyRows = typename SharedMemory<Tile>::KeyRows;
+    using ValueRows = typename SharedMemory<Tile>::ValueRows;
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on.
     template <class Rows>
@@ -84,13 +85,13 @@ class Producer {
         const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
         ptx::barrier_arrive_expect(barrier, sizeof(Rows));
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
+        for (int i = 0; i < static_cast<int>(std::extent_v<decltype(rows.panel)>); ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
     /// The same for V's first `count` rows, with zeros behind them: beyond a tensor's end the copy itself writes zeros,
     /// but beyond a packed sequence's end it finds rows of the next sequence.
-    __device__ __forceinline__ void load_cut(KeyRows& rows, Slot& slot, int row, const Item& work, int count) {
+    __device__ __forceinline__ void load_cut(ValueRows& rows, Slot& slot, int row, const Item& work, int count) {
         ptx::barrier_wait(&slot.empty, v_.parity ^ 1);  // every lane for itself, since every lane writes there
         load(rows, maps_.v, slot, v_.parity, &smem_.patch, row, work.tile.head_k, work);
         ptx::barrier_wait(&smem_.patch, patch_parity_);
@@ -98,7 +99,7 @@ class Producer {
         constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
         constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
+        for (int i = 0; i < Tile::kValuePanels; ++i)
             for (int vector = max(0, count) * kVectors + lane_; vector < kAll; vector += 32)
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
         ptx::fence_proxy_async();
@@ -304,7 +305,7 @@ class Consumer {
             const ptx::SharedMatrix<ptx::Major::K> q_rows(smem_.q[q_.stage][group_].panel[i]),
                 k_rows(smem_.k[k_.stage].panel[i]);
 #pragma unroll
-            for (int step = 0; step < 4; ++step)
+            for (int step = 0; step < min(4, Tile::kD / 16 - 4 * i); ++step)
                 ptx::wgmma<T, kBc>(s_.flat(), q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
         }
         ptx::wgmma_commit();
@@ -317,7 +318,7 @@ class Consumer {
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
+            ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
                                     step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
@@ -474,7 +475,7 @@ class Consumer {
 
     RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
-    RegisterTile<Tile::kWarpRows, Tile::kD> o_;
+    RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
 };
@@ -539,6 +540,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
             kProblems,
+            Tile::kDv,
             kTakesParts<Tile, kProblems>,
             speed,
             launch_tile<Tile, kProblems>};
@@ -559,15 +561,22 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
+    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 
