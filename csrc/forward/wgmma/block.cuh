@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/pipeline.cuh"
 #include "device/tile.cuh"
 #include "problems.h"

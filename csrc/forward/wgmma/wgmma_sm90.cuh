@@ -44,6 +44,7 @@
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/output.cuh"
 #include "forward/wgmma/plan.cuh"
+#include "forward/wgmma/scores.cuh"
 #include "forward/wgmma/shapes.h"
 #include "forward/wgmma/split.cuh"
 
@@ -55,12 +56,19 @@ namespace flash_wmma::wgmma_sm90 {
 template <class Tile, Problems kProblems>
 class Producer {
   public:
-    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
+    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps, const Schedule& schedule,
                                         SharedMemory<Tile>& shared)
-        : p_(params), maps_(tensor_maps), smem_(shared), plans_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+        : p_(params),
+          maps_(tensor_maps),
+          schedule_(schedule),
+          smem_(shared),
+          plans_(shared),
+          lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
+            if constexpr (kChanges)
+                list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -73,6 +81,7 @@ class Producer {
 
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
 
@@ -125,9 +134,15 @@ class Producer {
         q_.advance();
     }
 
+    /// The first key of a tile of the item.
+    __device__ __forceinline__ int key_of(int tile) const {
+        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
+        return tile * Tile::kBc;
+    }
+
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
         Slot& slot = smem_.k_slot[k_.stage];
-        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
+        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + key_of(tile),
              work.tile.head_k, work);
         k_.advance();
     }
@@ -136,8 +151,8 @@ class Producer {
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
-        const int row = work.sequence.first_k + tile * Tile::kBc;
-        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
+        const int key = key_of(tile), row = work.sequence.first_k + key;
+        const int count = work.sequence.seqlen_k - key;  // of the sequence's rows
         if (kPacked && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
             load_cut(rows, slot, row, work, count);
         else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
@@ -146,12 +161,20 @@ class Producer {
 
     const ForwardParams& p_;
     const Maps& maps_;
+    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int lane_;
+    TileList list_;  // of the item's tiles, which are places in it
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
     unsigned patch_parity_ = 0;
+};
+
+/// In place of what an instance does not have.
+struct Nothing {
+    template <class... Args>
+    __device__ __forceinline__ explicit Nothing(Args&&...) {}
 };
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
@@ -160,8 +183,10 @@ class Producer {
 template <class Tile, Problems kProblems>
 class Consumer {
   public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
+    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
+                                        SharedMemory<Tile>& shared)
         : p_(params),
+          schedule_(schedule),
           smem_(shared),
           plans_(shared),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
@@ -222,6 +247,8 @@ class Consumer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
+    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+    static_assert(!kChanges || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
     using PerRow = RowValues<Tile::kWarpRows>;
@@ -350,10 +377,15 @@ class Consumer {
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
+    __device__ __forceinline__ KeyMask<kChanges> mask_of(const Rows& rows) const {
+        if constexpr (kChanges) return {p_, rows.sequence, rows.head};
+        else return rows.mask;
+    }
+
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
-        hide_keys(s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
+        hide_keys(s_, mask_of(rows), [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
@@ -403,6 +435,8 @@ class Consumer {
             if (begun || !Tile::kSetsO) o_.scale_row(i, rescale);
         });
         softmax_.add(weigh(s_, factor, offset));
+        // Masks may leave a row without a key for long. Its m cannot serve
+        if (kChanges && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
     }
 
@@ -411,49 +445,106 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
+    /// With kChanged: the entries of the tiles that these rows work on, in turn.
+    class Entries {
+      public:
+        __device__ __forceinline__ Entries(Consumer& consumer, const Rows& rows) {
+            if constexpr (kChanges) {
+                const Schedule& schedule = consumer.schedule_;
+                list_ = {schedule.mask, rows.sequence.index, rows.head, rows.first_query};
+                group_ = rows.first_query % Tile::kBr / Tile::kGroupRows;
+                last_ = rows.first_tile;
+                consumer.changes_.take(rows.sequence, rows.head, rows.first_query);
+                look_ahead(rows.first_tile + rows.tiles - 1);
+                advance();
+            }
+        }
+        /// Asks for the entry at `place`, if the rows have it.
+        __device__ __forceinline__ void look_ahead(int place) { next_ = list_.at(max(place, last_)); }
+        /// To the entry asked for.
+        __device__ __forceinline__ void advance() { entry_ = uniform(next_); }
+
+        __device__ __forceinline__ int key() const { return MaskTiles::tile(entry_) * kBc; }
+        __device__ __forceinline__ bool is_hidden() const { return list_.entries && !MaskTiles::seen(entry_, group_); }
+        __device__ __forceinline__ bool in_part() const {
+            return list_.entries && MaskTiles::seen(entry_, group_) != MaskTiles::kSomeSeen;
+        }
+
+      private:
+        TileList list_;
+        int group_, last_;
+        unsigned entry_, next_;
+    };
+
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
-        const VisibleTiles<kBc> visible(rows.mask, rows.first_query, last_query);
-        const float factor = this->factor();
+        const VisibleTiles<kBc> visible(mask_of(rows), rows.first_query, last_query);
+        const float factor = kChanges ? 1.f : this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
-        for (int key = first;; key -= kBc) {
+        [[maybe_unused]] Entries entries(*this, rows);
+        for (int place = first;; place -= kBc) {
+            int key = place;
+            if constexpr (kChanges) {
+                key = entries.key();
+                changes_.ask(key, entries.in_part());
+                entries.look_ahead(place / kBc - 1);
+            }
             ptx::wgmma_wait<1>();
-            soft_cap();
+            if constexpr (!kChanges) soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (key == first && free) softmax_.settled = estimate_maximum(factor);
-            const bool plain = softmax_.settled && free;
+            if (!kChanges && key == first && free) softmax_.settled = estimate_maximum(factor);
+            bool plain = softmax_.settled && free;
+            if constexpr (kChanges) plain = plain && !changes_.rises(key);
             bool done = false;
             if (plain) {
-                PerRow offset;
-                offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
-                const PerRow sums = weigh(s_, factor, offset);
+                PerRow sums;
+                if constexpr (kChanges) {
+                    sums = changes_.weigh(s_, key, softmax_.m);
+                } else {
+                    PerRow offset;
+                    offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+                    sums = weigh(s_, factor, offset);
+                }
                 done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
                 if (done) softmax_.add(sums);
             }
             ptx::wgmma_wait<0>();
-            if (key < first) release_v();
+            if (place < first) release_v();
+            if constexpr (kChanges)
+                for (; skipped_ > 0; --skipped_) skip(smem_.v_slot, v_);
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    soft_cap();
+                    if constexpr (!kChanges) soft_cap();
                 }
+                if constexpr (kChanges) changes_.apply(s_, key);
                 softmax_.settled = weigh_exactly(
-                    factor, key < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
+                    factor, place < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
             }
             release_k();
             pack_weights();
-            if (key == last) break;
+            if (place == last) break;
+            const bool begun = place < first;
+            if constexpr (kChanges) {
+                entries.advance();
+                for (; entries.is_hidden() && place - kBc > last && skipped_ < Tile::kStages - 1; ++skipped_) {
+                    skip(smem_.k_slot, k_);
+                    place -= kBc;
+                    entries.look_ahead(place / kBc - 1);
+                    entries.advance();
+                }
+            }
             await_k();
             take_turn();
             multiply_qk();
-            multiply_pv(key < first);
+            multiply_pv(begun);
             pass_turn();
         }
     }
@@ -467,6 +558,7 @@ class Consumer {
     }
 
     const ForwardParams& p_;
+    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
@@ -478,10 +570,12 @@ class Consumer {
     RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
+    std::conditional_t<kChanges, ScoreChanges<T, kBc>, Nothing> changes_{p_, schedule_.mask};
+    int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
-/// softcap.
+/// softcap. With kChanged: a bias, ALiBi and key ranges too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles.
 template <class Tile, Problems kProblems>
@@ -509,11 +603,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, smem).run();
+        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, schedule, smem).run();
         else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kProblems>(p, smem).run();
+        Consumer<Tile, kProblems>(p, schedule, smem).run();
     }
 }
 
@@ -577,6 +671,14 @@ inline constexpr TableRow kGeneralRows[] = {
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With kChanged.
+inline constexpr TableRow kChangedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 
