@@ -134,25 +134,21 @@ class Producer {
         q_.advance();
     }
 
-    /// The first key of a tile of the item.
-    __device__ __forceinline__ int key_of(int tile) const {
-        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
-        return tile * Tile::kBc;
-    }
-
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
+        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.k_slot[k_.stage];
-        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + key_of(tile),
+        load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
              work.tile.head_k, work);
         k_.advance();
     }
 
     /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
+        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
-        const int key = key_of(tile), row = work.sequence.first_k + key;
-        const int count = work.sequence.seqlen_k - key;  // of the sequence's rows
+        const int row = work.sequence.first_k + tile * Tile::kBc;
+        const int count = work.sequence.seqlen_k - tile * Tile::kBc;  // of the sequence's rows
         if (kPacked && (p_.sequences.cu_seqlens_k || p_.sequences.seqused_k) && count < Tile::kBc)
             load_cut(rows, slot, row, work, count);
         else load(rows, maps_.v, slot, v_.parity, &slot.full, row, work.tile.head_k, work);
