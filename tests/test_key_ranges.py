@@ -324,9 +324,9 @@ def test_explain() -> None:
     hopper = flash_wmma.DeviceFacts(90, 132, 232448, 32)
     halves = [t.detach().half().to("meta") for t in (q, k, v)]
     with_ranges = flash_wmma.explain(*halves, key_ranges=ranges.to("meta"), device_facts=hopper)
-    assert with_ranges.kernel == "mma_sm80"
+    assert with_ranges.kernel in ("wgmma_sm90", "mma_sm80")  # mma_sm80: few rows and keys
     assert with_ranges.backward_kernel == "bwd_sm80"
-    assert with_ranges.reasons["wgmma_sm90"] == "does not support key_ranges"
+    assert "key_ranges" not in with_ranges.reasons.get("wgmma_sm90", "")
     assert with_ranges.backward_reasons["bwd_sm90"] == "does not support key_ranges"
     assert flash_wmma.explain(q, k, v, key_ranges=ranges).kernel == "cpu"
 

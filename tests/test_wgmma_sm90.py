@@ -180,14 +180,15 @@ def test_first_maximum_from_a_sample() -> None:
 
 
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: dense, masked, packed and capped problems; the others go to mma_sm80, and so do other cards."""
+    """`auto` on sm_90: all problems in half precision; the others go to mma_sm80, and so do other cards."""
     q = torch.empty(2, 8, 1000, 64, dtype=torch.float16, device="meta")
-    slopes = torch.empty(8, device="meta")
-    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}):
+    changes = {
+        "alibi_slopes": torch.empty(8, device="meta"),
+        "attn_bias": torch.empty(1, 8, 1000, 1000, device="meta"),
+        "key_ranges": torch.empty(2, 1, 1000, 2, dtype=torch.int32, device="meta"),
+    }
+    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}, changes):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).kernel == "wgmma_sm90"  # type: ignore[arg-type]
-    answer = flash_wmma.explain(q, q, q, alibi_slopes=slopes, device_facts=DEVICE)
-    assert answer.kernel == "mma_sm80"
-    assert answer.reasons["wgmma_sm90"] == "does not support alibi_slopes"
     assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).kernel == "mma_sm80"
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))

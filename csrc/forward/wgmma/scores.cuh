@@ -131,7 +131,7 @@ class ScoreChanges {
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
     __device__ __forceinline__ bool rises(int key) const {
         constexpr float kMost = 4.f;  // in log2 units
-        return slope_ * Keys > kMost && key + Keys > distance_ + column_;
+        return slope_ * Keys > kMost && key + Keys > first_distance();
     }
 
   private:
@@ -151,9 +151,13 @@ class ScoreChanges {
         });
     }
 
+    /// From key 0 to the diagonal, in the warp's first row.
+    __device__ __forceinline__ int first_distance() const {
+        return distance_ + column_ - static_cast<int>(threadIdx.x) % 32 / 4;
+    }
     /// Whether all 16 rows have all of the tile's keys on one side of them.
     __device__ __forceinline__ bool is_linear(int key) const {
-        const int first = distance_ + column_ - static_cast<int>(threadIdx.x) % 32 / 4;  // of the warp's first row
+        const int first = first_distance();
         return first >= key + Keys - 1 || first + 15 <= key;
     }
 
