@@ -220,5 +220,5 @@ def test_hidden_tiles_are_not_loaded() -> None:
         with flash_wmma.emulator.settings(sm_count=2):
             profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", attn_bias=seen)
         assert [launch.name for launch in profile.launches] == ["look_at_mask", "forward"]
-        loads.append(profile.instructions["tensor_copy"])
+        loads.append(profile.counts.instructions["tensor_copy"])
     assert 0.5 < loads[1] / loads[0] < 0.6

@@ -47,11 +47,13 @@ __global__ void __launch_bounds__(32 * kLookWarps)
     ptx::let_next_grid_start();
     ptx::wait_for_previous_grids();
     const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    const int slice = static_cast<int>(blockIdx.x) / found.q_tiles, q_tile = static_cast<int>(blockIdx.x) % found.q_tiles;
-    const bool* const first = static_cast<const bool*>(mask.data) + slice / found.heads * mask.batch +
-                              slice % found.heads * mask.head;
-    const bool wide = mask.key == 1 && reinterpret_cast<std::uintptr_t>(mask.data) % 16 == 0 &&
-                      ((found.batches == 1 ? 0 : mask.batch) | (found.heads == 1 ? 0 : mask.head) | mask.query) % 16 == 0;
+    const int slice = static_cast<int>(blockIdx.x) / found.q_tiles,
+              q_tile = static_cast<int>(blockIdx.x) % found.q_tiles;
+    const bool* const first =
+        static_cast<const bool*>(mask.data) + slice / found.heads * mask.batch + slice % found.heads * mask.head;
+    const bool wide =
+        mask.key == 1 && reinterpret_cast<std::uintptr_t>(mask.data) % 16 == 0 &&
+        ((found.batches == 1 ? 0 : mask.batch) | (found.heads == 1 ? 0 : mask.head) | mask.query) % 16 == 0;
     const int groups = found.rows == 1 ? 1 : found.br / MaskTiles::kGroupRows;
     const std::int64_t list = std::int64_t{blockIdx.x} * (found.tiles + 1);
     int count = 0;  // of visible tiles

@@ -219,8 +219,7 @@ class Planner {
                                             bool none) {
         const auto mask = key_mask<kChanges>(p_, a.sequence, a.tile.head);
         TileList list;
-        if constexpr (kChanges)
-            list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
+        if constexpr (kChanges) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {
             const Range range = visible_tiles<Tile>(a.sequence, mask, row, count);
             if constexpr (kChanges) return list.places(range);

@@ -232,10 +232,10 @@ class ScoreChanges {
 
     const ForwardParams& p_;
     const MaskTiles& tiles_;
-    const char* row_[2];  // of the bias, or of the mask's bits
-    float slope_;         // in log2 units
-    int column_;          // the lane's first
-    int distance_;        // of the lane's first row and column: from the tile at key 0 to the diagonal
+    const char* row_[2];                // of the bias, or of the mask's bits
+    float slope_;                       // in log2 units
+    int column_;                        // the lane's first
+    int distance_;                      // of the lane's first row and column: from the tile at key 0 to the diagonal
     std::uint32_t words_[2][Keys / 8];  // the lane's pairs of the bias, or the bits of its keys from the first on
     bool hides_;                        // whether the words are bits
 };

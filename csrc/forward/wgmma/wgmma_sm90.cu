@@ -18,17 +18,17 @@ const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), h
 /// Takes the least head dims that hold d and d_v, and of their shapes the one that finishes first. With
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const Problems problems = p.bias.data || p.alibi_slopes || p.key_ranges.data       ? Problems::kGeneralChanged
-                              : problems_of(p, false) == Problems::kPlain ? Problems::kPlain
-                                                                          : Problems::kGeneral;
+    const Problems problems = p.bias.data || p.alibi_slopes || p.key_ranges.data ? Problems::kGeneralChanged
+                              : problems_of(p, false) == Problems::kPlain        ? Problems::kPlain
+                                                                                 : Problems::kGeneral;
     const Shape* chosen = nullptr;
     double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype != p.dtype || shape.problems != problems) continue;
         if (tile.head_dim < p.head_dim || shape.head_dim_v < p.head_dim_v) continue;
-        if (chosen && (p.batch_invariant || chosen->facts.head_dim != tile.head_dim ||
-                       chosen->head_dim_v != shape.head_dim_v))
+        if (chosen &&
+            (p.batch_invariant || chosen->facts.head_dim != tile.head_dim || chosen->head_dim_v != shape.head_dim_v))
             break;
         const double time = split_of(p, device, shape).time(shape, p, device);
         if (chosen && time >= least_time) continue;

@@ -67,8 +67,7 @@ class Producer {
 
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
-            if constexpr (kChanges)
-                list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
+            if constexpr (kChanges) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -381,7 +380,8 @@ class Consumer {
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
-        hide_keys(s_, mask_of(rows), [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
+        hide_keys(
+            s_, mask_of(rows), [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
