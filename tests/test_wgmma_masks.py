@@ -98,7 +98,7 @@ def test_broadcast_masks(shape: str) -> None:
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_blocks_that_groups_of_rows_do_not_see(d: int) -> None:
-    """Of a Q tile, each 64 rows see tiles of their own, so that they pass over those of the others: more of them in a row
+    """Each 64 rows of a Q tile see tiles of their own, so that they pass over those of the others: more of them in a row
     than the ring has places, too."""
     q, k, v = tensors(330, 1000, d)
     seen = torch.zeros(1, 1, 330, 1000, dtype=torch.bool)

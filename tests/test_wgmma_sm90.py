@@ -201,7 +201,7 @@ def test_who_takes_what() -> None:
     ("d", "d_v", "bc"), [(192, 128, 128), (168, 72, 128), (192, 136, 80), (128, 192, 80), (96, 40, 128), (64, 96, 128)]
 )
 def test_value_dims(d: int, d_v: int, bc: int, sm_count: int) -> None:
-    """A V narrower or wider than K, split over the keys too; d of 129 to 192 with d_v up to 128 has a tile of its own."""
+    """A V narrower or wider than K, split over the keys too. d of 129 to 192 with d_v up to 128 has its own tile."""
     q, k, _ = tensors((1, 2, 1, 130, 1100, d), torch.float16)
     v = tensors((1, 2, 1, 1, 1100, d_v), torch.float16)[2]
     answer = flash_wmma.explain(q, k, v, kernel="wgmma_sm90", device_facts=DEVICE)
