@@ -2,13 +2,17 @@
 
     python benchmark/features.py                       # mma_sm80, fp16, d = 64; needs the GPU
     python benchmark/features.py --kernel mma_sm75 --dtype bf16 --json features.json
+    python benchmark/features.py --kernel wgmma_sm90 --rows bias bool
 
 Every row is one problem of 16,384 tokens and hidden size 2048, and one peer:
 
     window 1024         FlashAttention-2 (torch's own copy) with the same window
     GQA 8:1             the same kernel without groups
-    bias (1, H, N, N)   SDPA's efficient backend with the same additive mask
-    ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take
+    bias (1, H, N, N)   SDPA's efficient backend, and cuDNN, with the same additive mask
+    bool (B, 1, 1, N)   cuDNN with the same boolean mask, which hides a third of the keys: at random, or the last ones
+    bool (B, 1, N, N)   cuDNN with the same boolean mask, of blocks of 128 by 128, of which half are hidden
+    ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take; and the same kernel without
+    documents           the same kernel on packed sequences, without key_ranges
     varlen              FlashAttention-2 on the same packed sequences, of lengths 1 to 4096
 
 The timed outputs are compared with the peer's if both compute the same. The method is harness/timing.py's.
@@ -96,11 +100,27 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
     if causal:
         bias += torch.full((2048, 2048), -torch.inf, device="cuda", dtype=dtype).triu(1)
 
-    def efficient() -> Tensor:
-        with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, attn_mask=bias)
+    def sdpa(backend: SDPBackend, mask: Tensor) -> Callable[[], Tensor]:
+        def call() -> Tensor:
+            with sdpa_kernel(backend):
+                return scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
-    yield Row("bias (1, H, N, N), N=2048", "SDPA efficient", lambda: forward(q, k, v, attn_bias=bias), efficient)
+        return call
+
+    for peer, backend in (("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
+        yield Row("bias (1, H, N, N), N=2048", peer, lambda: forward(q, k, v, attn_bias=bias), sdpa(backend, bias))
+    past = torch.ones(2048, 2048, device="cuda", dtype=torch.bool).tril()
+    blocks = torch.rand(q.size(0), 1, 16, 16, device="cuda") > 0.5
+    blocks |= torch.eye(16, device="cuda", dtype=torch.bool)  # every query sees a key
+    at_random = torch.rand(q.size(0), 1, 1, 2048, device="cuda") > 1 / 3
+    at_random[..., 0] = True
+    for name, seen in {
+        "bool (B, 1, 1, N), random": at_random,
+        "bool (B, 1, 1, N), padding": torch.arange(2048, device="cuda").expand(q.size(0), 1, 1, 2048) < 1365,
+        "bool (B, 1, N, N), blocks": blocks.repeat_interleave(128, 2).repeat_interleave(128, 3),
+    }.items():
+        theirs = sdpa(SDPBackend.CUDNN_ATTENTION, seen & past if causal else seen)
+        yield Row(f"{name}, N=2048", "cuDNN", lambda seen=seen: forward(q, k, v, attn_bias=seen), theirs)
     slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
     plain = "FA2 without"
     yield Row(
@@ -113,6 +133,13 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
     yield Row(
         "softcap, N=2048", plain, lambda: forward(q, k, v, softcap=30.0), lambda: flash2(q, k, v, causal), same=False
     )
+
+    def plainly() -> Tensor:
+        return forward(q, k, v)
+
+    without = "itself, without"
+    yield Row("ALiBi, N=2048", without, lambda: forward(q, k, v, alibi_slopes=slopes), plainly, same=False)
+    yield Row("softcap, N=2048", without, lambda: forward(q, k, v, softcap=30.0), plainly, same=False)
     packed = [torch.randn(TOKENS, heads, head_dim, device="cuda", dtype=dtype) for _ in range(3)]
     offsets = torch.tensor((0, *LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     yield Row(
@@ -122,6 +149,17 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
             *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
         ),
         lambda: flash2_packed(*packed, offsets, max(LENGTHS), causal),
+    )
+    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS), device="cuda"), offsets.diff())[None]
+    ranges = flash_wmma.document_ranges(document_ids=numbers)
+    row = [t.transpose(0, 1)[None] for t in packed]
+    yield Row(
+        "documents, 1 to 4096",
+        "itself, varlen",
+        lambda: forward(*row, key_ranges=ranges)[0].transpose(0, 1),
+        lambda: flash_wmma.forward_varlen(
+            *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
+        ),
     )
 
 
@@ -142,6 +180,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="mma_sm80")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
     parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--rows", nargs="+", default=[""], metavar="NAME", help="those alone whose names begin so")
     parser.add_argument("--repeats", type=int, default=21)
     parser.add_argument("--json", metavar="FILE", help="write the results there")
     args = parser.parse_args()
@@ -156,6 +195,8 @@ def main() -> None:
     results = []
     for causal in (False, True):
         for row in rows(args.kernel, dtype, args.head_dim, causal):
+            if not row.name.startswith(tuple(args.rows)):
+                continue
             contenders = {"ours": timing.Contender(row.ours), "peer": timing.Contender(row.theirs)}
             measured = timing.measure(contenders, device, method)
             for name, error in measured.failures.items():

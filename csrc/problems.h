@@ -12,7 +12,9 @@ enum class Problems : unsigned {
     kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
+    kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
     kGeneral = kPacked | kModified,
+    kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kAny = kGeneral | kConverted,  ///< but no cache
     kAll = kAny | kCached,

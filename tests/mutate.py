@@ -52,8 +52,8 @@ TIMEOUT = 900
 """Seconds for the tests of one kernel. What takes longer hangs."""
 
 FORWARD_TESTS = (
-    *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "kvcache"),
+    *("forward", "numerics", "features", "varlen", "wgmma_sm90", "wgmma_masks", "unfused", "simt", "emulated"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "kvcache", "wide_heads"),
 )
 BACKWARD_TESTS = (
     "bwd_sm90",

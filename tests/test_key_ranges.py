@@ -66,7 +66,7 @@ def test_ranges_of_a_mask(target: Target, mask: Mask) -> None:
     expected = run(kernel, q, k, v, mask)
     exact, multiplies_fp32 = 2 * torch.finfo(dtype).eps, operand_dtype(kernel, dtype) == torch.float32
     for result in (run(kernel, q, k, v, DENSE, None, ranges), run(kernel, q, k, v, mask, None, ranges)):
-        torch.testing.assert_close(result[0], expected[0], rtol=exact, atol=2e-6 if multiplies_fp32 else 1e-3)
+        torch.testing.assert_close(result[0], expected[0], rtol=exact, atol=2e-6 if multiplies_fp32 else 2e-3)
         torch.testing.assert_close(result[1], expected[1], rtol=1e-6, atol=2e-6)
 
 
@@ -324,9 +324,9 @@ def test_explain() -> None:
     hopper = flash_wmma.DeviceFacts(90, 132, 232448, 32)
     halves = [t.detach().half().to("meta") for t in (q, k, v)]
     with_ranges = flash_wmma.explain(*halves, key_ranges=ranges.to("meta"), device_facts=hopper)
-    assert with_ranges.kernel == "mma_sm80"
+    assert with_ranges.kernel in ("wgmma_sm90", "mma_sm80")  # mma_sm80: few rows and keys
     assert with_ranges.backward_kernel == "bwd_sm80"
-    assert with_ranges.reasons["wgmma_sm90"] == "does not support key_ranges"
+    assert "key_ranges" not in with_ranges.reasons.get("wgmma_sm90", "")
     assert with_ranges.backward_reasons["bwd_sm90"] == "does not support key_ranges"
     assert flash_wmma.explain(q, k, v, key_ranges=ranges).kernel == "cpu"
 

@@ -45,10 +45,16 @@ SHAPES = [  # (br, softcap), a problem that takes it with two multiprocessors
     (128, 0.0, (1, 3, 1, 120, 300, 64)),
     (192, 5.0, (1, 2, 1, 190, 300, 64)),
     (128, 5.0, (1, 3, 1, 120, 300, 64)),
+    (192, 0.0, (1, 2, 2, 190, 150, 96)),
+    (128, 0.0, (1, 2, 1, 120, 150, 96)),
+    (192, 5.0, (1, 2, 2, 190, 150, 96)),
+    (128, 5.0, (1, 2, 1, 120, 150, 72)),
     (192, 0.0, (1, 2, 2, 190, 150, 128)),
     (128, 0.0, (1, 2, 1, 120, 150, 128)),
     (192, 5.0, (1, 2, 2, 190, 150, 128)),
     (128, 5.0, (1, 2, 1, 120, 150, 128)),
+    (128, 0.0, (1, 1, 1, 150, 200, 192)),
+    (128, 5.0, (1, 1, 1, 150, 200, 160)),
     (128, 0.0, (1, 1, 1, 150, 100, 256)),
     (128, 5.0, (1, 1, 1, 150, 100, 256)),
 ]
@@ -174,16 +180,31 @@ def test_first_maximum_from_a_sample() -> None:
 
 
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: dense, masked, packed and capped problems; the others go to mma_sm80, and so do other cards."""
+    """`auto` on sm_90: all problems in half precision; the others go to mma_sm80, and so do other cards."""
     q = torch.empty(2, 8, 1000, 64, dtype=torch.float16, device="meta")
-    slopes = torch.empty(8, device="meta")
-    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}):
+    changes = {
+        "alibi_slopes": torch.empty(8, device="meta"),
+        "attn_bias": torch.empty(1, 8, 1000, 1000, device="meta"),
+        "key_ranges": torch.empty(2, 1, 1000, 2, dtype=torch.int32, device="meta"),
+    }
+    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}, changes):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).kernel == "wgmma_sm90"  # type: ignore[arg-type]
-    answer = flash_wmma.explain(q, q, q, alibi_slopes=slopes, device_facts=DEVICE)
-    assert answer.kernel == "mma_sm80"
-    assert answer.reasons["wgmma_sm90"] == "does not support alibi_slopes"
     assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).kernel == "mma_sm80"
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))
         assert answer.kernel == "mma_sm80"
         assert "sm_90" in answer.reasons["wgmma_sm90"]
+
+
+@pytest.mark.parametrize("sm_count", [2, 5])
+@pytest.mark.parametrize(
+    ("d", "d_v", "bc"), [(192, 128, 128), (168, 72, 128), (192, 136, 80), (128, 192, 80), (96, 40, 128), (64, 96, 128)]
+)
+def test_value_dims(d: int, d_v: int, bc: int, sm_count: int) -> None:
+    """A V narrower or wider than K, split over the keys too. d of 129 to 192 with d_v up to 128 has its own tile."""
+    q, k, _ = tensors((1, 2, 1, 130, 1100, d), torch.float16)
+    v = tensors((1, 2, 1, 1, 1100, d_v), torch.float16)[2]
+    answer = flash_wmma.explain(q, k, v, kernel="wgmma_sm90", device_facts=DEVICE)
+    assert answer.instance is not None
+    assert (answer.instance.head_dim, answer.instance.bc) == (96 if d <= 96 else 192, bc)
+    check(q, k, v, sm_count=sm_count)

@@ -10,10 +10,11 @@ AGAIN = (
     "            if (!done) {\n"
     "                if (plain) {\n"
     "                    multiply_qk_again();\n"
-    "                    soft_cap();\n"
+    "                    if constexpr (!kChanges) soft_cap();\n"
     "                }\n"
+    "                if constexpr (kChanges) changes_.apply(s_, key);\n"
     "                softmax_.settled = weigh_exactly(\n"
-    "                    factor, key < first, "
+    "                    factor, place < first, "
     "[&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });\n"
     "            }\n"
 )

@@ -48,7 +48,7 @@ FAULTS = [
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
                     multiply_qk_again();
-                    soft_cap();""",
+                    if constexpr (!kChanges) soft_cap();""",
         new="                    multiply_qk_again();",
         why="scores that are computed again after a failed vote are not capped",
         kernels=WGMMA,
@@ -114,10 +114,10 @@ FAULTS = [
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
         old="""\
             ptx::wgmma_wait<0>();
-            if (key < first) release_v();
+            if (place < first) release_v();
 """,
         new="""\
-            if (key < first) release_v();
+            if (place < first) release_v();
             ptx::wgmma_wait<0>();
 """,
         why="V's place is given to the producer while a product still reads it",
@@ -174,6 +174,119 @@ FAULTS = [
         old="ptx::barrier_arrive_expect(barrier, sizeof(Rows));",
         new="ptx::barrier_arrive_expect(barrier, sizeof(rows.panel[0]));",
         why="from d = 128 on a tile counts as full when its first panel has come",
+        kernels=WGMMA,
+    ),
+    # ------------------------------------------------------------------------ wgmma_sm90: biases, masks, ALiBi, ranges
+    Fault(
+        name="wgmma-steep-in-each-lane",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="key + Keys > first_distance();",
+        new="key + Keys > distance_ + column_;",
+        why="lanes disagree whether scores rise, and on the votes that follow",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-skips-the-ring",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="skipped_ < Tile::kStages - 1;",
+        new="skipped_ < Tile::kStages + 2;",
+        why="a warpgroup passes over so many K tiles that the producer waits for the V that it holds",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-v-not-skipped",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="for (; skipped_ > 0; --skipped_) skip(smem_.v_slot, v_);",
+        new="skipped_ = 0;",
+        why="K tiles are passed over, but not their V tiles",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-mask-in-part",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="MaskTiles::seen(entry_, group_) != MaskTiles::kSomeSeen",
+        new="MaskTiles::seen(entry_, group_) == MaskTiles::kSomeHidden",
+        why="a tile that the mask shows in part counts as free",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-mask-group",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="group_ = rows.first_query % Tile::kBr / Tile::kGroupRows;",
+        new="group_ = 0;",
+        why="every warpgroup passes over what the first one does not see",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-mask-halves",
+        path="csrc/forward/wgmma/look_at_mask.cuh",
+        old="unsigned word = own << lane % 2 * 16;",
+        new="unsigned word = own << 16;",
+        why="the bits of two lanes' keys fall together",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-mask-shared-row",
+        path="csrc/forward/wgmma/mask_tiles.cuh",
+        old="min(row, rows - 1)",
+        new="row",
+        why="bits are read behind those of a mask that queries share",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-alibi-right",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="slope = distance_ > key ? slope_ : -slope_;",
+        new="slope = slope_;",
+        why="right of the diagonal the scores rise with the distance",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-alibi-linear",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="first + 15 <= key;",
+        new="first <= key;",
+        why="a tile that the diagonal crosses counts as right of it",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-bias-untransposed",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="                transpose_in_quad(words, quad_lane);\n",
+        new="",
+        why="lanes add the bias of each other's keys",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-bias-not-clamped",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="        else if (bias < kLeast) bias = kLeast;\n",
+        new="",
+        why="the least finite bias becomes -inf in log2 units",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-bias-beyond-keys",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="bias.key == 1 && key + Keys <= p_.seqlen_k;",
+        new="bias.key == 1;",
+        why="the bias is read behind its last key",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-shared-bias-heads",
+        path="csrc/forward/wgmma/plan.cuh",
+        old="batch = slice % static_cast<int>(p.batch), head = slice / static_cast<int>(p.batch);",
+        new="batch = slice % static_cast<int>(p.batch), head = slice % heads;",
+        why="where batch entries share a bias, some items come twice and others never",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-ranges-begin",
+        path="csrc/forward/wgmma/plan.cuh",
+        old="min(keys.some_begin, sequence.seqlen_k - 1)",
+        new="min(keys.all_begin, sequence.seqlen_k - 1)",
+        why="an item begins with the first tile that all of its rows see",
         kernels=WGMMA,
     ),
     # ------------------------------------------------------------------------- wgmma_sm90: block, plan, items, parts, O
@@ -268,8 +381,8 @@ FAULTS = [
     Fault(
         name="wgmma-workspace-without-facts",
         path="csrc/forward/wgmma/items.h",
-        old="(tile.head_dim + 8)",
-        new="tile.head_dim",
+        old="(shape.head_dim_v + 8)",
+        new="shape.head_dim_v",
         why="the workspace has no room for the parts' m and l",
         kernels=WGMMA,
     ),

@@ -5,7 +5,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
-#include "device/mask.cuh"
+#include "device/key_mask.cuh"
 #include "device/pipeline.cuh"
 #include "device/tile.cuh"
 #include "problems.h"
@@ -14,7 +14,8 @@ namespace flash_wmma::wgmma_sm90 {
 
 /// Shape of a block's work.
 struct TileShape {
-    int d;               ///< the largest d and d_v that the instance holds
+    int d;               ///< the largest d that the instance holds
+    int d_v = d;         ///< the largest d_v
     int consumers;       ///< warpgroups of 64 rows each
     bool turns = false;  ///< consumers ask for products in turn
     int keys;            ///< of a K/V tile
@@ -26,7 +27,7 @@ struct TileShape {
 template <class Scalar, TileShape kShape>
 struct Tile {
     using T = Scalar;
-    static constexpr int kD = kShape.d, kConsumers = kShape.consumers, kBc = kShape.keys;
+    static constexpr int kD = kShape.d, kDv = kShape.d_v, kConsumers = kShape.consumers, kBc = kShape.keys;
     static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
     static constexpr bool kTurns = kShape.turns;
     static constexpr int kPlans = 4;  // items that are known ahead
@@ -37,13 +38,13 @@ struct Tile {
     static constexpr bool kSwapsOnce = kD == 64 && kConsumers > 2;  // as lanes store O; only where it is faster
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
-    static constexpr int kPanels = kD / 64;
+    static constexpr int kPanels = (kD + 63) / 64, kValuePanels = (kDv + 63) / 64;  // of 64 columns
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8;
-    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kD > 128 ? 24 : 40;
+    static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kD > 192 ? 24 : 40;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
-    static_assert(kD % 64 == 0 && kBc % 16 == 0 && kConsumers <= 4);
+    static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4);
 };
 
 /// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.
@@ -90,8 +91,12 @@ struct SharedMemory {
     struct alignas(1024) QRows {
         T panel[Tile::kPanels][Tile::kGroupRows * 64];
     };
+    struct alignas(1024) ValueRows {
+        T panel[Tile::kValuePanels][Tile::kBc * 64];
+    };
     QRows q[Tile::kQStages][Tile::kConsumers];
-    KeyRows k[Tile::kStages], v[Tile::kStages];
+    KeyRows k[Tile::kStages];
+    ValueRows v[Tile::kStages];
     Plan<Tile> plan[Tile::kPlans];
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
     Slot plan_slot[Tile::kPlans];

@@ -5,13 +5,16 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "forward/wgmma/mask_tiles.cuh"
 #include "forward/wgmma/shapes.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Whether the work per tile varies (causal).
+/// Whether the work per tile varies (causal, or a mask or ranges of its own).
 inline bool is_uneven(const ForwardParams& p) {
-    return !p.sequences.cu_seqlens_q && p.band.right < kUnbounded && p.band.left >= kUnbounded;
+    if (p.sequences.cu_seqlens_q) return false;
+    const bool masked = p.key_ranges.data || (p.bias.data && p.bias.dtype == DType::kBool);
+    return masked || (p.band.right < kUnbounded && p.band.left >= kUnbounded);
 }
 inline int multiprocessors(const DeviceFacts& device) { return std::max(device.sm_count, 1); }
 /// The number of Q tiles of `br` rows; a lower bound for packed sequences.
@@ -41,14 +44,21 @@ inline bool has_queue(const ForwardParams& p, const DeviceFacts& device, int br)
     return is_uneven(p) && p.seqlen_k >= kKeys && items_of(p, br) > std::int64_t{kItems} * device.sm_count;
 }
 
+/// Bytes in front of a mask's tiles in the workspace, for the queue.
+inline constexpr std::int64_t kQueueBytes = 256;
+/// The tiles of a boolean mask, in the workspace.
+inline MaskTiles mask_tiles(const ForwardParams& p, int br) {
+    return {p, br, static_cast<char*>(p.workspace) + kQueueBytes};
+}
+
 /// Items that would leave SMs idle are split over the keys: each of the last `items`, behind `whole` others, is the
 /// work of `parts` blocks (split.cuh).
 struct Split {
     int whole, items, parts;
 
     /// Of the workspace: in fp32 every part's O, and four words for a lane's m and l.
-    std::int64_t bytes(const Instance& tile) const {
-        return std::int64_t{items} * parts * tile.br * (tile.head_dim + 8) * std::int64_t{sizeof(float)};
+    std::int64_t bytes(const Shape& shape) const {
+        return std::int64_t{items} * parts * shape.facts.br * (shape.head_dim_v + 8) * std::int64_t{sizeof(float)};
     }
     /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, the cost
     /// of its first tile (no products beside its softmax), and that of parts: storing and reading rows, and a grid.

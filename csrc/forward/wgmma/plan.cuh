@@ -17,6 +17,8 @@ struct Schedule {
     int period;    // heads after which a head's tiles would come to the same blocks again
     Queue* queue;  // of the items after each block's first one; null: rounds
     Split split;
+    bool shares_bias;  // batch entries do: a head's items of all entries come together, for the L2 cache
+    MaskTiles mask;    // of a boolean mask
 
     /// This block's items one after the other; -1: no more.
     class Walk {
@@ -68,7 +70,7 @@ struct Schedule {
 
     /// Heads are those of all batch entries. After each period, tile numbers of a head shift by one. So over as many
     /// heads as there are blocks each block gets every tile once, whatever a tile costs.
-    template <int Br>
+    template <int Br, Problems kProblems = Problems::kPlain>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
         int slice = item / tiles, tile = tiles - 1 - (item + slice / period) % tiles;
@@ -76,7 +78,9 @@ struct Schedule {
             const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
             slice = first + mixed % count, tile = tiles - 1 - mixed / count;
         }
-        const int batch = slice / heads, head = slice % heads;
+        int batch = slice / heads, head = slice % heads;
+        if (includes(kProblems, Problems::kChanged) && shares_bias)
+            batch = slice % static_cast<int>(p.batch), head = slice / static_cast<int>(p.batch);
         return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
                 {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
     }
@@ -93,12 +97,46 @@ __device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const B
     return {first, max(end, first + 1)};
 }
 
+/// The same of rows with key ranges. Called by whole warps.
+template <class Tile>
+__device__ __forceinline__ Range visible_tiles(const Sequence& sequence, const RangedMask& mask, int row, int count) {
+    if (!mask.has_ranges()) return visible_tiles<Tile>(sequence, static_cast<const BandMask&>(mask), row, count);
+    const KeyExtent keys = mask.extent(row, min(row + count, sequence.seqlen_q) - 1);
+    const int first = min(keys.some_begin, sequence.seqlen_k - 1) / Tile::kBc;
+    return {first, max((keys.some_end + Tile::kBc - 1) / Tile::kBc, first + 1)};
+}
+
+/// Where the tiles of an item lie in the list of those that a boolean mask shows.
+struct TileList {
+    const unsigned* entries;  // null: there is no mask, and a tile's place is its number
+    const int* rank;
+    int tiles;
+
+    TileList() = default;
+    __device__ __forceinline__ TileList(const MaskTiles& mask, int batch, int head, int row)
+        : entries(nullptr), rank(nullptr), tiles(mask.tiles) {
+        if (!mask.order) return;
+        const std::int64_t list = mask.list(batch, head, row);
+        entries = mask.order + list, rank = mask.rank + list;
+    }
+    /// The places of visible tiles among these; of none of them: a place of a tile whose keys are all hidden.
+    __device__ __forceinline__ Range places(Range range) const {
+        if (!entries) return range;
+        const int first = rank[min(range.first, tiles)], end = rank[min(range.end, tiles)];
+        return first < end ? Range{first, end} : Range{rank[tiles], rank[tiles] + 1};
+    }
+    /// The tile at a place, with what groups of rows see of it.
+    __device__ __forceinline__ unsigned at(int place) const {
+        return entries ? entries[place] : static_cast<unsigned>(place);
+    }
+};
+
 /// Work item `item` of the grid.
 template <class Tile, Problems kProblems>
 __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     if (kPacked && p.sequences.cu_seqlens_q) return flash_wmma::assignment<Tile::kBr>(p, static_cast<unsigned>(item));
-    Assignment found = schedule.dense<Tile::kBr>(p, item);
+    Assignment found = schedule.dense<Tile::kBr, kProblems>(p, item);
     if (kPacked) found.sequence = sequence(p, found.tile.batch);
     return found;
 }
@@ -108,14 +146,16 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
 /// get each tile once.
 inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
     const int br = shape.facts.br, items = static_cast<int>(assignment_grid(p, br).x);
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}};
+    const bool shares_bias = p.bias.data && p.bias.batch == 0 && p.bias.head != 0;
+    const MaskTiles mask = MaskTiles::wanted(p) ? mask_tiles(p, br) : MaskTiles{};
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, mask};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
     const int blocks = std::min(items, multiprocessors(device));
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
     const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
-    return {split.whole + split.items * split.parts, tiles * (heads - mixed), period, queue, split};
+    return {split.whole + split.items * split.parts, tiles * (heads - mixed), period, queue, split, shares_bias, mask};
 }
 
 /// A warp's way through the plans.
@@ -173,10 +213,19 @@ class Planner {
     }
 
   private:
+    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+
     __device__ __forceinline__ void publish(const Schedule& schedule, const Assignment& a, int part, bool odd,
                                             bool none) {
-        const BandMask mask(p_.band, a.sequence.seqlen_q, a.sequence.seqlen_k);
-        Range tiles = none ? Range{0, 0} : visible_tiles<Tile>(a.sequence, mask, a.tile.first_row, Tile::kBr);
+        const auto mask = key_mask<kChanges>(p_, a.sequence, a.tile.head);
+        TileList list;
+        if constexpr (kChanges) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
+        const auto seen = [&](int row, int count) {
+            const Range range = visible_tiles<Tile>(a.sequence, mask, row, count);
+            if constexpr (kChanges) return list.places(range);
+            else return range;
+        };
+        Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
         if (!none && part != kWhole) {
             const int index = part % schedule.split.parts, parts = schedule.parts_of(tiles);
             if (index >= parts) return;
@@ -192,7 +241,7 @@ class Planner {
         Range own[Tile::kConsumers];
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
-            const Range rows = visible_tiles<Tile>(a.sequence, mask, work.first_row(c), Tile::kGroupRows);
+            const Range rows = seen(work.first_row(c), Tile::kGroupRows);
             const int first = min(max(rows.first, tiles.first), tiles.end - 1);
             own[c] = none ? tiles : Range{first, min(max(rows.end, first + 1), tiles.end)};
         }

@@ -11,7 +11,8 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    Problems problems;  ///< kPlain, or kGeneral: packed sequences and softcap
+    Problems problems;  ///< kPlain; kGeneral: packed sequences and softcap; kGeneralChanged: everything
+    int head_dim_v;     ///< the largest d_v it takes
     bool splits;        ///< takes parts of items
     float speed;        ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
@@ -21,5 +22,7 @@ std::vector<Shape> half_shapes();
 std::vector<Shape> half_general_shapes();
 std::vector<Shape> bf16_shapes();
 std::vector<Shape> bf16_general_shapes();
+std::vector<Shape> half_changed_shapes();
+std::vector<Shape> bf16_changed_shapes();
 
 }  // namespace flash_wmma::wgmma_sm90

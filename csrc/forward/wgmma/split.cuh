@@ -22,7 +22,7 @@ namespace flash_wmma::wgmma_sm90 {
 /// Where a lane's words of a part lie, for the 16 rows of an item that begin with `row`.
 template <class Tile>
 struct PartRows {
-    static constexpr int kVectors = Tile::kD / 8;  // of O; behind them one of m and l
+    static constexpr int kVectors = Tile::kDv / 8;  // of O; behind them one of m and l
     float4* first;
 
     __device__ __forceinline__ PartRows(const ForwardParams& p, int part, int row, int lane) {
@@ -35,7 +35,7 @@ struct PartRows {
 
 /// A warp stores its part of its rows.
 template <class Tile>
-__device__ __forceinline__ void give(const PartRows<Tile>& to, const RegisterTile<16, Tile::kD>& o,
+__device__ __forceinline__ void give(const PartRows<Tile>& to, const RegisterTile<16, Tile::kDv>& o,
                                      const LaggedSoftmax<16>& softmax) {
 #pragma unroll
     for (int i = 0; i < PartRows<Tile>::kVectors; ++i)
@@ -53,8 +53,8 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     ptx::wait_for_previous_grids();
     const Split& split = schedule.split;
     const int warp = uniform(static_cast<int>(blockIdx.x * kMergeWarps + threadIdx.x / 32));
-    const int column = warp % (Tile::kD / kMergeColumns) * kMergeColumns;
-    const int slice = warp / (Tile::kD / kMergeColumns) * Tile::kWarpRows;  // of the rows of all split items
+    const int column = warp % (Tile::kDv / kMergeColumns) * kMergeColumns;
+    const int slice = warp / (Tile::kDv / kMergeColumns) * Tile::kWarpRows;  // of the rows of all split items
     const int item = slice / Tile::kBr, row = slice % Tile::kBr;
     if (item >= split.items) return;
     const Assignment a = schedule.dense<Tile::kBr>(p, split.whole + item);
@@ -99,7 +99,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
 template <class Tile>
 void launch_merge(const ForwardParams& p, const Schedule& schedule, Stream stream) {
     const std::int64_t warps =
-        std::int64_t{schedule.split.items} * (Tile::kBr / Tile::kWarpRows) * (Tile::kD / kMergeColumns);
+        std::int64_t{schedule.split.items} * (Tile::kBr / Tile::kWarpRows) * (Tile::kDv / kMergeColumns);
     LaunchConfig config{dim3(static_cast<unsigned>((warps + kMergeWarps - 1) / kMergeWarps)), dim3(32 * kMergeWarps)};
     config.programmatic = true;
     launch(merge<Tile>, config, stream, p, schedule);

@@ -7,23 +7,29 @@
 #include <stdexcept>
 
 #include "forward/wgmma/items.h"
+#include "forward/wgmma/look_at_mask.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 namespace {
 
-const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), bf16_shapes(), bf16_general_shapes()});
+const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(),
+                                         bf16_general_shapes(), bf16_changed_shapes()});
 
-/// Takes the least head dim that holds d and d_v, and of its shapes the one that finishes first. With
+/// Takes the least head dims that hold d and d_v, and of their shapes the one that finishes first. With
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const Problems problems = problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
+    const Problems problems = p.bias.data || p.alibi_slopes || p.key_ranges.data ? Problems::kGeneralChanged
+                              : problems_of(p, false) == Problems::kPlain        ? Problems::kPlain
+                                                                                 : Problems::kGeneral;
     const Shape* chosen = nullptr;
     double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != p.dtype || shape.problems != problems || tile.head_dim < std::max(p.head_dim, p.head_dim_v))
-            continue;
-        if (chosen && (p.batch_invariant || chosen->facts.head_dim < tile.head_dim)) break;
+        if (tile.dtype != p.dtype || shape.problems != problems) continue;
+        if (tile.head_dim < p.head_dim || shape.head_dim_v < p.head_dim_v) continue;
+        if (chosen &&
+            (p.batch_invariant || chosen->facts.head_dim != tile.head_dim || chosen->head_dim_v != shape.head_dim_v))
+            break;
         const double time = split_of(p, device, shape).time(shape, p, device);
         if (chosen && time >= least_time) continue;
         chosen = &shape;
@@ -42,10 +48,12 @@ __global__ void clear(Queue* queue) {
     *queue = 0;
 }
 
-/// Bytes of the queue or of the parts of split items: a problem never has both.
+/// Bytes of the queue or of the parts of split items, since a problem never has both; with a boolean mask, of the queue
+/// and of the mask's tiles.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
     const Shape& shape = choose_shape(p, device);
-    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape.facts);
+    if (MaskTiles::wanted(p)) return kQueueBytes + mask_tiles(p, shape.facts.br).bytes();
+    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape);
 }
 
 void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
@@ -55,6 +63,7 @@ void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream
         config.programmatic = true;
         launch(clear, config, stream, static_cast<Queue*>(p.workspace));
     }
+    if (MaskTiles::wanted(p)) launch_look_at_mask(p, mask_tiles(p, shape.facts.br), stream);
     shape.launch(p, device, shape, stream);
 }
 
@@ -75,7 +84,7 @@ const KernelInfo kInfo = {
          .max_arch = 90,
          .bf16_min_arch = 90,
          .float16 = true,
-         .features = kCausal | kWindow | kSoftcap | kVarlen | kValueDim | kSinks,
+         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks,
          .auto_rank = 40},
         kShapes),
     choose,

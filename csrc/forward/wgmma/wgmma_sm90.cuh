@@ -33,6 +33,7 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
+#include <type_traits>
 
 #include "device/element.cuh"
 #include "device/hide_keys.cuh"
@@ -43,6 +44,7 @@
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/output.cuh"
 #include "forward/wgmma/plan.cuh"
+#include "forward/wgmma/scores.cuh"
 #include "forward/wgmma/shapes.h"
 #include "forward/wgmma/split.cuh"
 
@@ -54,12 +56,18 @@ namespace flash_wmma::wgmma_sm90 {
 template <class Tile, Problems kProblems>
 class Producer {
   public:
-    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps,
+    __device__ __forceinline__ Producer(const ForwardParams& params, const Maps& tensor_maps, const Schedule& schedule,
                                         SharedMemory<Tile>& shared)
-        : p_(params), maps_(tensor_maps), smem_(shared), plans_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+        : p_(params),
+          maps_(tensor_maps),
+          schedule_(schedule),
+          smem_(shared),
+          plans_(shared),
+          lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
+            if constexpr (kChanges) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -72,8 +80,9 @@ class Producer {
 
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
     using Item = Work<Tile>;
-    using KeyRows = typename SharedMemory<Tile>::KeyRows;
+    using ValueRows = typename SharedMemory<Tile>::ValueRows;
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on.
     template <class Rows>
@@ -84,13 +93,13 @@ class Producer {
         const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
         ptx::barrier_arrive_expect(barrier, sizeof(Rows));
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
+        for (int i = 0; i < static_cast<int>(std::extent_v<decltype(rows.panel)>); ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
 
     /// The same for V's first `count` rows, with zeros behind them: beyond a tensor's end the copy itself writes zeros,
     /// but beyond a packed sequence's end it finds rows of the next sequence.
-    __device__ __forceinline__ void load_cut(KeyRows& rows, Slot& slot, int row, const Item& work, int count) {
+    __device__ __forceinline__ void load_cut(ValueRows& rows, Slot& slot, int row, const Item& work, int count) {
         ptx::barrier_wait(&slot.empty, v_.parity ^ 1);  // every lane for itself, since every lane writes there
         load(rows, maps_.v, slot, v_.parity, &smem_.patch, row, work.tile.head_k, work);
         ptx::barrier_wait(&smem_.patch, patch_parity_);
@@ -98,7 +107,7 @@ class Producer {
         constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
         constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
+        for (int i = 0; i < Tile::kValuePanels; ++i)
             for (int vector = max(0, count) * kVectors + lane_; vector < kAll; vector += 32)
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
         ptx::fence_proxy_async();
@@ -125,6 +134,7 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
+        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.k_slot[k_.stage];
         load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
              work.tile.head_k, work);
@@ -133,6 +143,7 @@ class Producer {
 
     /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
+        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
         const int row = work.sequence.first_k + tile * Tile::kBc;
@@ -145,12 +156,20 @@ class Producer {
 
     const ForwardParams& p_;
     const Maps& maps_;
+    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int lane_;
+    TileList list_;  // of the item's tiles, which are places in it
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
     unsigned patch_parity_ = 0;
+};
+
+/// In place of what an instance does not have.
+struct Nothing {
+    template <class... Args>
+    __device__ __forceinline__ explicit Nothing(Args&&...) {}
 };
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
@@ -159,8 +178,10 @@ class Producer {
 template <class Tile, Problems kProblems>
 class Consumer {
   public:
-    __device__ __forceinline__ Consumer(const ForwardParams& params, SharedMemory<Tile>& shared)
+    __device__ __forceinline__ Consumer(const ForwardParams& params, const Schedule& schedule,
+                                        SharedMemory<Tile>& shared)
         : p_(params),
+          schedule_(schedule),
           smem_(shared),
           plans_(shared),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
@@ -221,6 +242,8 @@ class Consumer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
+    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+    static_assert(!kChanges || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
     using PerRow = RowValues<Tile::kWarpRows>;
@@ -304,7 +327,7 @@ class Consumer {
             const ptx::SharedMatrix<ptx::Major::K> q_rows(smem_.q[q_.stage][group_].panel[i]),
                 k_rows(smem_.k[k_.stage].panel[i]);
 #pragma unroll
-            for (int step = 0; step < 4; ++step)
+            for (int step = 0; step < min(4, Tile::kD / 16 - 4 * i); ++step)
                 ptx::wgmma<T, kBc>(s_.flat(), q_rows + 32 * step, k_rows + 32 * step, i + step > 0);
         }
         ptx::wgmma_commit();
@@ -317,7 +340,7 @@ class Consumer {
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
+            ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
                                     step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
@@ -349,10 +372,16 @@ class Consumer {
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
+    __device__ __forceinline__ KeyMask<kChanges> mask_of(const Rows& rows) const {
+        if constexpr (kChanges) return {p_, rows.sequence, rows.head};
+        else return rows.mask;
+    }
+
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
-        hide_keys(s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
+        hide_keys(
+            s_, mask_of(rows), [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
@@ -402,6 +431,8 @@ class Consumer {
             if (begun || !Tile::kSetsO) o_.scale_row(i, rescale);
         });
         softmax_.add(weigh(s_, factor, offset));
+        // Masks may leave a row without a key for long. Its m cannot serve
+        if (kChanges && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
     }
 
@@ -410,49 +441,106 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
+    /// With kChanged: the entries of the tiles that these rows work on, in turn.
+    class Entries {
+      public:
+        __device__ __forceinline__ Entries(Consumer& consumer, const Rows& rows) {
+            if constexpr (kChanges) {
+                const Schedule& schedule = consumer.schedule_;
+                list_ = {schedule.mask, rows.sequence.index, rows.head, rows.first_query};
+                group_ = rows.first_query % Tile::kBr / Tile::kGroupRows;
+                last_ = rows.first_tile;
+                consumer.changes_.take(rows.sequence, rows.head, rows.first_query);
+                look_ahead(rows.first_tile + rows.tiles - 1);
+                advance();
+            }
+        }
+        /// Asks for the entry at `place`, if the rows have it.
+        __device__ __forceinline__ void look_ahead(int place) { next_ = list_.at(max(place, last_)); }
+        /// To the entry asked for.
+        __device__ __forceinline__ void advance() { entry_ = uniform(next_); }
+
+        __device__ __forceinline__ int key() const { return MaskTiles::tile(entry_) * kBc; }
+        __device__ __forceinline__ bool is_hidden() const { return list_.entries && !MaskTiles::seen(entry_, group_); }
+        __device__ __forceinline__ bool in_part() const {
+            return list_.entries && MaskTiles::seen(entry_, group_) != MaskTiles::kSomeSeen;
+        }
+
+      private:
+        TileList list_;
+        int group_, last_;
+        unsigned entry_, next_;
+    };
+
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
-        const VisibleTiles<kBc> visible(rows.mask, rows.first_query, last_query);
-        const float factor = this->factor();
+        const VisibleTiles<kBc> visible(mask_of(rows), rows.first_query, last_query);
+        const float factor = kChanges ? 1.f : this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
-        for (int key = first;; key -= kBc) {
+        [[maybe_unused]] Entries entries(*this, rows);
+        for (int place = first;; place -= kBc) {
+            int key = place;
+            if constexpr (kChanges) {
+                key = entries.key();
+                changes_.ask(key, entries.in_part());
+                entries.look_ahead(place / kBc - 1);
+            }
             ptx::wgmma_wait<1>();
-            soft_cap();
+            if constexpr (!kChanges) soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (key == first && free) softmax_.settled = estimate_maximum(factor);
-            const bool plain = softmax_.settled && free;
+            if (!kChanges && key == first && free) softmax_.settled = estimate_maximum(factor);
+            bool plain = softmax_.settled && free;
+            if constexpr (kChanges) plain = plain && !changes_.rises(key);
             bool done = false;
             if (plain) {
-                PerRow offset;
-                offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
-                const PerRow sums = weigh(s_, factor, offset);
+                PerRow sums;
+                if constexpr (kChanges) {
+                    sums = changes_.weigh(s_, key, softmax_.m);
+                } else {
+                    PerRow offset;
+                    offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+                    sums = weigh(s_, factor, offset);
+                }
                 done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
                 if (done) softmax_.add(sums);
             }
             ptx::wgmma_wait<0>();
-            if (key < first) release_v();
+            if (place < first) release_v();
+            if constexpr (kChanges)
+                for (; skipped_ > 0; --skipped_) skip(smem_.v_slot, v_);
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    soft_cap();
+                    if constexpr (!kChanges) soft_cap();
                 }
+                if constexpr (kChanges) changes_.apply(s_, key);
                 softmax_.settled = weigh_exactly(
-                    factor, key < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
+                    factor, place < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
             }
             release_k();
             pack_weights();
-            if (key == last) break;
+            if (place == last) break;
+            const bool begun = place < first;
+            if constexpr (kChanges) {
+                entries.advance();
+                for (; entries.is_hidden() && place - kBc > last && skipped_ < Tile::kStages - 1; ++skipped_) {
+                    skip(smem_.k_slot, k_);
+                    place -= kBc;
+                    entries.look_ahead(place / kBc - 1);
+                    entries.advance();
+                }
+            }
             await_k();
             take_turn();
             multiply_qk();
-            multiply_pv(key < first);
+            multiply_pv(begun);
             pass_turn();
         }
     }
@@ -466,6 +554,7 @@ class Consumer {
     }
 
     const ForwardParams& p_;
+    const Schedule& schedule_;
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
@@ -474,15 +563,18 @@ class Consumer {
 
     RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
-    RegisterTile<Tile::kWarpRows, Tile::kD> o_;
+    RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
+    std::conditional_t<kChanges, ScoreChanges<T, kBc>, Nothing> changes_{p_, schedule_.mask};
+    int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
-/// softcap.
+/// softcap. With kChanged: a bias, ALiBi and key ranges too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 12 values, which plain instances do not read in the loop over tiles.
+// limit, up to 12 values, which plain instances do not read in the loop over tiles. With kChanged, more of both: the
+// planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -508,11 +600,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, smem).run();
+        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, schedule, smem).run();
         else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kProblems>(p, smem).run();
+        Consumer<Tile, kProblems>(p, schedule, smem).run();
     }
 }
 
@@ -539,6 +631,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
             kProblems,
+            Tile::kDv,
             kTakesParts<Tile, kProblems>,
             speed,
             launch_tile<Tile, kProblems>};
@@ -559,15 +652,30 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
+    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With kChanged.
+inline constexpr TableRow kChangedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 

@@ -1,0 +1,243 @@
+// What changes the scores of a warp's 16 rows beside their scale, for the instances of wgmma_sm90 that take biases:
+// softcap, an additive bias, a boolean mask, ALiBi (device/score_mod.cuh says in which order).
+//
+// Nothing of it is waited for together with the product. A lane asks for its part of a tile's bias before it awaits the
+// tile's scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean
+// mask it reads the bits of two rows, and those only of a tile that is seen in part (mask_tiles.cuh). Where the old m
+// serves, a bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
+//     P = exp2(S * scale + (bias * log2(e) - m)),
+// and left or right of the diagonal a tile's ALiBi is linear in the key.
+#pragma once
+
+#include <ptx.cuh>
+
+#include <cmath>
+#include <cstdint>
+
+#include "attention.h"
+#include "device/constants.cuh"
+#include "device/element.cuh"
+#include "device/lagged_softmax.cuh"
+#include "device/quad.cuh"
+#include "device/register_tile.cuh"
+#include "device/score_mod.cuh"
+#include "device/tile.cuh"
+#include "forward/wgmma/mask_tiles.cuh"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// T: the type of q, k and v. A tile has Keys keys.
+template <class T, int Keys>
+class ScoreChanges {
+  public:
+    using Scores = RegisterTile<16, Keys>;
+    using PerRow = RowValues<16>;
+
+    __device__ __forceinline__ ScoreChanges(const ForwardParams& params, const MaskTiles& tiles)
+        : p_(params), tiles_(tiles) {}
+
+    /// From now on: 16 rows of that head from `first_query` on.
+    __device__ __forceinline__ void take(const Sequence& sequence, int head, int first_query) {
+        const Bias& bias = p_.bias;
+        const int lane = static_cast<int>(threadIdx.x) % 32, query = first_query + lane / 4;
+        column_ = lane % 4 * 2;
+        distance_ = query + sequence.seqlen_k - sequence.seqlen_q - column_;
+        slope_ = p_.alibi_slopes ? kLog2e * p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head] : 0.f;
+        if (!bias.data) return;
+        const int last = static_cast<int>(p_.seqlen_q) - 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            if (bias.dtype == DType::kBool)
+                row_[i] = reinterpret_cast<const char*>(tiles_.line(sequence.index, head, query + 8 * i));
+            else
+                row_[i] = static_cast<const char*>(bias.data) +
+                          (sequence.index * bias.batch + head * bias.head + min(query + 8 * i, last) * bias.query) *
+                              (bias.dtype == DType::kFloat32 ? 4 : 2);
+        }
+    }
+
+    /// Asks for what the scores of the tile at `key` need. `in_part`: the mask hides some of its keys.
+    __device__ __forceinline__ void ask(int key, bool in_part) {
+        const Bias& bias = p_.bias;
+        hides_ = false;
+        if (!bias.data) return;
+        if (bias.dtype == DType::kBool) {
+            hides_ = in_part;
+            if (!in_part) return;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const uint2 seen = *reinterpret_cast<const uint2*>(row_[i] + key / 8);
+                words_[i][0] = seen.x >> column_, words_[i][1] = seen.y >> column_;
+            }
+        } else if (bias.dtype == Element<T>::kDType) {
+            const bool inside = bias.key == 1 && key + Keys <= p_.seqlen_k;
+            const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(bias.data) |
+                                      static_cast<std::uintptr_t>(2 * (bias.batch | bias.head | bias.query));
+            if (inside && at % 16 == 0) ask_wide(key);
+            else if (inside && at % 4 == 0) ask_pairs(key);
+            else ask_singly(key);
+        }
+    }
+
+    /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
+    __device__ __forceinline__ void apply(Scores& s, int key) const {
+        const Bias& bias = p_.bias;
+        const float factor = cap(s);
+        s.each([&](float& x, int, int) { x *= factor; });
+        if (bias.data && bias.dtype == Element<T>::kDType) {
+            s.each([&](float& x, int i, int column) { x = biased(x, asked(i, column)); });
+        } else if (bias.data && bias.dtype == DType::kFloat32) {
+            const int last = static_cast<int>(p_.seqlen_k) - 1;
+            s.each([&](float& x, int i, int column) {
+                const std::int64_t at = min(key + column_ + column, last) * bias.key;
+                x = biased(x, reinterpret_cast<const float*>(row_[i])[at]);
+            });
+        }
+        if (slope_ != 0.f) {
+            const int distance = distance_ - key;
+            s.each([&](float& x, int i, int column) {
+                x = fmaf(-slope_, fabsf(static_cast<float>(distance + 8 * i - column)), x);
+            });
+        }
+        hide(s);
+    }
+
+    /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
+    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum.
+    __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) const {
+        const Bias& bias = p_.bias;
+        const bool adds = bias.data && bias.dtype != DType::kBool;
+        PerRow offset;
+        offset.each([&](int i, float& x) { x = -m[i]; });
+        if (slope_ != 0.f && !adds && is_linear(key)) {
+            const float factor = cap(s), slope = distance_ > key ? slope_ : -slope_;
+            offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(distance_ - key + 8 * i), x); });
+            hide(s);
+            return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
+        }
+        if (slope_ == 0.f && adds && bias.dtype == Element<T>::kDType) {
+            const float factor = cap(s);
+            return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
+        }
+        if (slope_ == 0.f && !adds) {
+            const float factor = cap(s);
+            hide(s);
+            return flash_wmma::weigh(s, factor, offset);
+        }
+        apply(s, key);
+        return flash_wmma::weigh(s, 1.f, offset);
+    }
+
+    /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
+    __device__ __forceinline__ bool rises(int key) const {
+        constexpr float kMost = 4.f;  // in log2 units
+        return slope_ * Keys > kMost && key + Keys > first_distance();
+    }
+
+  private:
+    /// Softcap. Returns what takes the result to log2 units.
+    __device__ __forceinline__ float cap(Scores& s) const {
+        if (p_.softcap == 0.f) return p_.scale * kLog2e;
+        const float to_x = p_.scale / p_.softcap;
+        s.each([&](float& x, int, int) { x = ScoreMod<true>::tanh(x * to_x); });
+        return p_.softcap * kLog2e;
+    }
+
+    /// Scores of keys that the mask hides become -inf.
+    __device__ __forceinline__ void hide(Scores& s) const {
+        if (!hides_) return;
+        s.each([&](float& x, int i, int column) {
+            if (!(words_[i][column / 32] >> column % 32 & 1)) x = -INFINITY;
+        });
+    }
+
+    /// From key 0 to the diagonal, in the warp's first row.
+    __device__ __forceinline__ int first_distance() const {
+        return distance_ + column_ - static_cast<int>(threadIdx.x) % 32 / 4;
+    }
+    /// Whether all 16 rows have all of the tile's keys on one side of them.
+    __device__ __forceinline__ bool is_linear(int key) const {
+        const int first = first_distance();
+        return first >= key + Keys - 1 || first + 15 <= key;
+    }
+
+    /// The score with the bias: -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
+    __device__ __forceinline__ static float biased(float score, float bias) {
+        constexpr float kLeast = -2.35e38f;  // about the least float over log2(e)
+        if (bias == -INFINITY) score = 0.f;
+        else if (bias < kLeast) bias = kLeast;
+        return fmaf(bias, kLog2e, score);
+    }
+
+    __device__ __forceinline__ float asked(int i, int column) const {
+        const float2 pair = Element<T>::floats(words_[i][column / 8]);
+        return column % 2 ? pair.y : pair.x;
+    }
+
+    __device__ __forceinline__ void ask_wide(int key) {
+        const int quad_lane = column_ / 2;
+        uint4 found[2][Keys / 32];
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < Keys / 32; ++j)
+                found[i][j] = *reinterpret_cast<const uint4*>(row_[i] + 2 * (key + 32 * j + 8 * quad_lane));
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < Keys / 32; ++j) {
+                std::uint32_t words[4] = {found[i][j].x, found[i][j].y, found[i][j].z, found[i][j].w};
+                transpose_in_quad(words, quad_lane);
+#pragma unroll
+                for (int w = 0; w < 4; ++w) words_[i][4 * j + w] = words[w];
+            }
+    }
+    __device__ __forceinline__ void ask_pairs(int key) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < Keys / 8; ++j)
+                words_[i][j] = *reinterpret_cast<const std::uint32_t*>(row_[i] + 2 * (key + column_ + 8 * j));
+    }
+    /// Any alignment and stride; behind the last key: the last key's.
+    __device__ __forceinline__ void ask_singly(int key) {
+        const int last = static_cast<int>(p_.seqlen_k) - 1;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < Keys / 8; ++j) {
+                std::uint32_t pair = 0;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const std::int64_t at = min(key + column_ + 8 * j + e, last) * p_.bias.key;
+                    pair |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(row_[i])[at]} << 16 * e;
+                }
+                words_[i][j] = pair;
+            }
+    }
+
+    /// weigh(), with a term of its own for each score in place of a row's offset.
+    template <class Term>
+    __device__ __forceinline__ static PerRow weigh_with(Scores& s, float factor, Term term) {
+        PerRow sums;
+        sums.each([&](int i, float& sum) {
+            sum = 0.f;
+            s.each_in_row(i, [&](float& x, int column) {
+                x = ptx::ex2(fmaf(x, factor, term(i, column)));
+                sum += x;
+            });
+        });
+        return sums;
+    }
+
+    const ForwardParams& p_;
+    const MaskTiles& tiles_;
+    const char* row_[2];                // of the bias, or of the mask's bits
+    float slope_;                       // in log2 units
+    int column_;                        // the lane's first
+    int distance_;                      // of the lane's first row and column: from the tile at key 0 to the diagonal
+    std::uint32_t words_[2][Keys / 8];  // the lane's pairs of the bias, or the bits of its keys from the first on
+    bool hides_;                        // whether the words are bits
+};
+
+}  // namespace flash_wmma::wgmma_sm90
