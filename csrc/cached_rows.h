@@ -21,10 +21,17 @@ struct CachedRows {
           first(s.leftpad ? clamp(s.leftpad[sequence], static_cast<int>(capacity)) : 0),
           count(clamp(clamp(s.seqused_k[sequence], static_cast<int>(capacity)) - first, static_cast<int>(capacity))) {}
 
+    /// The page of key j, j < count. Sets `page_row` to the key's row in it.
+    [[gnu::always_inline]] constexpr int place(int j, int& page_row) const {
+        const int row = first + j, run = row / page_size;
+        page_row = row - run * page_size;
+        return pages ? clamp(pages[run], num_pages - 1) : page;
+    }
     /// Elements from the cache's first row of a head to key j, j < count.
     [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, int j) const {
-        const int row = first + j, run = row / page_size;
-        return (pages ? clamp(pages[run], num_pages - 1) : page) * rows.batch + (row - run * page_size) * rows.row;
+        int page_row = 0;
+        const int at = place(j, page_row);
+        return at * rows.batch + page_row * rows.row;
     }
     /// Whether key 0 and all others lie at equal distances.
     [[gnu::always_inline]] constexpr bool contiguous() const {

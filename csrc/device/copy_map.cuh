@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cached_rows.h"
+#include "device/constants.cuh"
 
 namespace flash_wmma::mma {
 
@@ -20,47 +21,95 @@ struct CopyMap {
     __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
         : from(source + row() * pitch + column()), inside(column() < d) {}
 
-    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
+    /// Calls f(i, row, column, from, whether the vector exists) for this thread's vectors, and moves on to the tile
+    /// before.
     template <class F>
     __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
         const typename Tile::T* vector = from;
+        each_place([&](int i, int row, int column) {
+            f(i, row, column, vector, inside);
+            vector += kRowsAtOnce * pitch;
+        });
+        from -= Rows * pitch;
+    }
+    /// Calls f(i, row, column) for the places of this thread's vectors.
+    template <class F>
+    __device__ __forceinline__ static void each_place(F f) {
         if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
 #pragma unroll
-            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
+            for (int i = 0; i < kCount; ++i)
                 if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
-                    f(i, row() + i * kRowsAtOnce, column(), vector);
-        from -= Rows * pitch;
+                    f(i, row() + i * kRowsAtOnce, column());
     }
 
     __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
     __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
 };
 
-/// The same for the rows of a key/value cache, each of which has its own place.
+/// Where a row lies in a cache. `row` is negative if there is nothing to copy.
+struct CachedPlace {
+    int page, row;
+};
+
+/// How the warps of a group share the copy of a tile of Rows rows of a key/value cache: a warp has neighbouring rows,
+/// lane r knows the place of row r of these, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
+/// once for all vectors of K and V.
 template <class Tile, int Rows>
-struct CachedCopyMap : CopyMap<Tile, Rows> {
-    using Base = CopyMap<Tile, Rows>;
-    CachedRows cached;
+struct CachedCopyMap {
+    static constexpr int kVectors = Tile::kD / 8;
+    static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
+    static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;
+    static_assert(kWarpRows <= 32);
+
+    const typename Tile::T* head;  // the first row of the head in the cache
     const flash_wmma::Rows& tensor;
-    int key;  // the first of the next tile
+    const CachedPlace& place;  // of this lane's row of the next tile
+    int d;
 
-    /// `head` is the first row of this head in the cache, whose rows are those of `t`.
-    __device__ CachedCopyMap(const typename Tile::T* head, const CachedRows& rows, const flash_wmma::Rows& t, int first,
-                             int d)
-        : Base(head, 0, d), cached(rows), tensor(t), key(first) {}
+    __device__ CachedCopyMap(const typename Tile::T* first_row, const flash_wmma::Rows& rows, const CachedPlace& at,
+                             int columns)
+        : head(first_row), tensor(rows), place(at), d(columns) {}
 
-    /// As CopyMap's. Rows behind the last one in use get the first vector, which is not read.
+    /// The place of the row that this lane looks up: row `j` of `rows`, j = key + this lane's row.
+    __device__ __forceinline__ static CachedPlace look_up(const CachedRows& rows, int key) {
+        const int lane = static_cast<int>(threadIdx.x) % 32, row = first_row() + lane, j = key + row;
+        if (lane >= kWarpRows || row >= Rows || j < 0 || j >= rows.count) return {0, -1};
+        int page_row;
+        const int page = rows.place(j, page_row);
+        return {page, page_row};
+    }
+
+    /// As CopyMap's, of the tile whose places were looked up. Vectors that do not exist get an address that is not read.
     template <class F>
     __device__ __forceinline__ void for_each(std::int64_t, F f) {
-        if (Tile::kThreads % Base::kVectors == 0 || Base::row() < Base::kRowsAtOnce)
+        each([&](int i, int r, int column, bool exists) {
+            const int page = __shfl_sync(kWarpMask, place.page, r), row = __shfl_sync(kWarpMask, place.row, r);
+            const bool inside = row >= 0 && column < d;
+            const typename Tile::T* from = head;
+            if (inside) from += page * tensor.batch + row * tensor.row + column;
+            if (exists) f(i, first_row() + r, column, from, inside);
+        });
+    }
+    template <class F>
+    __device__ __forceinline__ static void each_place(F f) {
+        each([&](int i, int r, int column, bool exists) {
+            if (exists) f(i, first_row() + r, column);
+        });
+    }
+
+  private:
+    __device__ static int first_row() { return static_cast<int>(threadIdx.x / 32 % Tile::kGroupWarps) * kWarpRows; }
+
+    /// f(i, row among the warp's, column, whether the tile has it).
+    template <class F>
+    __device__ __forceinline__ static void each(F f) {
+        constexpr bool kAllExist = Rows % Tile::kGroupWarps == 0 && kWarpRows * kVectors % 32 == 0;
 #pragma unroll
-            for (int i = 0; i < Base::kCount; ++i) {
-                const int row = Base::row() + i * Base::kRowsAtOnce;
-                if (Rows % Base::kRowsAtOnce == 0 || row < Rows)
-                    f(i, row, Base::column(),
-                      this->from + (key + row < cached.count ? cached.offset(tensor, key + row) : 0));
-            }
-        key -= Rows;
+        for (int i = 0; i < kCount; ++i) {
+            const unsigned vector = threadIdx.x % 32 + 32 * i;
+            const int r = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
+            f(i, r, column, kAllExist || (r < kWarpRows && first_row() + r < Rows));
+        }
     }
 };
 

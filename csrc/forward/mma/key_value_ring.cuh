@@ -1,4 +1,4 @@
-// The ring of K/V tiles in a block's shared memory: its copies, its waits, and the place of the current tile.
+// The ring of K/V tiles in the shared memory of a group of warps: its copies, its waits, and the place of the current tile.
 #pragma once
 
 #include <ptx.cuh>
@@ -10,28 +10,58 @@ namespace flash_wmma::mma {
 /// This thread's part of the copies of K and V, from the tile at `key` on back to the first.
 template <class Tile, bool kCached = Tile::kCached>
 struct KeyValueCopies {
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc>;
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kGroupKeys>;
     Copy k, v;
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
         : k(work.key_rows(work.p.k, key), work.p.k.row, work.p.head_dim),
           v(work.key_rows(work.p.v, key), work.p.v.row, work.p.head_dim_v) {}
+
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch) {
+        k.start(stage.k, k_pitch);
+        v.start(stage.v, v_pitch);
+    }
+    /// Of a tile with so many rows, or more than it holds.
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int rows) {
+        k.start(stage.k, k_pitch, rows);
+        v.start(stage.v, v_pitch, rows);
+    }
 };
 
-/// The same from a key/value cache.
+/// The same from a key/value cache. Rows are looked up a tile ahead, once for K and V.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
-    using Map = CachedCopyMap<Tile, Tile::kBc>;
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, Map>;
+    using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kGroupKeys, Map>;
+    CachedRows rows;
+    int key;            // the first of the next tile
+    CachedPlace place;  // of this lane's row of it
     Copy k, v;
+    static_assert(!Tile::kAlternates);
 
-    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
-        : KeyValueCopies(work, key, CachedRows(work.p.sequences, work.p.seqlen_k, work.sequence.index)) {}
+    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int first_key)
+        : rows(work.p.sequences, work.p.seqlen_k, work.sequence.index),
+          key(first_key),
+          place(Map::look_up(rows, key)),
+          k(head(work, work.p.k), work.p.k, place, work.p.head_dim),
+          v(head(work, work.p.v), work.p.v, place, work.p.head_dim_v) {}
+    KeyValueCopies(const KeyValueCopies&) = delete;  // k and v refer to `place`
+
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t) {
+        k.start(stage.k, 0);
+        v.start(stage.v, 0);
+        key -= Tile::kBc;
+        place = Map::look_up(rows, key);
+    }
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t, int) {
+        start(stage, 0, 0);  // rows that do not exist have no place
+    }
 
   private:
-    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key, const CachedRows& rows)
-        : k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
-          v(head(work, work.p.v), rows, work.p.v, key, work.p.head_dim_v) {}
     __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
         return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
     }
@@ -50,8 +80,7 @@ class KeyValueRing {
     /// Starts the copies of the first tile, which may reach beyond the sequence's end.
     __device__ __forceinline__ void start(Copies& copies, int key) {
         if (work_.tiles > 0) {
-            copies.k.start(smem_.ring[0].k, k_pitch(), work_.sequence.seqlen_k - key);
-            copies.v.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);
+            copies.start(smem_.ring[0], k_pitch(), v_pitch(), work_.sequence.seqlen_k - key);
         }
     }
     /// Finishes the copies of the first tile, and starts those of the other tiles that are copied ahead.
@@ -71,7 +100,7 @@ class KeyValueRing {
     /// left, this one included.
     __device__ __forceinline__ void begin_tile(Copies& copies, int left) {
         ptx::cp_async_wait<Tile::kAhead - 1>();
-        __syncthreads();  // the tile has landed, the one before has been used
+        meet_group<Tile>();  // the tile has landed, the one before has been used
         if constexpr (Tile::kAlternates) {
             if (left < work_.tiles) copies.v.start(smem_.ring[previous_].v, v_pitch());
         } else if (left > Tile::kAhead) {
@@ -91,7 +120,7 @@ class KeyValueRing {
     /// The tile has been used: on to the one before it.
     __device__ __forceinline__ void end_tile(Copies& copies, int left) {
         if constexpr (Tile::Machine::kThroughRegisters) {
-            if constexpr (Tile::kStages == 1) __syncthreads();
+            if constexpr (Tile::kStages == 1) meet_group<Tile>();
             if (left > Tile::kAhead) finish(smem_.ring[previous_], copies);
         }
         previous_ = slot_;
@@ -103,8 +132,7 @@ class KeyValueRing {
     __device__ __forceinline__ std::int64_t v_pitch() const { return work_.p.v.row; }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, Copies& copies) {
-        copies.k.start(stage.k, k_pitch());
-        copies.v.start(stage.v, v_pitch());
+        copies.start(stage, k_pitch(), v_pitch());
     }
     template <class Stage>
     __device__ __forceinline__ void finish(Stage& stage, Copies& copies) {

@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 }
 
 template <class Tile>
-void launch_tile(const ForwardParams& p, Stream stream) {
+void launch_tile(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     const dim3 grid = assignment_grid(p, Tile::kBr);
     launch(forward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, p);
 }
