@@ -21,25 +21,21 @@ struct CopyMap {
     __device__ CopyMap(const typename Tile::T* source, std::int64_t pitch, int d)
         : from(source + row() * pitch + column()), inside(column() < d) {}
 
-    /// Calls f(i, row, column, from, whether the vector exists) for this thread's vectors, and moves on to the tile
-    /// before.
+    /// Calls f(i, row, column, from) for this thread's vectors, and moves on to the tile before.
     template <class F>
     __device__ __forceinline__ void for_each(std::int64_t pitch, F f) {
         const typename Tile::T* vector = from;
-        each_place([&](int i, int row, int column) {
-            f(i, row, column, vector, inside);
-            vector += kRowsAtOnce * pitch;
-        });
+        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
+#pragma unroll
+            for (int i = 0; i < kCount; ++i, vector += kRowsAtOnce * pitch)
+                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
+                    f(i, row() + i * kRowsAtOnce, column(), vector);
         from -= Rows * pitch;
     }
     /// Calls f(i, row, column) for the places of this thread's vectors.
     template <class F>
-    __device__ __forceinline__ static void each_place(F f) {
-        if (Tile::kThreads % kVectors == 0 || row() < kRowsAtOnce)
-#pragma unroll
-            for (int i = 0; i < kCount; ++i)
-                if (Rows % kRowsAtOnce == 0 || row() + i * kRowsAtOnce < Rows)
-                    f(i, row() + i * kRowsAtOnce, column());
+    __device__ __forceinline__ void each_place(F f) const {
+        CopyMap(*this).for_each(0, [&](int i, int row, int column, const auto*) { f(i, row, column); });
     }
 
     __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
@@ -65,6 +61,7 @@ struct CachedCopyMap {
     const flash_wmma::Rows& tensor;
     const CachedPlace& place;  // of this lane's row of the next tile
     int d;
+    bool inside = false;  // whether the vector exists that f is called for
 
     __device__ CachedCopyMap(const typename Tile::T* first_row, const flash_wmma::Rows& rows, const CachedPlace& at,
                              int columns)
@@ -84,14 +81,14 @@ struct CachedCopyMap {
     __device__ __forceinline__ void for_each(std::int64_t, F f) {
         each([&](int i, int r, int column, bool exists) {
             const int page = __shfl_sync(kWarpMask, place.page, r), row = __shfl_sync(kWarpMask, place.row, r);
-            const bool inside = row >= 0 && column < d;
             const typename Tile::T* from = head;
+            inside = row >= 0 && column < d;
             if (inside) from += page * tensor.batch + row * tensor.row + column;
-            if (exists) f(i, first_row() + r, column, from, inside);
+            if (exists) f(i, first_row() + r, column, from);
         });
     }
     template <class F>
-    __device__ __forceinline__ static void each_place(F f) {
+    __device__ __forceinline__ void each_place(F f) const {
         each([&](int i, int r, int column, bool exists) {
             if (exists) f(i, first_row() + r, column);
         });

@@ -41,19 +41,19 @@ struct Sm75 {
 
         template <class Target>
         __device__ __forceinline__ void start(Target&, std::int64_t pitch) {
-            this->for_each(pitch, [&](int i, int, int, const auto* from, bool inside) {
-                vectors[i] = inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            this->for_each(pitch, [&](int i, int, int, const auto* from) {
+                vectors[i] = this->inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
         }
         template <class Target>
         __device__ __forceinline__ void start(Target&, std::int64_t pitch, int rows) {
-            this->for_each(pitch, [&](int i, int row, int, const auto* from, bool inside) {
-                vectors[i] = inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            this->for_each(pitch, [&](int i, int row, int, const auto* from) {
+                vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
-            Map::each_place([&](int i, int row, int column) {
+            this->each_place([&](int i, int row, int column) {
                 *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
             });
         }

@@ -36,14 +36,14 @@ struct Sm80 {
 
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {
-            this->for_each(pitch, [&](int, int row, int column, const auto* from, bool inside) {
-                copy_16(target.at(row, column), from, inside);
+            this->for_each(pitch, [&](int, int row, int column, const auto* from) {
+                copy_16(target.at(row, column), from, this->inside);
             });
         }
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch, int rows) {
-            this->for_each(pitch, [&](int, int row, int column, const auto* from, bool inside) {
-                copy_16(target.at(row, column), from, inside && row < rows);
+            this->for_each(pitch, [&](int, int row, int column, const auto* from) {
+                copy_16(target.at(row, column), from, this->inside && row < rows);
             });
         }
         template <class Target>
