@@ -42,49 +42,37 @@ struct CopyMap {
     __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
 };
 
-/// Where a row lies in a cache. `row` is negative if there is nothing to copy.
-struct CachedPlace {
-    int page, row;
-};
-
 /// How the warps of a group share the copy of a tile of Rows rows of a key/value cache: a warp has neighbouring rows,
-/// lane r knows the place of row r of these, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
-/// once for all vectors of K and V.
+/// lane r knows where row r of these lies, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
+/// once, and once for K and V.
 template <class Tile, int Rows>
 struct CachedCopyMap {
     static constexpr int kVectors = Tile::kD / 8;
     static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
     static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;
+    static constexpr std::int64_t kNowhere = -1;  // the offset of a row that does not exist
     static_assert(kWarpRows <= 32);
 
-    const typename Tile::T* head;  // the first row of the head in the cache
-    const flash_wmma::Rows& tensor;
-    const CachedPlace& place;  // of this lane's row of the next tile
+    const typename Tile::T* head;  // the head's first row in the cache
     int d;
     bool inside = false;  // whether the vector exists that f is called for
 
-    __device__ CachedCopyMap(const typename Tile::T* first_row, const flash_wmma::Rows& rows, const CachedPlace& at,
-                             int columns)
-        : head(first_row), tensor(rows), place(at), d(columns) {}
+    __device__ CachedCopyMap(const typename Tile::T* first_row, int columns) : head(first_row), d(columns) {}
 
-    /// The place of the row that this lane looks up: row `j` of `rows`, j = key + this lane's row.
-    __device__ __forceinline__ static CachedPlace look_up(const CachedRows& rows, int key) {
-        const int lane = static_cast<int>(threadIdx.x) % 32, row = first_row() + lane, j = key + row;
-        if (lane >= kWarpRows || row >= Rows || j < 0 || j >= rows.count) return {0, -1};
-        int page_row;
-        const int page = rows.place(j, page_row);
-        return {page, page_row};
+    /// The row of a tile that this lane looks up; Rows or more: none.
+    __device__ static int lane_row() {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        return lane < kWarpRows ? first_row() + lane : Rows;
     }
 
-    /// As CopyMap's, of the tile whose places were looked up. Vectors that do not exist get an address that is not read.
+    /// As CopyMap's. `offset` is that of this lane's row, in elements from `head`. Vectors that do not exist get an
+    /// address that is not read.
     template <class F>
-    __device__ __forceinline__ void for_each(std::int64_t, F f) {
+    __device__ __forceinline__ void for_each(std::int64_t offset, F f) {
         each([&](int i, int r, int column, bool exists) {
-            const int page = __shfl_sync(kWarpMask, place.page, r), row = __shfl_sync(kWarpMask, place.row, r);
-            const typename Tile::T* from = head;
+            const std::int64_t row = __shfl_sync(kWarpMask, offset, r);
             inside = row >= 0 && column < d;
-            if (inside) from += page * tensor.batch + row * tensor.row + column;
-            if (exists) f(i, first_row() + r, column, from);
+            if (exists) f(i, first_row() + r, column, head + (inside ? row + column : 0));
         });
     }
     template <class F>

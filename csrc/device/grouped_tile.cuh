@@ -48,7 +48,7 @@ __device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
 template <int Br>
 __device__ unsigned cached_tiles(const ForwardParams& p) {
     const Sequences& s = p.sequences;
-    const std::int64_t group = p.heads_q / p.heads_k;
+    const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);
     return static_cast<unsigned>(s.cu_seqlens_q ? packed_tiles(s.total_q * group, p.batch, Br)
                                                 : (p.seqlen_q * group + Br - 1) / Br);
 }

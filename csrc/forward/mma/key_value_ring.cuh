@@ -28,43 +28,59 @@ struct KeyValueCopies {
         k.start(stage.k, k_pitch, rows);
         v.start(stage.v, v_pitch, rows);
     }
+    template <class Stage>
+    __device__ __forceinline__ void finish(Stage& stage) {
+        k.finish(stage.k);
+        v.finish(stage.v);
+    }
 };
 
-/// The same from a key/value cache. Rows are looked up a tile ahead, once for K and V.
+/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
     using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
     using Copy = typename Tile::Machine::template Copy<Tile, Tile::kGroupKeys, Map>;
-    CachedRows rows;
-    int key;            // the first of the next tile
-    CachedPlace place;  // of this lane's row of it
-    Copy k, v;
     static_assert(!Tile::kAlternates);
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int first_key)
-        : rows(work.p.sequences, work.p.seqlen_k, work.sequence.index),
-          key(first_key),
-          place(Map::look_up(rows, key)),
-          k(head(work, work.p.k), work.p.k, place, work.p.head_dim),
-          v(head(work, work.p.v), work.p.v, place, work.p.head_dim_v) {}
-    KeyValueCopies(const KeyValueCopies&) = delete;  // k and v refer to `place`
+        : work_(work),
+          rows_(work.p.sequences, work.p.seqlen_k, work.sequence.index),
+          key_(first_key),
+          k_(row_of<const typename Tile::T>(work.p.k, 0, work.tile.head_k, 0), work.p.head_dim),
+          v_(row_of<const typename Tile::T>(work.p.v, 0, work.tile.head_k, 0), work.p.head_dim_v) {
+        look_up();
+    }
 
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t) {
-        k.start(stage.k, 0);
-        v.start(stage.v, 0);
-        key -= Tile::kBc;
-        place = Map::look_up(rows, key);
+        const bool exists = place_.row >= 0;
+        k_.start(stage.k, exists ? rows_.offset(work_.p.k, place_) : Map::kNowhere);
+        v_.start(stage.v, exists ? rows_.offset(work_.p.v, place_) : Map::kNowhere);
+        key_ -= Tile::kBc;
+        look_up();
     }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t, int) {
-        start(stage, 0, 0);  // rows that do not exist have no place
+        start(stage, 0, 0);  // rows behind the sequence are found not to exist
+    }
+    template <class Stage>
+    __device__ __forceinline__ void finish(Stage& stage) {
+        k_.finish(stage.k);
+        v_.finish(stage.v);
     }
 
   private:
-    __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
-        return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
+    __device__ __forceinline__ void look_up() {
+        const int row = Map::lane_row(), j = key_ + row;
+        place_.row = -1;
+        if (row < Tile::kGroupKeys && j >= 0 && j < rows_.count) place_ = rows_.place(j);
     }
+
+    const Work<Tile>& work_;
+    CachedRows rows_;
+    CachedRows::Place place_{0, -1};  // of this lane's row of the next tile
+    int key_;                         // the first of the next tile
+    Copy k_, v_;
 };
 
 /// Goes from the last visible tile back to the first, and copies kAhead tiles ahead. With one stage whose copies are
@@ -136,8 +152,7 @@ class KeyValueRing {
     }
     template <class Stage>
     __device__ __forceinline__ void finish(Stage& stage, Copies& copies) {
-        copies.k.finish(stage.k);
-        copies.v.finish(stage.v);
+        copies.finish(stage);
     }
 
     const Work<Tile>& work_;

@@ -91,7 +91,7 @@ template <class Tile>
 class Items {
   public:
     __device__ Items(const ForwardParams& params, const Split& split)
-        : p_(params), unit_(split.unit), group_(static_cast<int>(params.heads_q / params.heads_k)) {}
+        : p_(params), unit_(split.unit), group_(static_cast<int>(params.heads_q) / static_cast<int>(params.heads_k)) {}
 
     __device__ CachedAssignment assignment(const Place& at) const {
         const Sequence s = cached_sequence(p_, at.sequence);
@@ -138,18 +138,22 @@ class Runs : public Items<Tile> {
         for (int i = first; i < end; ++i) own += units_of(i);
         upto_ = sum_upto(own);
         before_ = upto_ - own;
-        total_ = __shfl_sync(kWarpMask, upto_, 31);
+        const int total = __shfl_sync(kWarpMask, upto_, 31);
         // If every unit is a part, it changes no bit how many blocks share them
-        used_ = min(split.blocks, split.parts ? total_ : max(1, total_ / kLeastTiles));
+        const int least = split.parts ? 1 : kLeastTiles;
+        used_ = min(split.blocks, (total + least - 1) / least);
+        run_ = total / max(used_, 1), longer_ = total - run_ * used_;
     }
 
     /// Blocks with a run.
     __device__ int used() const { return used_; }
-    /// The first unit of a block's run; of block used(): behind the last unit.
-    __device__ int begin(int block) const { return static_cast<int>(std::int64_t{total_} * block / used_); }
+    /// The first unit of a block's run; of block used(): behind the last unit. The first runs are the longer ones, by a
+    /// unit.
+    __device__ int begin(int block) const { return block * run_ + min(block, longer_); }
     /// The first block whose run begins at that unit or behind it.
     __device__ int first_block_from(int unit) const {
-        return static_cast<int>((std::int64_t{unit} * used_ + total_ - 1) / total_);
+        const int behind = unit - longer_ * (run_ + 1);
+        return behind <= 0 ? (unit + run_) / (run_ + 1) : longer_ + (behind + run_ - 1) / run_;
     }
     /// Where a unit before the end is.
     __device__ Place find(int unit) const {
@@ -192,9 +196,9 @@ class Runs : public Items<Tile> {
         }
     }
 
-    int each_;                   // sequences of a lane
-    int upto_, before_, total_;  // units of the lanes up to this one, of those before it, of all
-    int used_;
+    int each_;           // sequences of a lane
+    int upto_, before_;  // units of the lanes up to this one, and of those before it
+    int used_, run_, longer_;
 };
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
