@@ -358,6 +358,169 @@ def test_validate(wrong: dict[str, Any], message: str) -> None:
         forward_cached(q, k, v, **given | wrong | unused, validate=True)
 
 
+# ------------------------------------------------------------------------------------------------ split over the keys
+
+
+def splits(kernel: flash_wmma.Kernel) -> bool:
+    """Whether it splits keys over blocks."""
+    return kernel.name.startswith("mma_")
+
+
+def natural(dtype: torch.dtype, kernel: flash_wmma.Kernel) -> bool:
+    """Whether the kernel reads that type unconverted: a cache that is converted is not split."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and kernel.name == "mma_sm80")
+
+
+def multiprocessors(kernel: flash_wmma.Kernel, *counts: int) -> list[int]:
+    """Numbers of multiprocessors to emulate; a GPU has its own."""
+    return list(counts) if emulated(kernel) else [0]
+
+
+def on(sm_count: int) -> contextlib.AbstractContextManager[Any]:
+    return flash_wmma.emulator.settings(sm_count=sm_count) if sm_count else contextlib.nullcontext()
+
+
+EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("n", "group"), [(1, 4), (3, 2), (5, 5), (40, 2)])
+def test_splits(target: Target, n: int, group: int, packed: bool) -> None:
+    """Blocks begin and end anywhere: within tiles of keys, between them, between sequences without keys."""
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 2 * group, n, 64)
+    for sm_count in multiprocessors(target[0], 1, 5, 23):
+        with on(sm_count):
+            if packed:
+                rows = q.transpose(1, 2).flatten(0, 1)
+                cu = int32([i * n for i in range(len(EDGES) + 1)], target[0].device)
+                out, lse = run(target, rows, cache, causal=True, cu_seqlens_q=cu, max_seqlen_q=n)
+                lse = lse.unflatten(1, (len(EDGES), n)).transpose(0, 1).contiguous()
+                result = out.unflatten(0, (len(EDGES), n)).transpose(1, 2).contiguous(), lse
+            else:
+                result = run(target, q, cache, causal=True)
+        check_each(target, q, cache, result, CAUSAL)
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("d", [32, 96, 128, 192, 256])
+def test_splits_of_every_head_dim(target: Target, d: int) -> None:
+    """With few rows a key (one tile shape) and with many (another)."""
+    cache = paged(target, (150, 3, 260), 7, heads=1, d=d)
+    for heads in (3, 20):
+        q = queries(target, 3, heads, 1, d)
+        for sm_count in multiprocessors(target[0], 3):
+            with on(sm_count):
+                check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE, splits, natural)
+def test_one_long_sequence_among_many(target: Target) -> None:
+    """More sequences than a warp has lanes, one of which has most of the keys."""
+    lengths = (*range(20), 900, *range(20))
+    cache = paged(target, lengths, 16, heads=1)
+    q = queries(target, len(lengths), 2, 1, 64)
+    for sm_count in multiprocessors(target[0], 2, 9):
+        with on(sm_count):
+            check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("window", [(30, 0), (100, 0), (0, 0)])
+def test_splits_with_a_window(target: Target, window: tuple[int, int]) -> None:
+    """Rows of a part that see none of its keys have weight 0."""
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 4, 70, 64)
+    for sm_count in multiprocessors(target[0], 5):
+        with on(sm_count):
+            result = run(target, q, cache, window=window, causal=True)
+        check_each(target, q, cache, result, Mask("bottom_right", window))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 100])
+def test_num_splits(target: Target, num_splits: int) -> None:
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 4, 1, 64)
+    results = []
+    for sm_count in multiprocessors(target[0], 2, 23):
+        with on(sm_count):
+            results.append(run(target, q, cache, num_splits=num_splits))
+        check_each(target, q, cache, results[-1])
+    if num_splits == 1:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], results[-1], strict=True))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("n", [1, 20])
+def test_batch_invariant(target: Target, n: int) -> None:
+    """A sequence's bits do not depend on the others, on how many there are, nor on the multiprocessors."""
+    lengths = (1200, 0, 513, 70, 512, 1025)
+    cache = paged(target, lengths, 16, heads=1)
+    q = queries(target, len(lengths), 2, n, 64)
+    expected = run(target, q, cache, causal=True, batch_invariant=True)
+    check_each(target, q, cache, expected, CAUSAL)
+    for sm_count in multiprocessors(target[0], 1, 11):
+        with on(sm_count):
+            again = run(target, q, cache, causal=True, batch_invariant=True)
+            assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
+            for part in (slice(0, 1), slice(2, 5), slice(5, 6)):
+                some = cache._replace(table=cache.table[part], seqlens=cache.seqlens[part])
+                alone = run(target, q[part], some, causal=True, batch_invariant=True)
+                assert all(torch.equal(x, y[part]) for x, y in zip(alone, expected, strict=True)), part
+
+
+@needs(CACHE, splits, natural)
+def test_scores_far_apart_in_parts(target: Target) -> None:
+    """The maxima of a row's parts differ by hundreds, and whole parts have weight 0."""
+    kernel, dtype = target
+    cache = paged(target, (500,), 16, heads=1)
+    k = cache.ks[0]
+    k[..., 0] = torch.arange(500, device=kernel.device).to(dtype) / 10  # rises by 50 within the keys
+    for i in range(0, 500, 16):
+        cache.k[cache.table[0, i // 16], :, : min(16, 500 - i)] = k[0, :, i : i + 16]
+    q = queries(target, 1, 3, 1, 64)
+    q[..., 0] = torch.tensor([40.0, -40.0, 0.0]).to(q)[:, None]
+    for sm_count in multiprocessors(kernel, 2, 9):
+        with on(sm_count):
+            check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE)
+def test_one_graph_serves_all_lengths(target: Target) -> None:
+    """On a GPU every length from 0 to the capacity by the same captured graph; in the emulator some lengths."""
+    kernel, dtype = target
+    held = 96
+    cache = paged(target, (held, held), 16, heads=1, d=32)
+    q = queries(target, 2, 3, 1, 32)
+    seqlens = cache.seqlens.clone()
+    given: dict[str, Any] = {"block_table": cache.table, "kernel": kernel.name}
+
+    def step() -> Tensor:
+        out = forward_cached(q, cache.k, cache.v, seqlens, **given)
+        assert isinstance(out, Tensor)
+        return out
+
+    if kernel.device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for length in range(held + 1) if kernel.device == "cuda" or kernel.min_arch == 0 else (0, 1, 15, 16, 64, 65, 96):
+        seqlens.copy_(int32([length, held - length]))
+        if kernel.device == "cuda":
+            graph.replay()
+            out = captured
+        else:
+            out = step()
+        for b, used in enumerate((length, held - length)):
+            if used == 0:
+                assert not out[b].any()
+                continue
+            expected = reference(kernel, q[b : b + 1], cache.ks[b][:, :, :used], cache.vs[b][:, :, :used], DENSE).out
+            torch.testing.assert_close(out[b : b + 1].double(), expected.to(out.device), atol=0.02, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------ appending, in place
 
 
