@@ -12,8 +12,8 @@ namespace flash_wmma {
 
 /// When a tile shape is faster than the later shapes of the same head dim in the table.
 struct Pays {
-    float blocks_per_sm = 0.f;  ///< if there are at least so many blocks per SM
-    int resident = 1;           ///< and an SM's shared memory holds so many
+    float blocks_per_sm = 0.f;                    ///< if there are at least so many blocks per SM
+    int resident = 1;                             ///< and an SM's shared memory holds so many
     std::int64_t rows = kMaxSeqlen * kMaxSeqlen;  ///< and at most so many query rows of a sequence share a key
 };
 

@@ -115,7 +115,7 @@ unsigned features_of(const ForwardParams& p) {
     if (p.dropout.probability != 0.f) features |= kDropout;
     if (p.sinks) features |= kSinks;
     if (s.page_size) features |= kCache;
-    if (p.partials.num_splits > 1) features |= kSplitKv;
+    if (p.partials.num_splits > 1 && !s.page_size) features |= kSplitKv;  // with a cache it is only a hint
     if (p.key_ranges.data) features |= kKeyRanges;
     return features;
 }

@@ -48,7 +48,7 @@ namespace flash_wmma::mma {
 /// The tiles that the warp's rows see.
 template <class Tile, class Mask>
 __device__ __forceinline__ VisibleTiles<Tile::kGroupKeys> visible_tiles(const Work<Tile>& work, const Mask& mask,
-                                                                 const Thread<Tile>& thread) {
+                                                                        const Thread<Tile>& thread) {
     const int last_row = thread.warp_row() + Tile::kWarpRows - 1;
     return {mask, work.tile.row(thread.warp_row()).query,
             min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1)};
@@ -309,8 +309,10 @@ template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
     if constexpr (Tile::kCached) {
         const Split split = split_of<Tile>(p, device);
-        const dim3 grid = split.blocks ? dim3(static_cast<unsigned>(split.blocks)) : cached_assignment_grid(p, Tile::kBr);
-        launch(forward_cached<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)}, stream, p, split);
+        const dim3 grid =
+            split.blocks ? dim3(static_cast<unsigned>(split.blocks)) : cached_assignment_grid(p, Tile::kBr);
+        launch(forward_cached<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)}, stream, p,
+               split);
         launch_merge<Tile>(p, split, stream);
     } else {
         const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(Smem<Tile>)};
@@ -322,8 +324,8 @@ template <class Tile, Problems kProblems>
 Shape shape(int min_arch, Pays pays) {
     constexpr int kBytes = sizeof(BlockSmem<Tile>);
     static_assert(kBytes <= Tile::Machine::kSharedMemory);
-    Shape found{{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
-                 kBytes, nullptr},
+    Shape found{{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps,
+                 Tile::kStages, kBytes, nullptr},
                 kProblems,
                 pays,
                 launch_tile<Tile, kProblems>};

@@ -31,9 +31,9 @@ struct Split {
     int parts = 0;   ///< of an item at most, if every unit is a part; 0: a block's run within an item is
 };
 
-constexpr int kUnitKeys = 512;   // of a unit with batch_invariant
-constexpr int kLeastTiles = 2;   // of a run: shorter ones would cost more to merge than they save
-constexpr int kMergeWarps = 4;   // of a block of the second grid: each has every fourth part
+constexpr int kUnitKeys = 512;  // of a unit with batch_invariant
+constexpr int kLeastTiles = 2;  // of a run: shorter ones would cost more to merge than they save
+constexpr int kMergeWarps = 4;  // of a block of the second grid: each has every fourth part
 constexpr int kMergeColumns = 32;
 
 /// Blocks that the device holds at once.
