@@ -8,6 +8,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
+import serving
 import torch
 from needs import needs
 from reference import DENSE, PLAIN, Mask, Modification, bits, check, emulated, filled, poisoned_memory, reference
@@ -490,7 +491,7 @@ def test_scores_far_apart_in_parts(target: Target) -> None:
 @needs(CACHE)
 def test_one_graph_serves_all_lengths(target: Target) -> None:
     """On a GPU every length from 0 to the capacity by the same captured graph; in the emulator some lengths."""
-    kernel, dtype = target
+    kernel, _ = target
     held = 96
     cache = paged(target, (held, held), 16, heads=1, d=32)
     q = queries(target, 2, 3, 1, 32)
@@ -788,141 +789,14 @@ def test_varlen_with_pages(size: int, window: tuple[int, int]) -> None:
 # --------------------------------------------------------------------------------------------- a server, in miniature
 
 
-class Server:
-    """Sequences that come, grow, fork and go, over pages with references. Free pages and unused rows hold NaN, and
-    unused entries of the table no page. It keeps each sequence's keys and values apart as well, as the truth."""
-
-    def __init__(self, target: Target, rng: random.Random, size: int, pages: int, heads: int, d: int) -> None:
-        self.kernel, self.dtype = target
-        self.rng, self.size, self.heads, self.d = rng, size, heads, d
-        shape = pages, heads, size, d
-        self.k, self.v = (torch.full(shape, math.nan, dtype=self.dtype, device=self.kernel.device) for _ in "kv")
-        self.references = [0] * pages
-        self.pages: list[list[int]] = []
-        self.truth: list[tuple[Tensor, Tensor]] = []
-
-    def take(self) -> int:
-        """A page."""
-        page = self.rng.choice([i for i, n in enumerate(self.references) if n == 0])
-        self.references[page] = 1
-        return page
-
-    def give(self, page: int) -> None:
-        """Back, unless another sequence has it."""
-        self.references[page] -= 1
-        if self.references[page] == 0:
-            self.k[page] = self.v[page] = math.nan
-
-    def free(self) -> int:
-        return self.references.count(0)
-
-    def come(self) -> None:
-        self.pages.append([])
-        self.truth.append(tuple(torch.zeros(1, self.heads, 0, self.d, dtype=self.dtype) for _ in "kv"))  # type: ignore[arg-type]
-
-    def fork(self, b: int) -> None:
-        """A second sequence with the same past: the full pages are shared, the last one is copied."""
-        n = self.truth[b][0].shape[2]
-        whole = n // self.size
-        pages = self.pages[b][:whole]
-        for page in pages:
-            self.references[page] += 1
-        if n % self.size:
-            copy = self.take()
-            last = self.pages[b][whole]
-            self.k[copy], self.v[copy] = self.k[last].clone(), self.v[last].clone()
-            pages = [*pages, copy]
-        self.pages.append(pages)
-        self.truth.append(self.truth[b])
-
-    def go(self, b: int) -> None:
-        for page in self.pages[b]:
-            self.give(page)
-        del self.pages[b], self.truth[b]
-
-    def step(self, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Appends so many keys to each sequence and attends with as many queries, packed: (out, first rows)."""
-        lengths = [truth[0].shape[2] for truth in self.truth]
-        for b, n in enumerate(counts):
-            while len(self.pages[b]) * self.size < lengths[b] + n:
-                self.pages[b].append(self.take())
-        runs = max(map(len, self.pages)) + 1
-        stale = [2**31 - 1, -1, len(self.references), -(2**31)]
-        rows = [[*pages, *self.rng.choices(stale, k=runs - len(pages))] for pages in self.pages]
-        device = self.kernel.device
-        table = int32(rows, device)
-        cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        k, v = (torch.randn(cu[-1], self.heads, self.d).to(self.dtype) for _ in "kv")
-        self.q = torch.randn(cu[-1], 2 * self.heads, self.d).to(self.dtype)
-        ends = int32(cu, device)
-        append_kv(
-            self.k,
-            self.v,
-            k.to(device),
-            v.to(device),
-            int32(lengths, device),
-            block_table=table,
-            cu_seqlens_k=ends,
-            validate=True,
-        )
-        for b in range(len(counts)):
-            part = slice(cu[b], cu[b + 1])
-            self.truth[b] = tuple(
-                torch.cat((truth, new[part].transpose(0, 1)[None]), dim=2)
-                for truth, new in zip(self.truth[b], (k, v), strict=True)
-            )  # type: ignore[assignment]
-        used = int32([n + m for n, m in zip(lengths, counts, strict=True)], device)
-        out = forward_cached(
-            self.q.to(device),
-            self.k,
-            self.v,
-            used,
-            block_table=table,
-            cu_seqlens_q=ends,
-            max_seqlen_q=max(counts),
-            causal=True,
-            kernel=self.kernel.name,
-        )
-        assert isinstance(out, Tensor)
-        return out, cu
-
-
 @needs(CACHE)
 def test_serving(target: Target, request: pytest.FixtureRequest) -> None:
-    """Each step is checked for NaN, which are all that is not in use, and a sample against float64."""
-    kernel, _ = target
-    steps = 300 if request.config.getoption("--quick") else 10_000
-    rng = random.Random(11)
-    server = Server(target, rng, size=4, pages=60, heads=2, d=32)
-    forks = goes = 0
-    for step in range(12 if emulated(kernel) else steps):
-        if not server.truth or (len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.3):
-            server.come()
-        elif len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.1:
-            server.fork(rng.randrange(len(server.truth)))
-            forks += 1
-        while server.free() < 24 or (len(server.truth) > 1 and rng.random() < 0.05):
-            server.go(rng.randrange(len(server.truth)))
-            goes += 1
-            if not server.truth:
-                server.come()
-        counts = [
-            rng.randrange(1, 14) if truth[0].shape[2] == 0 else rng.choice([1, 1, 1, 0, 3]) for truth in server.truth
-        ]
-        if not any(counts):
-            continue
-        out, cu = server.step(counts)
-        assert not out.isnan().any(), step
-        if emulated(kernel) or step % 10 == 0:
-            for b, (k, v) in enumerate(server.truth):
-                rows = slice(cu[b], cu[b + 1])
-                if counts[b]:
-                    q = server.q[rows].transpose(0, 1)[None]
-                    expected = reference(kernel, q, k, v, CAUSAL)
-                    got = out[rows].cpu().transpose(0, 1)[None].double()
-                    allowed = 4 * expected.plain_error * float(expected.out.abs().max()) + 1e-5
-                    assert float((got - expected.out).abs().max()) <= allowed, (step, b)
-    assert emulated(kernel) or (forks > 5 and goes > 5)
+    """Each step is checked for NaN, which are all that is not in use, and a sample against float64 (serving.py)."""
+    kernel, dtype = target
+    steps = 12 if emulated(kernel) else 300 if request.config.getoption("--quick") else 10_000
+    where = serving.Where(kernel.name, kernel.device, dtype, serving.tolerance(dtype, kernel.min_arch > 0))
+    events = serving.simulate(where, steps, every=1 if emulated(kernel) else 10)
+    assert emulated(kernel) or (events.forks > 5 and events.goes > 5)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input
