@@ -462,6 +462,10 @@ def test_batch_invariant(target: Target, n: int) -> None:
     q = queries(target, len(lengths), 2, n, 64)
     expected = run(target, q, cache, causal=True, batch_invariant=True)
     check_each(target, q, cache, expected, CAUSAL)
+    cu = int32([i * n for i in range(len(lengths) + 1)], target[0].device)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    out, _ = run(target, rows, cache, causal=True, batch_invariant=True, cu_seqlens_q=cu, max_seqlen_q=n)
+    assert torch.equal(out.unflatten(0, (len(lengths), n)).transpose(1, 2), expected[0])
     for sm_count in multiprocessors(target[0], 1, 11):
         with on(sm_count):
             again = run(target, q, cache, causal=True, batch_invariant=True)
