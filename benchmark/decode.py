@@ -113,14 +113,16 @@ def appended(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, kernel: str) -> C
     """A step that rotates and appends before it attends: the last key of each sequence anew."""
     angle = torch.rand(k.shape[2], q.shape[3] // 2, device=q.device)
     cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
-    caches = [t.transpose(1, 2).contiguous() for t in (k, v)]
-    new = [t[:, :, -1:].transpose(1, 2).contiguous() for t in (k, v)]
+    k_cache, v_cache = (t.transpose(1, 2).contiguous() for t in (k, v))
+    new_k, new_v = (t[:, -1:].contiguous() for t in (k_cache, v_cache))
     before = lengths - 1
     if kernel != "auto":
         raise CannotRun("--append: only with the kernel 'auto', which flash_attn_with_kvcache takes")
 
     def call() -> Tensor:
-        out = flash_wmma.flash_attn_with_kvcache(q.transpose(1, 2), *caches, *new, cos, sin, cache_seqlens=before)
+        out = flash_wmma.flash_attn_with_kvcache(
+            q.transpose(1, 2), k_cache, v_cache, new_k, new_v, cos, sin, cache_seqlens=before
+        )
         assert isinstance(out, Tensor)
         return out
 
@@ -146,29 +148,30 @@ def contenders(
         return call
 
     for size in pages:
+        table = None
         if size:
-            (k_pages, table), (v_pages, _) = paged(k, size), paged(v, size)
-            caches = k_pages, v_pages
+            (k_cache, table), (v_cache, _) = paged(k, size), paged(v, size)
         else:
-            table, caches = None, tuple(t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+            k_cache, v_cache = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
+        caches = k_cache, v_cache
         for kernel in kernels:
             found[f"{kernel}, pages of {size}" if size else kernel] = timing.Contender(ours(kernel, caches, table))
     if append:
         found["append"] = timing.Contender(appended(q, k, v, lengths, kernels[0]))
-    backends = PEERS if device.type == "cuda" else {"SDPA": None}
+    backends: dict[str, SDPBackend | None] = {**PEERS} if device.type == "cuda" else {"SDPA": None}
     for name, backend in backends.items():
         found[name] = timing.Contender(peer(backend, q, k, v))
     group = row.heads_q // row.heads_k
-    wide = [t[0].double().repeat_interleave(group, 0) for t in (k, v)]
-    return found, scaled_dot_product_attention(q[0].double(), *wide)
+    wide_k, wide_v = (t[0].double().repeat_interleave(group, 0) for t in (k, v))
+    return found, scaled_dot_product_attention(q[0].double(), wide_k, wide_v)
 
 
 def measured(row: Row, args: argparse.Namespace, device: torch.device, method: timing.Method) -> list[Result]:
     dtype = DTYPES[args.dtype]
     found, expected = contenders(row, dtype, device, args.kernels, args.pages, args.append)
     times = timing.measure(found, device, method)
-    for name, error in times.failures.items():
-        print(f"{row}: {name} does not run: {str(error).splitlines()[0]}", file=sys.stderr)
+    for name, failure in times.failures.items():
+        print(f"{row}: {name} does not run: {str(failure).splitlines()[0]}", file=sys.stderr)
     for name, out in times.outputs.items():
         if name != "append":  # which has rotated its queries
             error = (out[0].double() - expected).abs().max().item()
