@@ -306,8 +306,8 @@ FAULTS = [
     Fault(
         name="sequences-without-queries",
         path=SPLIT,
-        old="while (q_tiles(cached_sequence(p_, at.sequence)) == 0);",
-        new="while (false);",
+        old="++at.sequence)) == 0) continue;",
+        new="++at.sequence)) == 0) break;",
         why="a run stops at a sequence without queries, whose first row is the next one's",
         kernels=MMA,
         tests=CACHE,

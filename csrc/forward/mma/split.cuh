@@ -110,8 +110,7 @@ class Items {
         at.tile = 0;
         if (++at.head_k < p_.heads_k) return;
         at.head_k = 0;
-        do ++at.sequence;
-        while (q_tiles(cached_sequence(p_, at.sequence)) == 0);
+        while (at.sequence < p_.batch && q_tiles(cached_sequence(p_, ++at.sequence)) == 0) continue;
     }
 
   protected:
@@ -160,11 +159,11 @@ class Runs : public Items<Tile> {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
         int rest = unit - __shfl_sync(kWarpMask, before_, owner);
         const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
-        const int index = search(owner * each_, rest, [&](int i) { return i < end ? units_of(i) : 0; });
+        const int index = search(owner * each_, end, rest, [&](int i) { return units_of(i); });
         const Sequence s = cached_sequence(p_, index);
         const int of_head = this->units_of_head(s), head_k = rest / of_head, count = this->q_tiles(s);
         rest -= head_k * of_head;
-        const int tile = search(0, rest, [&](int t) { return t < count ? this->units(s, t) : 0; });
+        const int tile = search(0, count, rest, [&](int t) { return this->units(s, t); });
         return {index, head_k, tile, rest};
     }
 
@@ -185,14 +184,15 @@ class Runs : public Items<Tile> {
         return x;
     }
     /// The least i from `first` on with units(first) + ... + units(i) > rest; leaves what `rest` has beyond i's first.
+    /// There is one below `end`, unless somebody writes to the lengths: then it is end - 1.
     template <class Units>
-    __device__ static int search(int first, int& rest, Units units) {
+    __device__ static int search(int first, int end, int& rest, Units units) {
         for (;; first += 32) {
-            const int own = units(first + lane()), upto = sum_upto(own);
+            const int i = first + lane(), own = i < end ? units(i) : 0, upto = sum_upto(own);
             const unsigned beyond = __ballot_sync(kWarpMask, upto > rest);
             const int found = beyond ? __ffs(static_cast<int>(beyond)) - 1 : 31;
             rest -= __shfl_sync(kWarpMask, beyond ? upto - own : upto, found);
-            if (beyond) return first + found;
+            if (beyond || first + 32 >= end) return min(first + found, end - 1);
         }
     }
 
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
 /// After the first grid, on the same stream.
 template <class Tile>
 void launch_merge(const ForwardParams& p, const Split& split, Stream stream) {
-    if (split.blocks <= 1) return;
+    if (split.blocks == 0 || (split.blocks == 1 && split.parts == 0)) return;
     const std::int64_t items = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.blocks - 1;
     const std::int64_t blocks = items * (Tile::kD / kMergeColumns) * (Tile::kBr / 16);
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 blocks merge the parts");
