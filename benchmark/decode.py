@@ -6,8 +6,8 @@
 
 A row is B,Hq/Hk,d,keys[,queries]: sequences, query and key/value heads, head dim, keys of each sequence, and its new
 queries, each of which sees all keys. The figures are microseconds and TB/s of K and V: what a step has to read. Ours
-reads a cache with rows of all heads side by side, as an engine keeps it: without pages (0) or in pages of so many
-tokens, in random order. SDPA's backends read K and V as they like them best, (B, Hk, N, d). All contenders of a row are
+reads a cache with rows of all heads side by side, as an engine keeps it (`--layout heads`: each head by itself): without
+pages (0) or in pages of so many tokens, in random order. SDPA's backends read K and V as they like them best, (B, Hk, N, d). All contenders of a row are
 timed together, in CUDA graphs; the method is harness/timing.py's. One sequence of what each has computed is compared
 with attention in float64. `--append` adds a contender that first rotates q and a new key, and appends the key.
 """
@@ -88,8 +88,13 @@ class Result:
     """How many times faster than each of the others: medians of ratios."""
 
 
+def laid_out(t: Tensor, layout: str) -> Tensor:
+    """t (B, H, N, d) in memory as (B, N, H, d), or with "heads" as it is."""
+    return t.transpose(1, 2).contiguous().transpose(1, 2) if layout == "rows" else t.contiguous()
+
+
 def paged(t: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    """t (B, H, N, d) in pages of `size` rows in random order, as (pages, size, H, d) in memory, and the table."""
+    """t (B, H, N, d) in pages (pages, H, size, d) in random order, and the table."""
     batch, heads, n, d = t.shape
     runs = -(-n // size)
     order = torch.randperm(batch * runs, generator=torch.Generator().manual_seed(0)).to(t.device)
@@ -130,7 +135,13 @@ def appended(q: Tensor, k: Tensor, v: Tensor, lengths: Tensor, kernel: str) -> C
 
 
 def contenders(
-    row: Row, dtype: torch.dtype, device: torch.device, kernels: Sequence[str], pages: Sequence[int], append: bool
+    row: Row,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Sequence[str],
+    pages: Sequence[int],
+    layout: str,
+    append: bool,
 ) -> tuple[dict[str, timing.Contender], Tensor]:
     """By name, and what they have to give for the first sequence."""
     torch.manual_seed(0)
@@ -152,8 +163,8 @@ def contenders(
         if size:
             (k_cache, table), (v_cache, _) = paged(k, size), paged(v, size)
         else:
-            k_cache, v_cache = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (k, v))
-        caches = k_cache, v_cache
+            k_cache, v_cache = k, v
+        caches = laid_out(k_cache, layout), laid_out(v_cache, layout)
         for kernel in kernels:
             found[f"{kernel}, pages of {size}" if size else kernel] = timing.Contender(ours(kernel, caches, table))
     if append:
@@ -168,7 +179,7 @@ def contenders(
 
 def measured(row: Row, args: argparse.Namespace, device: torch.device, method: timing.Method) -> list[Result]:
     dtype = DTYPES[args.dtype]
-    found, expected = contenders(row, dtype, device, args.kernels, args.pages, args.append)
+    found, expected = contenders(row, dtype, device, args.kernels, args.pages, args.layout, args.append)
     times = timing.measure(found, device, method)
     for name, failure in times.failures.items():
         print(f"{row}: {name} does not run: {str(failure).splitlines()[0]}", file=sys.stderr)
@@ -188,6 +199,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", nargs="+", type=Row.parse, default=[Row.parse(row) for row in ROWS])
     parser.add_argument("--pages", type=lambda text: [int(part) for part in text.split(",")], default=[0, 16, 256])
+    parser.add_argument("--layout", choices=("rows", "heads"), default="rows", help="of our caches in memory")
     parser.add_argument("--kernels", type=names, default=["auto"], help="of ours, separated by commas")
     parser.add_argument("--append", action="store_true", help="also a step that rotates and appends first")
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
