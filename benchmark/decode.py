@@ -6,10 +6,11 @@
 
 A row is B,Hq/Hk,d,keys[,queries]: sequences, query and key/value heads, head dim, keys of each sequence, and its new
 queries, each of which sees all keys. The figures are microseconds and TB/s of K and V: what a step has to read. Ours
-reads a cache with rows of all heads side by side, as an engine keeps it (`--layout heads`: each head by itself): without
-pages (0) or in pages of so many tokens, in random order. SDPA's backends read K and V as they like them best, (B, Hk, N, d). All contenders of a row are
-timed together, in CUDA graphs; the method is harness/timing.py's. One sequence of what each has computed is compared
-with attention in float64. `--append` adds a contender that first rotates q and a new key, and appends the key.
+reads a cache with rows of all heads side by side, as an engine keeps it (`--layout heads`: each head by itself):
+without pages (0) or in pages of so many tokens, in random order. SDPA's backends read K and V as they like them best,
+(B, Hk, N, d). All contenders of a row are timed together, in CUDA graphs; the method is harness/timing.py's. One
+sequence of what each has computed is compared with attention in float64. `--append` adds a contender that first
+rotates q and a new key, and appends the key.
 """
 
 from __future__ import annotations
