@@ -271,6 +271,7 @@ class Walk {
 
 /// The second grid: a block merges the parts of 16 rows of an item, kMergeColumns columns of O. Its warps share the
 /// parts, and then the columns.
+// spills: sm_75 sm_80 sm_90: a word at d = 32.
 template <class Tile>
 __global__ void __launch_bounds__(32 * kMergeWarps)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
