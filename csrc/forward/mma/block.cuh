@@ -23,12 +23,12 @@ struct TileShape {
     int d;              ///< the largest d and d_v that the instance holds
     int row_warps = 4;  ///< groups of warps, each with rows of its own
     int dim_warps = 1;  ///< warps of a group: each has a part of its keys and of its columns
-    int key_warps = 1;  ///< warps with keys of their own and all rows: at the end they merge what they have
     int row_tiles = 1;  ///< of 16 rows each, of a warp
     int keys;           ///< of a K/V tile
     int stages = 1;     ///< K/V tiles in flight
     int q_steps;        ///< of the d / 16 steps along d, the first ones for which Q stays in registers
     int blocks_per_sm;  ///< resident blocks to keep registers for
+    int key_warps = 1;  ///< warps with keys of their own and all rows: at the end they merge what they have
 };
 
 /// The same with what follows from it. Scalar is half or bf16.

@@ -32,13 +32,13 @@ inline constexpr TableRow kAnyRows[] = {
 /// The shapes for key/value caches; with at most 16 rows that share a key, each warp has keys of its own.
 inline constexpr Pays kFewRows{.rows = 16};
 inline constexpr TableRow kCachedRows[] = {
-    {{.d = 32, .row_warps = 1, .key_warps = 4, .keys = 128, .q_steps = 2, .blocks_per_sm = 2}, kFewRows},
+    {{.d = 32, .row_warps = 1, .keys = 128, .q_steps = 2, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
     {{.d = 32, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}},
-    {{.d = 64, .row_warps = 1, .key_warps = 4, .keys = 128, .q_steps = 4, .blocks_per_sm = 2}, kFewRows},
+    {{.d = 64, .row_warps = 1, .keys = 128, .q_steps = 4, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
     {{.d = 64, .keys = 64, .q_steps = 4, .blocks_per_sm = 2}},
-    {{.d = 96, .row_warps = 1, .key_warps = 4, .keys = 64, .q_steps = 6, .blocks_per_sm = 2}, kFewRows},
+    {{.d = 96, .row_warps = 1, .keys = 64, .q_steps = 6, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
     {{.d = 96, .keys = 32, .q_steps = 6, .blocks_per_sm = 2}},
-    {{.d = 128, .row_warps = 1, .key_warps = 4, .keys = 64, .q_steps = 8, .blocks_per_sm = 2}, kFewRows},
+    {{.d = 128, .row_warps = 1, .keys = 64, .q_steps = 8, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
     {{.d = 128, .keys = 32, .q_steps = 8, .blocks_per_sm = 2}},
     {{.d = 192, .dim_warps = 2, .keys = 32, .q_steps = 12, .blocks_per_sm = 1}},
     {{.d = 256, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 1, .blocks_per_sm = 1}},
