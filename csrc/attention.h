@@ -121,7 +121,7 @@ struct Dropout {
 /// Partial results of a split over the keys, fp32: o (splits, B, Hq, Nq, d_v) unnormalised, lse (splits, B, Hq, Nq).
 struct Partials {
     float *o, *lse;
-    std::int32_t num_splits;
+    std::int32_t num_splits;  ///< with a cache: about so many parts; 1: none, 0: the kernel decides
 };
 
 struct ForwardParams {

@@ -21,10 +21,20 @@ struct CachedRows {
           first(s.leftpad ? clamp(s.leftpad[sequence], static_cast<int>(capacity)) : 0),
           count(clamp(clamp(s.seqused_k[sequence], static_cast<int>(capacity)) - first, static_cast<int>(capacity))) {}
 
-    /// Elements from the cache's first row of a head to key j, j < count.
-    [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, int j) const {
+    /// Where key j is, j < count. The page is as the table has it, so that what looks ahead need not wait for it.
+    struct Place {
+        int page, row;
+    };
+    [[gnu::always_inline]] constexpr Place place(int j) const {
         const int row = first + j, run = row / page_size;
-        return (pages ? clamp(pages[run], num_pages - 1) : page) * rows.batch + (row - run * page_size) * rows.row;
+        return {pages ? pages[run] : page, row - run * page_size};
+    }
+    /// Elements from the cache's first row of a head to a place.
+    [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, const Place& at) const {
+        return (pages ? clamp(at.page, num_pages - 1) : page) * rows.batch + at.row * rows.row;
+    }
+    [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, int j) const {
+        return offset(rows, place(j));
     }
     /// Whether key 0 and all others lie at equal distances.
     [[gnu::always_inline]] constexpr bool contiguous() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 #include <vector>
 
@@ -11,8 +12,9 @@ namespace flash_wmma {
 
 /// When a tile shape is faster than the later shapes of the same head dim in the table.
 struct Pays {
-    float blocks_per_sm = 0.f;  ///< if there are at least so many blocks per SM
-    int resident = 1;           ///< and an SM's shared memory holds so many
+    float blocks_per_sm = 0.f;                    ///< if there are at least so many blocks per SM
+    int resident = 1;                             ///< and an SM's shared memory holds so many
+    std::int64_t rows = kMaxSeqlen * kMaxSeqlen;  ///< and at most so many query rows of a sequence share a key
 };
 
 /// A row of a kernel's table: what names the instance, and when it pays.
@@ -27,8 +29,9 @@ struct Shape {
     Instance facts;
     Problems problems;
     Pays pays;
-    void (*launch)(const ForwardParams&, Stream);
+    void (*launch)(const ForwardParams&, const DeviceFacts&, Stream);
     int lanes = 0;  ///< least lanes per warp that it runs with
+    std::int64_t (*workspace_bytes)(const ForwardParams&, const DeviceFacts&) = no_workspace<ForwardParams>;
 };
 
 /// Of the sets in the table that include `problems`, the one with the fewest.
@@ -46,12 +49,14 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
                                  const ForwardParams& p, const DeviceFacts& device) {
     const int d = std::max(p.head_dim, p.head_dim_v);
     const Problems kind = fewest(shapes, dtype, problems);
+    const std::int64_t rows_of_key = p.seqlen_q * (p.heads_q / std::max<std::int64_t>(p.heads_k, 1));
     const Shape* chosen = nullptr;
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;
         if (tile.dtype != dtype || tile.head_dim < d || shape.problems != kind) continue;
         if (tile.min_arch > device.arch || shape.lanes > device.warp_size || !fits(tile, shape.pays.resident, device))
             continue;
+        if (rows_of_key > shape.pays.rows) continue;
         if (chosen && chosen->facts.head_dim < tile.head_dim) break;
         chosen = &shape;
         const std::int64_t rows = p.sequences.cu_seqlens_q ? p.sequences.total_q : p.seqlen_q * p.batch;

@@ -115,7 +115,7 @@ unsigned features_of(const ForwardParams& p) {
     if (p.dropout.probability != 0.f) features |= kDropout;
     if (p.sinks) features |= kSinks;
     if (s.page_size) features |= kCache;
-    if (p.partials.num_splits > 1) features |= kSplitKv;
+    if (p.partials.num_splits > 1 && !s.page_size) features |= kSplitKv;  // with a cache it is only a hint
     if (p.key_ranges.data) features |= kKeyRanges;
     return features;
 }
@@ -184,12 +184,15 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
     if (exact(params) && !is_exact(kernel, p.dtype))
         return std::string("converts ") + dtype_name(p.dtype) + ", which forward's kernel multiplied as it is";
 
-    const int largest = largest_head_dim(kernel, device);
+    const int fitting = largest_head_dim(kernel, device);
+    const int largest = p.sequences.page_size ? std::min(fitting, kernel.max_cached_head_dim) : fitting;
     for (const int d : {p.head_dim, p.head_dim_v}) {
         if (kernel.min_head_dim <= d && d <= largest) continue;
         const std::string low = std::to_string(kernel.min_head_dim), high = std::to_string(largest);
         return "head dim: got " + std::to_string(d) + ", allowed: " + (low == high ? low : low + " to " + high) +
-               (largest < kernel.max_head_dim ? " with the shared memory of this device" : "");
+               (largest < fitting               ? " with a key/value cache"
+                : largest < kernel.max_head_dim ? " with the shared memory of this device"
+                                                : "");
     }
     if (const unsigned missing = features_of(params) & ~kernel.features) {
         std::string names;

@@ -52,16 +52,17 @@ struct Instance {
 struct KernelFacts {
     const char* name;  ///< unique among all kernels, forward and backward
     const char* summary;
-    int min_arch = 0;             ///< 0: a CPU kernel
-    int max_arch = 1 << 30;       ///< the last arch that it has code for, if that is for one architecture (sm_90a)
-    int bf16_min_arch = 0;        ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
-    bool float32 = false;         ///< input types it takes
-    bool float16 = false;         //
-    bool rounds_float32 = false;  ///< its instances that read fp32 round it to half on the way into the products
-    int min_head_dim = 1;         ///< of d and d_v
-    int max_head_dim = 0;         ///< with enough shared memory. 0 in with_instances: that of the largest instance
-    unsigned features = 0;        ///< Feature bits
-    int auto_rank = 0;            ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
+    int min_arch = 0;               ///< 0: a CPU kernel
+    int max_arch = 1 << 30;         ///< the last arch that it has code for, if that is for one architecture (sm_90a)
+    int bf16_min_arch = 0;          ///< least arch with bfloat16 inputs; 0: never (CPU kernels: 1 = yes)
+    bool float32 = false;           ///< input types it takes
+    bool float16 = false;           //
+    bool rounds_float32 = false;    ///< its instances that read fp32 round it to half on the way into the products
+    int min_head_dim = 1;           ///< of d and d_v
+    int max_head_dim = 0;           ///< with enough shared memory. 0 in with_instances: that of the largest instance
+    int max_cached_head_dim = 256;  ///< of a key/value cache, if it takes one
+    unsigned features = 0;          ///< Feature bits
+    int auto_rank = 0;              ///< `auto` takes the highest rank that fits and does not yield; 0: only by name
     std::vector<Instance> instances = {};
 };
 

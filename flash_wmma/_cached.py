@@ -42,6 +42,14 @@ def table_of(block_table: Tensor | None, cache_batch_idx: Tensor | None, q: Tens
     return cache_batch_idx.to(torch.int32).unsqueeze(1)
 
 
+def check_splits(num_splits: int) -> None:
+    """Before anything is written to a cache."""
+    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
+        refuse("num_splits", repr(num_splits), "an int", TypeError)
+    if num_splits < 0:
+        refuse("num_splits", num_splits, "0 or more")
+
+
 def attend_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: _Call) -> tuple[Tensor, Tensor]:
     """(out, lse), not recorded for gradients. As attend: the op first, the checks if it fails."""
     try:
@@ -90,6 +98,7 @@ def forward_cached(
     sinks: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
+    num_splits: int = 0,
     batch_invariant: bool = False,
     validate: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -117,8 +126,12 @@ def forward_cached(
         window: (left, right): a query sees that many keys before and after its own.
         attn_bias: broadcastable to (B, Hq, Nq, capacity), the rows that a sequence may have; indexed by a sequence's
             own queries and keys.
-        scale, alibi_slopes, softcap, sinks, kernel, batch_invariant: as for :func:`forward`, but for ``kernel="math"``.
+        scale, alibi_slopes, softcap, sinks, kernel: as for :func:`forward`, but for ``kernel="math"``.
+        batch_invariant: no bit of a sequence's result depends on the other sequences. GPU kernels then split the keys
+            into parts of 512, and num_splits only counts if it is 1.
         return_lse: also return the logarithm of the softmax's denominator.
+        num_splits: into about how many parts a GPU kernel splits the keys of a sequence for each key/value head: 1 is
+            none, 0 leaves it to the kernel, which fills the device.
         validate: check lengths and page numbers, and raise if they are wrong, which waits for the device.
 
     Returns:
@@ -130,6 +143,7 @@ def forward_cached(
         TypeError, ValueError, RuntimeError: as :func:`forward`.
     """
     _checks.flag(return_lse=return_lse, validate=validate)
+    check_splits(num_splits)
     _checks.tensors(q=q, k_cache=k_cache, v_cache=v_cache)
     if causal == "top_left":
         _refuse_top_left(causal)
@@ -150,7 +164,17 @@ def forward_cached(
         bottom_right=True,
         validate=validate,
     )
-    where = cache_of(q, k_cache, cache_seqlens, block_table, cache_batch_idx, cache_leftpad, cu_seqlens_q, max_seqlen_q)
+    where = cache_of(
+        q,
+        k_cache,
+        cache_seqlens,
+        block_table,
+        cache_batch_idx,
+        cache_leftpad,
+        cu_seqlens_q,
+        max_seqlen_q,
+        num_splits,
+    )
     out, lse = attend_cached(q, k_cache, v_cache, where, call)
     return (out, lse) if return_lse else out
 
@@ -164,6 +188,7 @@ def cache_of(
     cache_leftpad: Tensor | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int | None,
+    num_splits: int = 0,
 ) -> Cache:
     """The record of these arguments of :func:`forward_cached`."""
     batch = q.shape[0] if q.dim() else 0
@@ -177,7 +202,8 @@ def cache_of(
     table = table_of(block_table, cache_batch_idx, q, batch)
     seqlens = lengths_of(cache_seqlens, k_cache, table, batch)
     longest = min(q.shape[0], _checks.MAX_SEQLEN) if max_seqlen_q is None and q.dim() else max_seqlen_q
-    return Cache(seqlens, table, cache_leftpad, cu_seqlens_q, 0 if cu_seqlens_q is None else longest)  # type: ignore[arg-type]
+    longest = 0 if cu_seqlens_q is None else longest
+    return Cache(seqlens, table, cache_leftpad, cu_seqlens_q, longest, num_splits)  # type: ignore[arg-type]
 
 
 def append_kv(

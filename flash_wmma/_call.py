@@ -40,6 +40,8 @@ class Cache(NamedTuple):
     cache_leftpad: Tensor | None
     cu_seqlens_q: Tensor | None
     max_seqlen_q: int
+    num_splits: int = 0
+    """About so many parts of a sequence's keys; 0: the kernel decides."""
 
 
 class Call(NamedTuple):

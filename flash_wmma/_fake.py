@@ -84,6 +84,7 @@ def _forward_cached(
     cache_leftpad: Tensor | None,
     cu_seqlens_q: Tensor | None,
     max_seqlen_q: int,
+    num_splits: int = 0,
     scale: float | None = None,
     window_left: int = -1,
     window_right: int = -1,

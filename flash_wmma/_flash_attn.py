@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import _append, _checks
 from ._attention import attend
-from ._cached import append_kv, attend_cached, cache_of, lengths_of, table_of
+from ._cached import append_kv, attend_cached, cache_of, check_splits, lengths_of, table_of
 from ._call import Lengths, call_of
 from ._errors import refuse
 
@@ -463,7 +463,7 @@ def flash_attn_with_kvcache(
         softmax_scale, causal, window_size, softcap, alibi_slopes: as for :func:`flash_attn_func`; the last query is at
             the last key.
         rotary_interleaved: dimensions 2 i and 2 i + 1 are rotated as a pair, instead of i and i + r / 2.
-        num_splits: 0 or more, as flash-attn takes it. The kernels decide for themselves how they split keys.
+        num_splits: into about how many parts a GPU kernel splits a sequence's keys; 1: none, 0: the kernel decides.
         return_softmax_lse: also return lse.
         page_table: another name of block_table.
         cu_seqlens_q: (B + 1), int32: where the queries of each sequence lie in a packed q.
@@ -487,10 +487,7 @@ def flash_attn_with_kvcache(
         if block_table is not None:
             refuse("page_table", "a tensor", "None if there is a block_table")
         block_table = page_table
-    if isinstance(num_splits, bool) or not isinstance(num_splits, int):
-        refuse("num_splits", repr(num_splits), "an int", TypeError)
-    if num_splits < 0:
-        refuse("num_splits", num_splits, "0 or more")
+    check_splits(num_splits)
     if (k is None) != (v is None):
         refuse("v" if v is None else "k", "None", "both k and v, or neither", TypeError)
     if (rotary_cos is None) != (rotary_sin is None):
@@ -543,7 +540,7 @@ def flash_attn_with_kvcache(
         out_bnhd=cu_seqlens_q is None,
         validate=_flag("validate", validate),
     )
-    cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q)
+    cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits)
     dense = cu_seqlens_q is None
     result, lse = attend_cached(q.transpose(1, 2) if dense else q, k_pages, v_pages, cache, call)
     result = _written(result.transpose(1, 2) if dense else result, out)

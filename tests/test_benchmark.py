@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib
 import json
@@ -31,6 +32,7 @@ benchmark = importlib.import_module("benchmark")
 builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
 contenders = importlib.import_module("harness.contenders")
+decode = importlib.import_module("decode")
 forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
 report = importlib.import_module("harness.report")
@@ -876,3 +878,30 @@ def test_builds_needs_two_packages(tmp_path: Path, capfd: pytest.CaptureFixture[
     (tmp_path / "flash_wmma" / "__init__.py").write_text("raise ImportError('not built')")
     assert builds.main([str(tmp_path), str(tmp_path)]) == 2
     assert f"before: the process of the build in {tmp_path} ended" in capfd.readouterr().err
+
+
+def test_decode_on_a_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each contender computes the same; pages need not divide the keys."""
+    numbers = tmp_path / "decode.json"
+    rows = ["--rows", "2,4/2,64,50", "1,3/3,32,33,2"]
+    arguments = ["--device", "cpu", "--dtype", "bf16", "--repeats", "2", "--append", "--json", str(numbers)]
+    monkeypatch.setattr(sys, "argv", ["decode.py", *rows, *arguments])
+    decode.main()
+    results = json.loads(numbers.read_text())
+    assert [result["contender"] for result in results] == 2 * [
+        "auto",
+        "auto, pages of 16",
+        "auto, pages of 256",
+        "append",
+        "SDPA",
+    ]
+    assert all(
+        result["us"] > 0 and set(result["over"]) >= {"auto", "SDPA"} - {result["contender"]} for result in results
+    )
+    assert "B 1, 3/3, d 32, 33 keys, 2 q" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("row", ["1,4/3,64,10", "1,4,64,10", "1,4/2,64", "0,4/2,64,10"])
+def test_decode_refuses_rows(row: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=f"got '{row}', allowed: "):
+        decode.Row.parse(row)

@@ -8,6 +8,7 @@ import random
 from typing import Any, NamedTuple
 
 import pytest
+import serving
 import torch
 from needs import needs
 from reference import (
@@ -369,6 +370,173 @@ def test_validate(wrong: dict[str, Any], message: str) -> None:
         forward_cached(q, k, v, **given | wrong | unused, validate=True)
 
 
+# ------------------------------------------------------------------------------------------------ split over the keys
+
+
+def splits(kernel: flash_wmma.Kernel) -> bool:
+    """Whether it splits keys over blocks."""
+    return kernel.name.startswith("mma_")
+
+
+def natural(dtype: torch.dtype, kernel: flash_wmma.Kernel) -> bool:
+    """Whether the kernel reads that type unconverted: a cache that is converted is not split."""
+    return dtype == torch.float16 or (dtype == torch.bfloat16 and kernel.name == "mma_sm80")
+
+
+def multiprocessors(kernel: flash_wmma.Kernel, *counts: int) -> list[int]:
+    """Numbers of multiprocessors to emulate; a GPU has its own."""
+    return list(counts) if emulated(kernel) else [0]
+
+
+def on(sm_count: int) -> contextlib.AbstractContextManager[Any]:
+    return flash_wmma.emulator.settings(sm_count=sm_count) if sm_count else contextlib.nullcontext()
+
+
+EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(("n", "group"), [(1, 4), (3, 2), (5, 5), (40, 2)])
+def test_splits(target: Target, n: int, group: int, packed: bool) -> None:
+    """Blocks begin and end anywhere: within tiles of keys, between them, between sequences without keys."""
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 2 * group, n, 64)
+    for sm_count in multiprocessors(target[0], 1, 5, 23):
+        with on(sm_count):
+            if packed:
+                rows = q.transpose(1, 2).flatten(0, 1)
+                cu = int32([i * n for i in range(len(EDGES) + 1)], target[0].device)
+                out, lse = run(target, rows, cache, causal=True, cu_seqlens_q=cu, max_seqlen_q=n)
+                lse = lse.unflatten(1, (len(EDGES), n)).transpose(0, 1).contiguous()
+                result = out.unflatten(0, (len(EDGES), n)).transpose(1, 2).contiguous(), lse
+            else:
+                result = run(target, q, cache, causal=True)
+        check_each(target, q, cache, result, CAUSAL)
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("d", [32, 96, 128, 192, 256])
+def test_splits_of_every_head_dim(target: Target, d: int) -> None:
+    """With few rows a key (one tile shape) and with many (another)."""
+    cache = paged(target, (150, 3, 260), 7, heads=1, d=d)
+    for heads in (3, 20):
+        q = queries(target, 3, heads, 1, d)
+        for sm_count in multiprocessors(target[0], 3):
+            with on(sm_count):
+                check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE, splits, natural)
+def test_one_long_sequence_among_many(target: Target) -> None:
+    """More sequences than a warp has lanes, one of which has most of the keys."""
+    lengths = (*range(20), 900, *range(20))
+    cache = paged(target, lengths, 16, heads=1)
+    q = queries(target, len(lengths), 2, 1, 64)
+    for sm_count in multiprocessors(target[0], 2, 9):
+        with on(sm_count):
+            check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("window", [(30, 0), (100, 0), (0, 0)])
+def test_splits_with_a_window(target: Target, window: tuple[int, int]) -> None:
+    """Rows of a part that see none of its keys have weight 0."""
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 4, 70, 64)
+    for sm_count in multiprocessors(target[0], 5):
+        with on(sm_count):
+            result = run(target, q, cache, window=window, causal=True)
+        check_each(target, q, cache, result, Mask("bottom_right", window))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("num_splits", [1, 2, 3, 100])
+def test_num_splits(target: Target, num_splits: int) -> None:
+    cache = paged(target, EDGES, 16)
+    q = queries(target, len(EDGES), 4, 1, 64)
+    results = []
+    for sm_count in multiprocessors(target[0], 2, 23):
+        with on(sm_count):
+            results.append(run(target, q, cache, num_splits=num_splits))
+        check_each(target, q, cache, results[-1])
+    if num_splits == 1:
+        assert all(torch.equal(x, y) for x, y in zip(results[0], results[-1], strict=True))
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize("n", [1, 20])
+def test_batch_invariant(target: Target, n: int) -> None:
+    """A sequence's bits do not depend on the others, on how many there are, nor on the multiprocessors."""
+    lengths = (1200, 0, 513, 70, 512, 1025)
+    cache = paged(target, lengths, 16, heads=1)
+    q = queries(target, len(lengths), 2, n, 64)
+    expected = run(target, q, cache, causal=True, batch_invariant=True)
+    check_each(target, q, cache, expected, CAUSAL)
+    cu = int32([i * n for i in range(len(lengths) + 1)], target[0].device)
+    rows = q.transpose(1, 2).flatten(0, 1)
+    out, _ = run(target, rows, cache, causal=True, batch_invariant=True, cu_seqlens_q=cu, max_seqlen_q=n)
+    assert torch.equal(out.unflatten(0, (len(lengths), n)).transpose(1, 2), expected[0])
+    for sm_count in multiprocessors(target[0], 1, 11):
+        with on(sm_count):
+            again = run(target, q, cache, causal=True, batch_invariant=True)
+            assert all(torch.equal(x, y) for x, y in zip(again, expected, strict=True))
+            for part in (slice(0, 1), slice(2, 5), slice(5, 6)):
+                some = cache._replace(table=cache.table[part], seqlens=cache.seqlens[part])
+                alone = run(target, q[part], some, causal=True, batch_invariant=True)
+                assert all(torch.equal(x, y[part]) for x, y in zip(alone, expected, strict=True)), part
+
+
+@needs(CACHE, splits, natural)
+def test_scores_far_apart_in_parts(target: Target) -> None:
+    """The maxima of a row's parts differ by hundreds, and whole parts have weight 0."""
+    kernel, dtype = target
+    cache = paged(target, (500,), 16, heads=1)
+    k = cache.ks[0]
+    k[..., 0] = torch.arange(500, device=kernel.device).to(dtype) / 10  # rises by 50 within the keys
+    for i in range(0, 500, 16):
+        cache.k[cache.table[0, i // 16], :, : min(16, 500 - i)] = k[0, :, i : i + 16]
+    q = queries(target, 1, 3, 1, 64)
+    q[..., 0] = torch.tensor([40.0, -40.0, 0.0]).to(q)[:, None]
+    for sm_count in multiprocessors(kernel, 2, 9):
+        with on(sm_count):
+            check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE)
+def test_one_graph_serves_all_lengths(target: Target) -> None:
+    """On a GPU every length from 0 to the capacity by the same captured graph; in the emulator some lengths."""
+    kernel, _ = target
+    held = 96
+    cache = paged(target, (held, held), 16, heads=1, d=32)
+    q = queries(target, 2, 3, 1, 32)
+    seqlens = cache.seqlens.clone()
+    given: dict[str, Any] = {"block_table": cache.table, "kernel": kernel.name}
+
+    def step() -> Tensor:
+        out = forward_cached(q, cache.k, cache.v, seqlens, **given)
+        assert isinstance(out, Tensor)
+        return out
+
+    if kernel.device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = step()
+    for length in range(held + 1) if kernel.device == "cuda" or kernel.min_arch == 0 else (0, 1, 15, 16, 64, 65, 96):
+        seqlens.copy_(int32([length, held - length]))
+        if kernel.device == "cuda":
+            graph.replay()
+            out = captured
+        else:
+            out = step()
+        for b, used in enumerate((length, held - length)):
+            if used == 0:
+                assert not out[b].any()
+                continue
+            expected = reference(kernel, q[b : b + 1], cache.ks[b][:, :, :used], cache.vs[b][:, :, :used], DENSE).out
+            torch.testing.assert_close(out[b : b + 1].double(), expected.to(out.device), atol=0.02, rtol=0)
+
+
 # ------------------------------------------------------------------------------------------------ appending, in place
 
 
@@ -636,141 +804,14 @@ def test_varlen_with_pages(size: int, window: tuple[int, int]) -> None:
 # --------------------------------------------------------------------------------------------- a server, in miniature
 
 
-class Server:
-    """Sequences that come, grow, fork and go, over pages with references. Free pages and unused rows hold NaN, and
-    unused entries of the table no page. It keeps each sequence's keys and values apart as well, as the truth."""
-
-    def __init__(self, target: Target, rng: random.Random, size: int, pages: int, heads: int, d: int) -> None:
-        self.kernel, self.dtype = target
-        self.rng, self.size, self.heads, self.d = rng, size, heads, d
-        shape = pages, heads, size, d
-        self.k, self.v = (torch.full(shape, math.nan, dtype=self.dtype, device=self.kernel.device) for _ in "kv")
-        self.references = [0] * pages
-        self.pages: list[list[int]] = []
-        self.truth: list[tuple[Tensor, Tensor]] = []
-
-    def take(self) -> int:
-        """A page."""
-        page = self.rng.choice([i for i, n in enumerate(self.references) if n == 0])
-        self.references[page] = 1
-        return page
-
-    def give(self, page: int) -> None:
-        """Back, unless another sequence has it."""
-        self.references[page] -= 1
-        if self.references[page] == 0:
-            self.k[page] = self.v[page] = math.nan
-
-    def free(self) -> int:
-        return self.references.count(0)
-
-    def come(self) -> None:
-        self.pages.append([])
-        self.truth.append(tuple(torch.zeros(1, self.heads, 0, self.d, dtype=self.dtype) for _ in "kv"))  # type: ignore[arg-type]
-
-    def fork(self, b: int) -> None:
-        """A second sequence with the same past: the full pages are shared, the last one is copied."""
-        n = self.truth[b][0].shape[2]
-        whole = n // self.size
-        pages = self.pages[b][:whole]
-        for page in pages:
-            self.references[page] += 1
-        if n % self.size:
-            copy = self.take()
-            last = self.pages[b][whole]
-            self.k[copy], self.v[copy] = self.k[last].clone(), self.v[last].clone()
-            pages = [*pages, copy]
-        self.pages.append(pages)
-        self.truth.append(self.truth[b])
-
-    def go(self, b: int) -> None:
-        for page in self.pages[b]:
-            self.give(page)
-        del self.pages[b], self.truth[b]
-
-    def step(self, counts: list[int]) -> tuple[Tensor, list[int]]:
-        """Appends so many keys to each sequence and attends with as many queries, packed: (out, first rows)."""
-        lengths = [truth[0].shape[2] for truth in self.truth]
-        for b, n in enumerate(counts):
-            while len(self.pages[b]) * self.size < lengths[b] + n:
-                self.pages[b].append(self.take())
-        runs = max(map(len, self.pages)) + 1
-        stale = [2**31 - 1, -1, len(self.references), -(2**31)]
-        rows = [[*pages, *self.rng.choices(stale, k=runs - len(pages))] for pages in self.pages]
-        device = self.kernel.device
-        table = int32(rows, device)
-        cu = [0, *torch.tensor(counts).cumsum(0).tolist()]
-        k, v = (torch.randn(cu[-1], self.heads, self.d).to(self.dtype) for _ in "kv")
-        self.q = torch.randn(cu[-1], 2 * self.heads, self.d).to(self.dtype)
-        ends = int32(cu, device)
-        append_kv(
-            self.k,
-            self.v,
-            k.to(device),
-            v.to(device),
-            int32(lengths, device),
-            block_table=table,
-            cu_seqlens_k=ends,
-            validate=True,
-        )
-        for b in range(len(counts)):
-            part = slice(cu[b], cu[b + 1])
-            self.truth[b] = tuple(
-                torch.cat((truth, new[part].transpose(0, 1)[None]), dim=2)
-                for truth, new in zip(self.truth[b], (k, v), strict=True)
-            )  # type: ignore[assignment]
-        used = int32([n + m for n, m in zip(lengths, counts, strict=True)], device)
-        out = forward_cached(
-            self.q.to(device),
-            self.k,
-            self.v,
-            used,
-            block_table=table,
-            cu_seqlens_q=ends,
-            max_seqlen_q=max(counts),
-            causal=True,
-            kernel=self.kernel.name,
-        )
-        assert isinstance(out, Tensor)
-        return out, cu
-
-
 @needs(CACHE)
 def test_serving(target: Target, request: pytest.FixtureRequest) -> None:
-    """Each step is checked for NaN, which are all that is not in use, and a sample against float64."""
-    kernel, _ = target
-    steps = 300 if request.config.getoption("--quick") else 10_000
-    rng = random.Random(11)
-    server = Server(target, rng, size=4, pages=60, heads=2, d=32)
-    forks = goes = 0
-    for step in range(12 if emulated(kernel) else steps):
-        if not server.truth or (len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.3):
-            server.come()
-        elif len(server.truth) < 6 and server.free() > 30 and rng.random() < 0.1:
-            server.fork(rng.randrange(len(server.truth)))
-            forks += 1
-        while server.free() < 24 or (len(server.truth) > 1 and rng.random() < 0.05):
-            server.go(rng.randrange(len(server.truth)))
-            goes += 1
-            if not server.truth:
-                server.come()
-        counts = [
-            rng.randrange(1, 14) if truth[0].shape[2] == 0 else rng.choice([1, 1, 1, 0, 3]) for truth in server.truth
-        ]
-        if not any(counts):
-            continue
-        out, cu = server.step(counts)
-        assert not out.isnan().any(), step
-        if emulated(kernel) or step % 10 == 0:
-            for b, (k, v) in enumerate(server.truth):
-                rows = slice(cu[b], cu[b + 1])
-                if counts[b]:
-                    q = server.q[rows].transpose(0, 1)[None]
-                    expected = reference(kernel, q, k, v, CAUSAL)
-                    got = out[rows].cpu().transpose(0, 1)[None].double()
-                    allowed = 4 * expected.plain_error * float(expected.out.abs().max()) + 1e-5
-                    assert float((got - expected.out).abs().max()) <= allowed, (step, b)
-    assert emulated(kernel) or (forks > 5 and goes > 5)
+    """Each step is checked for NaN, which are all that is not in use, and a sample against float64 (serving.py)."""
+    kernel, dtype = target
+    steps = 12 if emulated(kernel) else 300 if request.config.getoption("--quick") else 10_000
+    where = serving.Where(kernel.name, kernel.device, dtype, serving.tolerance(dtype, kernel.min_arch > 0))
+    events = serving.simulate(where, steps, every=1 if emulated(kernel) else 10)
+    assert emulated(kernel) or (events.forks > 5 and events.goes > 5)
 
 
 # --------------------------------------------------------------------------------------------------------- bad input

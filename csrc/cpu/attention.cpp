@@ -191,6 +191,7 @@ const KernelInfo kKernel = {
      .float32 = true,
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
+     .max_cached_head_dim = kMaxHeadDim,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,

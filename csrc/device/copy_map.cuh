@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cached_rows.h"
+#include "device/constants.cuh"
 
 namespace flash_wmma::mma {
 
@@ -11,7 +12,6 @@ namespace flash_wmma::mma {
 /// elements. Walks from a last tile of rows back to the first.
 template <class Tile, int Rows, int Columns = Tile::kD>
 struct CopyMap {
-    using Dense = CopyMap;
     static constexpr int kVectors = Columns / 8, kRowsAtOnce = Tile::kThreads / kVectors;
     static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
 
@@ -33,36 +33,69 @@ struct CopyMap {
                     f(i, row() + i * kRowsAtOnce, column(), vector);
         from -= Rows * pitch;
     }
+    /// Calls f(i, row, column) for the places of this thread's vectors.
+    template <class F>
+    __device__ __forceinline__ void each_place(F f) const {
+        CopyMap(*this).for_each(0, [&](int i, int row, int column, const auto*) { f(i, row, column); });
+    }
 
     __device__ static int row() { return static_cast<int>(threadIdx.x / kVectors); }
     __device__ static int column() { return static_cast<int>(threadIdx.x % kVectors * 8); }
 };
 
-/// The same for the rows of a key/value cache, each of which has its own place.
-template <class Tile, int Rows, int Columns = Tile::kD>
-struct CachedCopyMap : CopyMap<Tile, Rows, Columns> {
-    using Base = CopyMap<Tile, Rows, Columns>;
-    CachedRows cached;
-    const flash_wmma::Rows& tensor;
-    int key;  // the first of the next tile
+/// How the warps of a group share the copy of a tile of Rows rows of a key/value cache: a warp has neighbouring rows,
+/// lane r knows where row r of these lies, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
+/// once, and once for K and V.
+template <class Tile, int Rows>
+struct CachedCopyMap {
+    static constexpr int kVectors = Tile::kD / 8;
+    static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
+    static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;
+    static constexpr std::int64_t kNowhere = -1;  // the offset of a row that does not exist
+    static_assert(kWarpRows <= 32);
 
-    /// `head` is the first row of this head in the cache, whose rows are those of `t`.
-    __device__ CachedCopyMap(const typename Tile::T* head, const CachedRows& rows, const flash_wmma::Rows& t, int first,
-                             int columns)
-        : Base(head, 0, columns), cached(rows), tensor(t), key(first) {}
+    const typename Tile::T* head;  // the head's first row in the cache
+    int d;
+    bool inside = false;  // whether the vector exists that f is called for
 
-    /// As CopyMap's. Rows behind the last one in use get the first vector, which is not read.
+    __device__ CachedCopyMap(const typename Tile::T* first_row, int columns) : head(first_row), d(columns) {}
+
+    /// The row of a tile that this lane looks up; Rows or more: none.
+    __device__ static int lane_row() {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        return lane < kWarpRows ? first_row() + lane : Rows;
+    }
+
+    /// As CopyMap's. `offset` is that of this lane's row, in elements from `head`. Vectors that do not exist get an
+    /// address that is not read.
     template <class F>
-    __device__ __forceinline__ void for_each(std::int64_t, F f) {
-        if (Tile::kThreads % Base::kVectors == 0 || Base::row() < Base::kRowsAtOnce)
+    __device__ __forceinline__ void for_each(std::int64_t offset, F f) {
+        each([&](int i, int r, int column, bool exists) {
+            const std::int64_t row = __shfl_sync(kWarpMask, offset, r);
+            inside = row >= 0 && column < d;
+            if (exists) f(i, first_row() + r, column, head + (inside ? row + column : 0));
+        });
+    }
+    template <class F>
+    __device__ __forceinline__ void each_place(F f) const {
+        each([&](int i, int r, int column, bool exists) {
+            if (exists) f(i, first_row() + r, column);
+        });
+    }
+
+  private:
+    __device__ static int first_row() { return static_cast<int>(threadIdx.x / 32 % Tile::kGroupWarps) * kWarpRows; }
+
+    /// f(i, row among the warp's, column, whether the tile has it).
+    template <class F>
+    __device__ __forceinline__ static void each(F f) {
+        constexpr bool kAllExist = Rows % Tile::kGroupWarps == 0 && kWarpRows * kVectors % 32 == 0;
 #pragma unroll
-            for (int i = 0; i < Base::kCount; ++i) {
-                const int row = Base::row() + i * Base::kRowsAtOnce;
-                if (Rows % Base::kRowsAtOnce == 0 || row < Rows)
-                    f(i, row, Base::column(),
-                      this->from + (key + row < cached.count ? cached.offset(tensor, key + row) : 0));
-            }
-        key -= Rows;
+        for (int i = 0; i < kCount; ++i) {
+            const unsigned vector = threadIdx.x % 32 + 32 * i;
+            const int r = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
+            f(i, r, column, kAllExist || (r < kWarpRows && first_row() + r < Rows));
+        }
     }
 };
 

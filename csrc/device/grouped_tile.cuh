@@ -29,35 +29,57 @@ struct CachedAssignment {
     GroupedTile tile;
 };
 
+/// Sequence `index` of a cache and its queries, dense or packed. Index p.batch stands for the packed rows behind the last
+/// sequence, which see no key.
+__device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
+    const Sequences& s = p.sequences;
+    const bool behind = index == p.batch;
+    Sequence found{behind ? index - 1 : index, 0, 0, static_cast<int>(p.seqlen_q), 0};
+    if (s.cu_seqlens_q) {
+        found.first_q = detail::first_row(s.cu_seqlens_q, index, s.total_q);
+        const int end = behind ? static_cast<int>(s.total_q) : detail::first_row(s.cu_seqlens_q, index + 1, s.total_q);
+        found.seqlen_q = max(0, end - found.first_q);
+    }
+    if (!behind) found.seqlen_k = CachedRows(s, p.seqlen_k, found.index).count;
+    return found;
+}
+
+/// How many Q tiles a key/value head has: in a sequence, or of packed queries in all.
+template <int Br>
+__device__ unsigned cached_tiles(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);
+    return static_cast<unsigned>(s.cu_seqlens_q ? packed_tiles(s.total_q * group, p.batch, Br)
+                                                : (p.seqlen_q * group + Br - 1) / Br);
+}
+
 /// The assignment of a block, with dense or packed queries. Called by whole warps.
 template <int Br>
 __device__ CachedAssignment cached_assignment(const ForwardParams& p, unsigned block = blockIdx.x) {
     const Sequences& s = p.sequences;
     const int heads_k = static_cast<int>(p.heads_k), group = static_cast<int>(p.heads_q) / heads_k;
-    Sequence found{0, 0, 0, static_cast<int>(p.seqlen_q), 0};
-    int tile, head_k;
+    const unsigned tiles = cached_tiles<Br>(p), slice = block / tiles;
+    int index = static_cast<int>(slice) / heads_k, head_k = static_cast<int>(slice) % heads_k;
+    int tile = static_cast<int>(block % tiles);
     if (s.cu_seqlens_q) {
-        const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q * group, p.batch, Br));
-        head_k = static_cast<int>(block / tiles);
-        const PackedTile place =
-            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, static_cast<int>(block % tiles), group);
-        const bool behind = place.sequence == p.batch;  // the rows behind the last sequence see no key
-        found.index = behind ? place.sequence - 1 : place.sequence;
-        found.first_q = detail::first_row(s.cu_seqlens_q, place.sequence, s.total_q);
-        const int end =
-            behind ? static_cast<int>(s.total_q) : detail::first_row(s.cu_seqlens_q, place.sequence + 1, s.total_q);
-        found.seqlen_q = max(0, end - found.first_q);
-        if (!behind) found.seqlen_k = CachedRows(s, p.seqlen_k, found.index).count;
-        tile = place.tile;
-    } else {
-        const auto tiles = static_cast<unsigned>((p.seqlen_q * group + Br - 1) / Br);
-        const auto slice = block / tiles;
-        tile = static_cast<int>(block % tiles);
-        head_k = static_cast<int>(slice) % heads_k;
-        found.index = static_cast<int>(slice) / heads_k;
-        found.seqlen_k = CachedRows(s, p.seqlen_k, found.index).count;
+        const PackedTile place = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, tile, group);
+        index = place.sequence, head_k = static_cast<int>(slice), tile = place.tile;
     }
+    const Sequence found = cached_sequence(p, index);
     return {found, {found.index, head_k, group, tile * Br}};
+}
+
+/// The block of which Q tile `tile` of sequence `index` (as for cached_sequence) is the assignment.
+template <int Br>
+__device__ unsigned cached_block(const ForwardParams& p, int index, int head_k, int tile) {
+    const Sequences& s = p.sequences;
+    const int heads_k = static_cast<int>(p.heads_k), group = static_cast<int>(p.heads_q) / heads_k;
+    int slice = index * heads_k + head_k;
+    if (s.cu_seqlens_q) {
+        slice = head_k;
+        tile += detail::first_row(s.cu_seqlens_q, index, s.total_q) * group / Br + index;
+    }
+    return static_cast<unsigned>(slice) * cached_tiles<Br>(p) + static_cast<unsigned>(tile);
 }
 
 /// The grid for cached_assignment<br>. Throws std::runtime_error if there are too many rows or tiles.

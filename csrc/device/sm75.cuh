@@ -53,9 +53,8 @@ struct Sm75 {
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
-            typename Map::Dense(*this).for_each(0, [&](int i, int row, int column, const auto*) {
-                *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i];
-            });
+            this->each_place(
+                [&](int i, int row, int column) { *reinterpret_cast<uint4*>(target.at(row, column)) = vectors[i]; });
         }
     };
 };

@@ -17,15 +17,16 @@ struct Tiled {
         return choose_shape(kShapes, converted ? DType::kFloat16 : p.dtype, problems_of(p, converted), p, device);
     }
     static const Instance& choose(const ForwardParams& p, const DeviceFacts& device) { return shape(p, device).facts; }
-    static std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts&) {
-        if constexpr (kConverts) return converts(p) ? converted_bytes(p) : 0;
-        else return 0;
+    static std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
+        if constexpr (kConverts)
+            if (converts(p)) return converted_bytes(p);
+        return shape(p, device).workspace_bytes(p, device);
     }
     static void launch(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
         const auto run = shape(p, device).launch;
         if constexpr (kConverts)
-            if (converts(p)) return run(convert_to_half(p, stream), stream);
-        run(p, stream);
+            if (converts(p)) return run(convert_to_half(p, stream), device, stream);
+        run(p, device, stream);
     }
     static KernelInfo row(const KernelFacts& facts) {
         return {with_instances(facts, kShapes), choose, workspace_bytes, launch};

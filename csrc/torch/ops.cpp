@@ -29,12 +29,14 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     // q (B, Hq, Nq, d), or packed with cu_seqlens_q; caches (pages, Hk, page_size, d), of which page_table (B, n) names
-    // each sequence's; without one, sequence b has page b.
+    // each sequence's; without one, sequence b has page b. num_splits: about so many parts of the keys; 0: the kernel
+    // decides.
     m.def(
         "forward_cached(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cache_seqlens, Tensor? page_table, "
-        "Tensor? cache_leftpad, Tensor? cu_seqlens_q, SymInt max_seqlen_q, float? scale=None, SymInt window_left=-1, "
-        "SymInt window_right=-1, bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, "
-        "Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, bool batch_invariant=False, "
+        "Tensor? cache_leftpad, Tensor? cu_seqlens_q, SymInt max_seqlen_q, int num_splits=0, float? scale=None, "
+        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, bool out_bnhd=False, "
+        "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, bool "
+        "batch_invariant=False, "
         "str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "

@@ -27,8 +27,8 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
 std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& k_cache, const Tensor& v_cache,
                                           const Tensor& cache_seqlens, const OptionalTensor& page_table,
                                           const OptionalTensor& cache_leftpad, const OptionalTensor& cu_seqlens_q,
-                                          int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
-                                          int64_t window_right, bool bottom_right, bool out_bnhd,
+                                          int64_t max_seqlen_q, int64_t num_splits, std::optional<double> scale,
+                                          int64_t window_left, int64_t window_right, bool bottom_right, bool out_bnhd,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
                                           double softcap, const OptionalTensor& sinks, bool batch_invariant,
                                           const std::string& kernel_name);

@@ -72,8 +72,8 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
 std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& k_cache, const Tensor& v_cache,
                                           const Tensor& cache_seqlens, const OptionalTensor& page_table,
                                           const OptionalTensor& cache_leftpad, const OptionalTensor& cu_seqlens_q,
-                                          int64_t max_seqlen_q, std::optional<double> scale, int64_t window_left,
-                                          int64_t window_right, bool bottom_right, bool out_bnhd,
+                                          int64_t max_seqlen_q, int64_t num_splits, std::optional<double> scale,
+                                          int64_t window_left, int64_t window_right, bool bottom_right, bool out_bnhd,
                                           const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
                                           double softcap, const OptionalTensor& sinks, bool batch_invariant,
                                           const std::string& kernel_name) {
@@ -82,6 +82,8 @@ std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& 
     const Options options{attn_bias,   alibi_slopes, none,         sinks,   none, scale,
                           window_left, window_right, bottom_right, softcap, 0.,   kernel_name};
     CheckedCall call(q, k, v, options, {cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q});
+    if (num_splits < 0) invalid("num_splits: allowed: 0 or more");
+    call.params.partials.num_splits = static_cast<int32_t>(std::min<int64_t>(num_splits, kMaxSeqlen));
     if (call.packed())
         return run<3>(call, std::array<int64_t, 3>{q.sizes[0], q.sizes[1], v.sizes[3]}, false, 1, batch_invariant);
     const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};

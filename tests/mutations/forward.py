@@ -486,8 +486,8 @@ FAULTS = [
     Fault(
         name="mma-first-v-not-cut",
         path="csrc/forward/mma/key_value_ring.cuh",
-        old="copies.v.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);",
-        new="copies.v.start(smem_.ring[0].v, v_pitch());",
+        old="v.start(stage.v, v_pitch, rows);",
+        new="v.start(stage.v, v_pitch);",
         why="rows of V behind the last key are read",
         kernels=SM75,
     ),
@@ -510,7 +510,7 @@ FAULTS = [
     Fault(
         name="mma-store-before-use",
         path="csrc/forward/mma/key_value_ring.cuh",
-        old="            if constexpr (Tile::kStages == 1) __syncthreads();\n",
+        old="            if constexpr (Tile::kStages == 1) meet_group<Tile>();\n",
         new="",
         why="the next tile is stored over one that other warps still read",
         kernels=SM75,
@@ -534,8 +534,8 @@ FAULTS = [
     Fault(
         name="mma-wait-one-tile-less",
         path="csrc/forward/mma/key_value_ring.cuh",
-        old="cp_async_wait<Tile::kAhead - 1>();\n        __syncthreads();  // the tile has landed",
-        new="cp_async_wait<Tile::kAhead>();\n        __syncthreads();  // the tile has landed",
+        old="cp_async_wait<Tile::kAhead - 1>();\n        meet_group<Tile>();  // the tile has landed",
+        new="cp_async_wait<Tile::kAhead>();\n        meet_group<Tile>();  // the tile has landed",
         why="a tile is used before its copy has landed",
         kernels=SM80,
     ),
@@ -558,8 +558,8 @@ FAULTS = [
     Fault(
         name="mma-stores-d-columns",
         path="csrc/forward/mma/copies.cuh",
-        old="if (inside && part < Tile::kWarpColumns / 8 && column < work.columns())",
-        new="if (inside && part < Tile::kWarpColumns / 8 && column < p.head_dim)",
+        old="if (inside && part < kColumns / 8 && column < work.columns())",
+        new="if (inside && part < kColumns / 8 && column < p.head_dim)",
         why="O has as many columns as Q instead of V",
         kernels=SM75,
     ),

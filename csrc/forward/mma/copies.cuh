@@ -2,7 +2,9 @@
 #pragma once
 
 #include "device/quad.cuh"
+#include "device/sink.cuh"
 #include "forward/mma/block.cuh"
+#include "problems.h"
 
 namespace flash_wmma::mma {
 
@@ -17,7 +19,7 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
         const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
         const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
-        auto* const to = smem.q[thread.row_warp].at(row, column);
+        auto* const to = smem.q_rows(thread.row_warp).at(row, column);
         if constexpr (Tile::kCached) {
             const bool inside = work.tile.row(thread.warp_row() + row).query < work.sequence.seqlen_q;
             const bool copies = inside && column < work.p.head_dim;
@@ -29,41 +31,73 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     }
 }
 
-/// Stores O * factor to global memory as Out. 16-bit types go in pieces of 16 bytes: lanes that share a row swap words.
-template <class Out, class Tile>
-__device__ __forceinline__ void store_o(const Work<Tile>& work, const Output<Tile>& o, const PerRow<Tile>& factor,
+/// Stores O * factor to global memory as Out: of 16 (or 32) rows of the Q tile from `first_row` on, the columns from
+/// `first_column` on. 16-bit types go in pieces of 16 bytes: lanes that share a row swap words.
+template <class Out, class Tile, int kRows, int kColumns>
+__device__ __forceinline__ void store_o(const Work<Tile>& work, const RegisterTile<kRows, kColumns>& o,
+                                        const RowValues<kRows>& factor, int first_row, int first_column,
                                         const Thread<Tile>& thread) {
     const ForwardParams& p = work.p;
     const int lane_row = ptx::opaque(thread.row());
     factor.each([&](int i, float row_factor) {
-        const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + lane_row);
+        const auto [query, head] = work.tile.row(first_row + 8 * i + lane_row);
         const bool inside = query < work.sequence.seqlen_q;
         Out* const out =
             row_of<Out>(p.o, work.sequence.index, head, work.sequence.first_q + query) + work.first_column();
         const auto value = [&](int c, int e) { return o.block[i / 2][c][i % 2 * 2 + e] * row_factor; };
         if constexpr (std::is_same_v<Out, float>) {
 #pragma unroll
-            for (int c = 0; c < Tile::kWarpColumns / 8; ++c) {
-                const int column = thread.warp_column() + 8 * c;
+            for (int c = 0; c < kColumns / 8; ++c) {
+                const int column = first_column + 8 * c;
                 if (inside && column < work.columns())
                     *reinterpret_cast<float2*>(out + column + thread.column()) = make_float2(value(c, 0), value(c, 1));
             }
         } else {
 #pragma unroll
-            for (int c = 0; c < Tile::kWarpColumns / 8; c += 4) {
+            for (int c = 0; c < kColumns / 8; c += 4) {
                 std::uint32_t words[4];
 #pragma unroll
                 for (int w = 0; w < 4; ++w) {
-                    const int tile = min(c + w, Tile::kWarpColumns / 8 - 1);
+                    const int tile = min(c + w, kColumns / 8 - 1);
                     words[w] = packed<Out>(value(tile, 0), value(tile, 1));
                 }
                 transpose_in_quad(words, thread.lane % 4);
-                const int part = c + thread.lane % 4, column = thread.warp_column() + 8 * part;
-                if (inside && part < Tile::kWarpColumns / 8 && column < work.columns())
+                const int part = c + thread.lane % 4, column = first_column + 8 * part;
+                if (inside && part < kColumns / 8 && column < work.columns())
                     *reinterpret_cast<uint4*>(out + column) = make_uint4(words[0], words[1], words[2], words[3]);
             }
         }
     });
+}
+
+/// Stores O / l, times 2^exponent, and the LSE, both with the head's sink: of 16 (or 32) rows of the Q tile from
+/// `first_row` on, the columns from `first_column` on. l is that of whole rows.
+template <Problems kProblems, class Tile, int kRows, int kColumns>
+__device__ __forceinline__ void store_result(const Work<Tile>& work, const RegisterTile<kRows, kColumns>& o,
+                                             const RowValues<kRows>& m, const RowValues<kRows>& l, float exponent,
+                                             int first_row, int first_column, bool with_lse,
+                                             const Thread<Tile>& thread) {
+    constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);
+    constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
+    const ForwardParams& p = work.p;
+    const Sequence& sequence = work.sequence;
+    RowValues<kRows> inverse_l;  // times O's unit; 0 for a row that saw no key
+    l.each([&](int i, float sum) {
+        const auto [query, head] = work.tile.row(first_row + 8 * i + thread.row());
+        const bool none = sum == 0.f;
+        float top = m[i];
+        const float rescale = take_sink(p, head, top, sum);
+        const float lse = (top + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
+        inverse_l[i] = none ? 0.f : rescale * __fdividef(exp2f(exponent), sum);
+        if (with_lse && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
+            p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
+    });
+    using T = typename Tile::T;  // with converted inputs, O has their type before conversion
+    if (!kMayScale || p.out_dtype == Element<T>::kDType)
+        store_o<T>(work, o, inverse_l, first_row, first_column, thread);
+    else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
+        store_o<float>(work, o, inverse_l, first_row, first_column, thread);
+    else store_o<bf16>(work, o, inverse_l, first_row, first_column, thread);
 }
 
 }  // namespace flash_wmma::mma

@@ -36,21 +36,21 @@
 
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
-#include "device/sink.cuh"
 #include "device/value_unit.cuh"
 #include "device/visible_tiles.cuh"
 #include "forward/mma/block.cuh"
 #include "forward/mma/copies.cuh"
 #include "forward/mma/key_value_ring.cuh"
 #include "forward/mma/products.cuh"
+#include "forward/mma/split.cuh"
 #include "forward_shapes.h"
 
 namespace flash_wmma::mma {
 
 /// The tiles that the warp's rows see.
 template <class Tile, class Mask>
-__device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile>& work, const Mask& mask,
-                                                                 const Thread<Tile>& thread) {
+__device__ __forceinline__ VisibleTiles<Tile::kGroupKeys> visible_tiles(const Work<Tile>& work, const Mask& mask,
+                                                                        const Thread<Tile>& thread) {
     const int last_row = thread.warp_row() + Tile::kWarpRows - 1;
     return {mask, work.tile.row(thread.warp_row()).query,
             min(work.tile.row(last_row).query, work.sequence.seqlen_q - 1)};
@@ -71,10 +71,10 @@ struct Weigher {
     const KeyMask<kTakesRanges<Tile, kProblems>>& mask;
     Smem<Tile>& smem;
     const Thread<Tile>& thread;
-    const VisibleTiles<Tile::kBc>& visible;
+    const VisibleTiles<Tile::kGroupKeys>& visible;
     const QOperand<Tile>& q;
     const KeyRows<Tile>& k;
-    const int key;      // the tile's first
+    const int key;      // the group's first of the tile
     const float scale;  // from a product to log2 units
     const ValueUnit::Step value;
     float factor = Mod::active(work.p) ? 1.f : scale;  // from a score to log2 units
@@ -165,31 +165,18 @@ struct Weigher {
     }
 };
 
-/// The work of this block.
-template <class Tile, bool kPackedToo>
-__device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
-    if constexpr (Tile::kCached) return cached_assignment<Tile::kBr>(p);
-    else if constexpr (kPackedToo) return assignment<Tile::kBr>(p);
-    else return dense_assignment<Tile::kBr>(p);
-}
-
-// spills: sm_75 sm_80 sm_90: packed, general and cached tiles at the register limit keep up to 50 loop-invariant values
-// (bounds, addresses) in local memory, most of them for the exact path; tiles that avoid it are slower
-// (docs/tuning/mma.md). sm_75's tiles of d = 512 keep up to 70, some of them vectors on their way to shared memory.
-template <class Tile, Problems kProblems>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. finish(work, m, l, o, unit's exponent) takes
+/// what a warp has.
+template <class Tile, Problems kProblems, class Narrow, class Finish>
+__device__ __forceinline__ void attend(const ForwardParams& p, const typename Work<Tile>::Assigned& assigned,
+                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Finish finish) {
     constexpr int kBc = Tile::kBc;
-    constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
-    auto& smem = shared_memory<Smem<Tile>>();
-    const Thread<Tile> thread;
-    const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
-    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.row(0).query >= assigned.sequence.seqlen_q)) return;
     const auto mask = key_mask<kTakesRanges<Tile, kProblems>>(p, assigned.sequence, assigned.tile.row(0).head);
-    const Work<Tile> work(p, assigned, mask);
-    const Sequence& sequence = work.sequence;
+    Work<Tile> work(p, assigned, mask);
+    narrow(work);
 
-    int key = work.last_key();  // first of the tile that is worked on
+    int key = work.last_key() + thread.group_key();  // the group's first of the tile that is worked on
     KeyValueCopies<Tile> copies(work, key);
     KeyValueRing<Tile> ring(smem, work);
     QOperand<Tile> q;
@@ -199,7 +186,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     if constexpr (Tile::kQSharesRing) {
         meet(thread);
         q.load(smem, thread);
-        __syncthreads();
+        meet_group<Tile>();
     }
     ring.run_ahead(copies);
     if constexpr (!Tile::kQSharesRing) {
@@ -252,39 +239,108 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const auto add = [](float x, float y) { return x + y; };
     softmax.l.each([&](int, float& l) { l = over_quad(l, add); });
     combine_warps<Tile>(softmax.l, smem, thread, add);
-    PerRow<Tile> inverse_l;  // times O's unit; 0 for a row that saw no key
-    softmax.l.each([&](int i, float sum) {
-        const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
-        const bool none = sum == 0.f;
-        const float rescale = take_sink(p, head, softmax.m[i], sum);
-        const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
-        inverse_l[i] = none ? 0.f : rescale * __fdividef(exp2f(unit.exponent), sum);
-        if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
-            p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
-    });
-    using T = typename Tile::T;  // with converted inputs, O has their type before conversion
-    if (!kMayScale || p.out_dtype == Element<T>::kDType) store_o<T>(work, o, inverse_l, thread);
-    else if (Tile::Machine::kMultipliesBf16 || p.out_dtype == DType::kFloat32)
-        store_o<float>(work, o, inverse_l, thread);
-    else store_o<bf16>(work, o, inverse_l, thread);
+    finish(work, softmax, o, unit.exponent);
+}
+
+/// The work of this block.
+template <class Tile, bool kPackedToo>
+__device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
+    if constexpr (kPackedToo) return assignment<Tile::kBr>(p);
+    else return dense_assignment<Tile::kBr>(p);
+}
+
+// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
+// addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
+// sm_75's tiles of d = 512 keep up to 80, some of them vectors on their way to shared memory.
+template <class Tile, Problems kProblems>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
+    constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);
+    auto& smem = shared_memory<Smem<Tile>>();
+    const Thread<Tile> thread;
+    const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
+    if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
+    attend<Tile, kProblems>(
+        p, assigned, smem, thread, [](Work<Tile>&) {},
+        [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
+            store_result<kProblems>(work, o, softmax.m, softmax.l, exponent, thread.warp_row(), thread.warp_column(),
+                                    thread.dim_warp == 0, thread);
+        });
+}
+
+/// The same with a key/value cache: one run of K tiles after the other (split.cuh).
+// spills: sm_75 sm_80 sm_90: the bounds of the next run, and as above.
+template <class Tile, Problems kProblems>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    forward_cached(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
+    constexpr int kColumns = Tile::kWarpColumns / Tile::kKeyWarps;  // of O, of a warp at the end
+    auto& block = shared_memory<BlockSmem<Tile>>();
+    const Thread<Tile> thread;
+    const int column = thread.warp_column() + thread.key_warp * kColumns;
+    Walk<Tile> walk(p, split);
+    for (bool more = walk.start(); more;) {
+        attend<Tile, kProblems>(
+            p, walk.assigned(), block.group[thread.key_warp], thread, [&](Work<Tile>& work) { walk.narrow(work); },
+            [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float) {
+                KeyPart<kColumns> all;
+                if constexpr (Tile::kKeyWarps > 1) {
+                    const auto given = [&](int i) { return PartRows<Tile::kD>(block.parts[i], thread.lane); };
+                    const KeyPart<Tile::kD> own{softmax.m, softmax.l, o};
+                    __syncthreads();  // K/V tiles have been used; parts take their place
+                    own.give_o(given(thread.key_warp), 0);
+                    own.give_facts(given(thread.key_warp));
+                    __syncthreads();
+                    all = merge_parts<kColumns>(0, Tile::kKeyWarps, 1, column / 8, given);
+                } else {
+                    all = {softmax.m, softmax.l, o};
+                }
+                const int row = thread.warp_row();
+                const bool first = thread.dim_warp == 0 && thread.key_warp == 0;
+                if (walk.place() == Walk<Tile>::kWhole) {
+                    store_result<kProblems>(work, all.o, all.m, all.l, 0.f, row, column, first, thread);
+                } else if (work.tile.row(row + thread.row()).query < work.sequence.seqlen_q) {
+                    const auto part = stored_part<Tile>(p, walk.place(), row, thread.lane);
+                    all.give_o(part, column / 8);
+                    if (first) all.give_facts(part);
+                }
+            });
+        more = walk.next();
+        if (more) __syncthreads();  // shared memory is free for the next run
+    }
 }
 
 template <class Tile, Problems kProblems>
-void launch_tile(const ForwardParams& p, Stream stream) {
-    dim3 grid = Tile::kCached ? cached_assignment_grid(p, Tile::kBr) : assignment_grid(p, Tile::kBr);
-    grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
-    const LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(Smem<Tile>)};
-    launch(forward<Tile, kProblems>, config, stream, p);
+void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
+    if constexpr (Tile::kCached) {
+        const Split split = split_of<Tile>(p, device);
+        const dim3 grid =
+            split.blocks ? dim3(static_cast<unsigned>(split.blocks)) : cached_assignment_grid(p, Tile::kBr);
+        launch(forward_cached<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)}, stream, p,
+               split);
+        launch_merge<Tile>(p, split, stream);
+    } else {
+        dim3 grid = assignment_grid(p, Tile::kBr);
+        grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
+        const LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(Smem<Tile>)};
+        launch(forward<Tile, kProblems>, config, stream, p);
+    }
 }
 
 template <class Tile, Problems kProblems>
 Shape shape(int min_arch, Pays pays) {
-    static_assert(sizeof(Smem<Tile>) <= Tile::Machine::kSharedMemory);
-    return {{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps, Tile::kStages,
-             sizeof(Smem<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
-            kProblems,
-            pays,
-            launch_tile<Tile, kProblems>};
+    constexpr int kBytes = sizeof(BlockSmem<Tile>);
+    static_assert(kBytes <= Tile::Machine::kSharedMemory);
+    Shape found{{Element<typename Tile::T>::kDType, min_arch, Tile::kD, Tile::kBr, Tile::kBc, Tile::kWarps,
+                 Tile::kStages, kBytes, nullptr},
+                kProblems,
+                pays,
+                launch_tile<Tile, kProblems>};
+    if constexpr (Tile::kCached) {
+        found.facts.function = reinterpret_cast<const void*>(forward_cached<Tile, kProblems>);
+        found.workspace_bytes = split_bytes<Tile>;
+    } else {
+        found.facts.function = reinterpret_cast<const void*>(forward<Tile, kProblems>);
+    }
+    return found;
 }
 
 using TableRow = flash_wmma::TableRow<TileShape>;

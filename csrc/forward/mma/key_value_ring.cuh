@@ -1,4 +1,4 @@
-// The ring of K/V tiles in a block's shared memory: its copies, its waits, and the place of the current tile.
+// The ring of K/V tiles in the shared memory of a group of warps: its copies, its waits, and the place of the current tile.
 #pragma once
 
 #include <ptx.cuh>
@@ -11,33 +11,79 @@ namespace flash_wmma::mma {
 template <class Tile, bool kCached = Tile::kCached>
 struct KeyValueCopies {
     template <int Columns>
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, CopyMap<Tile, Tile::kBc, Columns>>;
+    using Copy =
+        typename Tile::Machine::template Copy<Tile, Tile::kGroupKeys, CopyMap<Tile, Tile::kGroupKeys, Columns>>;
     Copy<Tile::kD> k;
     Copy<Tile::kColumns> v;
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
         : k(work.key_rows(work.p.k, key), work.p.k.row, work.p.head_dim),
           v(work.key_rows(work.p.v, key) + work.first_column(), work.p.v.row, work.columns()) {}
+
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch) {
+        k.start(stage.k, k_pitch);
+        v.start(stage.v, v_pitch);
+    }
+    /// Of a tile with so many rows, or more than it holds.
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int rows) {
+        k.start(stage.k, k_pitch, rows);
+        v.start(stage.v, v_pitch, rows);
+    }
+    template <class Stage>
+    __device__ __forceinline__ void finish(Stage& stage) {
+        k.finish(stage.k);
+        v.finish(stage.v);
+    }
 };
 
-/// The same from a key/value cache.
+/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
-    template <int Columns>
-    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kBc, CachedCopyMap<Tile, Tile::kBc, Columns>>;
-    Copy<Tile::kD> k;
-    Copy<Tile::kColumns> v;
+    using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
+    using Copy = typename Tile::Machine::template Copy<Tile, Tile::kGroupKeys, Map>;
+    static_assert(!Tile::kAlternates);
 
-    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key)
-        : KeyValueCopies(work, key, CachedRows(work.p.sequences, work.p.seqlen_k, work.sequence.index)) {}
+    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int first_key)
+        : work_(work),
+          rows_(work.p.sequences, work.p.seqlen_k, work.sequence.index),
+          key_(first_key),
+          k_(row_of<const typename Tile::T>(work.p.k, 0, work.tile.head_k, 0), work.p.head_dim),
+          v_(row_of<const typename Tile::T>(work.p.v, 0, work.tile.head_k, 0), work.p.head_dim_v) {
+        look_up();
+    }
+
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t) {
+        const bool exists = place_.row >= 0;
+        k_.start(stage.k, exists ? rows_.offset(work_.p.k, place_) : Map::kNowhere);
+        v_.start(stage.v, exists ? rows_.offset(work_.p.v, place_) : Map::kNowhere);
+        key_ -= Tile::kBc;
+        look_up();
+    }
+    template <class Stage>
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t, int) {
+        start(stage, 0, 0);  // rows behind the sequence are found not to exist
+    }
+    template <class Stage>
+    __device__ __forceinline__ void finish(Stage& stage) {
+        k_.finish(stage.k);
+        v_.finish(stage.v);
+    }
 
   private:
-    __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int key, const CachedRows& rows)
-        : k(head(work, work.p.k), rows, work.p.k, key, work.p.head_dim),
-          v(head(work, work.p.v) + work.first_column(), rows, work.p.v, key, work.columns()) {}
-    __device__ static const typename Tile::T* head(const Work<Tile>& work, const Rows& tensor) {
-        return row_of<const typename Tile::T>(tensor, 0, work.tile.head_k, 0);
+    __device__ __forceinline__ void look_up() {
+        const int row = Map::lane_row(), j = key_ + row;
+        place_.row = -1;
+        if (row < Tile::kGroupKeys && j >= 0 && j < rows_.count) place_ = rows_.place(j);
     }
+
+    const Work<Tile>& work_;
+    CachedRows rows_;
+    CachedRows::Place place_{0, -1};  // of this lane's row of the next tile
+    int key_;                         // the first of the next tile
+    Copy k_, v_;
 };
 
 /// Goes from the last visible tile back to the first, and copies kAhead tiles ahead. With one stage whose copies are
@@ -53,8 +99,7 @@ class KeyValueRing {
     /// Starts the copies of the first tile, which may reach beyond the sequence's end.
     __device__ __forceinline__ void start(Copies& copies, int key) {
         if (work_.tiles > 0) {
-            copies.k.start(smem_.ring[0].k, k_pitch(), work_.sequence.seqlen_k - key);
-            copies.v.start(smem_.ring[0].v, v_pitch(), work_.sequence.seqlen_k - key);
+            copies.start(smem_.ring[0], k_pitch(), v_pitch(), work_.sequence.seqlen_k - key);
         }
     }
     /// Finishes the copies of the first tile, and starts those of the other tiles that are copied ahead.
@@ -74,7 +119,7 @@ class KeyValueRing {
     /// left, this one included.
     __device__ __forceinline__ void begin_tile(Copies& copies, int left) {
         ptx::cp_async_wait<Tile::kAhead - 1>();
-        __syncthreads();  // the tile has landed, the one before has been used
+        meet_group<Tile>();  // the tile has landed, the one before has been used
         if constexpr (Tile::kAlternates) {
             if (left < work_.tiles) copies.v.start(smem_.ring[previous_].v, v_pitch());
         } else if (left > Tile::kAhead) {
@@ -94,7 +139,7 @@ class KeyValueRing {
     /// The tile has been used: on to the one before it.
     __device__ __forceinline__ void end_tile(Copies& copies, int left) {
         if constexpr (Tile::Machine::kThroughRegisters) {
-            if constexpr (Tile::kStages == 1) __syncthreads();
+            if constexpr (Tile::kStages == 1) meet_group<Tile>();
             if (left > Tile::kAhead) finish(smem_.ring[previous_], copies);
         }
         previous_ = slot_;
@@ -106,13 +151,11 @@ class KeyValueRing {
     __device__ __forceinline__ std::int64_t v_pitch() const { return work_.p.v.row; }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, Copies& copies) {
-        copies.k.start(stage.k, k_pitch());
-        copies.v.start(stage.v, v_pitch());
+        copies.start(stage, k_pitch(), v_pitch());
     }
     template <class Stage>
     __device__ __forceinline__ void finish(Stage& stage, Copies& copies) {
-        copies.k.finish(stage.k);
-        copies.v.finish(stage.v);
+        copies.finish(stage);
     }
 
     const Work<Tile>& work_;

@@ -32,9 +32,23 @@ inline constexpr TableRow kAnyRows[] = {
     {{.d = 256, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 1, .blocks_per_sm = 1}},
     {{.d = 512, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 32, .blocks_per_sm = 1, .columns = 128}},
 };
+/// The shapes for key/value caches; with at most 16 rows that share a key, each warp has keys of its own.
+inline constexpr Pays kFewRows{.rows = 16};
+inline constexpr TableRow kCachedRows[] = {
+    {{.d = 32, .row_warps = 1, .keys = 128, .q_steps = 2, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
+    {{.d = 32, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}},
+    {{.d = 64, .row_warps = 1, .keys = 128, .q_steps = 4, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
+    {{.d = 64, .keys = 64, .q_steps = 4, .blocks_per_sm = 2}},
+    {{.d = 96, .row_warps = 1, .keys = 64, .q_steps = 6, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
+    {{.d = 96, .keys = 32, .q_steps = 6, .blocks_per_sm = 2}},
+    {{.d = 128, .row_warps = 1, .keys = 64, .q_steps = 8, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
+    {{.d = 128, .keys = 32, .q_steps = 8, .blocks_per_sm = 2}},
+    {{.d = 192, .dim_warps = 2, .keys = 32, .q_steps = 12, .blocks_per_sm = 1}},
+    {{.d = 256, .row_warps = 3, .dim_warps = 2, .keys = 32, .q_steps = 1, .blocks_per_sm = 1}},
+};
 const std::vector<Shape> kShapes =
     join({shapes<Sm75, half, Problems::kPlain, kDenseRows>(75), shapes<Sm75, half, Problems::kAny, kAnyRows>(75),
-          cached_shapes<Sm75, half, kAnyRows>(75)});
+          cached_shapes<Sm75, half, kCachedRows>(75)});
 
 const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
     {.name = "mma_sm75",

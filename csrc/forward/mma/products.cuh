@@ -32,7 +32,7 @@ struct QOperand {
     __device__ __forceinline__ static void fetch(std::uint32_t (&a)[4], Smem<Tile>& smem, const Thread<Tile>& thread,
                                                  int r, int c) {
         const typename SharedMemory<Tile>::QRows::Lane lane(thread.lane % 16, thread.lane / 16 * 8);
-        ptx::ldmatrix_x4(a, lane.of(smem.q[thread.row_warp], 16 * r, 16 * c));
+        ptx::ldmatrix_x4(a, lane.of(smem.q_rows(thread.row_warp), 16 * r, 16 * c));
     }
 };
 
@@ -73,7 +73,7 @@ __device__ __forceinline__ void multiply_pv(Output<Tile>& o, const Weights<Tile>
     const typename SharedMemory<Tile>::WeightRows::Lane p_lane(thread.warp_row() + row, column);
     const typename SharedMemory<Tile>::ValueRows::Lane v_lane(row, thread.warp_column() + column);
 #pragma unroll
-    for (int j = 0; j < Tile::kBc / 16; ++j) {
+    for (int j = 0; j < Tile::kGroupKeys / 16; ++j) {
         std::uint32_t a[Tile::kRowTiles][4];
 #pragma unroll
         for (int r = 0; r < Tile::kRowTiles; ++r) {

@@ -62,8 +62,8 @@ struct RungTile {
 
 /// A rung's instance: a kernel whose block is a Tile and `threads` threads.
 template <class Tile>
-Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardParams&, Stream), int head_dim, int threads,
-                 int smem_bytes) {
+Shape rung_shape(void (*kernel)(ForwardParams), void (*launch)(const ForwardParams&, const DeviceFacts&, Stream),
+                 int head_dim, int threads, int smem_bytes) {
     return {{DType::kFloat32, 75, head_dim, Tile::kBr, Tile::kBc, (threads + 31) / 32, 1, smem_bytes,
              reinterpret_cast<const void*>(kernel)},
             Problems::kPlain,

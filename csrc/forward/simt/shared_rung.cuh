@@ -96,7 +96,7 @@ __global__ void __launch_bounds__(Rung::kBr* Rung::kBc) shared(const __grid_cons
 }
 
 template <class Rung>
-void launch_shared(const ForwardParams& p, Stream stream) {
+void launch_shared(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     launch(shared<Rung>, {q_tile_grid(p, Rung::kBr), dim3(Rung::kBc, Rung::kBr), sizeof(typename Rung::SharedMemory)},
            stream, p);
 }

@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 }
 
 template <class Tile>
-void launch_tile(const ForwardParams& p, Stream stream) {
+void launch_tile(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     dim3 grid = assignment_grid(p, Tile::kBr);
     grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
     launch(forward<Tile>, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)}, stream, p);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(Tile::kBr* Tile::kBc) block(const __grid_const
 }
 
 template <class Tile>
-void launch_block(const ForwardParams& p, Stream stream) {
+void launch_block(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     launch(block<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kBc, Tile::kBr)}, stream, p);
 }
 

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(Tile::kLanes) coalesced(const __grid_constant_
 }
 
 template <class Tile>
-void launch_coalesced(const ForwardParams& p, Stream stream) {
+void launch_coalesced(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     launch(coalesced<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kLanes)}, stream, p);
 }
 

@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(Rung::kBr* Rung::kBc) fa1(const __grid_constan
 }
 
 template <class Rung>
-void launch_fa1(const ForwardParams& p, Stream stream) {
+void launch_fa1(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     const std::int64_t blocks = p.batch * p.heads_q;
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 heads");
     launch(fa1<Rung>,

@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(Tile::kBr) naive(const __grid_constant__ Forwa
 }
 
 template <class Tile>
-void launch_naive(const ForwardParams& p, Stream stream) {
+void launch_naive(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     launch(naive<Tile>, {q_tile_grid(p, Tile::kBr), dim3(Tile::kBr)}, stream, p);
 }
 

@@ -266,7 +266,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 }
 
 template <class Tile, Problems kProblems>
-void launch_tile(const ForwardParams& p, Stream stream) {
+void launch_tile(const ForwardParams& p, const DeviceFacts&, Stream stream) {
     const LaunchConfig config{assignment_grid(p, Tile::kBr), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>)};
     launch(forward<Tile, kProblems>, config, stream, p);
 }

@@ -1,0 +1,90 @@
+// Parts of attention over the keys, and their merger. Each part has seen other keys of the same rows:
+//
+//     m = max m_i,   l = sum l_i 2^(m_i - m),   O = sum O_i 2^(m_i - m)         and, as ever, O / l and the LSE.
+//
+// A part lies in memory, global or shared, as the lanes of a warp hold its 16 rows: one vector of all 32 lanes after the
+// other. The vectors of O come first (8 columns each), then one of m and l.
+#pragma once
+
+#include <ptx.cuh>
+
+#include <cmath>
+
+#include "device/register_tile.cuh"
+
+namespace flash_wmma {
+
+/// Where a lane's vectors of a part with so many columns of O lie.
+template <int kColumns>
+class PartRows {
+  public:
+    static constexpr int kVectors = kColumns / 8;  // of O
+    static constexpr int kSize = (kVectors + 1) * 32;
+
+    __device__ __forceinline__ PartRows(float4* part, int lane) : first_(part + lane) {}
+    __device__ __forceinline__ float4& o(int i) const { return first_[i * 32]; }
+    /// m of the lane's two rows, then l.
+    __device__ __forceinline__ float4& facts() const { return first_[kVectors * 32]; }
+
+  private:
+    float4* first_;
+};
+
+/// What some keys add to 16 rows, columns kColumns of O: of one part, or of several that were merged. A lane has l of
+/// whole rows.
+template <int kColumns>
+struct KeyPart {
+    RowValues<16> m, l;
+    RegisterTile<16, kColumns> o;
+
+    /// Stores O as the vectors from `vector` on.
+    template <int kAll>
+    __device__ __forceinline__ void give_o(const PartRows<kAll>& to, int vector) const {
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j)
+            to.o(vector + j) = make_float4(o.block[0][j][0], o.block[0][j][1], o.block[0][j][2], o.block[0][j][3]);
+    }
+    template <int kAll>
+    __device__ __forceinline__ void give_facts(const PartRows<kAll>& to) const {
+        to.facts() = make_float4(m[0], m[1], l[0], l[1]);
+    }
+};
+
+/// Merges the parts at(i), i = begin, begin + step, ... below end: the columns of the vectors from `vector` on. Without
+/// a part m is -inf, l and O are 0.
+template <int kColumns, class At>
+__device__ __forceinline__ KeyPart<kColumns> merge_parts(int begin, int end, int step, int vector, At at) {
+    KeyPart<kColumns> all;
+    all.o.clear();
+    all.m.each([&](int i, float& m) { m = -INFINITY, all.l[i] = 0.f; });
+#pragma unroll 4
+    for (int i = begin; i < end; i += step) {
+        const float4 facts = at(i).facts();
+        all.m[0] = fmaxf(all.m[0], facts.x), all.m[1] = fmaxf(all.m[1], facts.y);
+    }
+#pragma unroll 4
+    for (int i = begin; i < end; i += step) {
+        const auto part = at(i);
+        const float4 facts = part.facts();
+        const float m[2] = {facts.x, facts.y}, l[2] = {facts.z, facts.w};
+        // Without a visible key O may be 0 * NaN of v. If all scores are NaN, so is l
+        const bool sees[2] = {m[0] != -INFINITY, m[1] != -INFINITY};
+        float weight[2];
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+            weight[h] = sees[h] ? ptx::ex2(m[h] - all.m[h]) : 1.f;
+            all.l[h] = fmaf(l[h], weight[h], all.l[h]);
+        }
+#pragma unroll
+        for (int j = 0; j < kColumns / 8; ++j) {
+            const float4 x = part.o(vector + j);
+            const float o[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+                if (sees[e / 2]) all.o.block[0][j][e] = fmaf(o[e], weight[e / 2], all.o.block[0][j][e]);
+        }
+    }
+    return all;
+}
+
+}  // namespace flash_wmma
