@@ -190,7 +190,8 @@ const KernelInfo kKernel = {
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
+     .features =
+         kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

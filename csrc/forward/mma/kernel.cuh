@@ -32,6 +32,7 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
+#include "device/dropout.cuh"
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
 #include "device/sink.cuh"
@@ -57,6 +58,10 @@ __device__ __forceinline__ VisibleTiles<Tile::kBc> visible_tiles(const Work<Tile
 /// Whether an instance takes key ranges. Rows of a grouped tile are of several heads, and a cache has no ranges.
 template <class Tile, Problems kProblems>
 inline constexpr bool kTakesRanges = includes(kProblems, Problems::kModified) && !Tile::kCached;
+
+/// Whether an instance takes dropout. A cache has none.
+template <class Tile, Problems kProblems>
+inline constexpr bool kTakesDropout = includes(kProblems, Problems::kModified) && !Tile::kCached;
 
 /// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
@@ -88,6 +93,7 @@ struct Weigher {
         modify(s);
         if (!lagged) settle(s, offset, softmax, o);
         sums = flash_wmma::weigh(s, factor, offset);
+        drop(s);
         hand_over<Tile>(weights, s, smem, thread);
         if (!lagged) {
             meet(thread);
@@ -116,6 +122,17 @@ struct Weigher {
                 x = value.weight;
                 s.each_in_row(i, [&](float& score, int) { score -= softmax.base(softmax.m[i]); });
             });
+        }
+    }
+
+    /// Drops weights, which have been summed.
+    __device__ __forceinline__ void drop(Scores<Tile>& s) const {
+        if constexpr (kTakesDropout<Tile, kProblems>) {
+            if (!work.p.dropout.rng_state) return;
+            const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
+            const DropoutMask kept_weights(work.p.dropout, work.sequence.index, work.tile.head);
+            each_kept<false>(s, kept_weights, work.tile.row(here.warp_row()).query, key + here.warp_key(),
+                             [](float& x, bool kept) { x = kept ? x : 0.f; });
         }
     }
 
@@ -254,7 +271,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     softmax.l.each([&](int i, float sum) {
         const auto [query, head] = work.tile.row(thread.warp_row() + 8 * i + thread.row());
         const bool none = sum == 0.f;
-        const float rescale = take_sink(p, head, softmax.m[i], sum);
+        float rescale = take_sink(p, head, softmax.m[i], sum);
+        if constexpr (kTakesDropout<Tile, kProblems>)
+            if (p.dropout.rng_state) rescale *= kept_scale(p.dropout);
         const float lse = (softmax.m[i] + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
         inverse_l[i] = none ? 0.f : rescale * __fdividef(exp2f(unit.exponent), sum);
         if (thread.dim_warp == 0 && thread.lane % 4 == 0 && query < sequence.seqlen_q)
