@@ -58,10 +58,11 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tupl
 
 
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
-    """The weights that a call with this ``rng_state`` and ``dropout_p`` keeps: (batch, heads, seqlen_q, seqlen_k), bool.
+    """The weights that a call with these arguments keeps: (batch, heads, seqlen_q, seqlen_k), bool.
 
     It is a pure function of the state, the batch entry (of packed sequences: the sequence), the query head, the query
-    and the key, whichever kernel runs and however the call is split. Kept weights are multiplied by 1 / (1 - dropout_p).
+    and the key, whichever kernel runs and however the call is split. Kept weights are multiplied by
+    1 / (1 - dropout_p).
 
     Raises:
         TypeError, ValueError: rng_state or dropout_p.

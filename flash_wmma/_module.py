@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import _autocast, _checks
 from ._call import Causal, call_of
+from ._dropout import probability
 from ._errors import refuse
 from ._forward import forward
 
@@ -58,7 +59,7 @@ class MultiheadAttention(nn.Module):
         _checks.kernel(kernel)
         _checks.backward_kernel(backward_kernel)
         _checks.flag(bias=bias, sinks=sinks)
-        _checks.probability(dropout=dropout)
+        probability(dropout=dropout)
         if dtype is not None and dtype not in _checks.MATH_DTYPES:
             error = ValueError if isinstance(dtype, torch.dtype) else TypeError
             refuse("dtype", repr(dtype), ", ".join(map(str, _checks.MATH_DTYPES)), error)

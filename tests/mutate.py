@@ -53,7 +53,7 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "kvcache"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "dropout", "kvcache"),
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
@@ -66,10 +66,11 @@ BACKWARD_TESTS = (
     "interface_hypothesis",
     "key_ranges",
     "sinks",
+    "dropout",
 )
 CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
-    *("key_ranges", "sinks", "kvcache"),
+    *("key_ranges", "sinks", "dropout", "kvcache"),
 )
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")

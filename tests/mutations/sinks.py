@@ -209,8 +209,8 @@ FAULTS = [
     Fault(
         name="sink-not-saved",
         path="flash_wmma/_call.py",
-        old="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]",
-        new="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, None]",
+        old="self.key_ranges, self.sinks, self.rng_state]",
+        new="self.key_ranges, None, self.rng_state]",
         why="sinks are lost between forward and backward",
         tests=SINKS,
     ),
