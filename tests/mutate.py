@@ -108,7 +108,7 @@ DEVICE_CODE = (
     *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
 )
 """What kernels are made of."""
-HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/registry.")
+HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/dropout.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
 CPU_KERNELS = ("cpu", "bwd_cpu")
 HOST_KERNELS = (*CPU_KERNELS, "wmma_v2")

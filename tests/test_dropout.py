@@ -378,7 +378,7 @@ def test_the_op_checks_too() -> None:
 
 
 def test_explain() -> None:
-    q = torch.zeros(1, 2, 64, 64)
     for kernel in flash_wmma.kernels():
+        q = torch.zeros(1, 2, 64, 64, dtype=kernel.dtypes[0])
         why = flash_wmma.explain(q, q, q, dropout_p=0.5, kernel=kernel.name).reasons.get(kernel.name, "")
         assert ("does not support dropout" in why) == ("dropout" not in kernel.features)

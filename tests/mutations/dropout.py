@@ -5,7 +5,7 @@ from __future__ import annotations
 from mutations.fault import Fault
 
 NUMBERS = "csrc/dropout.h"
-TILE = "csrc/device/dropout.cuh"
+TILE = "csrc/device/dropout_tile.cuh"
 DROPOUT = ("dropout",)
 SIMT = ("simt",)
 SM80 = ("mma_sm80",)

@@ -33,7 +33,7 @@
 #include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
-#include "device/dropout.cuh"
+#include "device/dropout_tile.cuh"
 #include "device/score_mod.cuh"
 
 namespace flash_wmma::backward {

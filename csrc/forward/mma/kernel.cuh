@@ -32,7 +32,7 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
-#include "device/dropout.cuh"
+#include "device/dropout_tile.cuh"
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
 #include "device/sink.cuh"
