@@ -12,8 +12,12 @@ Every row is one problem of 16,384 tokens and hidden size 2048, and one peer:
     bool (B, 1, 1, N)   cuDNN with the same boolean mask, which hides a third of the keys: at random, or the last ones
     bool (B, 1, N, N)   cuDNN with the same boolean mask, of blocks of 128 by 128, of which half are hidden
     ALiBi, softcap      FlashAttention-2 without either, which torch's copy does not take; and the same kernel without
+    sinks               the same kernel without
+    dropout             FlashAttention-2 with the same probability, 0.1
     documents           the same kernel on packed sequences, without key_ranges
     varlen              FlashAttention-2 on the same packed sequences, of lengths 1 to 4096
+
+Rows that the kernel does not take are left out.
 
 The timed outputs are compared with the peer's if both compute the same. The method is harness/timing.py's.
 """
@@ -52,12 +56,12 @@ class Row:
     same: bool = True  #: whether both compute the same
 
 
-def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool, **window: int) -> Tensor:
+def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0, **window: int) -> Tensor:
     """FlashAttention-2 as torch has it; (B, H, N, d)."""
     transposed = (t.transpose(1, 2) for t in (q, k, v))
     n, scale = q.size(2), q.size(3) ** -0.5
     out = torch.ops.aten._flash_attention_forward(
-        *transposed, None, None, n, n, 0.0, causal, False, scale=scale, **window
+        *transposed, None, None, n, n, dropout_p, causal, False, scale=scale, **window
     )[0]
     return out.transpose(1, 2)
 
@@ -73,6 +77,7 @@ def flash2_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int
 def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterator[Row]:
     """The problems, one after the other, so that only one is in memory."""
     heads = HIDDEN // head_dim
+    (features,) = (row.features for row in flash_wmma.kernels() if row.name == kernel)
     torch.manual_seed(0)
 
     def inputs(n: int, heads_k: int = heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -96,6 +101,23 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
     q, k, v = inputs(2048)
     narrow = inputs(2048, max(1, heads // 8))
     yield Row("GQA 8:1, N=2048", "itself, MHA", lambda: forward(*narrow), lambda: forward(q, k, v), same=False)
+    sinks = torch.randn(heads, device="cuda")
+    if "sinks" in features:
+        yield Row(
+            "sinks, N=2048",
+            "itself, without",
+            lambda: forward(q, k, v, sinks=sinks),
+            lambda: forward(q, k, v),
+            same=False,
+        )
+    if "dropout" in features:
+        yield Row(
+            "dropout 0.1, N=2048",
+            "FA2, dropout 0.1",
+            lambda: forward(q, k, v, dropout_p=0.1),
+            lambda: flash2(q, k, v, causal, dropout_p=0.1),
+            same=False,
+        )
     bias = torch.randn(1, heads, 2048, 2048, device="cuda", dtype=dtype)
     if causal:
         bias += torch.full((2048, 2048), -torch.inf, device="cuda", dtype=dtype).triu(1)
@@ -123,13 +145,14 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         yield Row(f"{name}, N=2048", "cuDNN", lambda seen=seen: forward(q, k, v, attn_bias=seen), theirs)
     slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
     plain = "FA2 without"
-    yield Row(
-        "ALiBi, N=2048",
-        plain,
-        lambda: forward(q, k, v, alibi_slopes=slopes),
-        lambda: flash2(q, k, v, causal),
-        same=False,
-    )
+    if "alibi_slopes" in features:
+        yield Row(
+            "ALiBi, N=2048",
+            plain,
+            lambda: forward(q, k, v, alibi_slopes=slopes),
+            lambda: flash2(q, k, v, causal),
+            same=False,
+        )
     yield Row(
         "softcap, N=2048", plain, lambda: forward(q, k, v, softcap=30.0), lambda: flash2(q, k, v, causal), same=False
     )

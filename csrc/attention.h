@@ -112,10 +112,12 @@ struct Sequences {
     std::int32_t page_size, num_pages;  ///< rows of a page, and pages of the cache; page_size 0: no cache
 };
 
-/// Dropout on the attention weights. The state is a device tensor {seed, offset} so that graphs can replay it.
+/// Dropout on the attention weights: O = (P M / (1 - p)) V with a mask M of zeros and ones (dropout.h), and l and lse of
+/// all weights. The state is a tensor of two numbers, so that graphs can replay a call. Null: none.
 struct Dropout {
     const std::uint64_t* rng_state;
-    float probability;
+    float probability;         ///< p, below 1
+    std::int64_t first_entry;  ///< what the mask counts this call's batch entries or sequences from
 };
 
 /// Partial results of a split over the keys, fp32: o (splits, B, Hq, Nq, d_v) unnormalised, lse (splits, B, Hq, Nq).
@@ -162,7 +164,8 @@ struct BiasGradient {
 /// The gradients of forward (FlashAttention-2, algorithm 2). With x and lse as above and x' the score before bias and
 /// ALiBi, a kernel recomputes the weights and writes
 ///     P = exp(x - lse), and 0 where the band, the range or the bias hides the key, or lse is -inf
-///     dV = P^T dO      dP = dO V^T      delta_i = o_i dO_i - dlse_i      dS = P * (dP - delta)
+///     dV = P^T dO      dP = dO V^T      (with dropout: dV = (P M / (1 - p))^T dO, dP = M / (1 - p) dO V^T)
+///     delta_i = o_i dO_i - dlse_i      dS = P * (dP - delta)
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 /// The gradient of sinks[h] is the sum of -exp(sinks[h] - lse) * delta, which no kernel computes (_autograd.py).

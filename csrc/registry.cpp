@@ -112,7 +112,7 @@ unsigned features_of(const ForwardParams& p) {
     const Sequences& s = p.sequences;
     if (s.cu_seqlens_q || s.cu_seqlens_k || (s.seqused_k && !s.page_size)) features |= kVarlen;
     if (p.head_dim != p.head_dim_v) features |= kValueDim;
-    if (p.dropout.probability != 0.f) features |= kDropout;
+    if (p.dropout.rng_state) features |= kDropout;
     if (p.sinks) features |= kSinks;
     if (s.page_size) features |= kCache;
     if (p.partials.num_splits > 1 && !s.page_size) features |= kSplitKv;  // with a cache it is only a hint

@@ -24,6 +24,7 @@ from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._cached import append_kv, forward_cached
 from ._device import DeviceFacts, device_facts
 from ._documents import document_ranges
+from ._dropout import dropout_mask
 from ._explain import Explanation, explain
 from ._flash_attn import (
     flash_attn_func,
@@ -61,6 +62,7 @@ __all__ = [
     "device_facts",
     "distributed",
     "document_ranges",
+    "dropout_mask",
     "emulator",
     "explain",
     "flash_attn_func",

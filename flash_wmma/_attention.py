@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _dropout, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
 from ._call import Call
 from ._errors import raise_library_error
 
@@ -17,6 +17,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
         if not call.only_band:
             if call.backward_kernel != "auto":
                 _checks.backward_kernel(call.backward_kernel)
+            if call.rng_state is None and 0 < call.dropout_p < 1:
+                call = call._replace(rng_state=_dropout.draw(q.device))
             if call.kernel_name == "math":
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):

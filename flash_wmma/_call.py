@@ -82,7 +82,7 @@ class Call(NamedTuple):
     def split(self) -> tuple[Call, tuple[Tensor | None, ...]]:
         """The call without its tensors, and the tensors, which autograd saves. For a call without: itself and ()."""
         lengths = self.lengths
-        tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]
+        tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks, self.rng_state]
         if lengths is None and all(t is None for t in tensors):
             return self, ()
         if lengths is not None:
@@ -93,13 +93,18 @@ class Call(NamedTuple):
         """The call with the tensors that :meth:`split` gave."""
         if not tensors:
             return self
-        attn_bias, alibi_slopes, key_ranges, sinks, *of_lengths = tensors
+        attn_bias, alibi_slopes, key_ranges, sinks, rng_state, *of_lengths = tensors
         lengths = self.lengths
         if lengths is not None:
             cu_seqlens_q, cu_seqlens_k, seqused_k = of_lengths
             lengths = lengths._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, seqused_k=seqused_k)
         return self._replace(
-            attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks, lengths=lengths
+            attn_bias=attn_bias,
+            alibi_slopes=alibi_slopes,
+            key_ranges=key_ranges,
+            sinks=sinks,
+            rng_state=rng_state,
+            lengths=lengths,
         )
 
 
@@ -120,6 +125,8 @@ def call_of(
     deterministic: bool | None = None,
     key_ranges: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     bottom_right: bool = False,
     out_bnhd: bool = False,
     lengths: Lengths | None = None,
@@ -141,6 +148,7 @@ def call_of(
             and sinks is None
             and lengths is None
             and softcap == 0
+            and dropout_p == 0
             and kernel == backward_kernel == "auto"
             and not batch_invariant
         )
@@ -157,7 +165,7 @@ def call_of(
         bottom_right = bottom_right or aligned
     if sinks is not None and getattr(sinks, "dtype", None) in (torch.float16, torch.bfloat16):
         sinks = sinks.float()  # which is what the ops take
-    rng_state, dropout_p, num_splits = None, 0.0, 1
+    num_splits = 1
     return _new(  # Call(...) takes twice the time
         Call,
         (

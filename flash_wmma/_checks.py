@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ._call import Cache, Call, Lengths
+from ._dropout import check_state, probability
 from ._errors import refuse
 from ._registry import kernel_names
 
@@ -212,6 +213,8 @@ def call_tensors(q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
     slopes(call.alibi_slopes, q, batch)
     ranges(call.key_ranges, q)
     sink_logits(call.sinks, q, dtypes)
+    probability(dropout_p=call.dropout_p)
+    check_state(call.rng_state, q.device)
 
 
 def cached_tensors(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> None:

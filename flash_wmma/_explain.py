@@ -190,6 +190,7 @@ def explain(
         key_ranges=key_ranges is not None,
         softcap=softcap,
         sinks=sinks is not None,
+        dropout=bool(dropout_p),
         batch_invariant=batch_invariant,
     )
     answer = choose(kernel, problem, device_facts)

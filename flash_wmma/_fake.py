@@ -40,10 +40,19 @@ def _forward(
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    dropout_p: float = 0.0,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks)
+    call = Call(
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        key_ranges=key_ranges,
+        sinks=sinks,
+        rng_state=rng_state,
+        dropout_p=dropout_p,
+    )
     _checks.call_tensors(q, k, v, call)
     return _dense(q, v.shape[3], out_bnhd)
 
@@ -66,11 +75,21 @@ def _forward_varlen(
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    rng_state: Tensor | None = None,
+    dropout_p: float = 0.0,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
     lengths = Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k)
-    call = Call(attn_bias=attn_bias, alibi_slopes=alibi_slopes, key_ranges=key_ranges, sinks=sinks, lengths=lengths)
+    call = Call(
+        attn_bias=attn_bias,
+        alibi_slopes=alibi_slopes,
+        key_ranges=key_ranges,
+        sinks=sinks,
+        rng_state=rng_state,
+        dropout_p=dropout_p,
+        lengths=lengths,
+    )
     _checks.call_tensors(q, k, v, call)
     return _packed(q, v.shape[2])
 

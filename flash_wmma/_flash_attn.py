@@ -7,7 +7,6 @@ masks and windows are aligned to the last key; ALiBi is -slope * |i + Nk - Nq - 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from . import _append, _checks
 from ._attention import attend
 from ._cached import append_kv, attend_cached, cache_of, check_splits, lengths_of, table_of
 from ._call import Lengths, call_of
+from ._dropout import probability
 from ._errors import refuse
 
 Result = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -23,16 +23,10 @@ WindowSize = Sequence[int] | Tensor
 """Two integers, (left, right). Those of a tensor on a GPU are read back, which waits for the device."""
 
 
-def _not_yet(option: str, why: str) -> NoReturn:
-    raise NotImplementedError(f"{option}: {why} is not built yet")
-
-
-def _refuse_dropout(dropout_p: object) -> NoReturn:
-    if not isinstance(dropout_p, int | float):
-        refuse("dropout_p", repr(dropout_p), "a float", TypeError)
-    if not 0 <= dropout_p <= 1:
-        refuse("dropout_p", dropout_p, "0 to 1")
-    _not_yet("dropout_p", "dropout")
+def _no_dropout(dropout_p: float, why: str) -> None:
+    probability(dropout_p=dropout_p)
+    if dropout_p != 0:
+        raise NotImplementedError(f"dropout_p: got {dropout_p}, {why}")
 
 
 def _window(window_size: WindowSize) -> tuple[int, int] | None:
@@ -56,7 +50,7 @@ def _flag(name: str, value: object) -> bool:
 
 
 def _result(out: Tensor, lse: Tensor, return_attn_probs: bool) -> Result:
-    """flash-attn's third result encodes which weights were dropped; without dropout it is empty."""
+    """flash-attn's third result encodes which weights were dropped. Here it is empty (:func:`dropout_mask`)."""
     return (out, lse, out.new_empty(0)) if return_attn_probs else out
 
 
@@ -96,7 +90,7 @@ def flash_attn_func(
         q: (B, Nq, Hq, d), float32, float16 or bfloat16.
         k: (B, Nk, Hk, d); Hq is a multiple of Hk.
         v: (B, Nk, Hk, d_v).
-        dropout_p: 0; anything else is not built yet.
+        dropout_p: as for :func:`flash_wmma.forward`. 1 is not allowed.
         softmax_scale: factor on the scores; default 1 / sqrt(d).
         causal: query i sees the keys j <= i + Nk - Nq.
         window_size: (left, right), any sequence of two integers, a tensor included: query i sees the keys from
@@ -104,18 +98,17 @@ def flash_attn_func(
         softcap: if not 0, scaled scores x become softcap * tanh(x / softcap).
         alibi_slopes: (Hq) or (B, Hq), float32: -slope * |i + Nk - Nq - j| is added to the scores.
         deterministic: compute gradients that are bitwise the same from run to run. The forward pass always is.
-        return_attn_probs: also return lse and an empty tensor, which stands where flash-attn puts dropout's pattern.
+        return_attn_probs: also return lse and an empty tensor, which stands where flash-attn puts dropout's pattern
+            (:func:`flash_wmma.dropout_mask` has it).
         learnable_sink: FlashAttention-4's; the ``sinks`` of :func:`flash_wmma.forward`.
 
     Returns:
         out (B, Nq, Hq, d_v), contiguous; with ``return_attn_probs`` (out, lse (B, Hq, Nq) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout, or alibi_slopes that require grad.
+        NotImplementedError: alibi_slopes that require grad.
         TypeError, ValueError: as :func:`flash_wmma.forward`; messages use that function's argument names.
     """
-    if dropout_p != 0:
-        _refuse_dropout(dropout_p)
     for name, t in (("q", q), ("k", k), ("v", v)):
         if not isinstance(t, Tensor) or t.dim() != 4:
             _checks.tensors(**{name: t})
@@ -128,6 +121,7 @@ def flash_attn_func(
         softcap=softcap,
         deterministic=_flag("deterministic", deterministic) or None,
         sinks=learnable_sink,
+        dropout_p=dropout_p,
         bottom_right=True,
         out_bnhd=True,
     )
@@ -244,11 +238,12 @@ def flash_attn_varlen_func(
         (Hq, total_q) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout, alibi_slopes that require grad, or with block_table or out any tensor that does.
+        NotImplementedError: dropout with block_table, alibi_slopes that require grad, or with block_table or out any
+            tensor that does.
         TypeError, ValueError: as :func:`flash_wmma.forward_varlen`.
     """
-    if dropout_p != 0:
-        _refuse_dropout(dropout_p)
+    if block_table is not None:
+        _no_dropout(dropout_p, "no kernel drops weights with a block_table")
     if (block_table is not None or out is not None) and torch.is_grad_enabled():
         _checks.no_gradient(q=q, k=k, v=v, learnable_sink=learnable_sink, s_aux=s_aux)
     if block_table is None and cu_seqlens_k is None:
@@ -261,6 +256,7 @@ def flash_attn_varlen_func(
         softcap=softcap,
         deterministic=_flag("deterministic", deterministic) or None,
         sinks=_sinks(learnable_sink, s_aux),
+        dropout_p=dropout_p,
         bottom_right=True,
         lengths=None
         if block_table is not None or cu_seqlens_k is None

@@ -25,6 +25,8 @@ class Options(TypedDict, total=False):
     key_ranges: Tensor | None
     softcap: float
     sinks: Tensor | None
+    dropout_p: float
+    rng_state: Tensor | None
     kernel: str
     batch_invariant: bool
     backward_kernel: str
@@ -69,6 +71,8 @@ def forward(
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -103,6 +107,11 @@ def forward(
         sinks: (Hq), float32, float16 or bfloat16: for each query head the logit of one more key, which every query sees
             and which has no value, so that the softmax's denominator gets exp(sinks[h]) (gpt-oss's attention sinks).
             -inf: no sink. +inf and NaN make the head's results NaN.
+        dropout_p: each weight is dropped with this probability (rounded to 1 / 65536), and the others are divided by
+            1 - dropout_p. lse is that of all weights. Which weights are dropped depends on rng_state and the place of
+            the weight alone: :func:`flash_wmma.dropout_mask`.
+        rng_state: (2,), int64, on q's device: the state of dropout's generator; default: drawn from torch's generator,
+            so that ``torch.manual_seed`` repeats a call, and replays of a CUDA graph differ.
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
@@ -148,6 +157,8 @@ def forward(
         deterministic,
         key_ranges,
         sinks,
+        dropout_p,
+        rng_state,
     )
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -216,6 +227,8 @@ def forward_varlen(
     key_ranges: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     kernel: str = "auto",
     return_lse: bool = False,
     batch_invariant: bool = False,
@@ -238,8 +251,8 @@ def forward_varlen(
         max_seqlen_q: at least the number of queries of every sequence; the results of a longer one are unspecified.
         max_seqlen_k: the same for keys.
         seqused_k: (B), int32: sequence b uses only its first seqused_k[b] keys.
-        causal, scale, window, softcap, sinks, kernel, batch_invariant, backward_kernel, deterministic: as for
-            :func:`forward`; Nq and Nk are the sequence's.
+        causal, scale, window, softcap, sinks, dropout_p, rng_state, kernel, batch_invariant, backward_kernel,
+            deterministic: as for :func:`forward`; Nq and Nk are the sequence's.
         attn_bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         key_ranges: (Hq or 1, total_q, 2), int32, as for :func:`forward`; keys count from the sequence's first.
@@ -268,6 +281,8 @@ def forward_varlen(
         deterministic,
         key_ranges,
         sinks,
+        dropout_p,
+        rng_state,
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._call import Call, Lengths
+from ._dropout import dropout_mask
 
 
 def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device) -> Tensor:
@@ -30,11 +31,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """(out, lse) of a call, computed in float32 (float64 for float64 inputs). With packed sequences it waits for the
     device."""
     if call.lengths is None:
-        return _dense(q, k, v, call)
+        return _dense(q, k, v, call, 0)
     return _packed(q, k, v, call, call.lengths)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tuple[Tensor, Tensor]:
+    """``first_entry``: what dropout's mask counts the batch entries from."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // max(k.shape[1], 1)
     keys, values = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
@@ -62,7 +64,11 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     # Scores of a query that sees nothing are replaced, so that no derivative of any order meets inf - inf.
     empty = scores.detach().isneginf().all(dim=3, keepdim=True)
     scores = scores.masked_fill(empty, 0)
-    out = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk] @ values
+    weights = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk]
+    if call.dropout_p and call.rng_state is not None:
+        kept = dropout_mask(call.rng_state, call.dropout_p, first_entry + q.shape[0], q.shape[1], nq, nk)[first_entry:]
+        weights = weights.masked_fill(~kept, 0) / (1 - call.dropout_p)
+    out = weights @ values
     lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)
     return out.to(q.dtype), lse.float() if dtype == torch.float32 else lse
 
@@ -94,7 +100,7 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tu
             slopes = slopes[b : b + 1]
         ranges = None if call.key_ranges is None else call.key_ranges[None, :, rows]
         its_call = call._replace(attn_bias=bias, alibi_slopes=slopes, key_ranges=ranges, lengths=None)
-        out, lse = _dense(one, its_keys, its_values, its_call)
+        out, lse = _dense(one, its_keys, its_values, its_call, b)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     rest(q.shape[0] - done)

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from . import _autocast, _checks
 from ._call import Causal, call_of
+from ._dropout import probability
 from ._errors import refuse
 from ._forward import forward
 
@@ -20,6 +21,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: of the keys and values, a divisor of ``num_heads``, which is the default.
         causal, kernel, backward_kernel, deterministic: as for :func:`flash_wmma.forward`.
         bias: whether the projections add one.
+        dropout: probability with which an attention weight is dropped in training, as for :func:`flash_wmma.forward`.
         sinks: whether each head of the queries has an attention sink, ``self.sinks`` (num_heads,), at first 0.
         device, dtype: of the parameters.
 
@@ -38,6 +40,7 @@ class MultiheadAttention(nn.Module):
         num_kv_heads: int | None = None,
         causal: Causal = False,
         bias: bool = True,
+        dropout: float = 0.0,
         sinks: bool = False,
         kernel: str = "auto",
         backward_kernel: str = "auto",
@@ -56,12 +59,14 @@ class MultiheadAttention(nn.Module):
         _checks.kernel(kernel)
         _checks.backward_kernel(backward_kernel)
         _checks.flag(bias=bias, sinks=sinks)
+        probability(dropout=dropout)
         if dtype is not None and dtype not in _checks.MATH_DTYPES:
             error = ValueError if isinstance(dtype, torch.dtype) else TypeError
             refuse("dtype", repr(dtype), ", ".join(map(str, _checks.MATH_DTYPES)), error)
         self.heads = (num_heads, shared, shared)
         self.embed_dim, self.head_dim = embed_dim, embed_dim // num_heads
         self.causal: Causal = causal
+        self.dropout = dropout
         self.kernel, self.backward_kernel, self.deterministic = kernel, backward_kernel, deterministic
         self.qkv = nn.Linear(embed_dim, sum(self.heads) * self.head_dim, bias=bias, device=device, dtype=dtype)
         self.out = nn.Linear(embed_dim, embed_dim, bias=bias, device=device, dtype=dtype)
@@ -94,6 +99,7 @@ class MultiheadAttention(nn.Module):
             v,
             causal=self.causal,
             sinks=self.sinks,
+            dropout_p=self.dropout if self.training else 0.0,
             kernel=self.kernel,
             backward_kernel=self.backward_kernel,
             deterministic=self.deterministic,

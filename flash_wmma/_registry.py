@@ -44,6 +44,7 @@ class Problem(NamedTuple):
     key_ranges: bool = False
     softcap: float = 0.0
     sinks: bool = False
+    dropout: bool = False
     batch_invariant: bool = False
 
 

@@ -53,7 +53,8 @@ TIMEOUT = 900
 
 FORWARD_TESTS = (
     *("forward", "numerics", "features", "varlen", "wgmma_sm90", "wgmma_masks", "unfused", "simt", "emulated"),
-    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "kvcache", "wide_heads"),
+    *("interface_hypothesis", "tiles", "profile", "emulator_sm90", "key_ranges", "sinks", "dropout", "kvcache"),
+    "wide_heads",
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
@@ -66,10 +67,11 @@ BACKWARD_TESTS = (
     "interface_hypothesis",
     "key_ranges",
     "sinks",
+    "dropout",
 )
 CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
-    *("key_ranges", "sinks", "kvcache"),
+    *("key_ranges", "sinks", "dropout", "kvcache"),
 )
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
@@ -107,7 +109,7 @@ DEVICE_CODE = (
     *("csrc/shape_table.h", "csrc/forward_shapes.h", "csrc/backward_shapes.h"),
 )
 """What kernels are made of."""
-HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/registry.")
+HOST_CODE = ("csrc/torch/", "csrc/cpu/", "csrc/attention.h", "csrc/cached_rows.h", "csrc/dropout.h", "csrc/registry.")
 """What libflash_wmma.so without CUDA is made of."""
 CPU_KERNELS = ("cpu", "bwd_cpu")
 HOST_KERNELS = (*CPU_KERNELS, "wmma_v2")

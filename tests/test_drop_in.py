@@ -699,8 +699,12 @@ def test_flash_attn_options(function: str, chosen: str, device: str) -> None:
     if rest:
         torch.testing.assert_close(rest[0].double(), lse, atol=2e-3, rtol=1e-3)
         assert rest[1].numel() == 0
-    with pytest.raises(NotImplementedError, match="dropout_p: dropout is not built yet"):
-        flash_attn(function, q, k, v, dropout_p=0.1, **options)
+    if chosen == "causal":
+        torch.manual_seed(3)
+        dropped = flash_attn(function, q, k, v, dropout_p=0.5, **options)
+        assert not torch.equal(dropped, flash_attn(function, q, k, v, **options))
+        torch.manual_seed(3)
+        assert torch.equal(dropped, flash_attn(function, q, k, v, dropout_p=0.5, **options))
 
 
 SEQUENCES: dict[str, Any] = {
@@ -784,7 +788,7 @@ def test_flash_attn_varlen_forms(device: str) -> None:
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "dropout": ({"dropout_p": 0.1}, NotImplementedError, "dropout_p: dropout is not built yet"),
+    "dropout": ({"dropout_p": 1.0}, ValueError, "dropout_p: got 1.0, allowed: a float from 0 to 1, not 1 itself"),
     "dropout type": ({"dropout_p": "a"}, TypeError, "dropout_p: got 'a', allowed: a float"),
     "window": ({"window_size": 3}, TypeError, r"window_size: got 3, allowed: a pair \(left, right\)"),
     "window of three": ({"window_size": (1, 2, 3)}, ValueError, r"window_size: got \(1, 2, 3\)"),

@@ -384,11 +384,17 @@ def test_errors_of_the_op_itself() -> None:
     ):
         with pytest.raises((RuntimeError, ValueError), match=argument):
             op(**good(), **{argument: wrong})
-    with pytest.raises((RuntimeError, ValueError), match="dropout_p"):
-        op(**good(), rng_state=torch.zeros(4))
-    for option in ({"dropout_p": 0.5}, {"num_splits": 2}):
-        with pytest.raises((RuntimeError, ValueError), match=next(iter(option))):
-            op(**good(), **option)
+    for options in (
+        {"dropout_p": 1.0},
+        {"dropout_p": -0.5},
+        {"dropout_p": float("nan")},
+        {"dropout_p": 0.5},
+        {"rng_state": torch.zeros(2), "dropout_p": 0.5},
+        {"rng_state": torch.zeros(3, dtype=torch.int64), "dropout_p": 0.5},
+        {"num_splits": 2},
+    ):
+        with pytest.raises((RuntimeError, ValueError), match=next(iter(options))):
+            op(**good(), **options)
 
 
 def test_sequence_too_long() -> None:

@@ -17,6 +17,7 @@ SUFFIXES = (".cu", ".cuh", ".h", ".cpp", ".inl")
 REGISTRY = (
     "attention.h",
     "cached_rows.h",
+    "dropout.h",
     "problems.h",
     "registry.h",
     "shape_table.h",

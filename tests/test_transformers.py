@@ -578,13 +578,19 @@ def refused(model: Any, error: type[Exception], message: str, **arguments: Any) 
         model(**arguments)
 
 
-def test_dropout_is_refused_in_training_alone(calls: list[Call]) -> None:
+def test_dropout_in_training_alone(calls: list[Call]) -> None:
     model = llama()
-    model.config.attention_dropout = 0.1
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    refused(model.train(), NotImplementedError, r"dropout of attention weights \(0.1", input_ids=tokens("cpu"))
-    model.eval()(input_ids=tokens("cpu"))
+    model.set_attn_implementation("wmma")
+    for training in (True, False):
+        calls.clear()
+        torch.manual_seed(1)
+        model.train(training)
+        first = model(input_ids=tokens("cpu")).logits
+        torch.manual_seed(1)
+        assert torch.equal(model(input_ids=tokens("cpu")).logits, first)
+        assert {call.dropout_p for call in calls} == {0.1 if training else 0.0}
 
 
 def test_attention_weights_are_refused() -> None:

@@ -192,7 +192,8 @@ const KernelInfo kKernel = {
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
      .max_cached_head_dim = kMaxHeadDim,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
+     .features =
+         kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks | kCache,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

@@ -35,6 +35,7 @@
 
 #include "cached_rows.h"
 #include "cpu/isa.h"
+#include "dropout.h"
 
 namespace flash_wmma::cpu {
 namespace {
@@ -140,8 +141,10 @@ inline double score_scale(float scale) {
     return scale == 0.f ? 1.0 : scale < 0.f ? -static_cast<double>(scale) : scale;
 }
 
-/// Whether the scores are more than scaled products.
-inline bool modified(const ForwardParams& p) { return p.bias.data || p.alibi_slopes || p.softcap != 0.f; }
+/// Whether the scores are more than scaled products, or weights are dropped.
+inline bool modified(const ForwardParams& p) {
+    return p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.dropout.rng_state;
+}
 
 /// The factor of the differences from a maximum: 1 for modified scores, which are scaled already.
 inline double maximum_scale(const ForwardParams& p) { return modified(p) ? 1.0 : score_scale(p.scale); }
@@ -360,10 +363,39 @@ void modify_scores(const QTile& tile, const ForwardParams& p, std::int32_t first
     }
 }
 
+/// What dropout makes of the weights of a query and `n` keys from key `first` on: factors of 1, and 0 for those dropped.
+inline void keep_row(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int32_t first, int n,
+                     float* kept) {
+    const DropoutMask mask(p.dropout, batch, row.head);
+    const int query = static_cast<int>(row.query);
+    for (int key = first / 16 * 16; key < first + n; key += 16)
+        for (int pair = 0; pair < 8; pair += 2) {
+            const DropoutNumbers numbers = mask.numbers(query, key + pair);
+            for (int i = 0; i < 4; ++i) {
+                const int j = key + pair + i / 2 * 8 + i % 2;
+                if (j >= first && j < first + n)
+                    kept[j - first] = mask.keeps(numbers.at(query / 8 % 2, i / 2, i % 2)) ? 1.f : 0.f;
+            }
+        }
+}
+
+/// Drops weights, which have been summed.
+template <class Isa, int kVectors>
+void drop_weights(const QTile& tile, const ForwardParams& p, const Task& task, std::int32_t first, int n, float* s) {
+    float kept[kTileKeys];
+    for (int r = 0; r < tile.rows; ++r) {
+        keep_row(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), first, n, kept);
+        for (int j = 0; j < n; ++j) {
+            float& weight = s[j * kVectors * Isa::kLanes + r];
+            weight = kept[j] != 0.f ? weight : 0.f;
+        }
+    }
+}
+
 /// One step of the online softmax: `n` keys from key `first` on. `bias`: load_bias_tile's, or null.
 template <class Isa, int kVectors, bool kMasked, bool kModified>
-void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n,
-                 const float* bias, float* s) {
+void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, const Task& task, std::int32_t first,
+                 int n, const float* bias, float* s) {
     using Vec = typename Isa::Vec;
     Vec before[kVectors], maximum[kVectors];
     for (int i = 0; i < kVectors; ++i) before[i] = maximum[i] = Isa::load(tile.maximum + i * Isa::kLanes);
@@ -388,13 +420,14 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
         Isa::store(tile.maximum + i * Isa::kLanes, maximum[i]);
         Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
     }
+    if (kModified && p.dropout.rng_state) drop_weights<Isa, kVectors>(tile, p, task, first, n, s);
     if ((kMasked || (kModified && bias)) && !all_finite(v, p.head_dim_v, n))
         multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
     else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
 }
 
-using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, std::int32_t, int, const float*,
-                            float*);
+using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, const Task&, std::int32_t, int,
+                            const float*, float*);
 
 template <class Isa, int kVectors = 1>
 AttendTile attend_tile_for(int vectors, bool masked, bool modified) {
@@ -465,8 +498,8 @@ void accumulate_row(float* o, float alpha, const float* weights, KeyRows values,
 /// One step of the online softmax for row r of the tile: `n` keys from key `first` on, all inside the row's band.
 /// `bias`: load_bias's, or null.
 template <class Isa, bool kModified>
-void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardParams& p, std::int32_t first, int n,
-                const float* bias, float* s) {
+void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardParams& p, const Task& task,
+                std::int32_t first, int n, const float* bias, float* s) {
     using Vec = typename Isa::Vec;
     using Int = typename Isa::Int;
     constexpr int kLanes = Isa::kLanes;
@@ -502,6 +535,11 @@ void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardPar
     row_maximum = maximum;
     row_sum *= alpha;
     for (int i = 0; i < kLanes; ++i) row_sum += sums[i];
+    if (kModified && p.dropout.rng_state) {
+        float kept[kTileKeys];
+        keep_row(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), first, n, kept);
+        for (int j = 0; j < n; ++j) s[j] = kept[j] != 0.f ? s[j] : 0.f;
+    }
     if (kModified && bias && !all_finite(v, p.head_dim_v, n))
         accumulate_row<Isa, true>(o, alpha, s, v, p.head_dim_v, n);
     else accumulate_row<Isa, false>(o, alpha, s, v, p.head_dim_v, n);
@@ -590,13 +628,15 @@ struct RowEnd {
 
 /// The end of a row over all its keys, with its maximum and sum. A sink is a key with a logit and no value.
 inline RowEnd row_end(const ForwardParams& p, std::int64_t head, float maximum, float sum) {
-    const float normaliser = sum == 0.f ? 0.f : 1.f / sum;
+    const float scale = p.dropout.rng_state ? kept_scale(p.dropout) : 1.f;
+    const float normaliser = sum == 0.f ? 0.f : scale / sum;
     const double top = maximum * maximum_scale(p);
     if (!p.sinks) return {normaliser, static_cast<float>(top + static_cast<double>(__builtin_logf(sum)))};
     const double sink = p.sinks[head], most = sink > top ? sink : top;
     const double base = most == -__builtin_inf() ? 0. : most, rescale = __builtin_exp(top - base);
     const double total = sum * rescale + __builtin_exp(sink - base);
-    return {sum == 0.f ? 0.f : static_cast<float>(rescale / total), static_cast<float>(most + __builtin_log(total))};
+    return {sum == 0.f ? 0.f : static_cast<float>(scale * rescale / total),
+            static_cast<float>(most + __builtin_log(total))};
 }
 
 /// Writes one finished row and its LSE.
@@ -747,7 +787,7 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
                 const int n = static_cast<int>(to - from);
                 if (bias) load_bias<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), from, n, bias);
                 (modifies ? attend_row<Isa, true> : attend_row<Isa, false>)(tile, r, {k.row(from - first), k.stride},
-                                                                            {v.row(from - first), v.stride}, p,
+                                                                            {v.row(from - first), v.stride}, p, task,
                                                                             static_cast<std::int32_t>(from), n, bias,
                                                                             s);
             }
@@ -759,7 +799,7 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
             const int n = static_cast<int>(to - from);
             if (bias) load_bias_tile<Isa>(tile, p, task, from, n, bias_rows, bias);
             attend_tile_for<Isa>(tile.vectors, masked, modifies)(tile, {k.row(from - first), k.stride},
-                                                                 {v.row(from - first), v.stride}, p,
+                                                                 {v.row(from - first), v.stride}, p, task,
                                                                  static_cast<std::int32_t>(from), n, bias, s);
         }
     }

@@ -24,6 +24,7 @@ BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
     } else {
         ForwardParams& one = p.forward;
         one.batch = 1;
+        one.dropout.first_entry += b;
         for (Rows* t : {&one.q, &one.k, &one.v}) t->data = moved(t->data, b * t->batch, f.dtype);
         for (Rows* t : {&one.o, &p.dout, &p.dq, &p.dk, &p.dv}) t->data = moved(t->data, b * t->batch, f.out_dtype);
         one.lse += b * f.lse_batch;
@@ -136,7 +137,7 @@ const BackwardKernelInfo kKernel = {
      .float32 = true,
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
                  kDeterministic | kBiasGradient | kDeterministicBiasGradient,
      .auto_rank = 100},
     /*choose=*/nullptr,

@@ -108,11 +108,12 @@ void store_scaled(float* row, float factor, const Rows& t, DType dtype, std::int
 
 /// For one query row, which sees the keys [lo, hi], and a tile of keys from `first` on: turns the products in `s` into
 /// P and those in `dp` into dS', in place. `bias` is added to the scores, unless it is null. dS without softcap's
-/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null.
+/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null. `kept`: what dropout multiplies
+/// weights by, or null.
 template <class Isa>
 void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std::int32_t place, std::int32_t lo,
-               std::int32_t hi, std::int32_t first, int n, const float* bias, float* dbias, std::int64_t dbias_step,
-               float* s, float* dp) {
+               std::int32_t hi, std::int32_t first, int n, const float* bias, const float* kept, float* dbias,
+               std::int64_t dbias_step, float* s, float* dp) {
     using Vec = typename Isa::Vec;
     using Int = typename Isa::Int;
     constexpr int kLanes = Isa::kLanes;
@@ -135,8 +136,9 @@ void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std:
         }
         const Vec weight = exp2<Isa>((x - base) * log2e);
         const Vec visible = ((lo <= index) & (index <= hi)) ? weight : zero;
-        const Vec gradient = visible == zero ? zero : visible * (Isa::load(dp + j) - Isa::broadcast(delta));
-        Isa::store(s + j, visible);
+        const Vec keep = kept ? Isa::load(kept + j) : one;
+        const Vec gradient = visible == zero ? zero : visible * (keep * Isa::load(dp + j) - Isa::broadcast(delta));
+        Isa::store(s + j, visible * keep);
         Isa::store(dp + j, gradient);
         for (int i = 0; dbias && i < kLanes && j + i < n; ++i) dbias[(j + i) * dbias_step] += gradient[i];
         if (p.softcap != 0.f) Isa::store(dp + j, gradient * factor);
@@ -152,7 +154,7 @@ std::int64_t query_stride(const ForwardParams& p) {
 template <class Isa>
 struct BackwardScratch {
     float *k, *k_transposed, *v_transposed, *dk, *dv;  ///< of a K/V tile
-    float *q, *dout, *s, *dp, *bias;                   ///< of a Q tile
+    float *q, *dout, *s, *dp, *bias, *kept;            ///< of a Q tile
     std::int64_t floats;
 
     BackwardScratch(const ForwardParams& p, float* memory) {
@@ -173,6 +175,7 @@ struct BackwardScratch {
         s = take(kQueryRows * kTileKeys);
         dp = take(kQueryRows * kTileKeys);
         bias = take(kTileKeys);
+        kept = take(kTileKeys);
         floats = next - memory;
     }
 };
@@ -218,11 +221,16 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
         std::int32_t lo, hi;
         visible_keys(p, 0, {i, head}, lo, hi);
         if (p.bias.data) load_bias<Isa>(p, 0, {i, head}, first, keys, memory.bias);
+        const bool drops = p.dropout.rng_state;
+        if (drops) {
+            keep_row(p, 0, {i, head}, static_cast<std::int32_t>(first), kTileKeys, memory.kept);
+            for (int j = 0; j < kTileKeys; ++j) memory.kept[j] *= kept_scale(p.dropout);
+        }
         const BiasGradient& b = params.dbias;
         weigh_row<Isa>(p, p.lse[head * p.lse_head + i], task.delta[head * p.seqlen_q + i],
                        p.alibi_slopes ? p.alibi_slopes[head] : 0.f,
                        static_cast<std::int32_t>(i + p.seqlen_k - p.seqlen_q), lo, hi, static_cast<std::int32_t>(first),
-                       keys, p.bias.data ? memory.bias : nullptr,
+                       keys, p.bias.data ? memory.bias : nullptr, drops ? memory.kept : nullptr,
                        b.data ? b.data + head * b.head + i * b.query + first * b.key : nullptr, b.key,
                        memory.s + r * kTileKeys, memory.dp + r * kTileKeys);
     }

@@ -22,6 +22,7 @@
 #include "device/key_mask.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
+#include "dropout.h"
 
 namespace flash_wmma::backward {
 
@@ -184,7 +185,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         const std::int64_t at = blockIdx.x;
-        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
+        const float kept = p.dropout.rng_state ? log2f(kept_scale(p.dropout)) : 0.f;  // dropout enlarges dP
+        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at] + kept,
                               log2f(largest)};
     }
 }

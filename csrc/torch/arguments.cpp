@@ -107,11 +107,6 @@ Readable::Readable(const Operand& t) : tensor(t.tensor) {
 
 namespace {
 
-/// Refuses, by name, arguments that the schema has and no kernel implements yet.
-void check_not_yet(const Options& o) {
-    if (o.rng_state || o.dropout_p != 0) invalid("dropout_p: not yet built");
-}
-
 void check_inputs(const Operand& q, const Operand& k, const Operand& v, bool cached = false) {
     const bool packed = q.dim == 3;
     for (const Operand* t : {&q, &k, &v}) {
@@ -180,6 +175,19 @@ const float* sinks_of(const Tensor& t, const ForwardParams& p, const Operand& q,
     return static_cast<const float*>(sinks.data);
 }
 
+/// The state (2), int64; `kept` holds the copy if one was needed.
+Dropout dropout_of(const Options& o, const Operand& q, OptionalTensor& kept) {
+    if (!(o.dropout_p >= 0 && o.dropout_p < 1)) invalid("dropout_p: allowed: 0 to 1, not 1 itself");
+    if (o.dropout_p == 0) return {};
+    if (!o.rng_state) invalid("rng_state: allowed: a tensor (2), since dropout_p is not 0");
+    kept = torch::stable::contiguous(*o.rng_state);
+    const Operand state(*kept, "rng_state");
+    if (state.dtype != aoti_torch_dtype_int64()) invalid("rng_state.dtype: allowed: int64");
+    if (!state.same_device(q)) invalid("rng_state.device differs from q's");
+    if (state.dim != 1 || state.sizes[0] != 2) state.refuse("(2)");
+    return {static_cast<const uint64_t*>(state.data), static_cast<float>(o.dropout_p), 0};
+}
+
 /// Ranges (B or 1, Hq or 1, Nq, 2), packed (Hq or 1, total_q, 2), int32, by strides.
 KeyRanges ranges_of(const Tensor& t, const ForwardParams& p, const Operand& q) {
     const Operand ranges(t, "key_ranges");
@@ -226,7 +234,6 @@ CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_
     : q(q_), k(k_), v(v_), options(o) {
     if (q.dim != 4) q.refuse("(B, H, N, d)");
     check_inputs(q, k, v);
-    check_not_yet(options);
     params.batch = q.sizes[0];
     params.seqlen_q = q.sizes[2];
     params.seqlen_k = k.sizes[2];
@@ -238,7 +245,6 @@ CheckedCall::CheckedCall(const Operand& q_, const Operand& k_, const Operand& v_
     : q(q_), k(k_), v(v_), options(o) {
     if (q.dim != 3) q.refuse("(total, H, d)");
     check_inputs(q, k, v);
-    check_not_yet(options);
     if (lengths.cu_seqlens_q.dim() != 1 || lengths.cu_seqlens_q.size(0) < 1) invalid("cu_seqlens_q: allowed: (B + 1)");
     for (const auto& [name, length] :
          {std::pair{"max_seqlen_q", lengths.max_seqlen_q}, {"max_seqlen_k", lengths.max_seqlen_k}})
@@ -307,6 +313,7 @@ void CheckedCall::set_options() {
     if (options.alibi_slopes) set_alibi(p, *options.alibi_slopes, q, slopes_);
     if (options.key_ranges) p.key_ranges = ranges_of(*options.key_ranges, p, q);
     if (options.sinks) p.sinks = sinks_of(*options.sinks, p, q, sinks_);
+    p.dropout = dropout_of(options, q, rng_state_);
     if (!(options.softcap == 0 || (options.softcap >= 1e-30 && options.softcap <= 1e30)))
         invalid("softcap: allowed: 0 (none) or 1e-30 to 1e30");
     p.softcap = static_cast<float>(options.softcap);
@@ -341,6 +348,7 @@ void CheckedCall::add_buffers(std::vector<emulator::Buffer>& buffers) const {
     if (slopes_) buffers.push_back(buffer_of("alibi_slopes", *slopes_, false));
     if (options.key_ranges) buffers.push_back(buffer_of("key_ranges", *options.key_ranges, false));
     if (sinks_) buffers.push_back(buffer_of("sinks", *sinks_, false));
+    if (rng_state_) buffers.push_back(buffer_of("rng_state", *rng_state_, false));
     if (cu_seqlens_q_) buffers.push_back(buffer_of("cu_seqlens_q", *cu_seqlens_q_, false));
     if (cu_seqlens_k_) buffers.push_back(buffer_of("cu_seqlens_k", *cu_seqlens_k_, false));
     if (seqused_k_) buffers.push_back(buffer_of("seqused_k", *seqused_k_, false));

@@ -187,7 +187,7 @@ struct CheckedCall {
 
   private:
     void set_options();
-    OptionalTensor slopes_, sinks_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_, leftpad_, page_table_;
+    OptionalTensor slopes_, sinks_, rng_state_, cu_seqlens_q_, cu_seqlens_k_, seqused_k_, leftpad_, page_table_;
 };
 
 // ---- Where a call runs ----------------------------------------------------------------------------------------------

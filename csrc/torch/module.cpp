@@ -63,10 +63,11 @@ DType dtype_named(const std::string& name) {
 
 /// Params as the ops fill them, without tensors: a pointer that is only compared with null points to a placeholder.
 ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed,
-                        bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks,
+                        bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks, bool dropout,
                         bool batch_invariant) {
     static const float present = 0.f;
     static const std::int32_t lengths = 0;
+    static const std::uint64_t state[2] = {};
     ForwardParams p{};
     p.dtype = p.out_dtype = dtype_named(dtype);
     p.batch = sizes["batch"].cast<std::int64_t>();
@@ -88,6 +89,7 @@ ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const p
     if (alibi_slopes) p.alibi_slopes = &present;
     if (key_ranges) p.key_ranges.data = &lengths;
     if (sinks) p.sinks = &present;
+    if (dropout) p.dropout = {state, 0.5f, 0};
     p.softcap = static_cast<float>(softcap);
     p.partials.num_splits = 1;
     p.batch_invariant = batch_invariant;
@@ -140,9 +142,9 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
 
 py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
                  bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks,
-                 bool batch_invariant, const py::tuple& device_facts) {
-    ForwardParams params =
-        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, batch_invariant);
+                 bool dropout, bool batch_invariant, const py::tuple& device_facts) {
+    ForwardParams params = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks,
+                                     dropout, batch_invariant);
     return answer(name, params, params, device_of(device_facts));
 }
 
@@ -150,13 +152,13 @@ py::dict explain(const std::string& name, const std::string& dtype, const py::di
 /// `forward_kernel`: the kernel name that forward was given.
 py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
                           const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges,
-                          double softcap, bool sinks, bool batch_invariant, const py::tuple& device_facts,
+                          double softcap, bool sinks, bool dropout, bool batch_invariant, const py::tuple& device_facts,
                           const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
                           const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
-    params.forward =
-        params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, batch_invariant);
+    params.forward = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, dropout,
+                               batch_invariant);
     if (dbias_strides) {
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
@@ -205,9 +207,9 @@ PYBIND11_MODULE(_C, m) {
     m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
-          "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "batch_invariant"_a, "device_facts"_a);
+          "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "dropout"_a, "batch_invariant"_a, "device_facts"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
-          "attn_bias"_a, "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "batch_invariant"_a,
+          "attn_bias"_a, "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "dropout"_a, "batch_invariant"_a,
           "device_facts"_a, "dbias_strides"_a, "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);

@@ -45,8 +45,7 @@ def register(name: str = "wmma") -> None:
     """Puts the library behind ``attn_implementation=name`` of Hugging Face transformers.
 
     Afterwards ``from_pretrained(..., attn_implementation="wmma")``, ``from_config`` and ``set_attn_implementation``
-    take that name. What the library cannot do (dropout, attention weights as a result, …) is an error when the model
-    is called.
+    take that name. What the library cannot do (attention weights as a result, …) is an error when the model is called.
 
     Args:
         name: without "flash" in it, which transformers takes for a package of its own list.
@@ -316,8 +315,6 @@ def attention(
     Returns:
         out (B, Nq, Hq, d_v), contiguous, and None in place of the weights.
     """
-    if dropout:
-        _not_yet(f"dropout of attention weights ({dropout}; attention_dropout=0 in the configuration leaves it out)")
     if rest.get("indices") is not None or rest.get("block_indices") is not None:
         _not_yet("sparse attention (indices)")
     if cache is not None:
@@ -330,6 +327,7 @@ def attention(
         scaling,
         softcap or 0.0,
         rest.get("sinks") if s_aux is None else s_aux,
+        dropout,
     )
     seen = attention_mask
     if seen is not None and not (
@@ -373,6 +371,7 @@ class _Asked(NamedTuple):
     scale: float | None
     softcap: float
     sinks: Tensor | None
+    dropout: float
 
     def options(self, q: Tensor) -> dict[str, Any]:
         """Arguments of ``call_of``. float32 on a GPU is multiplied as the SDPA stand-in does."""
@@ -384,6 +383,7 @@ class _Asked(NamedTuple):
             "scale": self.scale,
             "softcap": self.softcap,
             "sinks": self.sinks,
+            "dropout_p": self.dropout,
             "kernel": kernel,
             "backward_kernel": backward_kernel_for(kernel),
             "bottom_right": True,

@@ -272,8 +272,8 @@ FAULTS = [
     Fault(
         name="bwd-pair-exchanged",
         path=PRODUCTS,
-        old="packed<typename Tile::T>(s.block[r][j][2 * h], s.block[r][j][2 * h + 1]);",
-        new="packed<typename Tile::T>(s.block[r][j][2 * h + 1], s.block[r][j][2 * h]);",
+        old="packed<typename Tile::T>(part(s.block[r][j][2 * h]), part(s.block[r][j][2 * h + 1]));",
+        new="packed<typename Tile::T>(part(s.block[r][j][2 * h + 1]), part(s.block[r][j][2 * h]));",
         why="of P and dS in shared memory neighbouring columns are exchanged",
         kernels=SM75,
     ),
@@ -711,8 +711,8 @@ FAULTS = [
     Fault(
         name="bwd-simt-columns-of-dk-for-dv",
         path=SIMT,
-        old="p.head_dim_v, d_second, 1.f, thread);",
-        new="p.head_dim, d_second, 1.f, thread);",
+        old="p.head_dim_v, d_second, keep_factor, thread);",
+        new="p.head_dim, d_second, keep_factor, thread);",
         why="dV has as many columns as dK",
         kernels=SIMT_KERNEL,
     ),

@@ -52,8 +52,8 @@ FAULTS = [
     Fault(
         name="transformers-dropout",
         path=TRANSFORMERS,
-        old="    if dropout:\n",
-        new="    if dropout and not module.training:\n",
+        old='            "dropout_p": self.dropout,\n',
+        new='            "dropout_p": 0.0,\n',
         why="dropout in training is ignored",
     ),
     Fault(

@@ -204,8 +204,8 @@ FAULTS = [
     Fault(
         name="ranges-not-saved",
         path="flash_wmma/_call.py",
-        old="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]",
-        new="tensors = [self.attn_bias, self.alibi_slopes, None, self.sinks]",
+        old="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges,",
+        new="tensors = [self.attn_bias, self.alibi_slopes, None,",
         why="torch does not notice that ranges were overwritten before backward",
     ),
     Fault(

@@ -72,7 +72,7 @@ FAULTS = [
     # ------------------------------------------------------------------------------------------- device: the kernels
     Fault(
         name="sink-mma-row-without-keys",
-        path="csrc/forward/mma/kernel.cuh",
+        path="csrc/forward/mma/copies.cuh",
         old="inverse_l[i] = none ? 0.f : rescale *",
         new="inverse_l[i] = rescale *",
         why="a row without a key is NaN if its sink is",
@@ -81,7 +81,7 @@ FAULTS = [
     ),
     Fault(
         name="sink-mma-factor",
-        path="csrc/forward/mma/kernel.cuh",
+        path="csrc/forward/mma/copies.cuh",
         old="none ? 0.f : rescale * __fdividef",
         new="none ? 0.f : __fdividef",
         why="a sink above the scores leaves O at the old scale",
@@ -209,8 +209,8 @@ FAULTS = [
     Fault(
         name="sink-not-saved",
         path="flash_wmma/_call.py",
-        old="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, self.sinks]",
-        new="tensors = [self.attn_bias, self.alibi_slopes, self.key_ranges, None]",
+        old="self.key_ranges, self.sinks, self.rng_state]",
+        new="self.key_ranges, None, self.rng_state]",
         why="sinks are lost between forward and backward",
         tests=SINKS,
     ),

@@ -53,7 +53,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes>::row(
      .bf16_min_arch = 75,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
                  kBiasGradient | kDeterministic,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);

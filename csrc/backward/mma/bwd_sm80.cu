@@ -18,7 +18,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes>::row(
      .bf16_min_arch = 80,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
                  kBiasGradient | kDeterministic,
      .auto_rank = 30});
 const Registration kRegistration(kInfo);

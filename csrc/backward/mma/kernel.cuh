@@ -34,6 +34,7 @@
 #include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
+#include "device/dropout_tile.cuh"
 #include "device/score_mod.cuh"
 
 namespace flash_wmma::backward {
@@ -129,11 +130,11 @@ __device__ __forceinline__ void multiply_exchanged(Gradient<Tile>& d_first, Grad
     }
 }
 
-/// Writes dK and dV, or dQ, as Out: through `staging` if that is the type of the products.
+/// Writes dK and dV, times `dv_scale`, or dQ, as Out: through `staging` if that is the type of the products.
 template <class Tile, bool kOwnsKeys, class Out, class OwnRows>
 __device__ __forceinline__ void store_gradients(const Problem& problem, const OwnedTile& own,
                                                 const Gradient<Tile>& d_first, const Gradient<Tile>& d_second,
-                                                OwnRows& staging, const Thread<Tile>& thread) {
+                                                OwnRows& staging, const Thread<Tile>& thread, float dv_scale) {
     const ForwardParams& p = problem.forward;
     const int head = kOwnsKeys ? own.head_k : own.head;
     const int row = (kOwnsKeys ? own.sequence.first_k : own.sequence.first_q) + own.first_row;
@@ -144,7 +145,7 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
         else store_as<Tile>(out, rows.row, own.rows, columns, gradient, scale, thread);
     };
     write(kOwnsKeys ? problem.dk : problem.dq, p.head_dim, d_first, p.scale);
-    if constexpr (kOwnsKeys) write(problem.dv, p.head_dim_v, d_second, 1.f);
+    if constexpr (kOwnsKeys) write(problem.dv, p.head_dim_v, d_second, dv_scale);
 }
 
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
@@ -247,7 +248,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 };
                 weigh_scores(s, factor, lse, place, mask);
 
-                if constexpr (Map::kExchangesP) exchange<Tile>(smem.p, s, first, thread);
+                [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
+                if constexpr (kGeneral)
+                    if (drops) {  // dropped weights are marked by their sign
+                        const DropoutMask kept_weights(p.dropout, sequence.index, at.head);
+                        each_kept<kOwnsKeys>(s, kept_weights, kOwnsKeys ? place.stream : place.own,
+                                             kOwnsKeys ? place.own : place.stream,
+                                             [](float& x, bool kept) { x = kept ? x : -x; });
+                    }
+                if constexpr (Map::kExchangesP) {
+                    if (drops) exchange<Tile>(smem.p, s, first, thread, KeptPart{});
+                    else exchange<Tile>(smem.p, s, first, thread);
+                }
 
                 // dS
                 ScoresPart<Tile> ds;
@@ -262,6 +274,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         ds.each([&](float& x, int i, int column) {
                             x = fmaf(x, scales.dp, minus_d(i, column) * scales.delta);
                         });
+                    if constexpr (kGeneral)
+                        if (drops) {  // x is dP - D. The sign of a dropped weight's P goes to what it multiplies
+                            const float factor = kept_scale(p.dropout);
+                            ds.each([&](float& x, int i, int column) {
+                                const float minus = minus_d(i, column) * (kConverted ? scales.delta : 1.f);
+                                x = s.at(i, 8 * part + column) < 0.f ? -minus : fmaf(x - minus, factor, minus);
+                            });
+                        }
                     ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
@@ -279,7 +299,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                             const int row = step + 8 * part + k;
                             std::uint32_t weights[kRowTiles][4];
                             if constexpr (kOwnsKeys) {
-                                hand_over<Tile>(weights, s, part + k / 8);
+                                if (drops) hand_over<Tile>(weights, s, part + k / 8, KeptPart{});
+                                else hand_over<Tile>(weights, s, part + k / 8);
                                 multiply_weights<Tile>(d_second, weights, tile.second, row, thread);
                             }
                             hand_over<Tile>(weights, ds, k / 8);
@@ -318,16 +339,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
 
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
+    const float dv_scale = kGeneral && p.dropout.rng_state ? kept_scale(p.dropout) : 1.f;
     if constexpr (kConverted) {
         multiply_by_power(d_first, first_unit.exponent);
         multiply_by_power(d_second, second_unit.exponent);
         if constexpr (Tile::Machine::kMultipliesBf16)
-            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread);
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
         else if (p.out_dtype == DType::kFloat32)
-            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread);
-        else store_gradients<Tile, kOwnsKeys, bf16>(problem, own, d_first, d_second, smem.first, thread);
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
+        else store_gradients<Tile, kOwnsKeys, bf16>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
     } else {
-        store_gradients<Tile, kOwnsKeys, T>(problem, own, d_first, d_second, smem.first, thread);
+        store_gradients<Tile, kOwnsKeys, T>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
     }
 }
 

@@ -133,17 +133,22 @@ __device__ __forceinline__ void multiply_weights(Gradient<Tile>& gradient,
     multiply_weights<Tile>(gradient, weights, read, stream, first);
 }
 
+/// Elements as they are.
+struct Whole {
+    __device__ __forceinline__ float operator()(float x) const { return x; }
+};
+
 /// 16 columns of accumulators, from 8 * j on, as an operand with 16 columns: two 16x8 tiles are one, element for
-/// element.
-template <class Tile, int Columns>
+/// element, of which `part` is taken.
+template <class Tile, int Columns, class Part = Whole>
 __device__ __forceinline__ void hand_over(std::uint32_t (&weights)[Tile::kRowTiles][4],
-                                          const RegisterTile<Tile::kWarpRows, Columns>& s, int j) {
+                                          const RegisterTile<Tile::kWarpRows, Columns>& s, int j, Part part = {}) {
 #pragma unroll
     for (int r = 0; r < Tile::kRowTiles; ++r)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-            weights[r][i] =
-                packed<typename Tile::T>(s.block[r][j + i / 2][i % 2 * 2], s.block[r][j + i / 2][i % 2 * 2 + 1]);
+            weights[r][i] = packed<typename Tile::T>(part(s.block[r][j + i / 2][i % 2 * 2]),
+                                                     part(s.block[r][j + i / 2][i % 2 * 2 + 1]));
 }
 
 /// Where a lane's accumulators of columns [first, first + 8) of the warp's rows go in shared memory. Those of row tile
@@ -154,10 +159,10 @@ __device__ __forceinline__ typename Tile::T* weights_at(Weights& weights, int fi
     return weights.at(ptx::opaque(thread.warp_row() + thread.row()), first) + thread.column();
 }
 
-/// Stores a step of weights to shared memory, for the other warps.
-template <class Tile, int Columns, class Weights>
+/// Stores `part` of a step of weights to shared memory, for the other warps.
+template <class Tile, int Columns, class Weights, class Part = Whole>
 __device__ __forceinline__ void exchange(Weights& to, const RegisterTile<Tile::kWarpRows, Columns>& s, int first,
-                                         const Thread<Tile>& thread) {
+                                         const Thread<Tile>& thread, Part part = {}) {
 #pragma unroll
     for (int j = 0; j < Columns / 8; ++j) {
         auto* const at = weights_at<Tile>(to, first + 8 * j, thread);
@@ -166,7 +171,7 @@ __device__ __forceinline__ void exchange(Weights& to, const RegisterTile<Tile::k
 #pragma unroll
             for (int h = 0; h < 2; ++h)
                 *reinterpret_cast<std::uint32_t*>(at + (16 * r + 8 * h) * Tile::kStream) =
-                    packed<typename Tile::T>(s.block[r][j][2 * h], s.block[r][j][2 * h + 1]);
+                    packed<typename Tile::T>(part(s.block[r][j][2 * h]), part(s.block[r][j][2 * h + 1]));
     }
 }
 

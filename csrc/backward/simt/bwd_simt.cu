@@ -85,8 +85,8 @@ const BackwardKernelInfo kInfo = {
              "fp32 FMAs on CUDA cores: register tiles, dK and dV in registers, dQ by atomics or a pass of its own",
          .min_arch = 75,
          .float32 = true,
-         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks |
-                     kBiasGradient | kDeterministic,
+         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout |
+                     kSinks | kBiasGradient | kDeterministic,
          .auto_rank = 10},
         kShapes),
     choose,

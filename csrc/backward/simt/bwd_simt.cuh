@@ -24,6 +24,7 @@
 #include <algorithm>
 
 #include "device/backward_rows.cuh"
+#include "device/dropout.cuh"
 #include "device/owned_tile.cuh"
 #include "device/row_group_mask.cuh"
 #include "device/score_mod.cuh"
@@ -162,6 +163,8 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             own_delta[i] = exists ? pair.minus_delta[row % 2] : 0.f;
         }
 
+    const bool drops = p.dropout.rng_state;
+    const float keep_factor = drops ? kept_scale(p.dropout) : 1.f;
     for (int h = 0; h < heads; ++h)
         for (int row = begin / Tile::kStream * Tile::kStream; row < end; row += Tile::kStream) {
             const int head = own.head + h;  // query head
@@ -225,14 +228,34 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                 }
             }
 
+            // Dropped weights are marked by their sign
+            if (drops) {
+                const DropoutMask kept(p.dropout, sequence.index, head);
+                each([&](int i, int n) {
+                    if (!keeps_weight(kept, query(i, n), key(i, n))) s[i][n] = -s[i][n];
+                });
+            }
+
             // dV, dS
             auto& weights = smem.weights[threadIdx.x / 32];
             if constexpr (kOwnsKeys) {
-                hand_over<Tile>(weights, s, thread);
+                if (drops) {
+                    simt::Scores<Tile> kept;
+                    each([&](int i, int n) { kept[i][n] = KeptPart{}(s[i][n]); });
+                    hand_over<Tile>(weights, kept, thread);
+                } else {
+                    hand_over<Tile>(weights, s, thread);
+                }
                 simt::multiply_weights<Tile>(d_second, weights, smem.second, Tile::first_column(), thread);
             }
             simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
-            each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
+            if (drops)
+                each([&](int i, int n) {
+                    const float dp = s[i][n] < 0.f ? 0.f : ds[i][n] * keep_factor;
+                    s[i][n] = fabsf(s[i][n]);
+                    ds[i][n] = s[i][n] * (dp + minus_delta(i, n));
+                });
+            else each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
             if (modified) {
                 if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data && Tile::first_column() == 0) {
                     float* const dbias = b.data + sequence.index * b.batch + head * b.head;
@@ -265,7 +288,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                 d_first, p.scale, thread);
     if constexpr (kOwnsKeys)
         store<Tile>(row_of<float>(problem.dv, sequence.index, own_head, own_row), problem.dv.row, own.rows,
-                    p.head_dim_v, d_second, 1.f, thread);
+                    p.head_dim_v, d_second, keep_factor, thread);
 }
 
 template <class Tile, Pass kPass>

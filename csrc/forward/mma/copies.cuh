@@ -70,25 +70,25 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const RegisterTi
     });
 }
 
-/// Stores O / l, times 2^exponent, and the LSE, both with the head's sink: of 16 (or 32) rows of the Q tile from
+/// Stores O / l, times `factor`, and the LSE, both with the head's sink: of 16 (or 32) rows of the Q tile from
 /// `first_row` on, the columns from `first_column` on. l is that of whole rows.
 template <Problems kProblems, class Tile, int kRows, int kColumns>
 __device__ __forceinline__ void store_result(const Work<Tile>& work, const RegisterTile<kRows, kColumns>& o,
-                                             const RowValues<kRows>& m, const RowValues<kRows>& l, float exponent,
+                                             const RowValues<kRows>& m, const RowValues<kRows>& l, float factor,
                                              int first_row, int first_column, bool with_lse,
                                              const Thread<Tile>& thread) {
     constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     const ForwardParams& p = work.p;
     const Sequence& sequence = work.sequence;
-    RowValues<kRows> inverse_l;  // times O's unit; 0 for a row that saw no key
+    RowValues<kRows> inverse_l;  // times `factor`; 0 for a row that saw no key
     l.each([&](int i, float sum) {
         const auto [query, head] = work.tile.row(first_row + 8 * i + thread.row());
         const bool none = sum == 0.f;
         float top = m[i];
         const float rescale = take_sink(p, head, top, sum);
         const float lse = (top + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
-        inverse_l[i] = none ? 0.f : rescale * __fdividef(exp2f(exponent), sum);
+        inverse_l[i] = none ? 0.f : rescale * __fdividef(factor, sum);
         if (with_lse && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
             p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
     });

@@ -34,6 +34,7 @@
 #include <ptx.cuh>
 #include <shared_memory.cuh>
 
+#include "device/dropout_tile.cuh"
 #include "device/hide_keys.cuh"
 #include "device/score_mod.cuh"
 #include "device/value_unit.cuh"
@@ -59,6 +60,10 @@ __device__ __forceinline__ VisibleTiles<Tile::kGroupKeys> visible_tiles(const Wo
 /// Whether an instance takes key ranges. Rows of a grouped tile are of several heads, and a cache has no ranges.
 template <class Tile, Problems kProblems>
 inline constexpr bool kTakesRanges = includes(kProblems, Problems::kModified) && !Tile::kCached;
+
+/// Whether an instance takes dropout. A cache has none.
+template <class Tile, Problems kProblems>
+inline constexpr bool kTakesDropout = includes(kProblems, Problems::kModified) && !Tile::kCached;
 
 /// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
@@ -90,6 +95,7 @@ struct Weigher {
         modify(s);
         if (!lagged) settle(s, offset, softmax, o);
         sums = flash_wmma::weigh(s, factor, offset);
+        drop(s);
         hand_over<Tile>(weights, s, smem, thread);
         if (!lagged) {
             meet(thread);
@@ -118,6 +124,17 @@ struct Weigher {
                 x = value.weight;
                 s.each_in_row(i, [&](float& score, int) { score -= softmax.base(softmax.m[i]); });
             });
+        }
+    }
+
+    /// Drops weights, which have been summed.
+    __device__ __forceinline__ void drop(Scores<Tile>& s) const {
+        if constexpr (kTakesDropout<Tile, kProblems>) {
+            if (!work.p.dropout.rng_state) return;
+            const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
+            const DropoutMask kept_weights(work.p.dropout, work.sequence.index, work.tile.head);
+            each_kept<false>(s, kept_weights, work.tile.row(here.warp_row()).query, key + here.warp_key(),
+                             [](float& x, bool kept) { x = kept ? x : 0.f; });
         }
     }
 
@@ -262,7 +279,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     attend<Tile, kProblems>(
         p, assigned, smem, thread, [](Work<Tile>&) {},
         [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
-            store_result<kProblems>(work, o, softmax.m, softmax.l, exponent, thread.warp_row(), thread.warp_column(),
+            float factor = exp2f(exponent);
+            if constexpr (kTakesDropout<Tile, kProblems>)
+                if (p.dropout.rng_state) factor *= kept_scale(p.dropout);
+            store_result<kProblems>(work, o, softmax.m, softmax.l, factor, thread.warp_row(), thread.warp_column(),
                                     thread.dim_warp == 0, thread);
         });
 }
@@ -296,7 +316,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const int row = thread.warp_row();
                 const bool first = thread.dim_warp == 0 && thread.key_warp == 0;
                 if (walk.place() == Walk<Tile>::kWhole) {
-                    store_result<kProblems>(work, all.o, all.m, all.l, 0.f, row, column, first, thread);
+                    store_result<kProblems>(work, all.o, all.m, all.l, 1.f, row, column, first, thread);
                 } else if (work.tile.row(row + thread.row()).query < work.sequence.seqlen_q) {
                     const auto part = stored_part<Tile>(p, walk.place(), row, thread.lane);
                     all.give_o(part, column / 8);

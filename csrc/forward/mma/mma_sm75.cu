@@ -57,7 +57,8 @@ const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
      .bf16_min_arch = 75,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks | kCache,
+     .features =
+         kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks | kCache,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);
 

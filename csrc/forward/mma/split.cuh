@@ -311,7 +311,7 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
     constexpr int kColumns = kMergeColumns / kMergeWarps;
     const auto all = merge_parts<kColumns>(0, kMergeWarps, 1, warp * kColumns / 8, given);
     const Work<Tile> work(p, a, BandMask(p.band, a.sequence.seqlen_q, a.sequence.seqlen_k));
-    store_result<Problems::kGeneralCached>(work, all.o, all.m, all.l, 0.f, row, column + warp * kColumns,
+    store_result<Problems::kGeneralCached>(work, all.o, all.m, all.l, 1.f, row, column + warp * kColumns,
                                            column == 0 && warp == 0, thread);
 }
 

@@ -26,7 +26,7 @@ const KernelInfo kInfo = Tiled<kShapes>::row(
      .summary = "fp32 FMAs on CUDA cores: register tiles, 16-byte accesses, P through shared memory within a warp",
      .min_arch = 75,
      .float32 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks});
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks});
 const Registration kRegistration(kInfo);
 
 }  // namespace

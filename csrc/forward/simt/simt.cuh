@@ -22,6 +22,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
+#include "device/dropout.cuh"
 #include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/shuffle.cuh"
@@ -161,6 +162,12 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             }
             l[i] = fmaf(l[i], rescale[i], sum);
         }
+        if (p.dropout.rng_state) {
+            const DropoutMask kept(p.dropout, sequence.index, tile.head);
+            each([&](int i, int n) {
+                if (!keeps_weight(kept, tile.row(thread.tile_row(i)).query, key + thread.key(n))) s[i][n] = 0.f;
+            });
+        }
         store_weights<Tile>(smem.p[threadIdx.x / 32], s, thread);
         if (any_lane(risen)) {
 #pragma unroll
@@ -188,7 +195,9 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         const auto [query, head] = tile.row(thread.tile_row(i));
         if (query >= sequence.seqlen_q) continue;
         const bool none = sum == 0.f;  // the row saw no key
-        const float rescale = take_sink(p, head, m[i], sum), inverse = none ? 0.f : rescale * (1.f / sum);
+        float rescale = take_sink(p, head, m[i], sum);
+        if (p.dropout.rng_state) rescale *= kept_scale(p.dropout);
+        const float inverse = none ? 0.f : rescale * (1.f / sum);
         float* const out = row_of<float>(p.o, sequence.index, head, sequence.first_q + query) + first_column;
 #pragma unroll
         for (int v = 0; v < Tile::kVectors; ++v) {

@@ -341,7 +341,7 @@ class Consumer {
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
             ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
-                                    step > 0 || begun || !Tile::kSetsO);
+                                     step > 0 || begun || !Tile::kSetsO);
         ptx::wgmma_commit();
     }
 
