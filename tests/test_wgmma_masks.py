@@ -98,8 +98,8 @@ def test_broadcast_masks(shape: str) -> None:
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_blocks_that_groups_of_rows_do_not_see(d: int) -> None:
-    """Each 64 rows of a Q tile see tiles of their own, so that they pass over those of the others: more of them in a row
-    than the ring has places, too."""
+    """Each 64 rows of a Q tile see tiles of their own, so that they pass over those of the others, also more of them in
+    a row than the ring has places."""
     q, k, v = tensors(330, 1000, d)
     seen = torch.zeros(1, 1, 330, 1000, dtype=torch.bool)
     for group, tiles in enumerate([(0, 15), (7,), (), (3, 4, 5), (14, 1), (0, 9)]):
