@@ -66,7 +66,9 @@ def test_ranges_of_a_mask(target: Target, mask: Mask) -> None:
     expected = run(kernel, q, k, v, mask)
     exact, multiplies_fp32 = 2 * torch.finfo(dtype).eps, operand_dtype(kernel, dtype) == torch.float32
     for result in (run(kernel, q, k, v, DENSE, None, ranges), run(kernel, q, k, v, mask, None, ranges)):
-        torch.testing.assert_close(result[0], expected[0], rtol=exact, atol=2e-6 if multiplies_fp32 else 2e-3)
+        # Of wgmma_sm90 the two have another first maximum, to which the weights are rounded
+        atol = 2e-6 if multiplies_fp32 else 2e-3 if kernel.name == "wgmma_sm90" else 1e-3
+        torch.testing.assert_close(result[0], expected[0], rtol=exact, atol=atol)
         torch.testing.assert_close(result[1], expected[1], rtol=1e-6, atol=2e-6)
 
 
