@@ -66,3 +66,16 @@ def test_what_a_device_refuses() -> None:
             assert answer.backward_reasons["bwd_simt"] == text
         else:
             assert answer.backward_kernel == "bwd_simt"
+
+
+@pytest.mark.parametrize("name", ["cpu", "mma_sm80", "mma_sm75"])
+def test_wide_heads_of_a_cache(name: str) -> None:
+    """The CPU kernel takes them; the others say what they take."""
+    q, k, v = inputs(torch.float16, 3, 40, 264, 264)
+    lengths = torch.tensor([37], dtype=torch.int32)
+    if name == "cpu":
+        out = flash_wmma.forward_cached(q, k, v, lengths, kernel=name)
+        torch.testing.assert_close(out, flash_wmma.forward(q, k[:, :, :37], v[:, :, :37], kernel=name))
+    else:
+        with pytest.raises(ValueError, match="head dim: got 264, allowed: 1 to 256 with a key/value cache"):
+            flash_wmma.forward_cached(q, k, v, lengths, kernel=name)
