@@ -185,6 +185,7 @@ std::string refusal(const Kernel<Params>& kernel, const Params& params, const De
         return std::string("converts ") + dtype_name(p.dtype) + ", which forward's kernel multiplied as it is";
 
     const int fitting = largest_head_dim(kernel, device);
+    if (fitting == 0) return "no tile of this kernel fits the shared memory of this device";
     const int largest = p.sequences.page_size ? std::min(fitting, kernel.max_cached_head_dim) : fitting;
     for (const int d : {p.head_dim, p.head_dim_v}) {
         if (kernel.min_head_dim <= d && d <= largest) continue;

@@ -106,10 +106,10 @@ def tensors(*shape: int, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
 LEFT = {
     "dropout": (lambda: (*tensors(1, 2, 8, 64), None, 0.5), "dropout_p is not 0"),
     "float64": (lambda: tensors(1, 2, 8, 64, dtype=torch.float64), "the dtype is torch.float64"),
-    "large d": (lambda: tensors(1, 2, 8, 300), "no kernel runs head dims 300 and 300"),
+    "large d": (lambda: tensors(1, 2, 8, 520), "no kernel runs head dims 520 and 520"),
     "large d_v": (
-        lambda: (*tensors(1, 2, 8, 64)[:2], tensors(1, 2, 8, 300)[2]),
-        "no kernel runs head dims 64 and 300",
+        lambda: (*tensors(1, 2, 8, 64)[:2], tensors(1, 2, 8, 520)[2]),
+        "no kernel runs head dims 64 and 520",
     ),
     "no keys": (lambda: (tensors(4, 8, 64)[0], *tensors(1, 0, 64)[1:]), "an input is empty"),
     "subclass": (

@@ -102,10 +102,11 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
     mask = Mask("bottom_right") if "causal" in cuda_kernel.features else Mask()
     modifications = [PLAIN, Modification(softcap=5.0)] if "softcap" in cuda_kernel.features else [PLAIN]
     for modification, device in itertools.product(modifications, devices(instance)):
-        for rows, heads in itertools.product((instance.br + 5, instance.br), (1, 2, 4, 8)):
+        widths = (instance.head_dim, 128) if "d_v != d" in cuda_kernel.features else (instance.head_dim,)
+        for dv, rows, heads in itertools.product(widths, (instance.br + 5, instance.br), (1, 2, 4, 8)):
             q = normal((1, heads, rows, instance.head_dim), dtype=instance.dtype, seed=1)
             k = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=2)
-            v = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=3)
+            v = normal((1, 1, 3 * instance.bc + 5, dv), dtype=instance.dtype, seed=3)
             options = {"causal": mask.causal, "kernel": cuda_kernel.name, "softcap": modification.softcap}
             if flash_wmma.explain(q, k, v, device_facts=device, **options).instance == instance:
                 emulated = {"arch": device.arch, "sm_count": device.sm_count, "warp_size": device.warp_size}
@@ -114,7 +115,21 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
                     expected = reference(emulated_kernel(cuda_kernel), q, k, v, mask, None, modification)
                     check(*run(cuda_kernel, q, k, v, mask, None, modification), expected)
                 return
+    if "a key/value cache" in cuda_kernel.features and instance.dtype != torch.float32:
+        run_on_cache(cuda_kernel, instance)
+        return
     pytest.fail(f"{instance} is chosen on no device")
+
+
+def run_on_cache(kernel: flash_wmma.Kernel, instance: flash_wmma.Instance) -> None:
+    """A call whose heads of a group fill a tile of that many rows: explain knows no caches."""
+    d, length = instance.head_dim, 3 * instance.bc + 5
+    q = normal((1, instance.br, 1, d), dtype=instance.dtype, seed=1)
+    k, v = (normal((1, 1, length, d), dtype=instance.dtype, seed=s) for s in (2, 3))
+    lengths = torch.tensor([length - 2], dtype=torch.int32)
+    with settings(mode="checked", arch=max(instance.min_arch, 75)):
+        out, lse = flash_wmma.forward_cached(q, k, v, lengths, kernel=kernel.name, return_lse=True)
+    check(out, lse, reference(emulated_kernel(kernel), q, k[:, :, :-2], v[:, :, :-2]))
 
 
 def test_explain() -> None:

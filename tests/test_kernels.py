@@ -196,7 +196,7 @@ def test_explain_where_no_tile_fits() -> None:
     device = flash_wmma.DeviceFacts(80, 108, 1000)
     answer = flash_wmma.explain(q, q, q, kernel="mma_sm80", device_facts=device)
     assert answer.kernel is None
-    assert "no tile of this kernel fits" in answer.reasons["mma_sm80"]
+    assert answer.reasons["mma_sm80"] == "no tile of this kernel fits the shared memory of this device"
 
 
 def test_auto_on_the_cpu() -> None:

@@ -300,7 +300,7 @@ def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> Non
     k, v = torch.randn(2, 1, 1, 768, head_dim, generator=generator).half()
     profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90, seed=seed)
     (launch,) = profile.launches
-    shape = re.search(r"TileShape\{\d+, (\d+), \w+, (\d+), (\d+)", launch.function)
+    shape = re.search(r"TileShape\{\d+, \d+, (\d+), \w+, (\d+), (\d+)", launch.function)
     assert shape is not None
     consumers, key_tile, stages = map(int, shape.groups())
     tiles, panels, groups = 768 // key_tile, head_dim // 64, [4 * (i + 1) for i in range(consumers)]

@@ -111,7 +111,7 @@ void attend(float* q, float* k, float* v, float* o, float* lse, int batch, int h
     p.lse = lse, p.lse_batch = heads * n, p.lse_head = n;
     p.scale = 1.f / sqrtf({d}.f);
     p.band = {{kUnbounded, kUnbounded, false}};
-    simt::launch_shared<simt::SharedRung<{d}, Br, Bc, 1, false>>(p, nullptr);
+    simt::launch_shared<simt::SharedRung<{d}, Br, Bc, 1, false>>(p, DeviceFacts{{}}, nullptr);
 }}
 {entries}
 """

@@ -17,7 +17,7 @@ void attend(const ForwardParams& p) {
                                  .q_in_registers = kProblems == kPlain,
                                  .blocks_per_sm = 1,
                                  .handover = Handover::kShared};
-    shape<Tile<half, kTile>, kProblems>(75).launch(p, nullptr);
+    shape<Tile<half, kTile>, kProblems>(75).launch(p, DeviceFacts{}, nullptr);
 }
 
 /// Contiguous (1, H, N, d) of half and lse (1, H, N); d is 64.

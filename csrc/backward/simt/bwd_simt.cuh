@@ -110,6 +110,7 @@ __device__ __forceinline__ void hand_over(simt::Weights<Tile>& to, const simt::S
     sync_warp();
 }
 
+// spills: sm_75: the shape of d = 512, which needs more shared memory than sm_75 has.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
     backward_simt(const __grid_constant__ Problem problem) {
