@@ -100,14 +100,18 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
     """Each tile of each kernel runs, on a device and with a number of heads for which it is chosen: several tiles of
     keys, free, masked and partial."""
     mask = Mask("bottom_right") if "causal" in cuda_kernel.features else Mask()
-    modifications = [PLAIN, Modification(softcap=5.0)] if "softcap" in cuda_kernel.features else [PLAIN]
+    features = cuda_kernel.features
+    bias = normal((1, 1, 1, 3 * instance.bc + 5), dtype=instance.dtype, seed=4)
+    modifications = [PLAIN]
+    modifications += [Modification(softcap=5.0)] if "softcap" in features else []
+    modifications += [Modification(attn_bias=bias)] if "attn_bias" in features else []
     for modification, device in itertools.product(modifications, devices(instance)):
         widths = (instance.head_dim, 128) if "d_v != d" in cuda_kernel.features else (instance.head_dim,)
         for dv, rows, heads in itertools.product(widths, (instance.br + 5, instance.br), (1, 2, 4, 8)):
             q = normal((1, heads, rows, instance.head_dim), dtype=instance.dtype, seed=1)
             k = normal((1, 1, 3 * instance.bc + 5, instance.head_dim), dtype=instance.dtype, seed=2)
             v = normal((1, 1, 3 * instance.bc + 5, dv), dtype=instance.dtype, seed=3)
-            options = {"causal": mask.causal, "kernel": cuda_kernel.name, "softcap": modification.softcap}
+            options = {"causal": mask.causal, "kernel": cuda_kernel.name, **modification._asdict()}
             if flash_wmma.explain(q, k, v, device_facts=device, **options).instance == instance:
                 emulated = {"arch": device.arch, "sm_count": device.sm_count, "warp_size": device.warp_size}
                 with settings(mode="checked", **emulated):
