@@ -251,8 +251,9 @@ def forward_varlen(
         max_seqlen_q: at least the number of queries of every sequence; the results of a longer one are unspecified.
         max_seqlen_k: the same for keys.
         seqused_k: (B), int32: sequence b uses only its first seqused_k[b] keys.
-        causal, scale, window, softcap, sinks, dropout_p, rng_state, kernel, batch_invariant, backward_kernel,
-            deterministic: as for :func:`forward`; Nq and Nk are the sequence's.
+        causal, scale, window, softcap, sinks: as for :func:`forward`; Nq and Nk are the sequence's.
+        dropout_p, rng_state: as for :func:`forward`.
+        kernel, batch_invariant, backward_kernel, deterministic: as for :func:`forward`.
         attn_bias: broadcastable to (B, Hq, max_seqlen_q, max_seqlen_k), indexed within the sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         key_ranges: (Hq or 1, total_q, 2), int32, as for :func:`forward`; keys count from the sequence's first.
