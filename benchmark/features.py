@@ -54,6 +54,7 @@ class Row:
     ours: Callable[[], Tensor]
     theirs: Callable[[], Tensor]
     same: bool = True  #: whether both compute the same
+    needs: str = ""  #: the feature of the kernel, if not every one has it
 
 
 def flash2(q: Tensor, k: Tensor, v: Tensor, causal: bool, dropout_p: float = 0.0, **window: int) -> Tensor:
@@ -77,7 +78,6 @@ def flash2_packed(q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, longest: int
 def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterator[Row]:
     """The problems, one after the other, so that only one is in memory."""
     heads = HIDDEN // head_dim
-    (features,) = (row.features for row in flash_wmma.kernels() if row.name == kernel)
     torch.manual_seed(0)
 
     def inputs(n: int, heads_k: int = heads) -> tuple[Tensor, Tensor, Tensor]:
@@ -102,22 +102,22 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
     narrow = inputs(2048, max(1, heads // 8))
     yield Row("GQA 8:1, N=2048", "itself, MHA", lambda: forward(*narrow), lambda: forward(q, k, v), same=False)
     sinks = torch.randn(heads, device="cuda")
-    if "sinks" in features:
-        yield Row(
-            "sinks, N=2048",
-            "itself, without",
-            lambda: forward(q, k, v, sinks=sinks),
-            lambda: forward(q, k, v),
-            same=False,
-        )
-    if "dropout" in features:
-        yield Row(
-            "dropout 0.1, N=2048",
-            "FA2, dropout 0.1",
-            lambda: forward(q, k, v, dropout_p=0.1),
-            lambda: flash2(q, k, v, causal, dropout_p=0.1),
-            same=False,
-        )
+    yield Row(
+        "sinks, N=2048",
+        "itself, without",
+        lambda: forward(q, k, v, sinks=sinks),
+        lambda: forward(q, k, v),
+        same=False,
+        needs="sinks",
+    )
+    yield Row(
+        "dropout 0.1, N=2048",
+        "FA2, dropout 0.1",
+        lambda: forward(q, k, v, dropout_p=0.1),
+        lambda: flash2(q, k, v, causal, dropout_p=0.1),
+        same=False,
+        needs="dropout",
+    )
     bias = torch.randn(1, heads, 2048, 2048, device="cuda", dtype=dtype)
     if causal:
         bias += torch.full((2048, 2048), -torch.inf, device="cuda", dtype=dtype).triu(1)
@@ -130,7 +130,10 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         return call
 
     for peer, backend in (("SDPA efficient", SDPBackend.EFFICIENT_ATTENTION), ("cuDNN", SDPBackend.CUDNN_ATTENTION)):
-        yield Row("bias (1, H, N, N), N=2048", peer, lambda: forward(q, k, v, attn_bias=bias), sdpa(backend, bias))
+        theirs = sdpa(backend, bias)
+        yield Row(
+            "bias (1, H, N, N), N=2048", peer, lambda: forward(q, k, v, attn_bias=bias), theirs, needs="attn_bias"
+        )
     past = torch.ones(2048, 2048, device="cuda", dtype=torch.bool).tril()
     blocks = torch.rand(q.size(0), 1, 16, 16, device="cuda") > 0.5
     blocks |= torch.eye(16, device="cuda", dtype=torch.bool)  # every query sees a key
@@ -142,27 +145,15 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         "bool (B, 1, N, N), blocks": blocks.repeat_interleave(128, 2).repeat_interleave(128, 3),
     }.items():
         theirs = sdpa(SDPBackend.CUDNN_ATTENTION, seen & past if causal else seen)
-        yield Row(f"{name}, N=2048", "cuDNN", lambda seen=seen: forward(q, k, v, attn_bias=seen), theirs)
-    slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
-    plain = "FA2 without"
-    if "alibi_slopes" in features:
         yield Row(
-            "ALiBi, N=2048",
-            plain,
-            lambda: forward(q, k, v, alibi_slopes=slopes),
-            lambda: flash2(q, k, v, causal),
-            same=False,
+            f"{name}, N=2048", "cuDNN", lambda seen=seen: forward(q, k, v, attn_bias=seen), theirs, needs="attn_bias"
         )
-    yield Row(
-        "softcap, N=2048", plain, lambda: forward(q, k, v, softcap=30.0), lambda: flash2(q, k, v, causal), same=False
-    )
-
-    def plainly() -> Tensor:
-        return forward(q, k, v)
-
-    without = "itself, without"
-    yield Row("ALiBi, N=2048", without, lambda: forward(q, k, v, alibi_slopes=slopes), plainly, same=False)
-    yield Row("softcap, N=2048", without, lambda: forward(q, k, v, softcap=30.0), plainly, same=False)
+    slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
+    peers = {"FA2 without": lambda: flash2(q, k, v, causal), "itself, without": lambda: forward(q, k, v)}
+    for name, options in {"alibi_slopes": {"alibi_slopes": slopes}, "softcap": {"softcap": 30.0}}.items():
+        title = {"alibi_slopes": "ALiBi, N=2048"}.get(name, f"{name}, N=2048")
+        for peer, theirs in peers.items():
+            yield Row(title, peer, lambda options=options: forward(q, k, v, **options), theirs, same=False, needs=name)
     packed = [torch.randn(TOKENS, heads, head_dim, device="cuda", dtype=dtype) for _ in range(3)]
     offsets = torch.tensor((0, *LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     yield Row(
@@ -172,6 +163,7 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
             *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
         ),
         lambda: flash2_packed(*packed, offsets, max(LENGTHS), causal),
+        needs="varlen",
     )
     numbers = torch.repeat_interleave(torch.arange(len(LENGTHS), device="cuda"), offsets.diff())[None]
     ranges = flash_wmma.document_ranges(document_ids=numbers)
@@ -183,6 +175,7 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         lambda: flash_wmma.forward_varlen(
             *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
         ),
+        needs="key_ranges",
     )
 
 
@@ -216,9 +209,10 @@ def main() -> None:
     )
     print(f"{'problem':28} {'causal':6} {'ms':>8}  {'peer':18} {'ms':>8} {'ratio':>6}")
     results = []
+    (features,) = (kernel.features for kernel in flash_wmma.kernels() if kernel.name == args.kernel)
     for causal in (False, True):
         for row in rows(args.kernel, dtype, args.head_dim, causal):
-            if not row.name.startswith(tuple(args.rows)):
+            if not row.name.startswith(tuple(args.rows)) or row.needs not in {"", *features}:
                 continue
             contenders = {"ours": timing.Contender(row.ours), "peer": timing.Contender(row.theirs)}
             measured = timing.measure(contenders, device, method)
