@@ -205,14 +205,25 @@ class Consumer {
             take_turn();
             multiply_pv(rows.tiles > 1);
             release_q();
-            const Rows following = next();
-            const bool more = following.tiles > 0;
-            const int between = rows.after + following.before;  // tiles of the block that these rows do not see
-            // The producer may need V's slot to go on
-            const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
-            if (apart) {
+            // What the mask shows to other rows alone, these pass over now: the next plan may wait for it
+            const bool early = kChanges && rows.after > 0;
+            if (early) {
                 ptx::wgmma_wait<0>();
                 release_v();
+#pragma unroll 1
+                for (int i = rows.after; i > 0; --i) skip_tile();
+            }
+            const Rows following = next();
+            const bool more = following.tiles > 0;
+            // Tiles of the block that these rows do not see
+            const int between = (early ? 0 : rows.after) + following.before;
+            // The producer may need V's slot to go on
+            const bool apart = early || !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
+            if (apart) {
+                if (!early) {
+                    ptx::wgmma_wait<0>();
+                    release_v();
+                }
 #pragma unroll 1
                 for (int i = between; i > 0; --i) skip_tile();
             } else {
