@@ -13,9 +13,10 @@ enum class Problems : unsigned {
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified but dropout
-    kMasked = 32,    ///< of kChanged boolean masks and key ranges alone
+    kMasked = 32,    ///< of kChanged boolean masks alone
     kBiased = 64,    ///< of kChanged additive biases of q's type alone, which the copy engine can bring
     kSloped = 128,   ///< of kChanged ALiBi alone
+    kRanged = 256,   ///< of kChanged key ranges alone
     kGeneral = kPacked | kModified,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,

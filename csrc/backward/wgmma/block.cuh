@@ -91,6 +91,20 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     return (first + at % together) * tiles + at / together;
 }
 
+/// The order of items of dense causal problems, in which a head's first tile of keys has the most queries: heads one
+/// after the other for the L2 cache, and at the end all heads of about two items a block by turns, the longest items
+/// first, so that blocks finish together.
+template <class Tile>
+__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
+    const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch),
+               mixed = min(heads, (2 * gridDim.x + tiles - 1) / tiles);
+    const unsigned first = (heads - mixed) * tiles;
+    if (index < first) return index;
+    const unsigned at = index - first;
+    return first + at % mixed * tiles + at / mixed;
+}
+
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
@@ -98,6 +112,7 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
+    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
     OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(p);

@@ -54,8 +54,9 @@ struct Changes {
     static constexpr bool kAll = includes(kProblems, Problems::kChanged);  // what is known at run time
     static constexpr bool kMasks = kAll || includes(kProblems, Problems::kMasked);
     static constexpr bool kSlopes = kAll || includes(kProblems, Problems::kSloped);
+    static constexpr bool kRanges = kAll || includes(kProblems, Problems::kRanged);
     static constexpr bool kBiases = includes(kProblems, Problems::kBiased);  // from shared memory
-    static constexpr bool kAny = kMasks || kSlopes || kBiases;
+    static constexpr bool kAny = kMasks || kSlopes || kBiases;               // not the band or ranges
 };
 
 /// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.

@@ -213,11 +213,11 @@ class Planner {
     }
 
   private:
-    static constexpr bool kMasks = Changes<kProblems>::kMasks;
+    static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
 
     __device__ __forceinline__ void publish(const Schedule& schedule, const Assignment& a, int part, bool odd,
                                             bool none) {
-        const auto mask = key_mask<kMasks>(p_, a.sequence, a.tile.head);
+        const auto mask = key_mask<kRanges>(p_, a.sequence, a.tile.head);
         TileList list;
         if constexpr (kMasks) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {

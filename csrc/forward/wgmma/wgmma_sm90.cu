@@ -25,15 +25,14 @@ bool has_tiles(const ForwardParams& p) {
 
 /// What p asks of an instance.
 Problems asked(const ForwardParams& p) {
-    const bool masked = p.key_ranges.data || MaskTiles::wanted(p), biased = p.bias.data && !MaskTiles::wanted(p);
-    if (!masked && !biased && !p.alibi_slopes)
-        return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
+    const bool masked = MaskTiles::wanted(p), biased = p.bias.data && !masked, sloped = p.alibi_slopes,
+               ranged = p.key_ranges.data;
+    const int changes = masked + biased + sloped + ranged;
+    if (changes == 0) return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
     const Sequences& s = p.sequences;
-    const bool alone = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k && p.softcap == 0.f &&
-                       masked + biased + (p.alibi_slopes != nullptr) == 1;
-    if (alone && masked) return Problems::kMasked;
-    if (alone && p.alibi_slopes) return Problems::kSloped;
-    return alone && has_tiles(p) ? Problems::kBiased : Problems::kGeneralChanged;
+    const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    if (packed || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p))) return Problems::kGeneralChanged;
+    return masked ? Problems::kMasked : biased ? Problems::kBiased : sloped ? Problems::kSloped : Problems::kRanged;
 }
 
 /// Takes the least head dims that hold d and d_v, and of their shapes the one that finishes first. With

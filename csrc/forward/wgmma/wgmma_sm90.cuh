@@ -184,8 +184,39 @@ class Producer {
 
 /// In place of what an instance does not have.
 struct Nothing {
+    Nothing() = default;
     template <class... Args>
     __device__ __forceinline__ explicit Nothing(Args&&...) {}
+};
+
+/// The keys that a lane's two rows see.
+class OwnRanges {
+  public:
+    OwnRanges() = default;
+    __device__ __forceinline__ OwnRanges(const RangedMask& mask, int first_row, int last_row) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int row = min(first_row + 8 * i, last_row);
+            begin_[i] = mask.begin(row), end_[i] = mask.end(row);
+        }
+    }
+    __device__ __forceinline__ int begin(int i) const { return begin_[i]; }
+    __device__ __forceinline__ int end(int i) const { return end_[i]; }
+    /// The keys that all rows of the warp see.
+    __device__ __forceinline__ int all_begin() const {
+        return reduce_lanes(max(begin_[0], begin_[1]), [](int x, int y) { return max(x, y); }, 32);
+    }
+    __device__ __forceinline__ int all_end() const {
+        return reduce_lanes(min(end_[0], end_[1]), [](int x, int y) { return min(x, y); }, 32);
+    }
+
+  private:
+    int begin_[2], end_[2];
+};
+
+/// Tiles of which every row sees every key, by their first keys.
+struct FreeTiles {
+    int all_begin, all_end;
 };
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
@@ -221,8 +252,8 @@ class Consumer {
             take_turn();
             multiply_pv(rows.tiles > 1);
             release_q();
-            // What the mask shows to other rows alone, these pass over now: the next plan may wait for it
-            const bool early = kMasks && rows.after > 0;
+            // Tiles that only other rows see, these pass over now: the next plan may wait for that
+            const bool early = (kMasks || kRanges) && rows.after > 0;
             if (early) {
                 ptx::wgmma_wait<0>();
                 release_v();
@@ -269,7 +300,8 @@ class Consumer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
-    static constexpr bool kMasks = Changes<kProblems>::kMasks, kChanges = Changes<kProblems>::kAny;
+    static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
+    static constexpr bool kChanges = Changes<kProblems>::kAny;
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
@@ -399,16 +431,24 @@ class Consumer {
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
-    __device__ __forceinline__ KeyMask<kMasks> mask_of(const Rows& rows) const {
-        if constexpr (kMasks) return {p_, rows.sequence, rows.head};
-        else return rows.mask;
+    /// Which tiles every row of the warp sees. With ranges, each lane keeps those of its rows from here on.
+    __device__ __forceinline__ auto visible_tiles(const Rows& rows) {
+        const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
+        if constexpr (kRanges) {
+            own_ranges_ = {RangedMask(p_, rows.sequence, rows.head), rows.first_query + row(), last_query};
+            return FreeTiles{own_ranges_.all_begin(), own_ranges_.all_end() - kBc + 1};
+        } else {
+            return VisibleTiles<kBc>(rows.mask, rows.first_query, last_query);
+        }
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
-        hide_keys(
-            s_, mask_of(rows), [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
+        if constexpr (kRanges) hide_keys(s_, own_ranges_, [](int i) { return i; }, key + column(), left, right);
+        else
+            hide_keys(
+                s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
@@ -459,7 +499,7 @@ class Consumer {
         });
         softmax_.add(weigh(s_, factor, offset));
         // Masks may leave a row without a key for long. Its m cannot serve
-        if (kChanges && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
+        if ((kChanges || kRanges) && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
     }
 
@@ -499,8 +539,7 @@ class Consumer {
 
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
-        const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
-        const VisibleTiles<kBc> visible(mask_of(rows), rows.first_query, last_query);
+        const auto visible = visible_tiles(rows);
         const float factor = kChanges ? 1.f : this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
@@ -588,6 +627,8 @@ class Consumer {
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
     RingPlace<Tile::kQStages> q_;
+
+    std::conditional_t<kRanges, OwnRanges, Nothing> own_ranges_;
 
     RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
@@ -710,14 +751,24 @@ inline constexpr TableRow kGeneralRows[] = {
 };
 /// With masks.
 inline constexpr TableRow kMaskedRows[] = {
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}, 0.8f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
+/// With key ranges.
+inline constexpr TableRow kRangedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
 /// With a bias through shared memory.
 inline constexpr TableRow kBiasedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4, .bias = true}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
