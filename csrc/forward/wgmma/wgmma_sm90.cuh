@@ -47,6 +47,7 @@
 #include "forward/wgmma/scores.cuh"
 #include "forward/wgmma/shapes.h"
 #include "forward/wgmma/split.cuh"
+#include "forward/wgmma/tile_scales.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
@@ -243,9 +244,11 @@ class Consumer {
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
     static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+    static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
+    static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static_assert(!kChanges || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
-    using Place = RingPlace<Tile::kStages>;
+    using Place = RingPlace<Tile::kStages, Tile::kStages == 1>;
     using PerRow = RowValues<Tile::kWarpRows>;
     static constexpr int kBc = Tile::kBc;
 
@@ -377,6 +380,18 @@ class Consumer {
         else return rows.mask;
     }
 
+    /// The rest of a product of converted inputs; soft_cap(), unless the instance takes ScoreMods.
+    __device__ __forceinline__ void complete_products() {
+        if constexpr (kConverted && kModified) s_.each([&](float& x, int, int) { x *= scales_.product(); });
+        if constexpr (!kChanges) soft_cap();
+    }
+
+    /// Adds the sums of a tile's P to l.
+    __device__ __forceinline__ void add_sums(PerRow sums) {
+        if constexpr (kConverted) sums.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
+        softmax_.add(sums);
+    }
+
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
@@ -428,9 +443,14 @@ class Consumer {
             const auto [base, rescale] = softmax_.raise(i, x * factor);
             offset[i] = rounded ? 0.f : -base;
             if (rounded) s_.each_in_row(i, [&, base = base](float& score, int) { score -= base; });
-            if (begun || !Tile::kSetsO) o_.scale_row(i, rescale);
+            if constexpr (kConverted) {
+                offset[i] += scales_.weight();
+                if (begun || !Tile::kSetsO) o_.scale_row(i, rescale * ptx::ex2(scales_.rescale()));
+            } else if (begun || !Tile::kSetsO) {
+                o_.scale_row(i, rescale);
+            }
         });
-        softmax_.add(weigh(s_, factor, offset));
+        add_sums(weigh(s_, factor, offset));
         // Masks may leave a row without a key for long. Its m cannot serve
         if (kChanges && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
@@ -476,7 +496,7 @@ class Consumer {
     __device__ __forceinline__ void attend(const Rows& rows) {
         const int last_query = min(rows.first_query + Tile::kWarpRows, rows.sequence.seqlen_q) - 1;
         const VisibleTiles<kBc> visible(mask_of(rows), rows.first_query, last_query);
-        const float factor = kChanges ? 1.f : this->factor();
+        float factor = kChanges ? 1.f : this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
@@ -484,6 +504,7 @@ class Consumer {
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
         [[maybe_unused]] Entries entries(*this, rows);
+        if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kChanges) {
@@ -491,25 +512,33 @@ class Consumer {
                 changes_.ask(key, entries.in_part());
                 entries.look_ahead(place / kBc - 1);
             }
+            if constexpr (kConverted) {
+                scales_.step(key);
+                if constexpr (!kModified) factor = this->factor() * scales_.product();
+            }
             ptx::wgmma_wait<1>();
-            if constexpr (!kChanges) soft_cap();
+            complete_products();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (!kChanges && key == first && free) softmax_.settled = estimate_maximum(factor);
+            if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
             if constexpr (kChanges) plain = plain && !changes_.rises(key);
+            if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
             if (plain) {
                 PerRow sums;
                 if constexpr (kChanges) {
-                    sums = changes_.weigh(s_, key, softmax_.m);
+                    PerRow m = softmax_.m;
+                    if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
+                    sums = changes_.weigh(s_, key, m);
                 } else {
                     PerRow offset;
                     offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+                    if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
                     sums = weigh(s_, factor, offset);
                 }
                 done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
-                if (done) softmax_.add(sums);
+                if (done) add_sums(sums);
             }
             ptx::wgmma_wait<0>();
             if (place < first) release_v();
@@ -518,7 +547,7 @@ class Consumer {
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    if constexpr (!kChanges) soft_cap();
+                    complete_products();
                 }
                 if constexpr (kChanges) changes_.apply(s_, key);
                 softmax_.settled = weigh_exactly(
@@ -547,7 +576,10 @@ class Consumer {
 
     /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
-        if (rows.part == kWhole)
+        if constexpr (kConverted)
+            store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
+                                     scales_.unit());
+        else if (rows.part == kWhole)
             store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_);
         else if (rows.first_query < rows.sequence.seqlen_q)
             give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_);
@@ -567,6 +599,7 @@ class Consumer {
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<T, kBc>, Nothing> changes_{p_, schedule_.mask};
+    std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
@@ -631,6 +664,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
             kProblems,
+            Tile::kLargestDv,
             Tile::kDv,
             kTakesParts<Tile, kProblems>,
             speed,
@@ -659,6 +693,7 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
@@ -669,6 +704,7 @@ inline constexpr TableRow kGeneralRows[] = {
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
 /// With kChanged.
 inline constexpr TableRow kChangedRows[] = {
@@ -677,6 +713,25 @@ inline constexpr TableRow kChangedRows[] = {
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 64, .stages = 1, .q_stages = 1}},
+};
+/// Of converted inputs: a tile's keys share an exponent.
+inline constexpr TableRow kConvertedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 64, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
+};
+inline constexpr TableRow kConvertedChangedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 64, .stages = 1, .q_stages = 1}},
 };
 
 }  // namespace flash_wmma::wgmma_sm90
