@@ -3,8 +3,6 @@
 
 #include <ptx.cuh>
 
-#include <cmath>
-
 #include "attention.h"
 #include "device/tile.cuh"
 #include "device/value_unit.cuh"
@@ -29,7 +27,6 @@ class TileScales {
         const std::int64_t at = keys_ + key / kScaleRows;
         product_ = ptx::ex2(q_exponent_) * ptx::ex2(p_.exponents.k[at]);
         value_ = unit_.step(p_.exponents.v[at]);
-        if (value_.rescale == -INFINITY) value_.rescale = 0.f;  // O was still 0
     }
 
     /// What a product of the tile is to be multiplied by.
