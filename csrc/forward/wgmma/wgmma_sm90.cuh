@@ -251,7 +251,7 @@ class Consumer {
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static_assert(!kChanges || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
-    using Place = RingPlace<Tile::kStages, Tile::kStages == 1>;
+    using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
     using PerRow = RowValues<Tile::kWarpRows>;
     static constexpr int kBc = Tile::kBc;
 
@@ -594,7 +594,7 @@ class Consumer {
     PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
-    RingPlace<Tile::kQStages> q_;
+    RingPlace<Tile::kQStages, /*kHidden=*/true> q_;
 
     RegisterTile<Tile::kWarpRows, kBc> s_;  // scores, then weights
     std::uint32_t weights_[kBc / 16][4];
@@ -693,8 +693,9 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 96, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
-    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}},
-    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 192, .d_v = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1}},
+    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}, 0.97f},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 3, .q_stages = 1}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
@@ -725,7 +726,7 @@ inline constexpr TableRow kConvertedRows[] = {
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
-    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 3, .q_stages = 1}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
