@@ -20,6 +20,7 @@ enum class Problems : unsigned {
     kGeneral = kPacked | kModified,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
+    kConvertedChanged = kGeneralChanged | kConverted,
     kAny = kGeneral | kConverted,  ///< but no cache
     kAll = kAny | kCached,
 };

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import flash_wmma
 
-TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2}  # of the largest value of an output
+TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 2e-2, torch.float32: 2e-3}  # of the largest value of an output
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
 
 
@@ -57,6 +57,23 @@ SHAPES = [  # (br, softcap), a problem that takes it with two multiprocessors
     (128, 5.0, (1, 1, 1, 150, 200, 160)),
     (128, 0.0, (1, 1, 1, 150, 100, 256)),
     (128, 5.0, (1, 1, 1, 150, 100, 256)),
+    (128, 0.0, (1, 1, 1, 150, 100, 512)),
+    (128, 5.0, (1, 1, 1, 150, 100, 264)),
+]
+FLOAT32_SHAPES = [  # the same of converted inputs
+    (192, 0.0, (1, 2, 1, 190, 300, 64)),
+    (128, 0.0, (1, 3, 1, 120, 300, 64)),
+    (192, 5.0, (1, 2, 1, 190, 300, 64)),
+    (192, 0.0, (1, 2, 2, 190, 150, 96)),
+    (192, 0.0, (1, 2, 2, 190, 150, 128)),
+    (128, 0.0, (1, 2, 1, 120, 150, 128)),
+    (192, 5.0, (1, 2, 2, 190, 150, 72)),
+    (128, 0.0, (1, 1, 1, 150, 200, 192)),
+    (128, 5.0, (1, 1, 1, 150, 200, 160)),
+    (128, 0.0, (1, 1, 1, 150, 100, 256)),
+    (128, 5.0, (1, 1, 1, 150, 100, 256)),
+    (128, 0.0, (1, 1, 1, 150, 100, 512)),
+    (128, 5.0, (1, 1, 1, 150, 100, 512)),
 ]
 
 
@@ -69,6 +86,29 @@ def test_shapes(br: int, softcap: float, shape: tuple[int, int, int, int, int, i
     assert answer.instance is not None
     assert answer.instance.br == br
     check(q, k, v, mask, softcap)
+
+
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right", (70, 0))], ids=str)
+@pytest.mark.parametrize(("br", "softcap", "shape"), FLOAT32_SHAPES)
+def test_float32_shapes(br: int, softcap: float, shape: tuple[int, int, int, int, int, int], mask: Mask) -> None:
+    q, k, v = tensors(shape, torch.float32)
+    device = flash_wmma.DeviceFacts(arch=90, sm_count=2, smem_optin=227 * 1024)
+    answer = flash_wmma.explain(q, k, v, kernel="wgmma_sm90", softcap=softcap, device_facts=device)
+    assert answer.instance is not None
+    assert answer.instance.br == br
+    check(q, k, v, mask, softcap)
+
+
+@pytest.mark.parametrize("d_v", [512, 264])
+def test_wide_values(d_v: int) -> None:
+    """Columns of V beyond a block's: a queue or parts of items for each launch, in the same workspace."""
+    v = tensors((1, 2, 1, 1, 1100, d_v), torch.float16)[2]
+    q, k, _ = tensors((1, 2, 1, 100, 1100, 64), torch.float16)
+    assert functions(q, k, v, DENSE, 4, times=2) == ["forward", "merge"]
+    check(q, k, v, sm_count=4)
+    q, k, _ = tensors((1, 2, 1, 520, 530, 64), torch.float16)
+    assert functions(q, k, v[:, :, :530], Mask("top_left"), 2, times=2) == ["clear", "forward"]
+    check(q, k, v[:, :, :530], Mask("top_left"))
 
 
 @pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask("top_left", (70, 0))], ids=str)
@@ -84,10 +124,11 @@ def test_queue(softcap: float) -> None:
     check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
 
 
-def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int) -> list[str]:
-    """That a call launches, in order."""
+def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int, times: int = 1) -> list[str]:
+    """That a call launches, in order, each so often."""
     with flash_wmma.emulator.settings(sm_count=sm_count):
         profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", **mask._asdict())
+    assert {launch.launches for launch in profile.launches} == {times}
     return [launch.name for launch in profile.launches]
 
 
@@ -180,7 +221,7 @@ def test_first_maximum_from_a_sample() -> None:
 
 
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: all problems in half precision; the others go to mma_sm80, and so do other cards."""
+    """`auto` on sm_90: all problems, fp32 ones converted; on other cards mma_sm80."""
     q = torch.empty(2, 8, 1000, 64, dtype=torch.float16, device="meta")
     changes = {
         "alibi_slopes": torch.empty(8, device="meta"),
@@ -189,7 +230,10 @@ def test_who_takes_what() -> None:
     }
     for options in ({}, {"causal": True}, {"window": (100, 0)}, {"softcap": 30.0}, changes):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).kernel == "wgmma_sm90"  # type: ignore[arg-type]
-    assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).kernel == "mma_sm80"
+        x = q.float()
+        assert flash_wmma.explain(x, x, x, device_facts=DEVICE, **options).kernel == "wgmma_sm90"  # type: ignore[arg-type]
+    wide = torch.empty(2, 8, 1000, 512, dtype=torch.bfloat16, device="meta")
+    assert flash_wmma.explain(wide, wide, wide, device_facts=DEVICE).kernel == "wgmma_sm90"
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))
         assert answer.kernel == "mma_sm80"
@@ -198,7 +242,7 @@ def test_who_takes_what() -> None:
 
 @pytest.mark.parametrize("sm_count", [2, 5])
 @pytest.mark.parametrize(
-    ("d", "d_v", "bc"), [(192, 128, 128), (168, 72, 128), (192, 136, 80), (128, 192, 80), (96, 40, 128), (64, 96, 128)]
+    ("d", "d_v", "bc"), [(192, 128, 128), (168, 72, 128), (192, 136, 64), (128, 192, 64), (96, 40, 128), (64, 96, 128)]
 )
 def test_value_dims(d: int, d_v: int, bc: int, sm_count: int) -> None:
     """A V narrower or wider than K, split over the keys too. d of 129 to 192 with d_v up to 128 has its own tile."""

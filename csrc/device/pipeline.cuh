@@ -1,6 +1,7 @@
 // What the warps of Hopper kernels hand over through shared memory: slots of rings with transaction barriers.
 #pragma once
 
+#include <ptx.cuh>
 #include <ptx_sm90.cuh>
 
 #include "attention.h"
@@ -13,17 +14,6 @@ struct Slot {
     ptx::Barrier full, empty;
 };
 
-/// A place in the ring, and how often the ring has come round.
-template <int Stages>
-struct RingPlace {
-    int stage = 0;
-    unsigned parity = 0;
-
-    __device__ __forceinline__ void advance() {
-        if (++stage == Stages) stage = 0, parity ^= 1;
-    }
-};
-
 /// x, whose words are the same in the whole warp; tells the compiler so.
 template <class X>
 __device__ __forceinline__ X uniform(X x) {
@@ -34,6 +24,23 @@ __device__ __forceinline__ X uniform(X x) {
     }
     return x;
 }
+
+/// A place in the ring, and how often the ring has come round. kHidden: a ring of one hides from the compiler that its
+/// stage is constant, or every address in it is kept for the loop; whole warps advance.
+template <int Stages, bool kHidden = false>
+struct RingPlace {
+    int stage = 0;
+    unsigned parity = 0;
+
+    __device__ __forceinline__ void advance() {
+        if constexpr (Stages == 1 && kHidden) {
+            stage = uniform(ptx::opaque(stage));
+            parity ^= 1;
+        } else if (++stage == Stages) {
+            stage = 0, parity ^= 1;
+        }
+    }
+};
 
 /// x, which is the same in the whole warp, in a register of the warp: so is what is computed from x.
 __device__ __forceinline__ unsigned in_uniform_register(unsigned x) { return __reduce_or_sync(kWarpMask, x); }

@@ -170,6 +170,7 @@ __device__ __forceinline__ void wgmma_wait() {
 #define FLASH_WMMA_TEXT_120 FLASH_WMMA_TEXT_90 ", " FLASH_WMMA_TEN(9) ", " FLASH_WMMA_TEN(10) ", " FLASH_WMMA_TEN(11)
 #define FLASH_WMMA_FOUR(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define FLASH_WMMA_16(i) FLASH_WMMA_FOUR(i), FLASH_WMMA_FOUR(i + 4), FLASH_WMMA_FOUR(i + 8), FLASH_WMMA_FOUR(i + 12)
+#define FLASH_WMMA_D_16() FLASH_WMMA_16(0)
 #define FLASH_WMMA_D_32() FLASH_WMMA_16(0), FLASH_WMMA_16(16)
 #define FLASH_WMMA_D_40() FLASH_WMMA_D_32(), FLASH_WMMA_FOUR(32), FLASH_WMMA_FOUR(36)
 #define FLASH_WMMA_D_48() FLASH_WMMA_D_32(), FLASH_WMMA_16(32)
@@ -206,6 +207,7 @@ __device__ __forceinline__ void wgmma_wait() {
             FLASH_WMMA_ASM(COLUMNS, "bf16", TEXT, D, "{%" #R0 ", %" #R1 ", %" #R2 ", %" #R3 "}", R4, R5, "", R6,  \
                            "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]));                                           \
     }
+FLASH_WMMA_WGMMA(32, FLASH_WMMA_TEN() ", %10, %11, %12, %13, %14, %15", FLASH_WMMA_D_16, 16, 17, 18, 19, 20, 21, 22)
 FLASH_WMMA_WGMMA(64, FLASH_WMMA_TEXT_30 ", %30, %31", FLASH_WMMA_D_32, 32, 33, 34, 35, 36, 37, 38)
 FLASH_WMMA_WGMMA(80, FLASH_WMMA_TEXT_40, FLASH_WMMA_D_40, 40, 41, 42, 43, 44, 45, 46)
 FLASH_WMMA_WGMMA(96, FLASH_WMMA_TEXT_40 ", %40, %41, %42, %43, %44, %45, %46, %47", FLASH_WMMA_D_48,  //

@@ -5,7 +5,7 @@ from mutations.fault import Fault
 ROWS = "csrc/cached_rows.h"
 TILE = "csrc/device/grouped_tile.cuh"
 COPIES = "csrc/device/copy_map.cuh"
-CONVERT = "csrc/device/convert.cu"
+CONVERT = "csrc/device/convert.cuh"
 KERNEL = "csrc/forward/mma/kernel.cuh"
 BLOCK = "csrc/forward/mma/block.cuh"
 RING = "csrc/forward/mma/key_value_ring.cuh"

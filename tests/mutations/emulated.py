@@ -10,7 +10,7 @@ AGAIN = (
     "            if (!done) {\n"
     "                if (plain) {\n"
     "                    multiply_qk_again();\n"
-    "                    if constexpr (!kChanges) soft_cap();\n"
+    "                    complete_products();\n"
     "                }\n"
     "                if constexpr (kChanges) changes_.apply(s_, key);\n"
     "                softmax_.settled = weigh_exactly(\n"

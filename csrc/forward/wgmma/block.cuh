@@ -16,6 +16,7 @@ namespace flash_wmma::wgmma_sm90 {
 struct TileShape {
     int d;               ///< the largest d that the instance holds
     int d_v = d;         ///< the largest d_v
+    int columns = d_v;   ///< of O, of a block. For those beyond them the grid is launched again
     int consumers;       ///< warpgroups of 64 rows each
     bool turns = false;  ///< consumers ask for products in turn
     int keys;            ///< of a K/V tile
@@ -28,7 +29,8 @@ struct TileShape {
 template <class Scalar, TileShape kShape>
 struct Tile {
     using T = Scalar;
-    static constexpr int kD = kShape.d, kDv = kShape.d_v, kConsumers = kShape.consumers, kBc = kShape.keys;
+    static constexpr int kD = kShape.d, kDv = kShape.columns, kConsumers = kShape.consumers, kBc = kShape.keys;
+    static constexpr int kLargestDv = kShape.d_v;
     static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
     static constexpr bool kTurns = kShape.turns, kBias = kShape.bias;
     static constexpr int kPlans = 4;  // items that are known ahead

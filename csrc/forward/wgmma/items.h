@@ -58,7 +58,7 @@ struct Split {
 
     /// Of the workspace: in fp32 every part's O, and four words for a lane's m and l.
     std::int64_t bytes(const Shape& shape) const {
-        return std::int64_t{items} * parts * shape.facts.br * (shape.head_dim_v + 8) * std::int64_t{sizeof(float)};
+        return std::int64_t{items} * parts * shape.facts.br * (shape.columns + 8) * std::int64_t{sizeof(float)};
     }
     /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, the cost
     /// of its first tile (no products beside its softmax), and that of parts: storing and reading rows, and a grid.

@@ -1,6 +1,8 @@
 // How 16 rows of O, in the registers of a warp, and their LSE go to memory.
 #pragma once
 
+#include <type_traits>
+
 #include "device/element.cuh"
 #include "device/lagged_softmax.cuh"
 #include "device/quad.cuh"
@@ -10,11 +12,13 @@
 namespace flash_wmma::wgmma_sm90 {
 
 /// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that share
-/// a row swap words until each has 16 neighbouring bytes, or once, for 8.
+/// a row swap words until each has 16 neighbouring bytes, or once, for 8. fp32: each has 8, and O / l is multiplied by
+/// `unit`.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
-                                           const LaggedSoftmax<16>& softmax, int lane) {
+                                           const LaggedSoftmax<16>& softmax, int lane,
+                                           [[maybe_unused]] float unit = 1.f) {
     softmax.l.each([&](int i, float l) {
         float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
         const bool none = sum == 0.f;  // the row saw no key
@@ -24,22 +28,33 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
         if (lane % 4 == 0 && inside && column == 0)
             p.lse[lse_index(p, sequence, head, query)] = sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
         T* const out = row_of<T>(p.o, sequence.index, head, sequence.first_q + query);
-        constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
+        if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
-        for (int j = 0; j < Columns / 8; j += kWords) {
-            std::uint32_t words[kWords];
+            for (int j = 0; j < Columns / 8; ++j) {
+                const int col = column + 8 * j + lane % 4 * 2;
+                const float2 pair =
+                    none ? float2{} : make_float2(o.at(i, 8 * j) * inverse * unit, o.at(i, 8 * j + 1) * inverse * unit);
+                if (inside && col < p.head_dim_v) *reinterpret_cast<float2*>(out + col) = pair;
+            }
+        } else {
+            constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
 #pragma unroll
-            for (int w = 0; w < kWords; ++w)
-                words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * inverse, o.at(i, 8 * (j + w) + 1) * inverse);
-            if constexpr (SwapsOnce) {
-                pair_in_quad(words, lane % 4);
-                const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;
-                if (inside && col < p.head_dim_v) *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
-            } else {
-                transpose_in_quad(words, lane % 4);
-                const int col = column + 8 * (j + lane % 4);
-                if (inside && col < p.head_dim_v)
-                    *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+            for (int j = 0; j < Columns / 8; j += kWords) {
+                std::uint32_t words[kWords];
+#pragma unroll
+                for (int w = 0; w < kWords; ++w)
+                    words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * inverse, o.at(i, 8 * (j + w) + 1) * inverse);
+                if constexpr (SwapsOnce) {
+                    pair_in_quad(words, lane % 4);
+                    const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;
+                    if (inside && col < p.head_dim_v)
+                        *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
+                } else {
+                    transpose_in_quad(words, lane % 4);
+                    const int col = column + 8 * (j + lane % 4);
+                    if (inside && col < p.head_dim_v)
+                        *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+                }
             }
         }
     });

@@ -7,14 +7,18 @@
 #include <cstdint>
 #include <stdexcept>
 
+#include "device/convert.h"
 #include "forward/wgmma/items.h"
 #include "forward/wgmma/look_at_mask.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 namespace {
 
-const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(),
-                                         bf16_general_shapes(), bf16_changed_shapes()});
+const std::vector<Shape> kShapes =
+    join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(), bf16_general_shapes(),
+          bf16_changed_shapes(), converted_shapes(), converted_changed_shapes()});
+
+bool converts(const ForwardParams& p) { return p.dtype == DType::kFloat32; }
 
 /// Whether the copy engine can bring tiles of the bias.
 bool has_tiles(const ForwardParams& p) {
@@ -23,15 +27,19 @@ bool has_tiles(const ForwardParams& p) {
     return b.dtype == p.dtype && b.key == 1 && aligned && std::min({b.batch, b.head, b.query}) >= 0;
 }
 
-/// What p asks of an instance.
+/// What p asks of an instance. Those for one change alone hold no more than 256 columns.
 Problems asked(const ForwardParams& p) {
     const bool masked = MaskTiles::wanted(p), biased = p.bias.data && !masked, sloped = p.alibi_slopes,
                ranged = p.key_ranges.data;
     const int changes = masked + biased + sloped + ranged;
-    if (changes == 0) return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
+    const bool plain = problems_of(p, false) == Problems::kPlain;
+    if (converts(p)) return plain ? Problems::kConverted : Problems::kConvertedChanged;
+    if (changes == 0) return plain ? Problems::kPlain : Problems::kGeneral;
     const Sequences& s = p.sequences;
-    const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
-    if (packed || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p))) return Problems::kGeneralChanged;
+    const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k,
+               wide = std::max(p.head_dim, p.head_dim_v) > 256;
+    if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
+        return Problems::kGeneralChanged;
     return masked ? Problems::kMasked : biased ? Problems::kBiased : sloped ? Problems::kSloped : Problems::kRanged;
 }
 
@@ -39,11 +47,12 @@ Problems asked(const ForwardParams& p) {
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
     const Problems problems = asked(p);
+    const DType dtype = converts(p) ? DType::kFloat16 : p.dtype;
     const Shape* chosen = nullptr;
     double least_time = 0;
     for (const Shape& shape : kShapes) {
         const Instance& tile = shape.facts;
-        if (tile.dtype != p.dtype || shape.problems != problems) continue;
+        if (tile.dtype != dtype || shape.problems != problems) continue;
         if (tile.head_dim < p.head_dim || shape.head_dim_v < p.head_dim_v) continue;
         if (chosen &&
             (p.batch_invariant || chosen->facts.head_dim != tile.head_dim || chosen->head_dim_v != shape.head_dim_v))
@@ -67,22 +76,36 @@ __global__ void clear(Queue* queue) {
 }
 
 /// Bytes of the queue or of the parts of split items, since a problem never has both; with a boolean mask, of the queue
-/// and of the mask's tiles.
+/// and of the mask's tiles. In front of them, converted inputs.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
     const Shape& shape = choose_shape(p, device);
-    if (MaskTiles::wanted(p)) return kQueueBytes + mask_tiles(p, shape.facts.br).bytes();
-    return has_queue(p, device, shape.facts.br) ? sizeof(Queue) : split_of(p, device, shape).bytes(shape);
+    const std::int64_t converted = converts(p) ? converted_bytes(p) : 0;
+    if (MaskTiles::wanted(p)) return converted + kQueueBytes + mask_tiles(p, shape.facts.br).bytes();
+    return converted + (has_queue(p, device, shape.facts.br) ? static_cast<std::int64_t>(sizeof(Queue))
+                                                             : split_of(p, device, shape).bytes(shape));
 }
 
-void launch_wgmma_sm90(const ForwardParams& p, const DeviceFacts& device, Stream stream) {
-    const Shape& shape = choose_shape(p, device);
-    if (has_queue(p, device, shape.facts.br)) {
-        LaunchConfig config{dim3(1), dim3(1)};
-        config.programmatic = true;
-        launch(clear, config, stream, static_cast<Queue*>(p.workspace));
-    }
+/// The same problem with `count` columns of V and O, from `first` on.
+ForwardParams columns_of(const ForwardParams& p, int first, int count) {
+    ForwardParams part = p;
+    part.v.data = static_cast<char*>(p.v.data) + std::ptrdiff_t{first} * 2;
+    part.o.data = static_cast<char*>(p.o.data) + std::ptrdiff_t{first} * (p.out_dtype == DType::kFloat32 ? 4 : 2);
+    part.head_dim_v = std::min(count, p.head_dim_v - first);
+    return part;
+}
+
+void launch_wgmma_sm90(const ForwardParams& given, const DeviceFacts& device, Stream stream) {
+    const Shape& shape = choose_shape(given, device);
+    const ForwardParams p = converts(given) ? convert_to_half_chained(given, stream) : given;
     if (MaskTiles::wanted(p)) launch_look_at_mask(p, mask_tiles(p, shape.facts.br), stream);
-    shape.launch(p, device, shape, stream);
+    for (int column = 0; column < p.head_dim_v; column += shape.columns) {
+        if (has_queue(p, device, shape.facts.br)) {
+            LaunchConfig config{dim3(1), dim3(1)};
+            config.programmatic = true;
+            launch(clear, config, stream, static_cast<Queue*>(p.workspace));
+        }
+        shape.launch(columns_of(p, column, shape.columns), device, shape, stream);
+    }
 }
 
 /// Whether mma_sm80 finishes first (docs/tuning/hopper.md): with so few keys that a block's start and end count, while
@@ -101,6 +124,7 @@ const KernelInfo kInfo = {
          .min_arch = 90,
          .max_arch = 90,
          .bf16_min_arch = 90,
+         .float32 = true,
          .float16 = true,
          .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks,
          .auto_rank = 40},

@@ -20,6 +20,9 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
 //
+// Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of more
+// columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
+//
 // block.cuh says what a block is, plan.cuh what it works on and in which order. Items that would leave SMs idle are
 // split over the keys, and a second grid adds up the parts (split.cuh).
 //
@@ -47,6 +50,7 @@
 #include "forward/wgmma/scores.cuh"
 #include "forward/wgmma/shapes.h"
 #include "forward/wgmma/split.cuh"
+#include "forward/wgmma/tile_scales.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
@@ -302,9 +306,11 @@ class Consumer {
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
     static constexpr bool kChanges = Changes<kProblems>::kAny;
+    static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
+    static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
-    using Place = RingPlace<Tile::kStages>;
+    using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
     using PerRow = RowValues<Tile::kWarpRows>;
     static constexpr int kBc = Tile::kBc;
 
@@ -442,6 +448,18 @@ class Consumer {
         }
     }
 
+    /// The rest of a product of converted inputs; soft_cap(), unless the instance takes ScoreMods.
+    __device__ __forceinline__ void complete_products() {
+        if constexpr (kConverted && kModified) s_.each([&](float& x, int, int) { x *= scales_.product(); });
+        if constexpr (!kChanges) soft_cap();
+    }
+
+    /// Adds the sums of a tile's P to l.
+    __device__ __forceinline__ void add_sums(PerRow sums) {
+        if constexpr (kConverted) sums.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
+        softmax_.add(sums);
+    }
+
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
     /// if `right`.
     __device__ __forceinline__ void hide(const Rows& rows, int key, bool left, bool right) {
@@ -495,9 +513,14 @@ class Consumer {
             const auto [base, rescale] = softmax_.raise(i, x * factor);
             offset[i] = rounded ? 0.f : -base;
             if (rounded) s_.each_in_row(i, [&, base = base](float& score, int) { score -= base; });
-            if (begun || !Tile::kSetsO) o_.scale_row(i, rescale);
+            if constexpr (kConverted) {
+                offset[i] += scales_.weight();
+                if (begun || !Tile::kSetsO) o_.scale_row(i, rescale * ptx::ex2(scales_.rescale()));
+            } else if (begun || !Tile::kSetsO) {
+                o_.scale_row(i, rescale);
+            }
         });
-        softmax_.add(weigh(s_, factor, offset));
+        add_sums(weigh(s_, factor, offset));
         // Masks may leave a row without a key for long. Its m cannot serve
         if ((kChanges || kRanges) && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
@@ -540,7 +563,7 @@ class Consumer {
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
         const auto visible = visible_tiles(rows);
-        const float factor = kChanges ? 1.f : this->factor();
+        float factor = kChanges ? 1.f : this->factor();
         rows_left_ = rows.sequence.seqlen_q - rows.first_query - row();
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
@@ -549,31 +572,40 @@ class Consumer {
         softmax_ = {};
         [[maybe_unused]] Entries entries(schedule_, rows);
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
+        if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
             if constexpr (Tile::kBias) changes_.find(smem_.bias[k_.stage][group_].panel);
             else if constexpr (kChanges) changes_.ask(key, kMasks && entries.in_part());
             if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
+            if constexpr (kConverted) {
+                scales_.step(key);
+                if constexpr (!kModified) factor = this->factor() * scales_.product();
+            }
             ptx::wgmma_wait<1>();
-            if constexpr (!kChanges) soft_cap();
+            complete_products();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (!kChanges && key == first && free) softmax_.settled = estimate_maximum(factor);
+            if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
             if constexpr (kChanges) plain = plain && !changes_.rises(key);
+            if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
             if (plain) {
                 PerRow sums;
                 if constexpr (kChanges) {
-                    sums = changes_.weigh(s_, key, softmax_.m);
+                    PerRow m = softmax_.m;
+                    if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
+                    sums = changes_.weigh(s_, key, m);
                 } else {
                     PerRow offset;
                     offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
+                    if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
                     sums = weigh(s_, factor, offset);
                 }
                 done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
-                if (done) softmax_.add(sums);
+                if (done) add_sums(sums);
             }
             ptx::wgmma_wait<0>();
             if (place < first) release_v();
@@ -584,7 +616,7 @@ class Consumer {
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
-                    if constexpr (!kChanges) soft_cap();
+                    complete_products();
                 }
                 if constexpr (kChanges) changes_.apply(s_, key);
                 softmax_.settled = weigh_exactly(
@@ -614,7 +646,10 @@ class Consumer {
 
     /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
-        if (rows.part == kWhole)
+        if constexpr (kConverted)
+            store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
+                                     scales_.unit());
+        else if (rows.part == kWhole)
             store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_);
         else if (rows.first_query < rows.sequence.seqlen_q)
             give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_);
@@ -626,7 +661,7 @@ class Consumer {
     PlanReader<Tile> plans_;
     const int group_, warp_, lane_;  // warpgroup among the consumers, warp in it
     Place k_, v_;
-    RingPlace<Tile::kQStages> q_;
+    RingPlace<Tile::kQStages, /*kHidden=*/true> q_;
 
     std::conditional_t<kRanges, OwnRanges, Nothing> own_ranges_;
 
@@ -636,6 +671,7 @@ class Consumer {
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask};
+    std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
@@ -710,6 +746,7 @@ Shape shape(float speed) {
     return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
              sizeof(SharedMemory<Tile>), reinterpret_cast<const void*>(forward<Tile, kProblems>)},
             kProblems,
+            Tile::kLargestDv,
             Tile::kDv,
             kTakesParts<Tile, kProblems>,
             speed,
@@ -735,9 +772,11 @@ inline constexpr TableRow kPlainRows[] = {
     {{.d = 96, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
-    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}},
-    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 192, .d_v = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1}},
+    {{.d = 192, .d_v = 128, .consumers = 2, .keys = 128, .stages = 2, .q_stages = 1}, 0.97f},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 3, .q_stages = 1}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
@@ -748,6 +787,7 @@ inline constexpr TableRow kGeneralRows[] = {
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
 };
 /// With masks.
 inline constexpr TableRow kMaskedRows[] = {
@@ -790,6 +830,25 @@ inline constexpr TableRow kChangedRows[] = {
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 64, .stages = 1, .q_stages = 1}},
+};
+/// Of converted inputs: a tile's keys share an exponent.
+inline constexpr TableRow kConvertedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 64, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 3, .q_stages = 1}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
+};
+inline constexpr TableRow kConvertedChangedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+    {{.d = 512, .columns = 256, .consumers = 2, .keys = 64, .stages = 1, .q_stages = 1}},
 };
 
 }  // namespace flash_wmma::wgmma_sm90
