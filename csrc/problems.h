@@ -9,11 +9,12 @@ namespace flash_wmma {
 enum class Problems : unsigned {
     kPlain = 0,      ///< dense q, k and v, with any band: a block's bounds are the same in every thread
     kPacked = 1,     ///< packed sequences
-    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), key ranges (KeyMask), or dropout
+    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
-    kGeneral = kPacked | kModified,
+    kDropped = 32,   ///< dropout
+    kGeneral = kPacked | kModified | kDropped,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kAny = kGeneral | kConverted,  ///< but no cache
@@ -35,8 +36,9 @@ inline Problems problems_of(const ForwardParams& p, bool converted) {
     Problems problems = converted ? Problems::kConverted : Problems::kPlain;
     if (s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k) problems = problems | Problems::kPacked;
     if (s.page_size && !converted) problems = problems | Problems::kCached;
-    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data || p.dropout.rng_state)
+    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data)
         problems = problems | Problems::kModified;
+    if (p.dropout.rng_state) problems = problems | Problems::kDropped;
     return problems;
 }
 

@@ -73,9 +73,10 @@ def test_the_mask_is_philox() -> None:
     key = seed ^ (offset * 0x9E3779B97F4A7C15) % 2**64
     mask = flash_wmma.dropout_mask(state(), 0.3, 3, 5, 40, 70)
     for b, h, i, j in ((0, 0, 0, 0), (2, 4, 39, 69), (1, 3, 8, 9), (1, 3, 7, 14), (2, 0, 23, 33), (0, 1, 31, 64)):
-        words = philox([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, h, b], key)
-        number = words[i // 8 % 2 * 2 + j // 8 % 2] >> (j % 2 * 16) & 0xFFFF
-        assert bool(mask[b, h, i, j]) == (number >= round(0.3 * 65536))
+        words = philox([h, i // 16 * 8 + i % 8, b, j // 16 * 4 + j % 8 // 2], key)
+        number = words[j // 8 % 2 * 2 + i // 8 % 2] >> (j % 2 * 16) & 0xFFFF
+        half, limit = (torch.tensor(n, dtype=torch.uint16).view(torch.float16) for n in (number, 0xFC00 - 19661))
+        assert bool(mask[b, h, i, j]) == (not half < limit)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 0.999])
