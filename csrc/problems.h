@@ -14,7 +14,8 @@ enum class Problems : unsigned {
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
     kDropped = 32,   ///< dropout
-    kGeneral = kPacked | kModified | kDropped,
+    kPackedDropped = kPacked | kDropped,
+    kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kAny = kGeneral | kConverted,  ///< but no cache

@@ -4,7 +4,7 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_dropped_shapes() {
-    constexpr Problems kProblems = Problems::kPacked | Problems::kDropped;
-    return join({wgmma::shapes<bf16, kProblems, Pass::kFused>(), wgmma::shapes<bf16, kProblems, Pass::kOrdered>()});
+    return join({wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kFused>(),
+                 wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kOrdered>()});
 }
 }  // namespace flash_wmma::backward

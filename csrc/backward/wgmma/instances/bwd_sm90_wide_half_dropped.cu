@@ -4,7 +4,7 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_dropped_shapes() {
-    constexpr Problems kProblems = Problems::kPacked | Problems::kDropped;
-    return join({wgmma::wide_shapes<half, kProblems, Pass::kFused>(), wgmma::wide_shapes<half, kProblems, Pass::kOrdered>()});
+    return join({wgmma::wide_shapes<half, Problems::kPackedDropped, Pass::kFused>(),
+                 wgmma::wide_shapes<half, Problems::kPackedDropped, Pass::kOrdered>()});
 }
 }  // namespace flash_wmma::backward

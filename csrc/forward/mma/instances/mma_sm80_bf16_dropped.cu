@@ -5,7 +5,7 @@
 namespace flash_wmma::mma {
 
 std::vector<Shape> sm80_bf16_dropped_shapes() {
-    return shapes<Sm80, bf16, Problems::kPacked | Problems::kDropped, kSm80GeneralRows>(80);
+    return shapes<Sm80, bf16, Problems::kPackedDropped, kSm80GeneralRows>(80);
 }
 
 }  // namespace flash_wmma::mma
