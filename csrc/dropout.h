@@ -105,9 +105,6 @@ class DropoutMask {
     /// The numbers of the eight weights in this row and column.
     [[gnu::always_inline]] constexpr DropoutNumbers numbers(const DropoutRow& row, const DropoutColumn& column) const {
         std::uint32_t c0 = row.c0 ^ column.c0, c1 = row.c1, c2 = row.c2 ^ column.c2, c3 = column.c3;
-#ifdef __CUDACC__
-#pragma unroll
-#endif
         for (int round = 3; round < 7; ++round) {
             const std::uint64_t x = kX * c0, y = kY * c2;
             c0 = high(y) ^ c1 ^ k0(round), c1 = low(y), c2 = high(x) ^ c3 ^ k1(round), c3 = low(x);

@@ -254,7 +254,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 if constexpr (kGeneral)
                     if (drops) {  // dropped weights are marked by their sign
                         const DropoutMask weights(dropout, p.dropout.first_entry + sequence.index, at.head);
-                        KeptTile<kOwnsKeys, Tile::kWarpRows, kStep>(p.dropout, weights, kOwnsKeys ? place.stream : place.own,
+                        KeptTile<kOwnsKeys, Tile::kWarpRows, kStep>(p.dropout, weights,
+                                                                    kOwnsKeys ? place.stream : place.own,
                                                                     kOwnsKeys ? place.own : place.stream)
                             .each([&](int i, int column, bool kept) {
                                 float& x = s.at(i, column);

@@ -74,16 +74,15 @@ class Dropping {
         if constexpr (kTakes) {
             const Dropout& dropout = work.p.dropout;
             drops_ = dropout.rng_state;
-            if (drops_)
-                mask_ = {dropout_state(dropout), dropout.first_entry + work.sequence.index, work.tile.head};
+            if (drops_) mask_ = {dropout_state(dropout), dropout.first_entry + work.sequence.index, work.tile.head};
         }
     }
     __device__ __forceinline__ void before_exchange(Scores<Tile>& s, const Work<Tile>& work, int key) const {
         if constexpr (kTakes && Tile::kDimWarps > 1) {
             if (!drops_) return;
             const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-            KeptTile<false, Tile::kWarpRows, Tile::kWarpKeys>(work.p.dropout, mask_, work.tile.row(here.warp_row()).query,
-                                                              key + here.warp_key())
+            KeptTile<false, Tile::kWarpRows, Tile::kWarpKeys>(
+                work.p.dropout, mask_, work.tile.row(here.warp_row()).query, key + here.warp_key())
                 .each([&](int i, int column, bool kept) {
                     float& x = s.at(i, column);
                     x = kept ? x : 0.f;
@@ -261,8 +260,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
                     scale *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
-            Weigher<Tile, kProblems> tile{work, mask, smem, thread, visible,   q,
-                                         ring.k(), dropping, key, scale, value};
+            Weigher<Tile, kProblems> tile{work, mask, smem, thread, visible, q, ring.k(), dropping, key, scale, value};
             const auto attempt = [&](bool lagged) { return tile.weigh(lagged, weights, sums, softmax, o); };
             // A tile that every row sees, not the first
             const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;
