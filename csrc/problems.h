@@ -13,7 +13,7 @@ enum class Problems : unsigned {
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
-    kDropped = 32,   ///< dropout
+    kDropped = 32,   ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,

@@ -116,10 +116,11 @@ def test_states_differ() -> None:
 
 
 @needs("dropout")
-def test_the_same_mask(target: Target) -> None:
+@pytest.mark.parametrize("p", [0.3, 0.8])
+def test_the_same_mask(target: Target, p: float) -> None:
     """Equal scores and a one-hot V show the mask itself, in every place."""
     kernel, dtype = target
-    nq, nk, p = 70, 64, 0.3
+    nq, nk = 70, 64
     q, k, _ = inputs(target, nq, nk, 64, 4, 2)
     q = torch.zeros_like(q)
     v = torch.eye(nk, dtype=dtype, device=kernel.device).expand(2, 2, nk, nk).contiguous()
@@ -235,6 +236,26 @@ def test_gradients(backward_target: Target, nq: int, nk: int, d: int, mask: str,
     for name, one, expected, its_plain in zip("qkv", got, exact, plain, strict=True):
         allowed = 2 * max(error(its_plain, expected), torch.finfo(coarser).eps / 2) + 1e-5
         assert error(one, expected) <= 1.5 * allowed, f"d{name}: {error(one, expected):.3e}, allowed {allowed:.3e}"
+
+
+@needs("dropout", "attn_bias", "softcap", "the gradient of attn_bias")
+@pytest.mark.parametrize("p", [0.3, 0.7])
+def test_gradients_with_modified_scores(backward_target: Target, p: float) -> None:
+    """Of the bias too, against plain torch ops in float64."""
+    kernel, dtype = backward_target
+    q, k, v = inputs(backward_target, 50, 70, batch=few(kernel, 2))
+    dout = normal(tuple(q.shape), "contiguous", dtype, kernel.device, 5)
+    bias = torch.randn(50, 70, generator=torch.Generator().manual_seed(1)).to(kernel.device)
+    options: dict[str, Any] = {"softcap": 5.0, "dropout_p": p, "rng_state": state(kernel.device)}
+    leaves = [t.double().requires_grad_() for t in (q, k, v, bias)]
+    out, lse = flash_wmma.forward(*leaves[:3], attn_bias=leaves[3], kernel="math", return_lse=True, **options)
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    got = ops.backward(
+        dout, None, q, k, v, out.detach().to(dtype), lse.detach().float(), attn_bias=bias, bias_grad=True,
+        kernel_name=kernel.name, **options,
+    )  # fmt: skip
+    for name, one, expected in zip(("q", "k", "v", "bias"), got, exact, strict=True):
+        assert float((one.double() - expected).abs().max() / expected.abs().max()) < 0.03, f"gradient of {name}"
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -67,13 +67,16 @@ inline constexpr bool kTakesDropout = includes(kProblems, Problems::kDropped) &&
 
 /// Dropout of a warp's weights, which have been summed: of its operand of O's product, or, if P goes through shared
 /// memory, of the accumulators before.
-template <class Tile, bool kTakes>
+template <class Tile, Problems kProblems>
 class Dropping {
+    static constexpr bool kTakes = kTakesDropout<Tile, kProblems>;
+    static constexpr bool kAlways = !includes(kProblems, Problems::kModified);  // without a test, it is nearer the products
+
   public:
     __device__ __forceinline__ explicit Dropping(const Work<Tile>& work) {
         if constexpr (kTakes) {
             const Dropout& dropout = work.p.dropout;
-            drops_ = dropout.rng_state;
+            drops_ = kAlways || dropout.rng_state;
             if (drops_) mask_ = {dropout_state(dropout), dropout.first_entry + work.sequence.index, work.tile.head};
         }
     }
@@ -116,7 +119,7 @@ struct Weigher {
     const VisibleTiles<Tile::kGroupKeys>& visible;
     const QOperand<Tile>& q;
     const KeyRows<Tile>& k;
-    const Dropping<Tile, kTakesDropout<Tile, kProblems>>& dropping;
+    const Dropping<Tile, kProblems>& dropping;
     const int key;      // the group's first of the tile
     const float scale;  // from a product to log2 units
     const ValueUnit::Step value;
@@ -240,7 +243,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
     }
 
     const auto visible = visible_tiles(work, mask, thread);
-    const Dropping<Tile, kTakesDropout<Tile, kProblems>> dropping(work);
+    const Dropping<Tile, kProblems> dropping(work);
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
