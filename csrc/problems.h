@@ -13,7 +13,10 @@ enum class Problems : unsigned {
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
     kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
-    kDropped = 32,   ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
+    kMasked = 32,    ///< of kChanged boolean masks and key ranges alone
+    kBiased = 64,    ///< of kChanged additive biases of q's type alone, which the copy engine can bring
+    kSloped = 128,   ///< of kChanged ALiBi alone
+    kDropped = 256,  ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,

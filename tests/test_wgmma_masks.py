@@ -116,6 +116,22 @@ def test_queue_of_masked_items() -> None:
     check(q, k, v, Modification(seen))
 
 
+@pytest.mark.parametrize("hidden", ["mask", "ranges"])
+@pytest.mark.parametrize("d", [64, 192])
+def test_queue_of_items_with_tiles_at_the_end_that_few_rows_see(d: int, hidden: str) -> None:
+    """Other rows are done while most of the item's tiles are still to be loaded. Of the mask those are rows that a Q
+    tile has beyond the last query, if no row of it sees the first keys."""
+    q, k, v = (t.repeat(1, 3, 1, 1) for t in tensors(400, 1000, d))
+    if hidden == "mask":
+        seen = torch.ones(1, 1, 400, 1000, dtype=torch.bool)
+        seen[..., :64] = False
+        check(q, k, v, Modification(seen))
+    else:
+        first = torch.arange(400) // 64 % 2 * 900
+        ranges = torch.stack((first, torch.full((400,), 1000)), -1)[None, None].int()
+        check(q, k, v, Modification(key_ranges=ranges))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["wide", "pairs", "singly", "transposed", "per row", "shared", "fp32", "fp32 singly"])
 def test_ways_to_read_a_bias(kind: str, dtype: torch.dtype) -> None:

@@ -21,6 +21,7 @@ struct TileShape {
     int keys;            ///< of a K/V tile
     int stages;          ///< K tiles in flight, and V tiles
     int q_stages = 2;    ///< Q tiles in flight
+    bool bias = false;   ///< a tile of the bias comes with each K tile
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -29,7 +30,7 @@ struct Tile {
     using T = Scalar;
     static constexpr int kD = kShape.d, kDv = kShape.d_v, kConsumers = kShape.consumers, kBc = kShape.keys;
     static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages;
-    static constexpr bool kTurns = kShape.turns;
+    static constexpr bool kTurns = kShape.turns, kBias = kShape.bias;
     static constexpr int kPlans = 4;  // items that are known ahead
     // Whether the first P V sets O. With two consumers it adds to zeros, which measured faster
     static constexpr bool kSetsO = kConsumers > 2;
@@ -44,7 +45,17 @@ struct Tile {
     static constexpr int kProducerRegisters = kConsumers > 2 ? 32 : kD > 192 ? 24 : 40;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
-    static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4);
+    static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4 && (!kBias || kBc == 64));
+};
+
+/// What instances for these problems do with scores, beside their scale and a softcap.
+template <Problems kProblems>
+struct Changes {
+    static constexpr bool kAll = includes(kProblems, Problems::kChanged);  // what is known at run time
+    static constexpr bool kMasks = kAll || includes(kProblems, Problems::kMasked);
+    static constexpr bool kSlopes = kAll || includes(kProblems, Problems::kSloped);
+    static constexpr bool kBiases = includes(kProblems, Problems::kBiased);  // from shared memory
+    static constexpr bool kAny = kMasks || kSlopes || kBiases;
 };
 
 /// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.
@@ -81,9 +92,20 @@ struct Plan {
 };
 inline constexpr int kWhole = -1;
 
+/// Tiles of the bias, one for each K tile and consumer.
+template <class Tile, bool = Tile::kBias>
+struct BiasTiles {
+    struct alignas(1024) Rows {
+        typename Tile::T panel[Tile::kGroupRows * 64];
+    };
+    Rows bias[Tile::kStages][Tile::kConsumers];
+};
+template <class Tile>
+struct BiasTiles<Tile, false> {};
+
 /// Map of a block's shared memory.
 template <class Tile>
-struct SharedMemory {
+struct SharedMemory : BiasTiles<Tile> {
     using T = typename Tile::T;
     struct alignas(1024) KeyRows {
         T panel[Tile::kPanels][Tile::kBc * 64];
@@ -104,9 +126,9 @@ struct SharedMemory {
     ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
 };
 
-/// Where q, k and v lie, for the copy engine.
+/// Where q, k and v lie, for the copy engine, and the bias, if its tiles come with K's.
 struct Maps {
-    TensorMap q, k, v;
+    TensorMap q, k, v, bias;
 };
 
 }  // namespace flash_wmma::wgmma_sm90

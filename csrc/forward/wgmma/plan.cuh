@@ -79,7 +79,7 @@ struct Schedule {
             slice = first + mixed % count, tile = tiles - 1 - mixed / count;
         }
         int batch = slice / heads, head = slice % heads;
-        if (includes(kProblems, Problems::kChanged) && shares_bias)
+        if (Changes<kProblems>::kAny && shares_bias)
             batch = slice % static_cast<int>(p.batch), head = slice / static_cast<int>(p.batch);
         return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
                 {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
@@ -213,16 +213,16 @@ class Planner {
     }
 
   private:
-    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+    static constexpr bool kMasks = Changes<kProblems>::kMasks;
 
     __device__ __forceinline__ void publish(const Schedule& schedule, const Assignment& a, int part, bool odd,
                                             bool none) {
-        const auto mask = key_mask<kChanges>(p_, a.sequence, a.tile.head);
+        const auto mask = key_mask<kMasks>(p_, a.sequence, a.tile.head);
         TileList list;
-        if constexpr (kChanges) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
+        if constexpr (kMasks) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {
             const Range range = visible_tiles<Tile>(a.sequence, mask, row, count);
-            if constexpr (kChanges) return list.places(range);
+            if constexpr (kMasks) return list.places(range);
             else return range;
         };
         Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);

@@ -1,10 +1,12 @@
-// What changes the scores of a warp's 16 rows beside their scale, for the instances of wgmma_sm90 that take biases:
-// softcap, an additive bias, a boolean mask, ALiBi (device/score_mod.cuh says in which order).
+// What changes the scores of a warp's 16 rows beside their scale: softcap, an additive bias, a boolean mask, ALiBi
+// (device/score_mod.cuh says in which order). An instance for one of the last three does that alone; one for all of them
+// (kChanged) learns at run time what there is.
 //
-// Nothing of it is waited for together with the product. A lane asks for its part of a tile's bias before it awaits the
-// tile's scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean
-// mask it reads the bits of two rows, and those only of a tile that is seen in part (mask_tiles.cuh). Where the old m
-// serves, a bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
+// Nothing of it is waited for together with the product. Tiles of a bias come with K's through shared memory, and
+// ldmatrix gives a lane the words of its scores. With kChanged a lane asks for its part before it awaits the tile's
+// scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask it
+// reads the bits of two rows, and those only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
+// bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
 //     P = exp2(S * scale + (bias * log2(e) - m)),
 // and left or right of the diagonal a tile's ALiBi is linear in the key.
 #pragma once
@@ -22,13 +24,16 @@
 #include "device/register_tile.cuh"
 #include "device/score_mod.cuh"
 #include "device/tile.cuh"
+#include "forward/wgmma/block.cuh"
 #include "forward/wgmma/mask_tiles.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// T: the type of q, k and v. A tile has Keys keys.
-template <class T, int Keys>
+template <class Tile, Problems kProblems>
 class ScoreChanges {
+    using T = typename Tile::T;
+    static constexpr int Keys = Tile::kBc;
+
   public:
     using Scores = RegisterTile<16, Keys>;
     using PerRow = RowValues<16>;
@@ -41,35 +46,37 @@ class ScoreChanges {
         const Bias& bias = p_.bias;
         const int lane = static_cast<int>(threadIdx.x) % 32, query = first_query + lane / 4;
         column_ = lane % 4 * 2;
-        distance_ = query + sequence.seqlen_k - sequence.seqlen_q - column_;
-        slope_ = p_.alibi_slopes ? kLog2e * p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head] : 0.f;
-        if (!bias.data) return;
+        if constexpr (kSlopes) {
+            distance_ = query + sequence.seqlen_k - sequence.seqlen_q - column_;
+            slope_ = p_.alibi_slopes ? kLog2e * p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head] : 0.f;
+        }
         const int last = static_cast<int>(p_.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (bias.dtype == DType::kBool)
-                row_[i] = reinterpret_cast<const char*>(tiles_.line(sequence.index, head, query + 8 * i));
-            else
+            if (has_mask()) row_[i] = reinterpret_cast<const char*>(tiles_.line(sequence.index, head, query + 8 * i));
+            else if (kAll && bias.data)
                 row_[i] = static_cast<const char*>(bias.data) +
                           (sequence.index * bias.batch + head * bias.head + min(query + 8 * i, last) * bias.query) *
                               (bias.dtype == DType::kFloat32 ? 4 : 2);
         }
     }
 
+    /// Of an instance whose bias comes through shared memory: the next tile's is there. Queries that share a row of the
+    /// bias have that one in the tile's first row.
+    __device__ __forceinline__ void find(const T* bias_tile) { tile_ = bias_tile; }
+
     /// Asks for what the scores of the tile at `key` need. `in_part`: the mask hides some of its keys.
     __device__ __forceinline__ void ask(int key, bool in_part) {
         const Bias& bias = p_.bias;
-        hides_ = false;
-        if (!bias.data) return;
-        if (bias.dtype == DType::kBool) {
-            hides_ = in_part;
-            if (!in_part) return;
+        hides_ = has_mask() && in_part;
+        if (hides_) {
 #pragma unroll
             for (int i = 0; i < 2; ++i) {
                 const uint2 seen = *reinterpret_cast<const uint2*>(row_[i] + key / 8);
-                words_[i][0] = seen.x >> column_, words_[i][1] = seen.y >> column_;
+                seen_[i][0] = seen.x >> column_, seen_[i][1] = seen.y >> column_;
             }
-        } else if (bias.dtype == Element<T>::kDType) {
+        }
+        if (kAll && bias.data && bias.dtype == Element<T>::kDType) {
             const bool inside = bias.key == 1 && key + Keys <= p_.seqlen_k;
             const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(bias.data) |
                                       static_cast<std::uintptr_t>(2 * (bias.batch | bias.head | bias.query));
@@ -80,20 +87,21 @@ class ScoreChanges {
     }
 
     /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
-    __device__ __forceinline__ void apply(Scores& s, int key) const {
+    __device__ __forceinline__ void apply(Scores& s, int key) {
         const Bias& bias = p_.bias;
         const float factor = cap(s);
         s.each([&](float& x, int, int) { x *= factor; });
-        if (bias.data && bias.dtype == Element<T>::kDType) {
+        if (kBiases) read_tile();
+        if (kBiases || (kAll && bias.data && bias.dtype == Element<T>::kDType)) {
             s.each([&](float& x, int i, int column) { x = biased(x, asked(i, column)); });
-        } else if (bias.data && bias.dtype == DType::kFloat32) {
+        } else if (kAll && bias.data && bias.dtype == DType::kFloat32) {
             const int last = static_cast<int>(p_.seqlen_k) - 1;
             s.each([&](float& x, int i, int column) {
                 const std::int64_t at = min(key + column_ + column, last) * bias.key;
                 x = biased(x, reinterpret_cast<const float*>(row_[i])[at]);
             });
         }
-        if (slope_ != 0.f) {
+        if (kSlopes && slope_ != 0.f) {
             const int distance = distance_ - key;
             s.each([&](float& x, int i, int column) {
                 x = fmaf(-slope_, fabsf(static_cast<float>(distance + 8 * i - column)), x);
@@ -104,22 +112,23 @@ class ScoreChanges {
 
     /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
     /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum.
-    __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) const {
+    __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
-        const bool adds = bias.data && bias.dtype != DType::kBool;
+        const bool adds = kAll && bias.data && bias.dtype != DType::kBool, slopes = kSlopes && slope_ != 0.f;
         PerRow offset;
         offset.each([&](int i, float& x) { x = -m[i]; });
-        if (slope_ != 0.f && !adds && is_linear(key)) {
+        if (kBiases || (!slopes && adds && bias.dtype == Element<T>::kDType)) {
+            const float factor = cap(s);
+            if (kBiases) read_tile();
+            return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
+        }
+        if (slopes && !adds && is_linear(key)) {
             const float factor = cap(s), slope = distance_ > key ? slope_ : -slope_;
             offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(distance_ - key + 8 * i), x); });
             hide(s);
             return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
         }
-        if (slope_ == 0.f && adds && bias.dtype == Element<T>::kDType) {
-            const float factor = cap(s);
-            return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
-        }
-        if (slope_ == 0.f && !adds) {
+        if (!slopes && !adds) {
             const float factor = cap(s);
             hide(s);
             return flash_wmma::weigh(s, factor, offset);
@@ -130,14 +139,22 @@ class ScoreChanges {
 
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
     __device__ __forceinline__ bool rises(int key) const {
+        if constexpr (!kSlopes) return false;
         constexpr float kMost = 4.f;  // in log2 units
         return slope_ * Keys > kMost && key + Keys > first_distance();
     }
 
   private:
+    static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
+    static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
+
+    __device__ __forceinline__ bool has_mask() const {
+        return kMasks && p_.bias.data && (!kAll || p_.bias.dtype == DType::kBool);
+    }
+
     /// Softcap. Returns what takes the result to log2 units.
     __device__ __forceinline__ float cap(Scores& s) const {
-        if (p_.softcap == 0.f) return p_.scale * kLog2e;
+        if (!includes(kProblems, Problems::kModified) || p_.softcap == 0.f) return p_.scale * kLog2e;
         const float to_x = p_.scale / p_.softcap;
         s.each([&](float& x, int, int) { x = ScoreMod<true>::tanh(x * to_x); });
         return p_.softcap * kLog2e;
@@ -145,9 +162,9 @@ class ScoreChanges {
 
     /// Scores of keys that the mask hides become -inf.
     __device__ __forceinline__ void hide(Scores& s) const {
-        if (!hides_) return;
+        if (!kMasks || !hides_) return;
         s.each([&](float& x, int i, int column) {
-            if (!(words_[i][column / 32] >> column % 32 & 1)) x = -INFINITY;
+            if (!(seen_[i][column / 32] >> column % 32 & 1)) x = -INFINITY;
         });
     }
 
@@ -170,8 +187,18 @@ class ScoreChanges {
     }
 
     __device__ __forceinline__ float asked(int i, int column) const {
-        const float2 pair = Element<T>::floats(words_[i][column / 8]);
+        const float2 pair = Element<T>::floats(words_[column / 16][column / 8 % 2 * 2 + i]);
         return column % 2 ? pair.y : pair.x;
+    }
+    __device__ __forceinline__ std::uint32_t& word(int i, int block) { return words_[block / 2][block % 2 * 2 + i]; }
+
+    /// The lane's words of a tile in shared memory.
+    __device__ __forceinline__ void read_tile() {
+        const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32 % 4;
+        const int row = p_.bias.query == 0 ? 0 : Tile::kWarpRows * warp + lane % 16;
+#pragma unroll
+        for (int j = 0; j < Keys / 16; ++j)
+            ptx::ldmatrix_x4(words_[j], tile_ + 64 * row + 8 * ((2 * j + lane / 16) ^ row % 8));
     }
 
     __device__ __forceinline__ void ask_wide(int key) {
@@ -189,7 +216,7 @@ class ScoreChanges {
                 std::uint32_t words[4] = {found[i][j].x, found[i][j].y, found[i][j].z, found[i][j].w};
                 transpose_in_quad(words, quad_lane);
 #pragma unroll
-                for (int w = 0; w < 4; ++w) words_[i][4 * j + w] = words[w];
+                for (int w = 0; w < 4; ++w) word(i, 4 * j + w) = words[w];
             }
     }
     __device__ __forceinline__ void ask_pairs(int key) {
@@ -197,7 +224,7 @@ class ScoreChanges {
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int j = 0; j < Keys / 8; ++j)
-                words_[i][j] = *reinterpret_cast<const std::uint32_t*>(row_[i] + 2 * (key + column_ + 8 * j));
+                word(i, j) = *reinterpret_cast<const std::uint32_t*>(row_[i] + 2 * (key + column_ + 8 * j));
     }
     /// Any alignment and stride; behind the last key: the last key's.
     __device__ __forceinline__ void ask_singly(int key) {
@@ -212,7 +239,7 @@ class ScoreChanges {
                     const std::int64_t at = min(key + column_ + 8 * j + e, last) * p_.bias.key;
                     pair |= std::uint32_t{reinterpret_cast<const std::uint16_t*>(row_[i])[at]} << 16 * e;
                 }
-                words_[i][j] = pair;
+                word(i, j) = pair;
             }
     }
 
@@ -230,14 +257,18 @@ class ScoreChanges {
         return sums;
     }
 
+    // An instance keeps what it uses
     const ForwardParams& p_;
     const MaskTiles& tiles_;
-    const char* row_[2];                // of the bias, or of the mask's bits
-    float slope_;                       // in log2 units
-    int column_;                        // the lane's first
-    int distance_;                      // of the lane's first row and column: from the tile at key 0 to the diagonal
-    std::uint32_t words_[2][Keys / 8];  // the lane's pairs of the bias, or the bits of its keys from the first on
-    bool hides_;                        // whether the words are bits
+    const char* row_[2];  // of the bias, or of the mask's bits
+    const T* tile_;       // of the bias, in shared memory
+    float slope_;         // in log2 units
+    int column_;          // the lane's first
+    int distance_;        // of the lane's first row and column: from the tile at key 0 to the diagonal
+    std::uint32_t words_[Keys / 16]
+                        [4];    // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
+    std::uint32_t seen_[2][2];  // the mask's bits of the lane's keys from the first on
+    bool hides_;                // whether they count
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -4,6 +4,7 @@
 #include <ptx_sm90.cuh>
 
 #include <algorithm>
+#include <cstdint>
 #include <stdexcept>
 
 #include "forward/wgmma/items.h"
@@ -15,12 +16,30 @@ namespace {
 const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(),
                                          bf16_general_shapes(), bf16_changed_shapes()});
 
+/// Whether the copy engine can bring tiles of the bias.
+bool has_tiles(const ForwardParams& p) {
+    const Bias& b = p.bias;
+    const bool aligned = reinterpret_cast<std::uintptr_t>(b.data) % 16 == 0 && (b.batch | b.head | b.query) % 8 == 0;
+    return b.dtype == p.dtype && b.key == 1 && aligned && std::min({b.batch, b.head, b.query}) >= 0;
+}
+
+/// What p asks of an instance.
+Problems asked(const ForwardParams& p) {
+    const bool masked = p.key_ranges.data || MaskTiles::wanted(p), biased = p.bias.data && !MaskTiles::wanted(p);
+    if (!masked && !biased && !p.alibi_slopes)
+        return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
+    const Sequences& s = p.sequences;
+    const bool alone = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k && p.softcap == 0.f &&
+                       masked + biased + (p.alibi_slopes != nullptr) == 1;
+    if (alone && masked) return Problems::kMasked;
+    if (alone && p.alibi_slopes) return Problems::kSloped;
+    return alone && has_tiles(p) ? Problems::kBiased : Problems::kGeneralChanged;
+}
+
 /// Takes the least head dims that hold d and d_v, and of their shapes the one that finishes first. With
 /// `batch_invariant`: the first shape.
 const Shape& choose_shape(const ForwardParams& p, const DeviceFacts& device) {
-    const Problems problems = p.bias.data || p.alibi_slopes || p.key_ranges.data ? Problems::kGeneralChanged
-                              : problems_of(p, false) == Problems::kPlain        ? Problems::kPlain
-                                                                                 : Problems::kGeneral;
+    const Problems problems = asked(p);
     const Shape* chosen = nullptr;
     double least_time = 0;
     for (const Shape& shape : kShapes) {

@@ -67,7 +67,7 @@ class Producer {
 
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
-            if constexpr (kChanges) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
+            if constexpr (kMasks) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -80,18 +80,20 @@ class Producer {
 
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
+    static constexpr bool kMasks = Changes<kProblems>::kMasks;
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
 
-    /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on.
+    /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on. Copies of
+    /// `more` bytes will follow.
     template <class Rows>
     __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
-                                         ptx::Barrier* barrier, int row, int head, const Item& work) const {
+                                         ptx::Barrier* barrier, int row, int head, const Item& work,
+                                         unsigned more = 0) const {
         if (lane_ != 0) return;
         ptx::barrier_wait(&slot.empty, parity ^ 1);
         const int batch = kPacked && p_.sequences.cu_seqlens_q ? 0 : work.sequence.index;
-        ptx::barrier_arrive_expect(barrier, sizeof(Rows));
+        ptx::barrier_arrive_expect(barrier, sizeof(Rows) + more);
 #pragma unroll
         for (int i = 0; i < static_cast<int>(std::extent_v<decltype(rows.panel)>); ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
@@ -134,16 +136,30 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
-        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
+        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.k_slot[k_.stage];
+        unsigned bias_bytes = 0;
+        if constexpr (Tile::kBias) bias_bytes = sizeof(smem_.bias[0]);
         load(smem_.k[k_.stage], maps_.k, slot, k_.parity, &slot.full, work.sequence.first_k + tile * Tile::kBc,
-             work.tile.head_k, work);
+             work.tile.head_k, work, bias_bytes);
+        if constexpr (Tile::kBias) load_bias(work, tile, slot);
         k_.advance();
+    }
+
+    /// The bias of a K tile. Queries that share a row of it have that one in their tile's first row.
+    __device__ __forceinline__ void load_bias(const Item& work, int tile, Slot& slot) const {
+        if (lane_ != 0) return;
+        const Bias& bias = p_.bias;
+#pragma unroll
+        for (int c = 0; c < Tile::kConsumers; ++c)
+            ptx::tensor_load(smem_.bias[k_.stage][c].panel, &maps_.bias, &slot.full,
+                             {tile * Tile::kBc, bias.query == 0 ? 0 : work.first_row(c),
+                              bias.head == 0 ? 0 : work.tile.head, bias.batch == 0 ? 0 : work.sequence.index});
     }
 
     /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
-        if constexpr (kChanges) tile = MaskTiles::tile(list_.at(tile));
+        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
         const int row = work.sequence.first_k + tile * Tile::kBc;
@@ -205,14 +221,25 @@ class Consumer {
             take_turn();
             multiply_pv(rows.tiles > 1);
             release_q();
-            const Rows following = next();
-            const bool more = following.tiles > 0;
-            const int between = rows.after + following.before;  // tiles of the block that these rows do not see
-            // The producer may need V's slot to go on
-            const bool apart = !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
-            if (apart) {
+            // What the mask shows to other rows alone, these pass over now: the next plan may wait for it
+            const bool early = kMasks && rows.after > 0;
+            if (early) {
                 ptx::wgmma_wait<0>();
                 release_v();
+#pragma unroll 1
+                for (int i = rows.after; i > 0; --i) skip_tile();
+            }
+            const Rows following = next();
+            const bool more = following.tiles > 0;
+            // Tiles of the block that these rows do not see
+            const int between = (early ? 0 : rows.after) + following.before;
+            // The producer may need V's slot to go on
+            const bool apart = early || !more || between >= (Tile::kTurns ? 1 : Tile::kStages);
+            if (apart) {
+                if (!early) {
+                    ptx::wgmma_wait<0>();
+                    release_v();
+                }
 #pragma unroll 1
                 for (int i = between; i > 0; --i) skip_tile();
             } else {
@@ -242,8 +269,8 @@ class Consumer {
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
-    static constexpr bool kChanges = includes(kProblems, Problems::kChanged);
-    static_assert(!kChanges || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
+    static constexpr bool kMasks = Changes<kProblems>::kMasks, kChanges = Changes<kProblems>::kAny;
+    static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages>;
     using PerRow = RowValues<Tile::kWarpRows>;
@@ -372,8 +399,8 @@ class Consumer {
         s_.each([&](float& x, int, int) { x = from_x * ScoreMod<true>::tanh(x * to_x); });
     }
 
-    __device__ __forceinline__ KeyMask<kChanges> mask_of(const Rows& rows) const {
-        if constexpr (kChanges) return {p_, rows.sequence, rows.head};
+    __device__ __forceinline__ KeyMask<kMasks> mask_of(const Rows& rows) const {
+        if constexpr (kMasks) return {p_, rows.sequence, rows.head};
         else return rows.mask;
     }
 
@@ -441,16 +468,14 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
-    /// With kChanged: the entries of the tiles that these rows work on, in turn.
+    /// With masks: the entries of the tiles that these rows work on, in turn.
     class Entries {
       public:
-        __device__ __forceinline__ Entries(Consumer& consumer, const Rows& rows) {
-            if constexpr (kChanges) {
-                const Schedule& schedule = consumer.schedule_;
+        __device__ __forceinline__ Entries(const Schedule& schedule, const Rows& rows) {
+            if constexpr (kMasks) {
                 list_ = {schedule.mask, rows.sequence.index, rows.head, rows.first_query};
                 group_ = rows.first_query % Tile::kBr / Tile::kGroupRows;
                 last_ = rows.first_tile;
-                consumer.changes_.take(rows.sequence, rows.head, rows.first_query);
                 look_ahead(rows.first_tile + rows.tiles - 1);
                 advance();
             }
@@ -483,14 +508,14 @@ class Consumer {
         ptx::wgmma_wait<0>();
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
-        [[maybe_unused]] Entries entries(*this, rows);
+        [[maybe_unused]] Entries entries(schedule_, rows);
+        if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
         for (int place = first;; place -= kBc) {
             int key = place;
-            if constexpr (kChanges) {
-                key = entries.key();
-                changes_.ask(key, entries.in_part());
-                entries.look_ahead(place / kBc - 1);
-            }
+            if constexpr (kMasks) key = entries.key();
+            if constexpr (Tile::kBias) changes_.find(smem_.bias[k_.stage][group_].panel);
+            else if constexpr (kChanges) changes_.ask(key, kMasks && entries.in_part());
+            if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
             ptx::wgmma_wait<1>();
             if constexpr (!kChanges) soft_cap();
             // A tile that every row sees: the old m serves if no weight overflows
@@ -513,8 +538,10 @@ class Consumer {
             }
             ptx::wgmma_wait<0>();
             if (place < first) release_v();
-            if constexpr (kChanges)
+            if constexpr (kMasks) {
+#pragma unroll 1
                 for (; skipped_ > 0; --skipped_) skip(smem_.v_slot, v_);
+            }
             if (!done) {
                 if (plain) {
                     multiply_qk_again();
@@ -528,8 +555,9 @@ class Consumer {
             pack_weights();
             if (place == last) break;
             const bool begun = place < first;
-            if constexpr (kChanges) {
+            if constexpr (kMasks) {
                 entries.advance();
+#pragma unroll 1
                 for (; entries.is_hidden() && place - kBc > last && skipped_ < Tile::kStages - 1; ++skipped_) {
                     skip(smem_.k_slot, k_);
                     place -= kBc;
@@ -566,7 +594,7 @@ class Consumer {
     RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
-    std::conditional_t<kChanges, ScoreChanges<T, kBc>, Nothing> changes_{p_, schedule_.mask};
+    std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask};
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
@@ -608,6 +636,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     }
 }
 
+/// The map of the bias, for boxes of box_rows rows and 64 keys.
+inline TensorMap map_bias(const ForwardParams& p, int box_rows) {
+    const Bias& b = p.bias;
+    const auto size = [](std::int64_t stride, std::int64_t all) { return stride == 0 ? 1 : all; };
+    return make_tensor_map(b.data, p.dtype,
+                           {p.seqlen_k, size(b.query, p.seqlen_q), size(b.head, p.heads_q), size(b.batch, p.batch)},
+                           {b.query, b.head, b.batch}, {64, box_rows, 1, 1});
+}
+
 template <class Tile, Problems kProblems>
 void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape& shape, Stream stream) {
     const Sequences& s = p.sequences;
@@ -615,7 +652,8 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
     const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kBc),
-                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc)};
+                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kBc),
+                    Tile::kBias ? map_bias(p, Tile::kGroupRows) : TensorMap{}};
     const Schedule schedule = make_schedule(p, device, shape);
     const int blocks = std::min(schedule.items, multiprocessors(device));
     const LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(Tile::kThreads), sizeof(SharedMemory<Tile>),
@@ -667,6 +705,30 @@ inline constexpr TableRow kGeneralRows[] = {
     {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With masks.
+inline constexpr TableRow kMaskedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With a bias through shared memory.
+inline constexpr TableRow kBiasedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4, .bias = true}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
+    {{.d = 192, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
+};
+/// With ALiBi.
+inline constexpr TableRow kSlopedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };

@@ -1,9 +1,13 @@
-// The half instances of wgmma_sm90 for biases, ALiBi and key ranges.
+// The half instances of wgmma_sm90 for masks, biases, ALiBi and key ranges: each alone, and everything.
 // architectures: 9.0a
 #include "forward/wgmma/wgmma_sm90.cuh"
 
 namespace flash_wmma::wgmma_sm90 {
 
-std::vector<Shape> half_changed_shapes() { return shapes<half, Problems::kGeneralChanged, kChangedRows>(); }
+std::vector<Shape> half_changed_shapes() {
+    return join({shapes<half, Problems::kMasked, kMaskedRows>(), shapes<half, Problems::kBiased, kBiasedRows>(),
+                 shapes<half, Problems::kSloped, kSlopedRows>(),
+                 shapes<half, Problems::kGeneralChanged, kChangedRows>()});
+}
 
 }  // namespace flash_wmma::wgmma_sm90
