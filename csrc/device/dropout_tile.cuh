@@ -44,6 +44,13 @@ __device__ __forceinline__ void drop(std::uint32_t (&weights)[RowTiles][KeyTiles
     }
 }
 
+/// The same of 16 rows.
+template <int KeyTiles>
+__device__ __forceinline__ void drop(std::uint32_t (&weights)[KeyTiles][4], const Dropout& dropout,
+                                     const DropoutMask& mask, int query, int key) {
+    drop(reinterpret_cast<std::uint32_t (&)[1][KeyTiles][4]>(weights), dropout, mask, query, key);
+}
+
 /// Which weights of a warp's accumulators are kept, a bit for each. kRowsAreKeys: rows are keys, columns queries;
 /// otherwise the reverse.
 template <bool kRowsAreKeys, int Rows, int Columns>

@@ -10,15 +10,15 @@
 namespace flash_wmma::wgmma_sm90 {
 
 /// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that share
-/// a row swap words until each has 16 neighbouring bytes, or once, for 8.
+/// a row swap words until each has 16 neighbouring bytes, or once, for 8. O is multiplied by `factor`.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
-                                           const LaggedSoftmax<16>& softmax, int lane) {
+                                           const LaggedSoftmax<16>& softmax, int lane, float factor = 1.f) {
     softmax.l.each([&](int i, float l) {
         float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
         const bool none = sum == 0.f;  // the row saw no key
-        const float rescale = take_sink(p, head, m, sum), inverse = rescale * (1.f / sum);
+        const float rescale = take_sink(p, head, m, sum), inverse = rescale * factor * (1.f / sum);
         const int query = first_query + lane / 4 + 8 * i;
         const bool inside = query < sequence.seqlen_q;
         if (lane % 4 == 0 && inside && column == 0)

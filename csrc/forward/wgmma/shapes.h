@@ -11,11 +11,11 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    Problems
-        problems;    ///< kPlain; kGeneral: packed sequences and softcap; of changes one, or kGeneralChanged: everything
-    int head_dim_v;  ///< the largest d_v it takes
-    bool splits;     ///< takes parts of items
-    float speed;     ///< of a block, relative to other shapes of its head dim
+    Problems problems;  ///< kPlain; kGeneral: packed sequences and softcap; kPackedDropped; of changes one, or
+                        ///< kGeneralChanged: everything
+    int head_dim_v;     ///< the largest d_v it takes
+    bool splits;        ///< takes parts of items
+    float speed;        ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
 };
 
@@ -25,5 +25,7 @@ std::vector<Shape> bf16_shapes();
 std::vector<Shape> bf16_general_shapes();
 std::vector<Shape> half_changed_shapes();
 std::vector<Shape> bf16_changed_shapes();
+std::vector<Shape> half_dropped_shapes();
+std::vector<Shape> bf16_dropped_shapes();
 
 }  // namespace flash_wmma::wgmma_sm90

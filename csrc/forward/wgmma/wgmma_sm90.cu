@@ -13,8 +13,9 @@
 namespace flash_wmma::wgmma_sm90 {
 namespace {
 
-const std::vector<Shape> kShapes = join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(),
-                                         bf16_general_shapes(), bf16_changed_shapes()});
+const std::vector<Shape> kShapes =
+    join({half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
+          bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes()});
 
 /// Whether the copy engine can bring tiles of the bias.
 bool has_tiles(const ForwardParams& p) {
@@ -26,8 +27,9 @@ bool has_tiles(const ForwardParams& p) {
 /// What p asks of an instance.
 Problems asked(const ForwardParams& p) {
     const bool masked = p.key_ranges.data || MaskTiles::wanted(p), biased = p.bias.data && !MaskTiles::wanted(p);
-    if (!masked && !biased && !p.alibi_slopes)
-        return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
+    const bool changed = masked || biased || p.alibi_slopes;
+    if (p.dropout.rng_state) return changed || p.softcap != 0.f ? Problems::kGeneralChanged : Problems::kPackedDropped;
+    if (!changed) return problems_of(p, false) == Problems::kPlain ? Problems::kPlain : Problems::kGeneral;
     const Sequences& s = p.sequences;
     const bool alone = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k && p.softcap == 0.f &&
                        masked + biased + (p.alibi_slopes != nullptr) == 1;
@@ -103,7 +105,8 @@ const KernelInfo kInfo = {
          .max_arch = 90,
          .bf16_min_arch = 90,
          .float16 = true,
-         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks,
+         .features =
+             kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks,
          .auto_rank = 40},
         kShapes),
     choose,
