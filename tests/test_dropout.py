@@ -187,11 +187,14 @@ def test_packed_is_dense(target: Target) -> None:
 
 
 @needs("dropout", "attn_bias", "softcap")
-def test_with_modified_scores(target: Target) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_with_modified_scores(target: Target, biased: bool) -> None:
     kernel, dtype = target
     q, k, v = inputs(target, 50, 70)
     bias = torch.randn(50, 70, generator=torch.Generator().manual_seed(1)).to(kernel.device)
-    options: dict[str, Any] = {"attn_bias": bias, "softcap": 5.0, "dropout_p": 0.3, "rng_state": state(kernel.device)}
+    options: dict[str, Any] = {"softcap": 5.0, "dropout_p": 0.3, "rng_state": state(kernel.device)}
+    if biased:
+        options["attn_bias"] = bias
     out = flash_wmma.forward(q, k, v, kernel=kernel.name, **options)
     expected = flash_wmma.forward(q.double(), k.double(), v.double(), kernel="math", **options)
     coarse = operand_dtype(kernel, dtype) != torch.float32

@@ -9,6 +9,7 @@ TILE = "csrc/device/dropout_tile.cuh"
 DROPOUT = ("dropout",)
 SIMT = ("simt",)
 SM80 = ("mma_sm80",)
+WGMMA = ("wgmma_sm90",)
 BWD_SIMT = ("bwd_simt",)
 BWD_SM80 = ("bwd_sm80",)
 BWD_SM90 = ("bwd_sm90",)
@@ -215,6 +216,33 @@ FAULTS = [
         new="const float factor = 1.f;\n                this->store(problem_.dv,",
         why="above d = 128 dV is not divided by 1 - p",
         kernels=BWD_SM90,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-wgmma-last-tile",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="                drop_weights(rows, key);\n                break;\n",
+        new="                break;\n",
+        why="the last tile of keys drops nothing",
+        kernels=WGMMA,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-wgmma-scale",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="kDrops && drops() ? kept_scale(p_.dropout) : 1.f);",
+        new="1.f);",
+        why="kept weights are not divided by 1 - p",
+        kernels=WGMMA,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-wgmma-softcap",
+        path="csrc/forward/wgmma/wgmma_sm90.cu",
+        old="return changed || p.softcap != 0.f ? Problems::kGeneralChanged : Problems::kPackedDropped;",
+        new="return changed ? Problems::kGeneralChanged : Problems::kPackedDropped;",
+        why="with dropout the softcap has no effect",
+        kernels=WGMMA,
         tests=DROPOUT,
     ),
     Fault(

@@ -470,8 +470,8 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
-    /// Drops weights, which have been summed.
     __device__ __forceinline__ bool drops() const { return !kModified || p_.dropout.rng_state; }
+    /// Drops weights, which have been summed.
     __device__ __forceinline__ void drop_weights(const Rows& rows, int key) {
         if constexpr (kDrops)
             if (drops()) drop(weights_, p_.dropout, dropout_, rows.first_query, key);
