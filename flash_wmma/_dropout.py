@@ -83,9 +83,7 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, se
     of_keys, of_queries = key // 16 * 4 + key % 8 // 2, query // 16 * 8 + query % 8
     words = _philox((head, of_queries, entry, of_keys), rng_state[0] ^ rng_state[1] * (0x9E3779B97F4A7C15 - 2**64))
     half = key // 8 % 2 * 2 + query // 8 % 2
-    word = torch.where(
-        half < 2, torch.where(half == 0, words[0], words[1]), torch.where(half == 2, words[2], words[3])
-    )
+    word = torch.where(half < 2, torch.where(half == 0, words[0], words[1]), torch.where(half == 2, words[2], words[3]))
     dropped = min(int(float(torch.tensor(dropout_p)) * 65536 + 0.5), 65535)
     keeps_below = dropped > 0x8000
     below = 65536 - dropped if keeps_below else dropped

@@ -70,7 +70,8 @@ inline constexpr bool kTakesDropout = includes(kProblems, Problems::kDropped) &&
 template <class Tile, Problems kProblems>
 class Dropping {
     static constexpr bool kTakes = kTakesDropout<Tile, kProblems>;
-    static constexpr bool kAlways = !includes(kProblems, Problems::kModified);  // without a test, it is nearer the products
+    // In one basic block with the products, so that ptxas puts it between them
+    static constexpr bool kAlways = !includes(kProblems, Problems::kModified);
 
   public:
     __device__ __forceinline__ explicit Dropping(const Work<Tile>& work) {
