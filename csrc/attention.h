@@ -116,7 +116,9 @@ struct Sequences {
 /// all weights. The state is a tensor of two numbers, so that graphs can replay a call. Null: none.
 struct Dropout {
     const std::uint64_t* rng_state;
-    float probability;         ///< p, below 1
+    float probability;    ///< p, below 1
+    std::uint32_t limit;  ///< of the numbers, and below it which are kept: dropout.h, make_dropout
+    std::uint32_t turn;
     std::int64_t first_entry;  ///< what the mask counts this call's batch entries or sequences from
 };
 

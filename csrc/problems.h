@@ -9,15 +9,17 @@ namespace flash_wmma {
 enum class Problems : unsigned {
     kPlain = 0,      ///< dense q, k and v, with any band: a block's bounds are the same in every thread
     kPacked = 1,     ///< packed sequences
-    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), key ranges (KeyMask), or dropout
+    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
     kConverted = 4,  ///< inputs with exponents (device/convert.h)
     kCached = 8,     ///< a key/value cache, with dense or packed queries
-    kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified but dropout
+    kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
     kMasked = 32,    ///< of kChanged boolean masks alone
     kBiased = 64,    ///< of kChanged additive biases of q's type alone, which the copy engine can bring
     kSloped = 128,   ///< of kChanged ALiBi alone
     kRanged = 256,   ///< of kChanged key ranges alone
-    kGeneral = kPacked | kModified,
+    kDropped = 512,  ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
+    kPackedDropped = kPacked | kDropped,
+    kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kConvertedChanged = kGeneralChanged | kConverted,
@@ -40,8 +42,9 @@ inline Problems problems_of(const ForwardParams& p, bool converted) {
     Problems problems = converted ? Problems::kConverted : Problems::kPlain;
     if (s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k) problems = problems | Problems::kPacked;
     if (s.page_size && !converted) problems = problems | Problems::kCached;
-    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data || p.dropout.rng_state)
+    if (p.bias.data || p.alibi_slopes || p.softcap != 0.f || p.key_ranges.data)
         problems = problems | Problems::kModified;
+    if (p.dropout.rng_state) problems = problems | Problems::kDropped;
     return problems;
 }
 

@@ -57,6 +57,12 @@ def _philox(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tupl
     return c0, c1, c2, c3
 
 
+def _below(number: Tensor, limit: int) -> Tensor:
+    """Whether the lower 16 bits, read as a half, are below the half whose bits have this order. A NaN is not."""
+    size = number & 0x7FFF
+    return (size <= 0x7C00) & (torch.where((number & 0x8000) != 0, -size, size) < limit)
+
+
 def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, seqlen_q: int, seqlen_k: int) -> Tensor:
     """The weights that a call with these arguments keeps: (batch, heads, seqlen_q, seqlen_k), bool.
 
@@ -75,10 +81,11 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, se
 
     entry, head, query, key = (numbers(n, dim) for dim, n in enumerate((batch, heads, seqlen_q, seqlen_k)))
     of_keys, of_queries = key // 16 * 4 + key % 8 // 2, query // 16 * 8 + query % 8
-    words = _philox((of_keys, of_queries, head, entry), rng_state[0] ^ rng_state[1] * (0x9E3779B97F4A7C15 - 2**64))
-    half = query // 8 % 2 * 2 + key // 8 % 2
-    number = torch.where(
-        half < 2, torch.where(half == 0, words[0], words[1]), torch.where(half == 2, words[2], words[3])
-    )
-    number = (number >> (key % 2 * 16)) & 0xFFFF
-    return number >= min(int(float(torch.tensor(dropout_p)) * 65536 + 0.5), 65535)
+    words = _philox((head, of_queries, entry, of_keys), rng_state[0] ^ rng_state[1] * (0x9E3779B97F4A7C15 - 2**64))
+    half = key // 8 % 2 * 2 + query // 8 % 2
+    word = torch.where(half < 2, torch.where(half == 0, words[0], words[1]), torch.where(half == 2, words[2], words[3]))
+    dropped = min(int(float(torch.tensor(dropout_p)) * 65536 + 0.5), 65535)
+    keeps_below = dropped > 0x8000
+    below = 65536 - dropped if keeps_below else dropped
+    limit = below - 0x7C00 if below <= 0x7C00 else below - 0x7C01
+    return _below(word >> (key % 2 * 16), limit) == keeps_below

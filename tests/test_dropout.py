@@ -73,9 +73,10 @@ def test_the_mask_is_philox() -> None:
     key = seed ^ (offset * 0x9E3779B97F4A7C15) % 2**64
     mask = flash_wmma.dropout_mask(state(), 0.3, 3, 5, 40, 70)
     for b, h, i, j in ((0, 0, 0, 0), (2, 4, 39, 69), (1, 3, 8, 9), (1, 3, 7, 14), (2, 0, 23, 33), (0, 1, 31, 64)):
-        words = philox([j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, h, b], key)
-        number = words[i // 8 % 2 * 2 + j // 8 % 2] >> (j % 2 * 16) & 0xFFFF
-        assert bool(mask[b, h, i, j]) == (number >= round(0.3 * 65536))
+        words = philox([h, i // 16 * 8 + i % 8, b, j // 16 * 4 + j % 8 // 2], key)
+        number = words[j // 8 % 2 * 2 + i // 8 % 2] >> (j % 2 * 16) & 0xFFFF
+        half, limit = (torch.tensor(n, dtype=torch.uint16).view(torch.float16) for n in (number, 0xFC00 - 19661))
+        assert bool(mask[b, h, i, j]) == (not half < limit)
 
 
 @pytest.mark.parametrize("p", [0.0, 0.1, 0.5, 0.9, 0.999])
@@ -115,10 +116,11 @@ def test_states_differ() -> None:
 
 
 @needs("dropout")
-def test_the_same_mask(target: Target) -> None:
+@pytest.mark.parametrize("p", [0.3, 0.8])
+def test_the_same_mask(target: Target, p: float) -> None:
     """Equal scores and a one-hot V show the mask itself, in every place."""
     kernel, dtype = target
-    nq, nk, p = 70, 64, 0.3
+    nq, nk = 70, 64
     q, k, _ = inputs(target, nq, nk, 64, 4, 2)
     q = torch.zeros_like(q)
     v = torch.eye(nk, dtype=dtype, device=kernel.device).expand(2, 2, nk, nk).contiguous()
@@ -185,11 +187,14 @@ def test_packed_is_dense(target: Target) -> None:
 
 
 @needs("dropout", "attn_bias", "softcap")
-def test_with_modified_scores(target: Target) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_with_modified_scores(target: Target, biased: bool) -> None:
     kernel, dtype = target
     q, k, v = inputs(target, 50, 70)
     bias = torch.randn(50, 70, generator=torch.Generator().manual_seed(1)).to(kernel.device)
-    options: dict[str, Any] = {"attn_bias": bias, "softcap": 5.0, "dropout_p": 0.3, "rng_state": state(kernel.device)}
+    options: dict[str, Any] = {"softcap": 5.0, "dropout_p": 0.3, "rng_state": state(kernel.device)}
+    if biased:
+        options["attn_bias"] = bias
     out = flash_wmma.forward(q, k, v, kernel=kernel.name, **options)
     expected = flash_wmma.forward(q.double(), k.double(), v.double(), kernel="math", **options)
     coarse = operand_dtype(kernel, dtype) != torch.float32
@@ -234,6 +239,26 @@ def test_gradients(backward_target: Target, nq: int, nk: int, d: int, mask: str,
     for name, one, expected, its_plain in zip("qkv", got, exact, plain, strict=True):
         allowed = 2 * max(error(its_plain, expected), torch.finfo(coarser).eps / 2) + 1e-5
         assert error(one, expected) <= 1.5 * allowed, f"d{name}: {error(one, expected):.3e}, allowed {allowed:.3e}"
+
+
+@needs("dropout", "attn_bias", "softcap", "the gradient of attn_bias")
+@pytest.mark.parametrize("p", [0.3, 0.7])
+def test_gradients_with_modified_scores(backward_target: Target, p: float) -> None:
+    """Of the bias too, against plain torch ops in float64."""
+    kernel, dtype = backward_target
+    q, k, v = inputs(backward_target, 50, 70, batch=few(kernel, 2))
+    dout = normal(tuple(q.shape), "contiguous", dtype, kernel.device, 5)
+    bias = torch.randn(50, 70, generator=torch.Generator().manual_seed(1)).to(kernel.device)
+    options: dict[str, Any] = {"softcap": 5.0, "dropout_p": p, "rng_state": state(kernel.device)}
+    leaves = [t.double().requires_grad_() for t in (q, k, v, bias)]
+    out, lse = flash_wmma.forward(*leaves[:3], attn_bias=leaves[3], kernel="math", return_lse=True, **options)
+    exact = torch.autograd.grad(out, leaves, dout.double())
+    got = ops.backward(
+        dout, None, q, k, v, out.detach().to(dtype), lse.detach().float(), attn_bias=bias, bias_grad=True,
+        kernel_name=kernel.name, **options,
+    )  # fmt: skip
+    for name, one, expected in zip(("q", "k", "v", "bias"), got, exact, strict=True):
+        assert float((one.double() - expected).abs().max() / expected.abs().max()) < 0.03, f"gradient of {name}"
 
 
 @pytest.mark.parametrize("packed", [False, True])

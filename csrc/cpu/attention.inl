@@ -368,13 +368,16 @@ inline void keep_row(const ForwardParams& p, std::int64_t batch, PackedRow row, 
                      float* kept) {
     const DropoutMask mask(p.dropout, batch, row.head);
     const int query = static_cast<int>(row.query);
+    const DropoutRow of_query = mask.row(dropout_row(query));
     for (int key = first / 16 * 16; key < first + n; key += 16)
         for (int pair = 0; pair < 8; pair += 2) {
-            const DropoutNumbers numbers = mask.numbers(query, key + pair);
+            const DropoutNumbers numbers = mask.numbers(of_query, mask.column(dropout_column(key + pair)));
             for (int i = 0; i < 4; ++i) {
                 const int j = key + pair + i / 2 * 8 + i % 2;
-                if (j >= first && j < first + n)
-                    kept[j - first] = mask.keeps(numbers.at(query / 8 % 2, i / 2, i % 2)) ? 1.f : 0.f;
+                if (j >= first && j < first + n) {
+                    const std::uint32_t number = numbers.pair(query / 8 % 2, i / 2) >> (i % 2 * 16) & 0xffff;
+                    kept[j - first] = keeps(p.dropout, number) ? 1.f : 0.f;
+                }
             }
         }
 }

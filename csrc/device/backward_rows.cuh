@@ -28,8 +28,14 @@ namespace flash_wmma::backward {
 
 inline constexpr int kRowGroup = kScaleRows;
 
+/// With dropout kernels compute dS times 1 - p, from P and dP whose weights are dropped but not scaled, and V's gradient
+/// likewise: dQ, dK, dV and the bias's gradient are multiplied by this at the end.
+__device__ __forceinline__ float unscaled_factor(const ForwardParams& p) {
+    return p.dropout.rng_state ? kept_scale(p.dropout) : 1.f;
+}
+
 /// Of two adjacent query rows: -L in log2 units, and -D, where D = rowsum(O dO) - dL. A row that sees no key, or that
-/// does not exist, has -inf and 0, so that its P is 0.
+/// does not exist, has -inf and 0, so that its P is 0. With dropout D is that of dS times 1 - p (unscaled_factor).
 struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
@@ -166,6 +172,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
                 if (lse != -INFINITY) {
                     minus_lse = -lse * kLog2e;
                     minus_delta = (problem.dlse ? problem.dlse[index] : 0.f) - sum;
+                    if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
                 }
             }
             RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
@@ -185,8 +192,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         const std::int64_t at = blockIdx.x;
-        const float kept = p.dropout.rng_state ? log2f(kept_scale(p.dropout)) : 0.f;  // dropout enlarges dP
-        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at] + kept,
+        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
                               log2f(largest)};
     }
 }
@@ -199,6 +205,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     if (group.first_row < 0) return;
     const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
+    const float scale = p.scale * unscaled_factor(p);
     // A thread brings 8 columns of two rows, so that it reads whole sectors of the buffer
     for (int i = static_cast<int>(threadIdx.x); i < kRowGroup / 2 * vectors; i += kRowThreads) {
         const int row = i / vectors / 8 * 16 + i / vectors % 8, column = i % vectors * 8;
@@ -211,8 +218,8 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const float4 x = DqFragment::get(fragment, row % 16, e);
-            out[0].pairs[e] = Element<T>::pair(x.x * p.scale, x.y * p.scale);
-            out[1].pairs[e] = Element<T>::pair(x.z * p.scale, x.w * p.scale);
+            out[0].pairs[e] = Element<T>::pair(x.x * scale, x.y * scale);
+            out[1].pairs[e] = Element<T>::pair(x.z * scale, x.w * scale);
         }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {

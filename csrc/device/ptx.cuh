@@ -17,6 +17,14 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+/// 0xffff in each half of the result where that half of x, read as fp16, is below that of y; a NaN is not
+/// (set.lt.u32.f16x2).
+__device__ __forceinline__ std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {
+    std::uint32_t below;
+    asm("set.lt.u32.f16x2 %0, %1, %2;" : "=r"(below) : "r"(x), "r"(y));
+    return below;
+}
+
 /// x, hidden from the compiler: computations from it stay where they are written, off the common path.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+r"(x));

@@ -2,6 +2,8 @@
 
 #include <cmath>
 
+#include "dropout.h"
+
 // From torch's C shim; absent from a torch without CUDA, hence weak.
 extern "C" __attribute__((weak)) AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device_index, void** stream);
 
@@ -185,7 +187,7 @@ Dropout dropout_of(const Options& o, const Operand& q, OptionalTensor& kept) {
     if (state.dtype != aoti_torch_dtype_int64()) invalid("rng_state.dtype: allowed: int64");
     if (!state.same_device(q)) invalid("rng_state.device differs from q's");
     if (state.dim != 1 || state.sizes[0] != 2) state.refuse("(2)");
-    return {static_cast<const uint64_t*>(state.data), static_cast<float>(o.dropout_p), 0};
+    return make_dropout(static_cast<const uint64_t*>(state.data), static_cast<float>(o.dropout_p));
 }
 
 /// Ranges (B or 1, Hq or 1, Nq, 2), packed (Hq or 1, total_q, 2), int32, by strides.

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "attention.h"
+#include "dropout.h"
 #include "registry.h"
 #include "torch/emulation.h"
 
@@ -89,7 +90,7 @@ ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const p
     if (alibi_slopes) p.alibi_slopes = &present;
     if (key_ranges) p.key_ranges.data = &lengths;
     if (sinks) p.sinks = &present;
-    if (dropout) p.dropout = {state, 0.5f, 0};
+    if (dropout) p.dropout = make_dropout(state, 0.5f);
     p.softcap = static_cast<float>(softcap);
     p.partials.num_splits = 1;
     p.batch_invariant = batch_invariant;

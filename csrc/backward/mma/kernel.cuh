@@ -130,11 +130,11 @@ __device__ __forceinline__ void multiply_exchanged(Gradient<Tile>& d_first, Grad
     }
 }
 
-/// Writes dK and dV, times `dv_scale`, or dQ, as Out: through `staging` if that is the type of the products.
+/// Writes dK and dV, or dQ, times `factor`, as Out: through `staging` if that is the type of the products.
 template <class Tile, bool kOwnsKeys, class Out, class OwnRows>
 __device__ __forceinline__ void store_gradients(const Problem& problem, const OwnedTile& own,
                                                 const Gradient<Tile>& d_first, const Gradient<Tile>& d_second,
-                                                OwnRows& staging, const Thread<Tile>& thread, float dv_scale) {
+                                                OwnRows& staging, const Thread<Tile>& thread, float factor) {
     const ForwardParams& p = problem.forward;
     const int head = kOwnsKeys ? own.head_k : own.head;
     const int row = (kOwnsKeys ? own.sequence.first_k : own.sequence.first_q) + own.first_row;
@@ -144,8 +144,8 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
             store<Tile>(out, rows.row, own.rows, columns, gradient, scale, staging, thread);
         else store_as<Tile>(out, rows.row, own.rows, columns, gradient, scale, thread);
     };
-    write(kOwnsKeys ? problem.dk : problem.dq, p.head_dim, d_first, p.scale);
-    if constexpr (kOwnsKeys) write(problem.dv, p.head_dim_v, d_second, dv_scale);
+    write(kOwnsKeys ? problem.dk : problem.dq, p.head_dim, d_first, p.scale * factor);
+    if constexpr (kOwnsKeys) write(problem.dv, p.head_dim_v, d_second, factor);
 }
 
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
@@ -207,6 +207,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         ptx::cp_async_commit();
 
         const float scale = p.scale * kLog2e;
+        [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
+        [[maybe_unused]] DropoutState dropout;
+        if (drops) dropout = dropout_state(p.dropout);
         int slot = 0;
         for (; left > 0; --left, at.advance()) {
             ptx::cp_async_wait<0>();
@@ -248,13 +251,16 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 };
                 weigh_scores(s, factor, lse, place, mask);
 
-                [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
                 if constexpr (kGeneral)
                     if (drops) {  // dropped weights are marked by their sign
-                        const DropoutMask kept_weights(p.dropout, sequence.index, at.head);
-                        each_kept<kOwnsKeys>(s, kept_weights, kOwnsKeys ? place.stream : place.own,
-                                             kOwnsKeys ? place.own : place.stream,
-                                             [](float& x, bool kept) { x = kept ? x : -x; });
+                        const DropoutMask weights(dropout, p.dropout.first_entry + sequence.index, at.head);
+                        KeptTile<kOwnsKeys, Tile::kWarpRows, kStep>(p.dropout, weights,
+                                                                    kOwnsKeys ? place.stream : place.own,
+                                                                    kOwnsKeys ? place.own : place.stream)
+                            .each([&](int i, int column, bool kept) {
+                                float& x = s.at(i, column);
+                                x = kept ? x : -x;
+                            });
                     }
                 if constexpr (Map::kExchangesP) {
                     if (drops) exchange<Tile>(smem.p, s, first, thread, KeptPart{});
@@ -275,19 +281,18 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                             x = fmaf(x, scales.dp, minus_d(i, column) * scales.delta);
                         });
                     if constexpr (kGeneral)
-                        if (drops) {  // x is dP - D. The sign of a dropped weight's P goes to what it multiplies
-                            const float factor = kept_scale(p.dropout);
+                        if (drops)  // x is dP - D. The sign of a dropped weight's P goes to what it multiplies
                             ds.each([&](float& x, int i, int column) {
                                 const float minus = minus_d(i, column) * (kConverted ? scales.delta : 1.f);
-                                x = s.at(i, 8 * part + column) < 0.f ? -minus : fmaf(x - minus, factor, minus);
+                                x = s.at(i, 8 * part + column) < 0.f ? -minus : x;
                             });
-                        }
                     ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
                             if constexpr (kOwnsKeys)
                                 if (problem.dbias.data && Tile::first_column() == 0)
-                                    add_to_dbias(problem, sequence, at.head, s, ds, 8 * part, place, scales.ds());
+                                    add_to_dbias(problem, sequence, at.head, s, ds, 8 * part, place,
+                                                 scales.ds() * unscaled_factor(p));
                             if (p.softcap != 0.f)
                                 ds.each([&](float& x, int i, int column) { x *= slope.at(i, 8 * part + column); });
                         }
@@ -339,17 +344,17 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     }
 
     __syncthreads();  // own rows have been used; the gradients take their place on the way out
-    const float dv_scale = kGeneral && p.dropout.rng_state ? kept_scale(p.dropout) : 1.f;
+    const float last_factor = kGeneral ? unscaled_factor(p) : 1.f;
     if constexpr (kConverted) {
         multiply_by_power(d_first, first_unit.exponent);
         multiply_by_power(d_second, second_unit.exponent);
         if constexpr (Tile::Machine::kMultipliesBf16)
-            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, last_factor);
         else if (p.out_dtype == DType::kFloat32)
-            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
-        else store_gradients<Tile, kOwnsKeys, bf16>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
+            store_gradients<Tile, kOwnsKeys, float>(problem, own, d_first, d_second, smem.first, thread, last_factor);
+        else store_gradients<Tile, kOwnsKeys, bf16>(problem, own, d_first, d_second, smem.first, thread, last_factor);
     } else {
-        store_gradients<Tile, kOwnsKeys, T>(problem, own, d_first, d_second, smem.first, thread, dv_scale);
+        store_gradients<Tile, kOwnsKeys, T>(problem, own, d_first, d_second, smem.first, thread, last_factor);
     }
 }
 

@@ -165,7 +165,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         }
 
     const bool drops = p.dropout.rng_state;
-    const float keep_factor = drops ? kept_scale(p.dropout) : 1.f;
+    const float factor = unscaled_factor(p);
     for (int h = 0; h < heads; ++h)
         for (int row = begin / Tile::kStream * Tile::kStream; row < end; row += Tile::kStream) {
             const int head = own.head + h;  // query head
@@ -233,7 +233,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             if (drops) {
                 const DropoutMask kept(p.dropout, sequence.index, head);
                 each([&](int i, int n) {
-                    if (!keeps_weight(kept, query(i, n), key(i, n))) s[i][n] = -s[i][n];
+                    if (!keeps_weight(p.dropout, kept, query(i, n), key(i, n))) s[i][n] = -s[i][n];
                 });
             }
 
@@ -252,7 +252,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
             if (drops)
                 each([&](int i, int n) {
-                    const float dp = s[i][n] < 0.f ? 0.f : ds[i][n] * keep_factor;
+                    const float dp = s[i][n] < 0.f ? 0.f : ds[i][n];
                     s[i][n] = fabsf(s[i][n]);
                     ds[i][n] = s[i][n] * (dp + minus_delta(i, n));
                 });
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                     each([&](int i, int n) {
                         const std::int64_t q = query(i, n), k = key(i, n);
                         if (s[i][n] != 0.f && q < queries && k < keys)  // NaN is not 0, whatever its row
-                            ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n]);
+                            ptx::red_add(dbias + q * b.query + k * b.key, ds[i][n] * factor);
                     });
                 }
                 if (p.softcap != 0.f) each([&](int i, int n) { ds[i][n] *= slopes[i][n]; });
@@ -279,17 +279,17 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             if constexpr (kPass == Pass::kFused) {
                 __syncthreads();  // dS of all own rows
                 const Rows& dq = problem.dq;
-                add_to_dq<Tile>(row_of<float>(dq, sequence.index, head, stream_row), dq.row, left, p.head_dim, p.scale,
-                                smem);
+                add_to_dq<Tile>(row_of<float>(dq, sequence.index, head, stream_row), dq.row, left, p.head_dim,
+                                p.scale * factor, smem);
             }
         }
 
     const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
     store<Tile>(row_of<float>(first_out, sequence.index, own_head, own_row), first_out.row, own.rows, p.head_dim,
-                d_first, p.scale, thread);
+                d_first, p.scale * factor, thread);
     if constexpr (kOwnsKeys)
         store<Tile>(row_of<float>(problem.dv, sequence.index, own_head, own_row), problem.dv.row, own.rows,
-                    p.head_dim_v, d_second, keep_factor, thread);
+                    p.head_dim_v, d_second, factor, thread);
 }
 
 template <class Tile, Pass kPass>

@@ -11,7 +11,9 @@ namespace {
 struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
 const std::vector<Shape> kShapes =
-    join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes()});
+    join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
+          sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
+          sm90_wide_bf16_dropped_shapes()});
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
@@ -71,7 +73,7 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .features = kCausal | kWindow | kVarlen | kValueDim | kSinks | kDeterministic,
+                    .features = kCausal | kWindow | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,
                     .auto_rank = 40},
                    kShapes),
     choose,

@@ -44,16 +44,18 @@ namespace flash_wmma::backward::wgmma {
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 keys.
-template <class Tile, Pass kPass>
+template <class Tile, Pass kPass, bool kDrops>
 class Consumer : ConsumerWarp<Tile> {
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
+    using Kept = KeptTile<true, 16, kQueries>;
 
   public:
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
         : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           smem_(shared),
+          dropout_(problem.forward.dropout),
           dq_place_(problem.dq_rows + 4 * lane_ +
                     DqFragment::offset(first_row() + 16 * warp_, first_column(),
                                        static_cast<int>(problem.forward.head_dim))) {}
@@ -77,6 +79,7 @@ class Consumer : ConsumerWarp<Tile> {
                 ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
                 dk_.clear();
                 dv_.clear();
+                dropout_.begin(work);
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
 #pragma unroll 1
@@ -117,6 +120,12 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        [[maybe_unused]] Kept kept;
+        if constexpr (kDrops) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
+            await_facts(tile);
+            kept = dropout_.next(work, of_tile.first_query, this->warp_key());
+            await_facts(tile);
+        }
         ptx::wgmma_wait<1>();
         if (!Tile::kLooksAhead) load_lse(tile);
         this->weigh(s_, of_query_);
@@ -126,7 +135,8 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_wait<0>();
         if (!Tile::kLooksAhead) load_delta(tile);
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        this->differentiate(dp_, s_, of_query_);
+        if constexpr (kDrops) this->differentiate(dp_, s_, of_query_, kept);
+        else this->differentiate(dp_, s_, of_query_);
         this->pack(p_, s_);
         this->pack(ds_, dp_);
 
@@ -149,8 +159,11 @@ class Consumer : ConsumerWarp<Tile> {
 
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
     __device__ __forceinline__ void look_at(unsigned tile) {
-        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
+        await_facts(tile);
         if (Tile::kLooksAhead) load_lse(tile);
+    }
+    __device__ __forceinline__ void await_facts(unsigned tile) {
+        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
     }
     __device__ __forceinline__ void load_lse(unsigned tile) {
         this->load(of_query_, [facts = lane_facts(tile)](int i) { return facts[4 * i].minus_lse; });
@@ -227,8 +240,9 @@ class Consumer : ConsumerWarp<Tile> {
     /// Writes dK and dV.
     __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale);
-        Base::store(problem_.dv, keys, p.head_dim_v, dv_, 1.f);
+        const float factor = kDrops ? unscaled_factor(p) : 1.f;
+        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * factor);
+        Base::store(problem_.dv, keys, p.head_dim_v, dv_, factor);
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
@@ -241,6 +255,7 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::Weights p_, ds_;  // as operands
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
+    ItemDropout<Tile, kDrops> dropout_;
     float* dq_place_;                      // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;    // of the tile before
     typename Base::QueryValues of_query_;  // L, then D
@@ -272,7 +287,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kPass>(problem, smem).run();
+        Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
     }
 }
 

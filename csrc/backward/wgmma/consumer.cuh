@@ -9,10 +9,41 @@
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/store_rows.cuh"
 #include "device/constants.cuh"
+#include "device/dropout_tile.cuh"
 #include "device/element.cuh"
 #include "device/register_tile.cuh"
 
 namespace flash_wmma::backward::wgmma {
+
+/// Which weights of an item's tiles dropout keeps: all, or
+template <class Tile, bool kDrops>
+class ItemDropout {
+  public:
+    __device__ __forceinline__ explicit ItemDropout(const Dropout&) {}
+    __device__ __forceinline__ void begin(const Item&) {}
+};
+/// those of the mask. What is known of an item stays in shared memory.
+template <class Tile>
+class ItemDropout<Tile, true> {
+  public:
+    __device__ __forceinline__ explicit ItemDropout(const Dropout& dropout)
+        : dropout_(dropout), state_(dropout_state(dropout)) {}
+
+    __device__ __forceinline__ void begin(const Item& item) { head_ = item.head - 1; }
+    /// Of the item's next tile, which begins at this query, and of the keys of a warp. A head's tiles begin at the item's
+    /// first (Item).
+    __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int first_query,
+                                                                       int warp_key) {
+        head_ += first_query == item.start;
+        const DropoutMask mask(state_, dropout_.first_entry + item.sequence.index, head_);
+        return {dropout_, mask, first_query, item.first_key + warp_key};
+    }
+
+  private:
+    const Dropout& dropout_;
+    const DropoutState state_;
+    int head_ = 0;
+};
 
 /// A warp of a consumer, with 16 of the block's keys.
 template <class Tile>
@@ -100,6 +131,16 @@ class ConsumerWarp {
     /// dS in place of dP.
     __device__ __forceinline__ static void differentiate(Scores& dp, const Scores& p, const QueryValues& minus_delta) {
         dp.each([&](float& x, int i, int c) { x = p.at(i, c) * (x + of_column(minus_delta, c)); });
+    }
+    /// The same with dropout, where D is that of dS times 1 - p; and P of dropped weights becomes 0.
+    __device__ __forceinline__ static void differentiate(Scores& dp, Scores& p, const QueryValues& minus_delta,
+                                                         const KeptTile<true, 16, kQueries>& kept_weights) {
+        kept_weights.each([&](int i, int c, bool kept) {
+            float &weight = p.at(i, c), &x = dp.at(i, c);
+            const float minus = weight * of_column(minus_delta, c);
+            weight = kept ? weight : 0.f;
+            x = fmaf(weight, x, minus);
+        });
     }
     __device__ __forceinline__ static void pack(Weights& weights, const Scores& scores) {
         scores.each_pair([&](float x, float y, int i, int j) { weights[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });

@@ -9,5 +9,9 @@ std::vector<Shape> sm90_half_shapes();
 std::vector<Shape> sm90_bf16_shapes();
 std::vector<Shape> sm90_wide_half_shapes();  // d above 128
 std::vector<Shape> sm90_wide_bf16_shapes();
+std::vector<Shape> sm90_half_dropped_shapes();
+std::vector<Shape> sm90_bf16_dropped_shapes();
+std::vector<Shape> sm90_wide_half_dropped_shapes();
+std::vector<Shape> sm90_wide_bf16_dropped_shapes();
 
 }  // namespace flash_wmma::backward

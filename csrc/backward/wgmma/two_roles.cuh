@@ -62,7 +62,7 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
         : Base(problem, 0), smem_(shared) {}
 
-    /// begin(item), of the item's number; on_tile(work, tile, last) for each tile; end(keys): dK or dV can be stored.
+    /// begin(work, item), with the item's number; on_tile(work, tile, last) for each tile; end(keys): dK or dV can be stored.
     /// unseen(keys): they are 0.
     template <class Begin, class OnTile, class End, class Unseen>
     __device__ __forceinline__ void each_item(Begin begin, OnTile on_tile, End end, Unseen unseen) {
@@ -76,7 +76,7 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
             if (tiles < 0) break;
             if (tiles > 0) {
                 ptx::barrier_wait(&key_slot.full, item % 2);
-                begin(item);
+                begin(work, item);
 #pragma unroll 1
                 for (int left = tiles; left > 0; --left, ++tile) on_tile(work, tile, left == 1);
                 tell(key_slot.empty);
@@ -94,24 +94,26 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-template <class Tile>
+template <class Tile, bool kDrops>
 class ScoresConsumer : TwoRolesWarp<Tile> {
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::tell;
 
   public:
     __device__ __forceinline__ ScoresConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared) {}
+        : Base(problem, shared), dropout_(problem.forward.dropout) {}
 
     __device__ __forceinline__ void run() {
         this->each_item(
-            [&](unsigned item) {
+            [&](const Item& work, unsigned item) {
                 ptx::barrier_wait(&smem_.value_slot[0].full, item % 2);
                 dk_.clear();
+                dropout_.begin(work);
             },
             [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
-                this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale);
+                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
     }
@@ -131,17 +133,28 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
         this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
+        if constexpr (kDrops)  // beside the products
+            kept = dropout_.next(work, of_tile.first_query, this->warp_key());
         ptx::wgmma_wait<1>();
         const bool hides = of_tile.hides;
         this->weigh(s_, of_query);
         this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
         if (hides) this->hide(s_, work, of_tile.first_query);
         ptx::barrier_wait(&ds_slot.empty, parity ^ 1);
-        this->pack(weights_, s_);
-        this->store_weights(smem_.p[stage], weights_);
+        if constexpr (!kDrops) {
+            this->pack(weights_, s_);
+            this->store_weights(smem_.p[stage], weights_);
+        }
         ptx::wgmma_wait<0>();
         if (last) tell(smem_.value_slot[0].empty);
-        this->differentiate(dp_, s_, of_query);
+        if constexpr (kDrops) {  // dS needs the weights that P loses
+            this->differentiate(dp_, s_, of_query, kept);
+            this->pack(weights_, s_);
+            this->store_weights(smem_.p[stage], weights_);
+        } else {
+            this->differentiate(dp_, s_, of_query);
+        }
         this->pack(weights_, dp_);
         this->store_weights(smem_.ds[stage], weights_);
         ptx::fence_proxy_async();
@@ -156,11 +169,12 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
     typename Base::Scores s_, dp_;  // scores, then P; dP, then dS
     typename Base::Weights weights_;
     typename Base::Gradient dk_;
+    ItemDropout<Tile, kDrops> dropout_;
 };
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, Pass kPass>
+template <class Tile, Pass kPass, bool kDrops>
 class ValuesConsumer : TwoRolesWarp<Tile> {
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
@@ -175,8 +189,11 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
     __device__ __forceinline__ void run() {
         dq_[(kParts - 1) % kSets].clear();
         this->each_item(
-            [&](unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
-            [&](const KeyTile& keys) { this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, 1.f); },
+            [&](const Item&, unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
+            [&](const KeyTile& keys) {
+                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
+            },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
         if (tiles_ == 0) return;
         add_part<kParts - 1>(late_);
@@ -308,8 +325,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        if (group == 1) ScoresConsumer<Tile>(problem, smem).run();
-        else ValuesConsumer<Tile, kPass>(problem, smem).run();
+        constexpr bool kDrops = includes(kProblems, Problems::kDropped);
+        if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
+        else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
     }
 }
 

@@ -79,6 +79,13 @@ EMULATOR_INLINE float ex2(float x) {
     return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz; NaN stays
 }
 
+EMULATOR_INLINE std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {
+    std::uint32_t below = 0;
+    for (int i = 0; i < 2; ++i)
+        if (emulator::element<__half>(x, i) < emulator::element<__half>(y, i)) below |= 0xffffu << (16 * i);
+    return below;
+}
+
 EMULATOR_INLINE int opaque(int x) { return x; }
 template <class T>
 EMULATOR_INLINE T* opaque(T* p) {

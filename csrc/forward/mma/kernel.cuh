@@ -63,7 +63,48 @@ inline constexpr bool kTakesRanges = includes(kProblems, Problems::kModified) &&
 
 /// Whether an instance takes dropout. A cache has none.
 template <class Tile, Problems kProblems>
-inline constexpr bool kTakesDropout = includes(kProblems, Problems::kModified) && !Tile::kCached;
+inline constexpr bool kTakesDropout = includes(kProblems, Problems::kDropped) && !Tile::kCached;
+
+/// Dropout of a warp's weights, which have been summed: of its operand of O's product, or, if P goes through shared
+/// memory, of the accumulators before.
+template <class Tile, Problems kProblems>
+class Dropping {
+    static constexpr bool kTakes = kTakesDropout<Tile, kProblems>;
+    // In one basic block with the products, so that ptxas puts it between them
+    static constexpr bool kAlways = !includes(kProblems, Problems::kModified);
+
+  public:
+    __device__ __forceinline__ explicit Dropping(const Work<Tile>& work) {
+        if constexpr (kTakes) {
+            const Dropout& dropout = work.p.dropout;
+            drops_ = kAlways || dropout.rng_state;
+            if (drops_) mask_ = {dropout_state(dropout), dropout.first_entry + work.sequence.index, work.tile.head};
+        }
+    }
+    __device__ __forceinline__ void before_exchange(Scores<Tile>& s, const Work<Tile>& work, int key) const {
+        if constexpr (kTakes && Tile::kDimWarps > 1) {
+            if (!drops_) return;
+            const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
+            KeptTile<false, Tile::kWarpRows, Tile::kWarpKeys>(
+                work.p.dropout, mask_, work.tile.row(here.warp_row()).query, key + here.warp_key())
+                .each([&](int i, int column, bool kept) {
+                    float& x = s.at(i, column);
+                    x = kept ? x : 0.f;
+                });
+        }
+    }
+    __device__ __forceinline__ void before_product(Weights<Tile>& weights, const Work<Tile>& work, int key) const {
+        if constexpr (kTakes && Tile::kDimWarps == 1) {
+            if (!drops_) return;
+            const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
+            drop(weights, work.p.dropout, mask_, work.tile.row(here.warp_row()).query, key);
+        }
+    }
+
+  private:
+    bool drops_ = false;
+    DropoutMask mask_;
+};
 
 /// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
 /// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
@@ -79,6 +120,7 @@ struct Weigher {
     const VisibleTiles<Tile::kGroupKeys>& visible;
     const QOperand<Tile>& q;
     const KeyRows<Tile>& k;
+    const Dropping<Tile, kProblems>& dropping;
     const int key;      // the group's first of the tile
     const float scale;  // from a product to log2 units
     const ValueUnit::Step value;
@@ -95,7 +137,7 @@ struct Weigher {
         modify(s);
         if (!lagged) settle(s, offset, softmax, o);
         sums = flash_wmma::weigh(s, factor, offset);
-        drop(s);
+        dropping.before_exchange(s, work, key);
         hand_over<Tile>(weights, s, smem, thread);
         if (!lagged) {
             meet(thread);
@@ -124,17 +166,6 @@ struct Weigher {
                 x = value.weight;
                 s.each_in_row(i, [&](float& score, int) { score -= softmax.base(softmax.m[i]); });
             });
-        }
-    }
-
-    /// Drops weights, which have been summed.
-    __device__ __forceinline__ void drop(Scores<Tile>& s) const {
-        if constexpr (kTakesDropout<Tile, kProblems>) {
-            if (!work.p.dropout.rng_state) return;
-            const Thread<Tile> here(ptx::opaque(static_cast<int>(threadIdx.x)));
-            const DropoutMask kept_weights(work.p.dropout, work.sequence.index, work.tile.head);
-            each_kept<false>(s, kept_weights, work.tile.row(here.warp_row()).query, key + here.warp_key(),
-                             [](float& x, bool kept) { x = kept ? x : 0.f; });
         }
     }
 
@@ -213,6 +244,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
     }
 
     const auto visible = visible_tiles(work, mask, thread);
+    const Dropping<Tile, kProblems> dropping(work);
     const float q_scale = kMayScale ? work.query_scale(thread.warp_row()) : p.scale * kLog2e;
     ValueUnit unit(kMayScale && p.exponents.v);
     Output<Tile> o;
@@ -232,7 +264,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
                     scale *= ptx::ex2(work.exponent(p.exponents.k, key));
                     value = unit.step(work.exponent(p.exponents.v, key));
                 }
-            Weigher<Tile, kProblems> tile{work, mask, smem, thread, visible, q, ring.k(), key, scale, value};
+            Weigher<Tile, kProblems> tile{work, mask, smem, thread, visible, q, ring.k(), dropping, key, scale, value};
             const auto attempt = [&](bool lagged) { return tile.weigh(lagged, weights, sums, softmax, o); };
             // A tile that every row sees, not the first
             const bool may_lag = softmax.settled && visible.all(key) && value.rescale == 0.f;
@@ -249,6 +281,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
         if (sees) {  // l += rowsum(P), O += P V
             softmax.l.each(
                 [&](int i, float& x) { x = kMayScale ? fmaf(sums[i], ptx::ex2(-value.weight), x) : x + sums[i]; });
+            dropping.before_product(weights, work, key);
             multiply_pv<Tile>(o, weights, smem, ring.v(), thread);
         }
     }

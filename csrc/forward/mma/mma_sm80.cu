@@ -8,7 +8,8 @@ namespace {
 
 const std::vector<Shape> kShapes =
     join({sm80_half_shapes(), sm80_half_packed_shapes(), sm80_half_general_shapes(), sm80_half_cached_shapes(),
-          sm80_bf16_shapes(), sm80_bf16_packed_shapes(), sm80_bf16_general_shapes(), sm80_bf16_cached_shapes()});
+          sm80_half_dropped_shapes(), sm80_bf16_shapes(), sm80_bf16_packed_shapes(), sm80_bf16_general_shapes(),
+          sm80_bf16_cached_shapes(), sm80_bf16_dropped_shapes()});
 
 const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
     {.name = "mma_sm80",

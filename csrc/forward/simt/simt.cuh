@@ -165,7 +165,8 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
         if (p.dropout.rng_state) {
             const DropoutMask kept(p.dropout, sequence.index, tile.head);
             each([&](int i, int n) {
-                if (!keeps_weight(kept, tile.row(thread.tile_row(i)).query, key + thread.key(n))) s[i][n] = 0.f;
+                if (!keeps_weight(p.dropout, kept, tile.row(thread.tile_row(i)).query, key + thread.key(n)))
+                    s[i][n] = 0.f;
             });
         }
         store_weights<Tile>(smem.p[threadIdx.x / 32], s, thread);

@@ -59,6 +59,8 @@ struct Changes {
     static constexpr bool kRanges = kAll || includes(kProblems, Problems::kRanged);
     static constexpr bool kBiases = includes(kProblems, Problems::kBiased);  // from shared memory
     static constexpr bool kAny = kMasks || kSlopes || kBiases;               // not the band or ranges
+    /// Dropout; always, or if known at run time. The instances for softcaps have none.
+    static constexpr bool kDrops = kAll || kProblems == Problems::kPackedDropped;
 };
 
 /// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.

@@ -12,13 +12,11 @@
 namespace flash_wmma::wgmma_sm90 {
 
 /// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that share
-/// a row swap words until each has 16 neighbouring bytes, or once, for 8. fp32: each has 8, and O / l is multiplied by
-/// `unit`.
+/// a row swap words until each has 16 neighbouring bytes, or once, for 8; fp32: each has 8. O is multiplied by `factor`.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
-                                           const LaggedSoftmax<16>& softmax, int lane,
-                                           [[maybe_unused]] float unit = 1.f) {
+                                           const LaggedSoftmax<16>& softmax, int lane, float factor = 1.f) {
     softmax.l.each([&](int i, float l) {
         float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
         const bool none = sum == 0.f;  // the row saw no key
@@ -33,17 +31,19 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
             for (int j = 0; j < Columns / 8; ++j) {
                 const int col = column + 8 * j + lane % 4 * 2;
                 const float2 pair =
-                    none ? float2{} : make_float2(o.at(i, 8 * j) * inverse * unit, o.at(i, 8 * j + 1) * inverse * unit);
+                    none ? float2{}
+                         : make_float2(o.at(i, 8 * j) * inverse * factor, o.at(i, 8 * j + 1) * inverse * factor);
                 if (inside && col < p.head_dim_v) *reinterpret_cast<float2*>(out + col) = pair;
             }
         } else {
             constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
+            const float scale = inverse * factor;
 #pragma unroll
             for (int j = 0; j < Columns / 8; j += kWords) {
                 std::uint32_t words[kWords];
 #pragma unroll
                 for (int w = 0; w < kWords; ++w)
-                    words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * inverse, o.at(i, 8 * (j + w) + 1) * inverse);
+                    words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * scale, o.at(i, 8 * (j + w) + 1) * scale);
                 if constexpr (SwapsOnce) {
                     pair_in_quad(words, lane % 4);
                     const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;

@@ -11,8 +11,8 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    Problems problems;  ///< kPlain; kGeneral: packed sequences and softcap; one change of the scores; kGeneralChanged:
-                        ///< everything. Of converted inputs: kConverted; kConvertedChanged: everything
+    Problems problems;  ///< kPlain; kGeneral: packed sequences and softcap; kPackedDropped; one change of the scores;
+                        ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything
     int head_dim_v;     ///< the largest d_v it takes
     int columns;        ///< of V and O that a launch computes
     bool splits;        ///< takes parts of items
@@ -26,6 +26,8 @@ std::vector<Shape> bf16_shapes();
 std::vector<Shape> bf16_general_shapes();
 std::vector<Shape> half_changed_shapes();
 std::vector<Shape> bf16_changed_shapes();
+std::vector<Shape> half_dropped_shapes();
+std::vector<Shape> bf16_dropped_shapes();
 std::vector<Shape> converted_shapes();
 std::vector<Shape> converted_changed_shapes();
 

@@ -15,8 +15,9 @@ namespace flash_wmma::wgmma_sm90 {
 namespace {
 
 const std::vector<Shape> kShapes =
-    join({half_shapes(), half_general_shapes(), half_changed_shapes(), bf16_shapes(), bf16_general_shapes(),
-          bf16_changed_shapes(), converted_shapes(), converted_changed_shapes()});
+    join({half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
+          bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes(), converted_shapes(),
+          converted_changed_shapes()});
 
 bool converts(const ForwardParams& p) { return p.dtype == DType::kFloat32; }
 
@@ -30,14 +31,15 @@ bool has_tiles(const ForwardParams& p) {
 /// What p asks of an instance. Those for one change alone hold no more than 256 columns.
 Problems asked(const ForwardParams& p) {
     const bool masked = MaskTiles::wanted(p), biased = p.bias.data && !masked, sloped = p.alibi_slopes,
-               ranged = p.key_ranges.data;
+               ranged = p.key_ranges.data, wide = std::max(p.head_dim, p.head_dim_v) > 256;
     const int changes = masked + biased + sloped + ranged;
     const bool plain = problems_of(p, false) == Problems::kPlain;
     if (converts(p)) return plain ? Problems::kConverted : Problems::kConvertedChanged;
+    if (p.dropout.rng_state)
+        return changes > 0 || wide || p.softcap != 0.f ? Problems::kGeneralChanged : Problems::kPackedDropped;
     if (changes == 0) return plain ? Problems::kPlain : Problems::kGeneral;
     const Sequences& s = p.sequences;
-    const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k,
-               wide = std::max(p.head_dim, p.head_dim_v) > 256;
+    const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
     if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
         return Problems::kGeneralChanged;
     return masked ? Problems::kMasked : biased ? Problems::kBiased : sloped ? Problems::kSloped : Problems::kRanged;
@@ -126,7 +128,8 @@ const KernelInfo kInfo = {
          .bf16_min_arch = 90,
          .float32 = true,
          .float16 = true,
-         .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks,
+         .features =
+             kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks,
          .auto_rank = 40},
         kShapes),
     choose,

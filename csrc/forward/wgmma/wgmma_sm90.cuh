@@ -38,6 +38,7 @@
 #include <algorithm>
 #include <type_traits>
 
+#include "device/dropout_tile.cuh"
 #include "device/element.cuh"
 #include "device/hide_keys.cuh"
 #include "device/lagged_softmax.cuh"
@@ -308,6 +309,7 @@ class Consumer {
     static constexpr bool kChanges = Changes<kProblems>::kAny;
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
+    static constexpr bool kDrops = Changes<kProblems>::kDrops;
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
@@ -531,6 +533,13 @@ class Consumer {
         s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
     }
 
+    __device__ __forceinline__ bool drops() const { return !kModified || p_.dropout.rng_state; }
+    /// Drops weights, which have been summed.
+    __device__ __forceinline__ void drop_weights(const Rows& rows, int key) {
+        if constexpr (kDrops)
+            if (drops()) drop(weights_, p_.dropout, dropout_, rows.first_query, key);
+    }
+
     /// With masks: the entries of the tiles that these rows work on, in turn.
     class Entries {
       public:
@@ -573,6 +582,9 @@ class Consumer {
         [[maybe_unused]] Entries entries(schedule_, rows);
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
+        if constexpr (kDrops)
+            if (drops())
+                dropout_ = {dropout_state(p_.dropout), p_.dropout.first_entry + rows.sequence.index, rows.head};
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
@@ -624,7 +636,10 @@ class Consumer {
             }
             release_k();
             pack_weights();
-            if (place == last) break;
+            if (place == last) {
+                drop_weights(rows, key);
+                break;
+            }
             const bool begun = place < first;
             if constexpr (kMasks) {
                 entries.advance();
@@ -639,6 +654,7 @@ class Consumer {
             await_k();
             take_turn();
             multiply_qk();
+            drop_weights(rows, key);  // beside the product
             multiply_pv(begun);
             pass_turn();
         }
@@ -646,11 +662,13 @@ class Consumer {
 
     /// Stores O / l and the LSE to global memory, or a part of an item to the workspace.
     __device__ __forceinline__ void finish(const Rows& rows) const {
+        const float kept = kDrops && drops() ? kept_scale(p_.dropout) : 1.f;
         if constexpr (kConverted)
             store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
-                                     scales_.unit());
+                                     scales_.unit() * kept);
         else if (rows.part == kWhole)
-            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_);
+            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
+                                            kept);
         else if (rows.first_query < rows.sequence.seqlen_q)
             give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_);
     }
@@ -672,11 +690,12 @@ class Consumer {
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask};
     std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
+    std::conditional_t<kDrops, DropoutMask, Nothing> dropout_;
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
-/// softcap. With kChanged: a bias, ALiBi and key ranges too.
+/// softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles. With kChanged, more of both: the
 // planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
@@ -817,6 +836,14 @@ inline constexpr TableRow kBiasedRows[] = {
 };
 /// With ALiBi.
 inline constexpr TableRow kSlopedRows[] = {
+    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With dropout.
+inline constexpr TableRow kDroppedRows[] = {
     {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},

@@ -1,0 +1,10 @@
+// The half instances of bwd_sm90 with dropout, of packed sequences and dense problems.
+// architectures: 9.0a
+#include "backward/wgmma/bwd_sm90.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_half_dropped_shapes() {
+    return join({wgmma::shapes<half, Problems::kPackedDropped, Pass::kFused>(),
+                 wgmma::shapes<half, Problems::kPackedDropped, Pass::kOrdered>()});
+}
+}  // namespace flash_wmma::backward
