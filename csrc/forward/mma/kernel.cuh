@@ -296,6 +296,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     auto& block = shared_memory<BlockSmem<Tile>>();
     const Thread<Tile> thread;
     const int column = thread.warp_column() + thread.key_warp * kColumns;
+    change_grids();
     Walk<Tile> walk(p, split);
     for (bool more = walk.start(); more;) {
         attend<Tile, kProblems>(
@@ -315,12 +316,11 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 }
                 const int row = thread.warp_row();
                 const bool first = thread.dim_warp == 0 && thread.key_warp == 0;
+                if (threadIdx.x == Tile::kThreads - 1) walk.leave_record();
                 if (walk.place() == Walk<Tile>::kWhole) {
                     store_result<kProblems>(work, all.o, all.m, all.l, 1.f, row, column, first, thread);
-                } else if (work.tile.row(row + thread.row()).query < work.sequence.seqlen_q) {
-                    const auto part = stored_part<Tile>(p, walk.place(), row, thread.lane);
-                    all.give_o(part, column / 8);
-                    if (first) all.give_facts(part);
+                } else {
+                    stored_part<Tile>(p, walk.place()).give(all, row, column, work.rows(), first, thread.lane);
                 }
             });
         more = walk.next();
@@ -334,9 +334,10 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
         const Split split = split_of<Tile>(p, device);
         const dim3 grid =
             split.blocks ? dim3(static_cast<unsigned>(split.blocks)) : cached_assignment_grid(p, Tile::kBr);
-        launch(forward_cached<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)}, stream, p,
-               split);
-        launch_merge<Tile>(p, split, stream);
+        LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)};
+        config.programmatic = may_launch_programmatically(device);
+        launch(forward_cached<Tile, kProblems>, config, stream, p, split);
+        launch_merge<Tile>(p, device, split, stream);
     } else {
         dim3 grid = assignment_grid(p, Tile::kBr);
         grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);
