@@ -14,16 +14,20 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
     [[maybe_unused]] const int first = work.tile.first_row + thread.warp_row();
     [[maybe_unused]] const typename Tile::T* from = nullptr;
-    if constexpr (!Tile::kCached) from = work.q_rows(first);
+    if constexpr (Tile::kCached) from = work.q_row(thread.warp_row() + min(thread.lane, Tile::kWarpRows - 1));
+    else from = work.q_rows(first);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
         const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
         const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
         auto* const to = smem.q_rows(thread.row_warp).at(row, column);
         if constexpr (Tile::kCached) {
+            // Lane r knows where row r lies; rows that do not exist are not read
+            const auto of_row = reinterpret_cast<const typename Tile::T*>(
+                __shfl_sync(kWarpMask, reinterpret_cast<std::uintptr_t>(from), row));
             const bool inside = thread.warp_row() + row < work.rows();
             const bool copies = inside && column < work.p.head_dim;
-            Tile::Machine::copy_16(to, copies ? work.q_row(thread.warp_row() + row) + column : work.q_row(0), copies);
+            Tile::Machine::copy_16(to, of_row + column, copies);
         } else {
             const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
             Tile::Machine::copy_16(to, from + row * work.p.q.row + column, inside);

@@ -32,6 +32,7 @@ namespace flash_wmma::mma {
 
 /// The share that the host decides on.
 struct Split {
+    int group = 0;         ///< query heads of a key/value head
     int blocks = 0;        ///< that share the items; 0: each block has an item to itself
     int resident = 0;      ///< of these, the device holds so many at once
     int unit_shift = 0;    ///< log2 of the K tiles that stay together
@@ -65,21 +66,21 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     const std::int64_t items = cached_assignment_grid(p, Tile::kBr).x;
     const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, resident = resident_blocks<Tile>(device);
     const int hint = p.partials.num_splits;
-    if (hint == 1 || tiles == 1) return {};
-    Split split;
+    Split split{.group = static_cast<int>(p.heads_q / p.heads_k)};
+    if (hint == 1 || tiles == 1) return split;
     if (p.batch_invariant) {
         constexpr unsigned kUnitTiles = kUnitKeys / Tile::kBc;
         static_assert(std::has_single_bit(kUnitTiles));
         const std::int64_t parts = (tiles + kUnitTiles - 1) / kUnitTiles;
-        if (parts == 1) return {};
+        if (parts == 1) return split;
         if (items * parts > kMost) throw std::runtime_error("flash_wmma: more than 2^31 - 1 parts of 512 keys");
         split.blocks = split.resident = static_cast<int>(std::min(items * parts, resident));
         split.unit_shift = std::countr_zero(kUnitTiles);
         split.parts = static_cast<int>(parts);
         return split;
     }
-    const bool one_tile = p.seqlen_q * (p.heads_q / p.heads_k) <= Tile::kBr;  // a head, whose lengths may differ widely
-    if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return {};
+    const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
+    if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return split;
     const std::int64_t held = hint > 0 ? std::min(items * hint, resident) : resident;
     const std::int64_t most = hint > 0 ? held : std::max(held, std::min(kWaves * held, items * tiles / kLongRun));
     split.blocks = static_cast<int>(std::min(most, items * tiles));
@@ -127,13 +128,8 @@ template <class Tile>
 class Items {
   public:
     __device__ Items(const ForwardParams& params, const Split& split)
-        : p_(params),
-          shift_(split.unit_shift),
-          group_(static_cast<int>(params.heads_q) / static_cast<int>(params.heads_k)) {}
+        : p_(params), shift_(split.unit_shift), group_(split.group) {}
 
-    __device__ CachedAssignment assignment(const Sequence& s, const Place& at) const {
-        return {s, {s.index, at.head_k, group_, at.tile * Tile::kBr}};
-    }
     /// Of a Q tile.
     __device__ int units(const Sequence& s, int tile) const {
         int first = 0, last = s.seqlen_q - 1;
@@ -201,7 +197,10 @@ class Runs : public Items<Tile> {
         const int first = lane() * each_, end = min(first + each_, sequences);
         int own = 0;
 #pragma unroll 1
-        for (int i = first; i < end; ++i) own += units_of(i);
+        for (int i = first; i < end; ++i) {
+            sequence_ = cached_sequence(p_, i), of_head_ = this->units_of_head(sequence_);
+            own += static_cast<int>(p_.heads_k) * of_head_;
+        }
         upto_ = sum_upto(own);
         before_ = upto_ - own;
         const int total = __shfl_sync(kWarpMask, upto_, 31);
@@ -209,27 +208,36 @@ class Runs : public Items<Tile> {
     }
 
     Share share;
-    /// Where a unit before the end is, and the sequence there.
-    __device__ Place find(int unit, Sequence& s) const {
+    /// Where a unit before the end is.
+    struct Found {
+        Place at;
+        Sequence sequence;
+        int units;  // of the item
+    };
+    __device__ Found find(int unit) const {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
-        int rest = unit - __shfl_sync(kWarpMask, before_, owner), index = owner * each_;
+        const auto of_owner = [&](int x) { return __shfl_sync(kWarpMask, x, owner); };
+        int index = owner, rest = unit - of_owner(before_), of_head = of_owner(of_head_);
+        Sequence s{min(owner, static_cast<int>(p_.batch) - 1), of_owner(sequence_.first_q), 0,
+                   of_owner(sequence_.seqlen_q), of_owner(sequence_.seqlen_k)};
         if (each_ > 1) {
-            const int end = min(index + each_, static_cast<int>(p_.batch) + 1);
-            index = search(index, end, rest, [&](int i) { return units_of(i); });
+            const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
+            index = search(owner * each_, end, rest, [&](int i) {
+                return static_cast<int>(p_.heads_k) * this->units_of_head(cached_sequence(p_, i));
+            });
+            s = cached_sequence(p_, index), of_head = this->units_of_head(s);
         }
-        s = cached_sequence(p_, index);
-        const int of_head = this->units_of_head(s), head_k = rest / of_head, count = this->q_tiles(s);
+        const int head_k = static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head));
         rest -= head_k * of_head;
-        const int tile = count > 1 ? search(0, count, rest, [&](int t) { return this->units(s, t); }) : 0;
-        return {index, head_k, tile, rest};
+        const int count = this->q_tiles(s);
+        if (count == 1) return {{index, head_k, 0, rest}, s, of_head};
+        const int tile = search(0, count, rest, [&](int t) { return this->units(s, t); });
+        return {{index, head_k, tile, rest}, s, this->units(s, tile)};
     }
 
   private:
     using Items<Tile>::p_;
     __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-    __device__ int units_of(int sequence) const {
-        return static_cast<int>(p_.heads_k) * this->units_of_head(cached_sequence(p_, sequence));
-    }
 
     /// The sum over the lanes up to this one.
     __device__ static int sum_upto(int x) {
@@ -253,8 +261,10 @@ class Runs : public Items<Tile> {
         }
     }
 
-    int each_;           // sequences of a lane
-    int upto_, before_;  // units of the lanes up to this one, and of those before it
+    int each_;             // sequences of a lane
+    Sequence sequence_{};  // the last of them
+    int of_head_ = 0;      // units of one of its heads
+    int upto_, before_;    // units of the lanes up to this one, and of those before it
 };
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
@@ -278,10 +288,9 @@ class Walk {
             if (leaves_record() && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
             return false;
         }
-        Sequence s;
-        at_ = runs.find(share_.begin(block()), s);
-        left_ = share_.units(block());
-        reach(s);
+        const auto found = runs.find(share_.begin(block()));
+        at_ = found.at, all_ = found.units, left_ = share_.units(block());
+        reach(found.sequence);
         return true;
     }
     /// Goes to the next one.
@@ -290,7 +299,11 @@ class Walk {
         if (split_.blocks == 0 || left_ <= 0) return false;
         at_.unit += units_;
         Sequence s = assigned_.sequence;
-        if (at_.unit == all_) Items<Tile>(p_, split_).advance(at_, s);
+        if (at_.unit == all_) {
+            const Items<Tile> items(p_, split_);
+            items.advance(at_, s);
+            all_ = items.units(s, at_.tile);
+        }
         reach(s);
         return true;
     }
@@ -325,9 +338,7 @@ class Walk {
 
     /// Takes what the block has of the item at at_, in sequence s.
     __device__ void reach(const Sequence& s) {
-        const Items<Tile> items(p_, split_);
-        assigned_ = items.assignment(s, at_);
-        all_ = items.units(s, at_.tile);
+        assigned_ = {s, {s.index, at_.head_k, split_.group, at_.tile * Tile::kBr}};
         units_ = min(left_, split_.parts ? 1 : all_ - at_.unit);
         if (units_ == all_) place_ = kWhole;
         else if (split_.parts) place_ = std::int64_t{number()} * split_.parts + at_.unit;
