@@ -285,7 +285,8 @@ class Walk {
         const Runs<Tile> runs(p_, split_);
         share_ = runs.share;
         if (block() >= share_.used) {
-            if (leaves_record() && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
+            if (split_.records && !split_.by_item && threadIdx.x == 0)
+                record<Tile>(p_, split_, block()).parts = 0;
             return false;
         }
         const auto found = runs.find(share_.begin(block()));
