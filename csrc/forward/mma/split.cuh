@@ -285,8 +285,7 @@ class Walk {
         const Runs<Tile> runs(p_, split_);
         share_ = runs.share;
         if (block() >= share_.used) {
-            if (split_.records && !split_.by_item && threadIdx.x == 0)
-                record<Tile>(p_, split_, block()).parts = 0;
+            if (split_.records && !split_.by_item && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
             return false;
         }
         const auto found = runs.find(share_.begin(block()));
@@ -335,7 +334,9 @@ class Walk {
         return static_cast<int>(cached_block<Tile::kBr>(p_, at_.sequence, at_.head_k, at_.tile));
     }
     /// Each record is left once: an item's where it begins, a block's with its last run.
-    __device__ bool leaves_record() const { return split_.records && (split_.by_item ? at_.unit == 0 : left_ == units_); }
+    __device__ bool leaves_record() const {
+        return split_.records && (split_.by_item ? at_.unit == 0 : left_ == units_);
+    }
 
     /// Takes what the block has of the item at at_, in sequence s.
     __device__ void reach(const Sequence& s) {
