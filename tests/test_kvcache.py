@@ -459,13 +459,13 @@ def test_long_runs(target: Target, packed: bool) -> None:
 @needs(CACHE, splits, natural)
 def test_many_parts_of_a_row(target: Target) -> None:
     """More parts than a thread reads at once, some without a visible key; one row's keys are all NaN."""
-    cache = paged(target, (700, 0), 16, heads=1, d=128)
+    cache = paged(target, (1800, 0), 16, heads=1, d=128)
     q = queries(target, 2, 5, 1, 128)
     q[0, 4] = math.nan
-    for sm_count in multiprocessors(target[0], 11):
+    for sm_count in multiprocessors(target[0], 17):
         with on(sm_count):
-            out, lse = run(target, q, cache, window=(400, 0), causal=True)
-            check_each(target, q[:, :4], cache, (out[:, :4], lse[:, :4]), Mask("bottom_right", (400, 0)))
+            out, lse = run(target, q, cache, window=(1500, 0), causal=True)
+            check_each(target, q[:, :4], cache, (out[:, :4], lse[:, :4]), Mask("bottom_right", (1500, 0)))
             assert out[0, 4].isnan().all() and lse[0, 4].isnan().all()
 
 

@@ -134,7 +134,7 @@ struct MergedVector {
 
     template <class At>
     __device__ __forceinline__ MergedVector(int parts, int row, int column, At at) {
-        constexpr int kAtOnce = 8;
+        constexpr int kAtOnce = 16;
         for (int first = 0; first < parts; first += kAtOnce) {
             float2 facts[kAtOnce];
             float4 x[kAtOnce];

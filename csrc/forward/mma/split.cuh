@@ -41,10 +41,10 @@ struct Split {
     bool by_item = false;  ///< whether they are of items
 };
 
-constexpr int kUnitKeys = 512;      // of a unit with batch_invariant
-constexpr int kLongRun = 16;        // tiles: blocks whose runs are no shorter may wait for others to end
-constexpr int kWaves = 2;           // of such blocks: SMs are not equally fast, and who ends early takes more
-constexpr int kMergeThreads = 128;  // of a block of the second grid: each has four columns of a row
+constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
+constexpr int kLongRun = 16;       // tiles: blocks whose runs are no shorter may wait for others to end
+constexpr int kWaves = 2;          // of such blocks: SMs are not equally fast, and who ends early takes more
+constexpr int kMergeThreads = 64;  // of a block of the second grid: each has four columns of a row
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
 struct alignas(16) Record {
