@@ -57,9 +57,7 @@ struct CachedCopyMap {
     // Of the vectors that a lane copies one after the other, every kPeriod-th is in the same column
     static constexpr int kPeriod = kVectors % 3 ? 1 : 3, kPeriodRows = 32 * kPeriod / kVectors;
     static constexpr int kRun = kWarpRows % 16 ? kWarpRows : 16;
-    // Longer rows gain less, and their tiles have no registers left for it
-    static constexpr bool kHasRuns =
-        kVectors <= 16 && kAllExist && 32 * kPeriod % kVectors == 0 && kRun % kPeriodRows == 0;
+    static constexpr bool kHasRuns = kAllExist && 32 * kPeriod % kVectors == 0 && kRun % kPeriodRows == 0;
     static_assert(kWarpRows <= 32);
 
     const typename Tile::T* head;  // the head's first row in the cache
