@@ -440,23 +440,6 @@ def test_one_long_sequence_among_many(target: Target) -> None:
 
 
 @needs(CACHE, splits, natural)
-@pytest.mark.parametrize("packed", [False, True])
-def test_long_runs(target: Target, packed: bool) -> None:
-    """Runs are long, so that there are more blocks than the device holds at once, and some of these have no run."""
-    cache = paged(target, (3000, 200), 64, heads=1, d=128)
-    q = queries(target, 2, 3, 1, 128)
-    for sm_count in multiprocessors(target[0], 1):
-        with on(sm_count):
-            if packed:
-                cu = int32([0, 1, 2], target[0].device)
-                out, lse = run(target, q.squeeze(2), cache, cu_seqlens_q=cu, max_seqlen_q=1)
-                result = out[:, :, None], lse.transpose(0, 1)[:, :, None].contiguous()
-            else:
-                result = run(target, q, cache)
-            check_each(target, q, cache, result)
-
-
-@needs(CACHE, splits, natural)
 def test_many_parts_of_a_row(target: Target) -> None:
     """More parts than a thread reads at once, some without a visible key; one row's keys are all NaN."""
     cache = paged(target, (1800, 0), 16, heads=1, d=128)

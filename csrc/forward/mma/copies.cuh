@@ -74,7 +74,7 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const RegisterTi
     });
 }
 
-/// What a row of a head ends with: the factor of its O, `factor` / l with the head's sink, or 0 if it saw no key; and the
+/// What a row of a head ends with: the factor of its O, `unit` / l with the head's sink, or 0 if it saw no key; and the
 /// LSE.
 struct RowEnd {
     float factor, lse;

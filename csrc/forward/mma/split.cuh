@@ -34,7 +34,6 @@ namespace flash_wmma::mma {
 struct Split {
     int group = 0;         ///< query heads of a key/value head
     int blocks = 0;        ///< that share the items; 0: each block has an item to itself
-    int resident = 0;      ///< of these, the device holds so many at once
     int unit_shift = 0;    ///< log2 of the K tiles that stay together
     int parts = 0;         ///< of an item at most, if every unit is a part; 0: a block's run within an item is
     int records = 0;       ///< if every unit is no part: of items, or of the blocks if there are fewer
@@ -42,8 +41,6 @@ struct Split {
 };
 
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
-constexpr int kLongRun = 16;       // tiles: blocks whose runs are no shorter may wait for others to end
-constexpr int kWaves = 2;          // of such blocks: SMs are not equally fast, and who ends early takes more
 constexpr int kMergeThreads = 64;  // of a block of the second grid: each has four columns of a row
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
@@ -74,17 +71,15 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
         const std::int64_t parts = (tiles + kUnitTiles - 1) / kUnitTiles;
         if (parts == 1) return split;
         if (items * parts > kMost) throw std::runtime_error("flash_wmma: more than 2^31 - 1 parts of 512 keys");
-        split.blocks = split.resident = static_cast<int>(std::min(items * parts, resident));
+        split.blocks = static_cast<int>(std::min(items * parts, resident));
         split.unit_shift = std::countr_zero(kUnitTiles);
         split.parts = static_cast<int>(parts);
         return split;
     }
     const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
     if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return split;
-    const std::int64_t held = hint > 0 ? std::min(items * hint, resident) : resident;
-    const std::int64_t most = hint > 0 ? held : std::max(held, std::min(kWaves * held, items * tiles / kLongRun));
-    split.blocks = static_cast<int>(std::min(most, items * tiles));
-    split.resident = static_cast<int>(std::min<std::int64_t>(held, split.blocks));
+    const std::int64_t wanted = hint > 0 ? items * hint : resident;
+    split.blocks = static_cast<int>(std::min({wanted, resident, items * tiles}));
     split.by_item = !p.sequences.cu_seqlens_q && items < split.blocks;
     split.records = static_cast<int>(split.by_item ? items : split.blocks);
     return split;
@@ -170,8 +165,7 @@ struct Share {
 
     Share() = default;
     __device__ Share(int total, const Split& split) {
-        // If every unit is a part, it changes no bit how many blocks share them
-        used = min(max(total / kLongRun, split.resident), min(split.blocks, total));
+        used = min(split.blocks, total);  // if every unit is a part, it changes no bit how many blocks share them
         run = static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(max(used, 1)));
         longer = total - run * used;
     }
@@ -208,11 +202,12 @@ class Runs : public Items<Tile> {
     }
 
     Share share;
+
     /// Where a unit before the end is.
     struct Found {
         Place at;
         Sequence sequence;
-        int units;  // of the item
+        int units;  ///< of the item
     };
     __device__ Found find(int unit) const {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
