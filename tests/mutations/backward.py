@@ -711,8 +711,8 @@ FAULTS = [
     Fault(
         name="bwd-simt-columns-of-dk-for-dv",
         path=SIMT,
-        old="p.head_dim_v, d_second, keep_factor, thread);",
-        new="p.head_dim, d_second, keep_factor, thread);",
+        old="p.head_dim_v, d_second, factor, thread);",
+        new="p.head_dim, d_second, factor, thread);",
         why="dV has as many columns as dK",
         kernels=SIMT_KERNEL,
     ),

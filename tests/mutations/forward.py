@@ -228,7 +228,7 @@ FAULTS = [
     Fault(
         name="wgmma-next-plan-before-others-tiles",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="const bool early = kMasks && rows.after > 0;",
+        old="const bool early = (kMasks || kRanges) && rows.after > 0;",
         new="const bool early = false;",
         why="with a queue, the next plan waits for tiles for which there is no place",
         kernels=WGMMA,
@@ -508,7 +508,7 @@ FAULTS = [
     Fault(
         name="wgmma-result-without-unit",
         path="csrc/forward/wgmma/output.cuh",
-        old="o.at(i, 8 * j + 1) * inverse * unit",
+        old="o.at(i, 8 * j + 1) * inverse * factor",
         new="o.at(i, 8 * j + 1) * inverse",
         why="odd columns of O stay in its unit",
         kernels=WGMMA,

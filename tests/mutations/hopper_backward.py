@@ -407,8 +407,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-claims-no-window",
         path=LAUNCH,
-        old=".features = kCausal | kWindow | kVarlen | kValueDim | kSinks | kDeterministic,",
-        new=".features = kCausal | kVarlen | kValueDim | kSinks | kDeterministic,",
+        old=".features = kCausal | kWindow | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,",
+        new=".features = kCausal | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,",
         why="a window is refused",
         kernels=KERNEL,
     ),
