@@ -26,7 +26,7 @@ struct CachedRows {
         int page, row;
     };
     [[gnu::always_inline]] constexpr Place place(int j) const {
-        const int row = first + j, run = row / page_size;
+        const int row = first + j, run = pages ? row / page_size : 0;
         return {pages ? pages[run] : page, row - run * page_size};
     }
     /// Elements from the cache's first row of a head to a place.

@@ -252,7 +252,7 @@ def test_the_page_size_changes_no_bit(target: Target, n: int) -> None:
     q = queries(target, len(LENGTHS), 4, n, 64)
     expected = run(target, q, one, causal=True)
     longest = max(LENGTHS)
-    for size, layout in ((1, "head first"), (13, "margins"), (200, "row first")):
+    for size, layout in ((1, "head first"), (13, "margins"), (24, "row first"), (32, "margins"), (200, "row first")):
         other = paged(target, LENGTHS, size, layout=layout)
         for b, length in enumerate(LENGTHS):
             for i in range(length):
@@ -416,11 +416,12 @@ def test_splits(target: Target, n: int, group: int, packed: bool) -> None:
 
 
 @needs(CACHE, splits, natural)
+@pytest.mark.parametrize("size", [7, 16])
 @pytest.mark.parametrize("d", [32, 96, 128, 192, 256])
-def test_splits_of_every_head_dim(target: Target, d: int) -> None:
-    """With few rows a key (one tile shape) and with many (another)."""
-    cache = paged(target, (150, 3, 260), 7, heads=1, d=d)
-    for heads in (3, 20):
+def test_splits_of_every_head_dim(target: Target, d: int, size: int) -> None:
+    """With few rows a key (one tile shape), with some and with many (others). A warp copies pages of 16 rows whole."""
+    cache = paged(target, (150, 3, 260), size, heads=1, d=d)
+    for heads in (3, 20, 40):
         q = queries(target, 3, heads, 1, d)
         for sm_count in multiprocessors(target[0], 3):
             with on(sm_count):
@@ -436,6 +437,19 @@ def test_one_long_sequence_among_many(target: Target) -> None:
     for sm_count in multiprocessors(target[0], 2, 9):
         with on(sm_count):
             check_each(target, q, cache, run(target, q, cache))
+
+
+@needs(CACHE, splits, natural)
+def test_many_parts_of_a_row(target: Target) -> None:
+    """More parts than a thread reads at once, some without a visible key; one row's keys are all NaN."""
+    cache = paged(target, (1800, 0), 16, heads=1, d=128)
+    q = queries(target, 2, 5, 1, 128)
+    q[0, 4] = math.nan
+    for sm_count in multiprocessors(target[0], 17):
+        with on(sm_count):
+            out, lse = run(target, q, cache, window=(1500, 0), causal=True)
+            check_each(target, q[:, :4], cache, (out[:, :4], lse[:, :4]), Mask("bottom_right", (1500, 0)))
+            assert out[0, 4].isnan().all() and lse[0, 4].isnan().all()
 
 
 @needs(CACHE, splits, natural)

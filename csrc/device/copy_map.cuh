@@ -45,13 +45,19 @@ struct CopyMap {
 
 /// How the warps of a group share the copy of a tile of Rows rows of a key/value cache: a warp has neighbouring rows,
 /// lane r knows where row r of these lies, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
-/// once, and once for K and V.
+/// once, and once for K and V. Where runs of kRun rows are adjacent, as in a cache without pages and in most with pages,
+/// only a run's first row is handed round.
 template <class Tile, int Rows>
 struct CachedCopyMap {
     static constexpr int kVectors = Tile::kD / 8;
     static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
     static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;
     static constexpr std::int64_t kNowhere = -1;  // the offset of a row that does not exist
+    static constexpr bool kAllExist = Rows % Tile::kGroupWarps == 0 && kWarpRows * kVectors % 32 == 0;
+    // Of the vectors that a lane copies one after the other, every kPeriod-th is in the same column
+    static constexpr int kPeriod = kVectors % 3 ? 1 : 3, kPeriodRows = 32 * kPeriod / kVectors;
+    static constexpr int kRun = kWarpRows % 16 ? kWarpRows : 16;
+    static constexpr bool kHasRuns = kAllExist && 32 * kPeriod % kVectors == 0 && kRun % kPeriodRows == 0;
     static_assert(kWarpRows <= 32);
 
     const typename Tile::T* head;  // the head's first row in the cache
@@ -76,6 +82,26 @@ struct CachedCopyMap {
             if (exists) f(i, first_row() + r, column, head + (inside ? row + column : 0));
         });
     }
+    /// The same if runs of kRun rows are `pitch` elements apart, and of the tile's rows those below `rows` exist.
+    template <class F>
+    __device__ __forceinline__ void for_each_in_runs(std::int64_t offset, std::int64_t pitch, int rows, F f) {
+        const int lane = static_cast<int>(threadIdx.x % 32);
+#pragma unroll
+        for (int run = 0; run < kWarpRows / kRun; ++run) {
+            const typename Tile::T* const first = head + __shfl_sync(kWarpMask, offset, run * kRun);
+#pragma unroll
+            for (int b = 0; b < kPeriod; ++b) {
+                const int vector = lane + 32 * b, r = vector / kVectors, column = vector % kVectors * 8;
+                const typename Tile::T* from = first + r * pitch + column;
+#pragma unroll
+                for (int a = 0; a < kRun / kPeriodRows; ++a, from += kPeriodRows * pitch) {
+                    const int row = first_row() + run * kRun + a * kPeriodRows + r;
+                    inside = column < d && row < rows;
+                    f((run * (kRun / kPeriodRows) + a) * kPeriod + b, row, column, from);
+                }
+            }
+        }
+    }
     template <class F>
     __device__ __forceinline__ void each_place(F f) const {
         each([&](int i, int r, int column, bool exists) {
@@ -89,7 +115,6 @@ struct CachedCopyMap {
     /// f(i, row among the warp's, column, whether the tile has it).
     template <class F>
     __device__ __forceinline__ static void each(F f) {
-        constexpr bool kAllExist = Rows % Tile::kGroupWarps == 0 && kWarpRows * kVectors % 32 == 0;
 #pragma unroll
         for (int i = 0; i < kCount; ++i) {
             const unsigned vector = threadIdx.x % 32 + 32 * i;

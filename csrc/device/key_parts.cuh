@@ -2,8 +2,11 @@
 //
 //     m = max m_i,   l = sum l_i 2^(m_i - m),   O = sum O_i 2^(m_i - m)         and, as ever, O / l and the LSE.
 //
-// A part lies in memory, global or shared, as the lanes of a warp hold its 16 rows: one vector of all 32 lanes after the
-// other. The vectors of O come first (8 columns each), then one of m and l.
+// What warps of a block hand each other lies in shared memory as their lanes hold 16 rows: one vector of all 32 lanes
+// after the other. The vectors of O come first (8 columns each), then one of m and l (PartRows, merge_parts).
+//
+// What blocks leave for another grid lies in global memory row by row, so that rows that do not exist cost nothing and
+// that each thread of the grid merges four columns of a row by itself (StoredPart, MergedVector).
 #pragma once
 
 #include <ptx.cuh>
@@ -86,5 +89,80 @@ __device__ __forceinline__ KeyPart<kColumns> merge_parts(int begin, int end, int
     }
     return all;
 }
+
+/// A part in global memory, of kRows rows: O, and behind it m and l of each row.
+template <int kRows, int kColumns>
+class StoredPart {
+  public:
+    static constexpr int kSize = kRows * (kColumns + 2);  // floats
+
+    __device__ __forceinline__ explicit StoredPart(float* part) : first_(part) {}
+    /// Columns [column, column + 4) of a row, column a multiple of 4.
+    __device__ __forceinline__ float4& o(int row, int column) const {
+        return *reinterpret_cast<float4*>(first_ + row * kColumns + column);
+    }
+    /// m and l.
+    __device__ __forceinline__ float2& facts(int row) const {
+        return *reinterpret_cast<float2*>(first_ + kRows * kColumns + 2 * row);
+    }
+
+    /// Stores what a warp has of 16 rows, from `row` on, and of the columns from `column` on, but of no row from `rows`
+    /// on. `facts`: m and l too.
+    template <int kSome>
+    __device__ __forceinline__ void give(const KeyPart<kSome>& some, int row, int column, int rows, bool facts,
+                                         int lane) const {
+        some.m.each([&](int i, float m) {
+            const int at = row + lane / 4 + 8 * i;
+            if (at >= rows) return;
+            float* const to = first_ + at * kColumns + column + lane % 4 * 2;
+#pragma unroll
+            for (int j = 0; j < kSome / 8; ++j)
+                *reinterpret_cast<float2*>(to + 8 * j) =
+                    make_float2(some.o.block[0][j][2 * i], some.o.block[0][j][2 * i + 1]);
+            if (facts && lane % 4 == 0) this->facts(at) = make_float2(m, some.l[i]);
+        });
+    }
+
+  private:
+    float* first_;
+};
+
+/// Four columns of a row, of parts 0, 1, ... at(i) below `parts` together: a few are under way at once. Without a part m
+/// is -inf, l and O are 0.
+struct MergedVector {
+    float m = -INFINITY, l = 0.f, o[4] = {};
+
+    template <class At>
+    __device__ __forceinline__ MergedVector(int parts, int row, int column, At at) {
+        constexpr int kAtOnce = 16;
+        for (int first = 0; first < parts; first += kAtOnce) {
+            float2 facts[kAtOnce];
+            float4 x[kAtOnce];
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                facts[i] = make_float2(-INFINITY, 0.f), x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+                if (first + i < parts) facts[i] = at(first + i).facts(row), x[i] = at(first + i).o(row, column);
+            }
+            float top = m;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, facts[i].x);
+            const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(m - base);
+            m = top, l *= rescale;
+#pragma unroll
+            for (float& value : o) value *= rescale;
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i) {
+                // Without a visible key O may be 0 * NaN of v. If all scores are NaN, so is l
+                const bool sees = facts[i].x != -INFINITY;
+                const float weight = sees ? ptx::ex2(facts[i].x - base) : 1.f;
+                l = fmaf(facts[i].y, weight, l);
+                const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                    if (sees) o[e] = fmaf(values[e], weight, o[e]);
+            }
+        }
+    }
+};
 
 }  // namespace flash_wmma

@@ -51,6 +51,13 @@ struct Sm75 {
                 vectors[i] = this->inside && row < rows ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
             });
         }
+        /// Of a key/value cache, as its for_each_in_runs.
+        template <class Target>
+        __device__ __forceinline__ void start_runs(Target&, std::int64_t offset, std::int64_t pitch, int rows) {
+            this->for_each_in_runs(offset, pitch, rows, [&](int i, int, int, const auto* from) {
+                vectors[i] = this->inside ? *reinterpret_cast<const uint4*>(from) : uint4{0, 0, 0, 0};
+            });
+        }
         template <class Target>
         __device__ __forceinline__ void finish(Target& target) {
             this->each_place(

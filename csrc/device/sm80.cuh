@@ -46,6 +46,13 @@ struct Sm80 {
                 copy_16(target.at(row, column), from, this->inside && row < rows);
             });
         }
+        /// Of a key/value cache, as its for_each_in_runs.
+        template <class Target>
+        __device__ __forceinline__ void start_runs(Target& target, std::int64_t offset, std::int64_t pitch, int rows) {
+            this->for_each_in_runs(offset, pitch, rows, [&](int, int row, int column, const auto* from) {
+                copy_16(target.at(row, column), from, this->inside);
+            });
+        }
         template <class Target>
         __device__ __forceinline__ void finish(Target&) {}
     };

@@ -73,8 +73,8 @@ FAULTS = [
     Fault(
         name="sink-mma-row-without-keys",
         path="csrc/forward/mma/copies.cuh",
-        old="inverse_l[i] = none ? 0.f : rescale *",
-        new="inverse_l[i] = rescale *",
+        old="factor = none ? 0.f : rescale *",
+        new="factor = rescale *",
         why="a row without a key is NaN if its sink is",
         kernels=SM80,
         tests=SINKS,

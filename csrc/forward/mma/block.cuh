@@ -172,6 +172,9 @@ struct Work {
         return max(0, (keys.some_end + Tile::kBc - 1) / Tile::kBc - keys.some_begin / Tile::kBc);
     }
 
+    /// Rows of the Q tile that exist, if grouped heads share it; of the last one more than it has.
+    __device__ int rows() const { return sequence.seqlen_q * tile.group - tile.first_row; }
+
     /// Only `count` of the tiles, from tile `first` of these on.
     __device__ void keep(int first, int count) { first_tile += first, tiles = count; }
 

@@ -14,16 +14,20 @@ __device__ __forceinline__ void copy_q(Smem<Tile>& smem, const Work<Tile>& work,
     constexpr int kVectors = Tile::kD / 8, kThreads = 32 * Tile::kDimWarps;
     [[maybe_unused]] const int first = work.tile.first_row + thread.warp_row();
     [[maybe_unused]] const typename Tile::T* from = nullptr;
-    if constexpr (!Tile::kCached) from = work.q_rows(first);
+    if constexpr (Tile::kCached) from = work.q_row(thread.warp_row() + min(thread.lane, Tile::kWarpRows - 1));
+    else from = work.q_rows(first);
 #pragma unroll
     for (int i = 0; i < Tile::kWarpRows * kVectors / kThreads; ++i) {
         const auto vector = static_cast<unsigned>(thread.dim_warp * 32 + thread.lane + i * kThreads);
         const int row = static_cast<int>(vector / kVectors), column = static_cast<int>(vector % kVectors * 8);
         auto* const to = smem.q_rows(thread.row_warp).at(row, column);
         if constexpr (Tile::kCached) {
-            const bool inside = work.tile.row(thread.warp_row() + row).query < work.sequence.seqlen_q;
+            // Lane r knows where row r lies; rows that do not exist are not read
+            const auto of_row = reinterpret_cast<const typename Tile::T*>(
+                __shfl_sync(kWarpMask, reinterpret_cast<std::uintptr_t>(from), row));
+            const bool inside = thread.warp_row() + row < work.rows();
             const bool copies = inside && column < work.p.head_dim;
-            Tile::Machine::copy_16(to, copies ? work.q_row(thread.warp_row() + row) + column : work.q_row(0), copies);
+            Tile::Machine::copy_16(to, of_row + column, copies);
         } else {
             const bool inside = row < work.sequence.seqlen_q - first && column < work.p.head_dim;
             Tile::Machine::copy_16(to, from + row * work.p.q.row + column, inside);
@@ -70,6 +74,19 @@ __device__ __forceinline__ void store_o(const Work<Tile>& work, const RegisterTi
     });
 }
 
+/// What a row of a head ends with: the factor of its O, `unit` / l with the head's sink, or 0 if it saw no key; and the
+/// LSE.
+struct RowEnd {
+    float factor, lse;
+
+    __device__ __forceinline__ RowEnd(const ForwardParams& p, int head, float m, float l, float unit) {
+        const bool none = l == 0.f;
+        const float rescale = take_sink(p, head, m, l);
+        lse = (m + __log2f(l)) * kLn2;  // without a key and a sink -inf + -inf
+        factor = none ? 0.f : rescale * __fdividef(unit, l);
+    }
+};
+
 /// Stores O / l, times `factor`, and the LSE, both with the head's sink: of 16 (or 32) rows of the Q tile from
 /// `first_row` on, the columns from `first_column` on. l is that of whole rows.
 template <Problems kProblems, class Tile, int kRows, int kColumns>
@@ -84,13 +101,11 @@ __device__ __forceinline__ void store_result(const Work<Tile>& work, const Regis
     RowValues<kRows> inverse_l;  // times `factor`; 0 for a row that saw no key
     l.each([&](int i, float sum) {
         const auto [query, head] = work.tile.row(first_row + 8 * i + thread.row());
-        const bool none = sum == 0.f;
-        float top = m[i];
-        const float rescale = take_sink(p, head, top, sum);
-        const float lse = (top + __log2f(sum)) * kLn2;  // without a key and a sink -inf + -inf
-        inverse_l[i] = none ? 0.f : rescale * __fdividef(factor, sum);
+        const RowEnd end(p, head, m[i], sum, factor);
+        inverse_l[i] = end.factor;
         if (with_lse && thread.lane % 4 == 0 && query < sequence.seqlen_q && work.first_column() == 0)
-            p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] = lse;
+            p.lse[kPackedToo ? lse_index(p, sequence, head, query) : lse_index(p, sequence.index, head, query)] =
+                end.lse;
     });
     using T = typename Tile::T;  // with converted inputs, O has their type before conversion
     if (!kMayScale || p.out_dtype == Element<T>::kDType)

@@ -182,11 +182,12 @@ struct Weigher {
     }
 };
 
-/// One item: a Q tile with the keys that `narrow` leaves of those it sees. finish(work, m, l, o, unit's exponent) takes
-/// what a warp has.
-template <class Tile, Problems kProblems, class Narrow, class Finish>
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. meanwhile() runs while the first copies are
+/// under way. finish(work, m, l, o, unit's exponent) takes what a warp has.
+template <class Tile, Problems kProblems, class Narrow, class Meanwhile, class Finish>
 __device__ __forceinline__ void attend(const ForwardParams& p, const typename Work<Tile>::Assigned& assigned,
-                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Finish finish) {
+                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Meanwhile meanwhile,
+                                       Finish finish) {
     constexpr int kBc = Tile::kBc;
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     const auto mask = key_mask<kTakesRanges<Tile, kProblems>>(p, assigned.sequence, assigned.tile.row(0).head);
@@ -206,6 +207,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
         meet_group<Tile>();
     }
     ring.run_ahead(copies);
+    meanwhile();
     if constexpr (!Tile::kQSharesRing) {
         ptx::cp_async_wait<Tile::kAhead - 1>();
         meet(thread);
@@ -277,7 +279,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     attend<Tile, kProblems>(
-        p, assigned, smem, thread, [](Work<Tile>&) {},
+        p, assigned, smem, thread, [](Work<Tile>&) {}, [] {},
         [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
             float factor = exp2f(exponent);
             if constexpr (kTakesDropout<Tile, kProblems>)
@@ -296,10 +298,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     auto& block = shared_memory<BlockSmem<Tile>>();
     const Thread<Tile> thread;
     const int column = thread.warp_column() + thread.key_warp * kColumns;
+    change_grids();
     Walk<Tile> walk(p, split);
     for (bool more = walk.start(); more;) {
         attend<Tile, kProblems>(
             p, walk.assigned(), block.group[thread.key_warp], thread, [&](Work<Tile>& work) { walk.narrow(work); },
+            [&] {
+                if (threadIdx.x == Tile::kThreads - 1) walk.leave_record();
+            },
             [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float) {
                 KeyPart<kColumns> all;
                 if constexpr (Tile::kKeyWarps > 1) {
@@ -317,10 +323,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 const bool first = thread.dim_warp == 0 && thread.key_warp == 0;
                 if (walk.place() == Walk<Tile>::kWhole) {
                     store_result<kProblems>(work, all.o, all.m, all.l, 1.f, row, column, first, thread);
-                } else if (work.tile.row(row + thread.row()).query < work.sequence.seqlen_q) {
-                    const auto part = stored_part<Tile>(p, walk.place(), row, thread.lane);
-                    all.give_o(part, column / 8);
-                    if (first) all.give_facts(part);
+                } else {
+                    stored_part<Tile>(p, walk.place()).give(all, row, column, work.rows(), first, thread.lane);
                 }
             });
         more = walk.next();
@@ -334,9 +338,10 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, Stream strea
         const Split split = split_of<Tile>(p, device);
         const dim3 grid =
             split.blocks ? dim3(static_cast<unsigned>(split.blocks)) : cached_assignment_grid(p, Tile::kBr);
-        launch(forward_cached<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)}, stream, p,
-               split);
-        launch_merge<Tile>(p, split, stream);
+        LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(BlockSmem<Tile>)};
+        config.programmatic = may_launch_programmatically(device);
+        launch(forward_cached<Tile, kProblems>, config, stream, p, split);
+        launch_merge<Tile>(p, device, split, stream);
     } else {
         dim3 grid = assignment_grid(p, Tile::kBr);
         grid.y = static_cast<unsigned>((p.head_dim_v + Tile::kColumns - 1) / Tile::kColumns);

@@ -55,16 +55,23 @@ struct KeyValueCopies<Tile, true> {
     }
 
     template <class Stage>
-    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t) {
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch) {
         const bool exists = place_.row >= 0;
-        k_.start(stage.k, exists ? rows_.offset(work_.p.k, place_) : Map::kNowhere);
-        v_.start(stage.v, exists ? rows_.offset(work_.p.v, place_) : Map::kNowhere);
+        const std::int64_t k = exists ? rows_.offset(work_.p.k, place_) : Map::kNowhere;
+        const std::int64_t v = exists ? rows_.offset(work_.p.v, place_) : Map::kNowhere;
+        if (in_runs_) {
+            k_.start_runs(stage.k, k, k_pitch, rows_.count - key_);
+            v_.start_runs(stage.v, v, v_pitch, rows_.count - key_);
+        } else {
+            k_.start(stage.k, k);
+            v_.start(stage.v, v);
+        }
         key_ -= Tile::kBc;
         look_up();
     }
     template <class Stage>
-    __device__ __forceinline__ void start(Stage& stage, std::int64_t, std::int64_t, int) {
-        start(stage, 0, 0);  // rows behind the sequence are found not to exist
+    __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int) {
+        start(stage, k_pitch, v_pitch);  // rows behind the sequence are found not to exist
     }
     template <class Stage>
     __device__ __forceinline__ void finish(Stage& stage) {
@@ -77,11 +84,15 @@ struct KeyValueCopies<Tile, true> {
         const int row = Map::lane_row(), j = key_ + row;
         place_.row = -1;
         if (row < Tile::kGroupKeys && j >= 0 && j < rows_.count) place_ = rows_.place(j);
+        const bool begins = static_cast<int>(threadIdx.x) % 32 % Map::kRun == 0 && place_.row >= 0;
+        const int last = place_.row + min(Map::kRun, rows_.count - j) - 1;
+        in_runs_ = Map::kHasRuns && __all_sync(kWarpMask, !begins || last < rows_.page_size);
     }
 
     const Work<Tile>& work_;
     CachedRows rows_;
     CachedRows::Place place_{0, -1};  // of this lane's row of the next tile
+    bool in_runs_ = false;            // whether the warp's rows of it lie in runs (CachedCopyMap)
     int key_;                         // the first of the next tile
     Copy k_, v_;
 };

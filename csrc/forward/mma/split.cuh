@@ -5,18 +5,24 @@
 // ends inside an item: its blocks store parts, which a second grid merges. A block finds its run by itself from the
 // lengths; the grids depend on shapes and the device alone, so that one CUDA graph serves all lengths.
 //
-// `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them.
+// The second grid plans nothing: the block in which an item begins leaves a record of where the item's parts are.
 //
-// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy.
+// `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There are
+// no records: the number of an item says where its parts are.
+//
+// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy; the second grid reads a
+// record and then all parts at once.
 #pragma once
 
 #include <launch.h>
 
 #include <algorithm>
+#include <bit>
 #include <stdexcept>
 
 #include "device/grouped_tile.cuh"
 #include "device/key_parts.cuh"
+#include "device/programmatic.cuh"
 #include "forward/mma/block.cuh"
 #include "forward/mma/copies.cuh"
 #include "registry.h"
@@ -26,15 +32,22 @@ namespace flash_wmma::mma {
 
 /// The share that the host decides on.
 struct Split {
-    int blocks = 0;  ///< that share the items; 0: each block has an item to itself
-    int unit = 1;    ///< K tiles that stay together
-    int parts = 0;   ///< of an item at most, if every unit is a part; 0: a block's run within an item is
+    int group = 0;         ///< query heads of a key/value head
+    int blocks = 0;        ///< that share the items; 0: each block has an item to itself
+    int unit_shift = 0;    ///< log2 of the K tiles that stay together
+    int parts = 0;         ///< of an item at most, if every unit is a part; 0: a block's run within an item is
+    int records = 0;       ///< if every unit is no part: of items, or of the blocks if there are fewer
+    bool by_item = false;  ///< whether they are of items
 };
 
-constexpr int kUnitKeys = 512;  // of a unit with batch_invariant
-constexpr int kLeastTiles = 2;  // of a run: shorter ones would cost more to merge than they save
-constexpr int kMergeWarps = 4;  // of a block of the second grid: each has every fourth part
-constexpr int kMergeColumns = 32;
+constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
+constexpr int kMergeThreads = 64;  // of a block of the second grid: each has four columns of a row
+
+/// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
+struct alignas(16) Record {
+    int parts, block, first_q, seqlen_q;
+    GroupedTile tile;
+};
 
 /// Blocks that the device holds at once.
 template <class Tile>
@@ -48,37 +61,56 @@ template <class Tile>
 Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     constexpr std::int64_t kItems = 4, kMost = 0x7fffffff;  // of a block: with so many whole items there is no need
     const std::int64_t items = cached_assignment_grid(p, Tile::kBr).x;
-    const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, blocks = resident_blocks<Tile>(device);
+    const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, resident = resident_blocks<Tile>(device);
     const int hint = p.partials.num_splits;
-    if (hint == 1 || tiles == 1) return {};
+    Split split{.group = static_cast<int>(p.heads_q / p.heads_k)};
+    if (hint == 1 || tiles == 1) return split;
     if (p.batch_invariant) {
-        const int unit = kUnitKeys / Tile::kBc;
-        const std::int64_t parts = (tiles + unit - 1) / unit;
-        if (parts == 1) return {};
+        constexpr unsigned kUnitTiles = kUnitKeys / Tile::kBc;
+        static_assert(std::has_single_bit(kUnitTiles));
+        const std::int64_t parts = (tiles + kUnitTiles - 1) / kUnitTiles;
+        if (parts == 1) return split;
         if (items * parts > kMost) throw std::runtime_error("flash_wmma: more than 2^31 - 1 parts of 512 keys");
-        return {static_cast<int>(std::min(items * parts, blocks)), unit, static_cast<int>(parts)};
+        split.blocks = static_cast<int>(std::min(items * parts, resident));
+        split.unit_shift = std::countr_zero(kUnitTiles);
+        split.parts = static_cast<int>(parts);
+        return split;
     }
-    const bool one_tile = p.seqlen_q * (p.heads_q / p.heads_k) <= Tile::kBr;  // a head, whose lengths may differ widely
-    if ((!one_tile && items >= kItems * blocks) || items * tiles > kMost) return {};
-    const std::int64_t wanted = hint > 0 ? items * hint : blocks;
-    return {static_cast<int>(std::min({wanted, blocks, items * tiles})), 1, 0};
+    const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
+    if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return split;
+    const std::int64_t wanted = hint > 0 ? items * hint : resident;
+    split.blocks = static_cast<int>(std::min({wanted, resident, items * tiles}));
+    split.by_item = !p.sequences.cu_seqlens_q && items < split.blocks;
+    split.records = static_cast<int>(split.by_item ? items : split.blocks);
+    return split;
 }
 
-/// Places for parts in the workspace.
+template <class Tile>
+using TilePart = StoredPart<Tile::kBr, Tile::kD>;
+
+/// Places for parts in the workspace, where records lie behind them.
+template <class Tile>
+__host__ __device__ std::int64_t places(const Split& split, std::int64_t items) {
+    return split.parts ? items * split.parts : 2 * std::int64_t{split.blocks};
+}
 template <class Tile>
 std::int64_t split_bytes(const ForwardParams& p, const DeviceFacts& device) {
     const Split split = split_of<Tile>(p, device);
     const std::int64_t items = cached_assignment_grid(p, Tile::kBr).x;
-    const std::int64_t places = split.parts ? items * split.parts : 2 * std::int64_t{split.blocks};
-    return places * (Tile::kBr / 16) * PartRows<Tile::kD>::kSize * std::int64_t{sizeof(float4)};
+    return places<Tile>(split, items) * TilePart<Tile>::kSize * std::int64_t{sizeof(float)} +
+           split.records * std::int64_t{sizeof(Record)};
 }
 
-/// The part at `place` of the workspace, of 16 rows: those of the Q tile from `row` on.
+/// The part at `place` of the workspace, of a Q tile.
 template <class Tile>
-__device__ __forceinline__ PartRows<Tile::kD> stored_part(const ForwardParams& p, std::int64_t place, int row,
-                                                          int lane) {
-    const std::int64_t slice = place * (Tile::kBr / 16) + row / 16;
-    return {static_cast<float4*>(p.workspace) + slice * PartRows<Tile::kD>::kSize, lane};
+__device__ __forceinline__ TilePart<Tile> stored_part(const ForwardParams& p, std::int64_t place) {
+    return TilePart<Tile>(static_cast<float*>(p.workspace) + place * TilePart<Tile>::kSize);
+}
+/// A record, if every unit is no part.
+template <class Tile>
+__device__ __forceinline__ Record& record(const ForwardParams& p, const Split& split, int number) {
+    float* const behind = static_cast<float*>(p.workspace) + places<Tile>(split, 0) * TilePart<Tile>::kSize;
+    return reinterpret_cast<Record*>(behind)[number];
 }
 
 /// A unit's place: the `unit`-th of a Q tile. Sequence p.batch: as for cached_sequence.
@@ -91,41 +123,65 @@ template <class Tile>
 class Items {
   public:
     __device__ Items(const ForwardParams& params, const Split& split)
-        : p_(params), unit_(split.unit), group_(static_cast<int>(params.heads_q) / static_cast<int>(params.heads_k)) {}
+        : p_(params), shift_(split.unit_shift), group_(split.group) {}
 
-    __device__ CachedAssignment assignment(const Place& at) const {
-        const Sequence s = cached_sequence(p_, at.sequence);
-        return {s, {s.index, at.head_k, group_, at.tile * Tile::kBr}};
-    }
     /// Of a Q tile.
     __device__ int units(const Sequence& s, int tile) const {
-        const int first = tile * Tile::kBr, last = min((first + Tile::kBr - 1) / group_, s.seqlen_q - 1);
-        const KeyExtent keys = BandMask(p_.band, s.seqlen_q, s.seqlen_k).extent(first / group_, last);
-        return max(1, (Work<Tile>::tiles_of(keys) + unit_ - 1) / unit_);
+        int first = 0, last = s.seqlen_q - 1;
+        if (s.seqlen_q * group_ > Tile::kBr) {
+            const int row = tile * Tile::kBr;
+            first = row / group_, last = min((row + Tile::kBr - 1) / group_, last);
+        }
+        const KeyExtent keys = BandMask(p_.band, s.seqlen_q, s.seqlen_k).extent(first, last);
+        return max(1, (Work<Tile>::tiles_of(keys) + (1 << shift_) - 1) >> shift_);
     }
-    /// Moves to the next item's first unit.
-    __device__ void advance(Place& at) const {
+    /// Moves to the next item's first unit. `s` is the sequence of the place.
+    __device__ void advance(Place& at, Sequence& s) const {
         at.unit = 0;
-        if (++at.tile < q_tiles(cached_sequence(p_, at.sequence))) return;
+        if (++at.tile < q_tiles(s)) return;
         at.tile = 0;
         if (++at.head_k < p_.heads_k) return;
         at.head_k = 0;
-        while (at.sequence < p_.batch && q_tiles(cached_sequence(p_, ++at.sequence)) == 0) continue;
+        while (at.sequence < p_.batch && q_tiles(s = cached_sequence(p_, ++at.sequence)) == 0) continue;
     }
 
   protected:
     __device__ int q_tiles(const Sequence& s) const { return (s.seqlen_q * group_ + Tile::kBr - 1) / Tile::kBr; }
     __device__ int units_of_head(const Sequence& s) const {
         int sum = 0;
+#pragma unroll 1
         for (int t = 0, count = q_tiles(s); t < count; ++t) sum += units(s, t);
         return sum;
     }
 
     const ForwardParams& p_;
-    int unit_, group_;
+    int shift_, group_;
 };
 
-/// The items end to end, and each block's run of their units. Called by whole warps.
+/// Each block's run of the units of all items. The first runs are the longer ones, by a unit.
+struct Share {
+    int used = 0;  ///< blocks with a run
+    int run = 0, longer = 0;
+
+    Share() = default;
+    __device__ Share(int total, const Split& split) {
+        used = min(split.blocks, total);  // if every unit is a part, it changes no bit how many blocks share them
+        run = static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(max(used, 1)));
+        longer = total - run * used;
+    }
+    __device__ int units(int block) const { return run + (block < longer); }
+    /// The first of a block's units.
+    __device__ int begin(int block) const { return block * run + min(block, longer); }
+    /// Blocks from that one on among which so many units are.
+    __device__ int blocks_with(int units, int block) const {
+        const int in_longer = max(longer - block, 0) * (run + 1);
+        const bool beyond = units > in_longer;
+        const int each = beyond ? run : run + 1, rest = beyond ? units - in_longer : units;
+        return (beyond ? max(longer - block, 0) : 0) + (rest + each - 1) / each;
+    }
+};
+
+/// The items end to end. Called by whole warps.
 template <class Tile>
 class Runs : public Items<Tile> {
   public:
@@ -134,45 +190,49 @@ class Runs : public Items<Tile> {
         each_ = (sequences + 31) / 32;
         const int first = lane() * each_, end = min(first + each_, sequences);
         int own = 0;
-        for (int i = first; i < end; ++i) own += units_of(i);
+#pragma unroll 1
+        for (int i = first; i < end; ++i) {
+            sequence_ = cached_sequence(p_, i), of_head_ = this->units_of_head(sequence_);
+            own += static_cast<int>(p_.heads_k) * of_head_;
+        }
         upto_ = sum_upto(own);
         before_ = upto_ - own;
         const int total = __shfl_sync(kWarpMask, upto_, 31);
-        // If every unit is a part, it changes no bit how many blocks share them
-        const int least = split.parts ? 1 : kLeastTiles;
-        used_ = min(split.blocks, (total + least - 1) / least);
-        run_ = total / max(used_, 1), longer_ = total - run_ * used_;
+        share = Share(total, split);
     }
 
-    /// Blocks with a run.
-    __device__ int used() const { return used_; }
-    /// The first unit of a block's run; of block used(): behind the last unit. The first runs are the longer ones, by a
-    /// unit.
-    __device__ int begin(int block) const { return block * run_ + min(block, longer_); }
-    /// The first block whose run begins at that unit or behind it.
-    __device__ int first_block_from(int unit) const {
-        const int behind = unit - longer_ * (run_ + 1);
-        return behind <= 0 ? (unit + run_) / (run_ + 1) : longer_ + (behind + run_ - 1) / run_;
-    }
+    Share share;
+
     /// Where a unit before the end is.
-    __device__ Place find(int unit) const {
+    struct Found {
+        Place at;
+        Sequence sequence;
+        int units;  ///< of the item
+    };
+    __device__ Found find(int unit) const {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
-        int rest = unit - __shfl_sync(kWarpMask, before_, owner);
-        const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
-        const int index = search(owner * each_, end, rest, [&](int i) { return units_of(i); });
-        const Sequence s = cached_sequence(p_, index);
-        const int of_head = this->units_of_head(s), head_k = rest / of_head, count = this->q_tiles(s);
+        const auto of_owner = [&](int x) { return __shfl_sync(kWarpMask, x, owner); };
+        int index = owner, rest = unit - of_owner(before_), of_head = of_owner(of_head_);
+        Sequence s{min(owner, static_cast<int>(p_.batch) - 1), of_owner(sequence_.first_q), 0,
+                   of_owner(sequence_.seqlen_q), of_owner(sequence_.seqlen_k)};
+        if (each_ > 1) {
+            const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
+            index = search(owner * each_, end, rest, [&](int i) {
+                return static_cast<int>(p_.heads_k) * this->units_of_head(cached_sequence(p_, i));
+            });
+            s = cached_sequence(p_, index), of_head = this->units_of_head(s);
+        }
+        const int head_k = static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head));
         rest -= head_k * of_head;
+        const int count = this->q_tiles(s);
+        if (count == 1) return {{index, head_k, 0, rest}, s, of_head};
         const int tile = search(0, count, rest, [&](int t) { return this->units(s, t); });
-        return {index, head_k, tile, rest};
+        return {{index, head_k, tile, rest}, s, this->units(s, tile)};
     }
 
   private:
     using Items<Tile>::p_;
     __device__ static int lane() { return static_cast<int>(threadIdx.x) % 32; }
-    __device__ int units_of(int sequence) const {
-        return static_cast<int>(p_.heads_k) * this->units_of_head(cached_sequence(p_, sequence));
-    }
 
     /// The sum over the lanes up to this one.
     __device__ static int sum_upto(int x) {
@@ -196,9 +256,10 @@ class Runs : public Items<Tile> {
         }
     }
 
-    int each_;           // sequences of a lane
-    int upto_, before_;  // units of the lanes up to this one, and of those before it
-    int used_, run_, longer_;
+    int each_;             // sequences of a lane
+    Sequence sequence_{};  // the last of them
+    int of_head_ = 0;      // units of one of its heads
+    int upto_, before_;    // units of the lanes up to this one, and of those before it
 };
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
@@ -217,11 +278,14 @@ class Walk {
             return a.tile.first_row >= 0 && a.tile.row(0).query < a.sequence.seqlen_q;
         }
         const Runs<Tile> runs(p_, split_);
-        const int block = static_cast<int>(blockIdx.x);
-        if (block >= runs.used()) return false;
-        at_ = runs.find(runs.begin(block));
-        left_ = runs.begin(block + 1) - runs.begin(block);
-        take();
+        share_ = runs.share;
+        if (block() >= share_.used) {
+            if (split_.records && !split_.by_item && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
+            return false;
+        }
+        const auto found = runs.find(share_.begin(block()));
+        at_ = found.at, all_ = found.units, left_ = share_.units(block());
+        reach(found.sequence);
         return true;
     }
     /// Goes to the next one.
@@ -229,9 +293,13 @@ class Walk {
         left_ -= units_;
         if (split_.blocks == 0 || left_ <= 0) return false;
         at_.unit += units_;
-        const Items<Tile> items(p_, split_);
-        if (at_.unit == items.units(assigned_.sequence, at_.tile)) items.advance(at_);
-        take();
+        Sequence s = assigned_.sequence;
+        if (at_.unit == all_) {
+            const Items<Tile> items(p_, split_);
+            items.advance(at_, s);
+            all_ = items.units(s, at_.tile);
+        }
+        reach(s);
         return true;
     }
 
@@ -241,91 +309,95 @@ class Walk {
     /// Leaves of an item's tiles the run's.
     __device__ void narrow(Work<Tile>& work) const {
         if (split_.blocks == 0) return;
-        const int first = at_.unit * split_.unit;
-        work.keep(first, min(units_ * split_.unit, work.tiles - first));
+        const int first = at_.unit << split_.unit_shift;
+        work.keep(first, min(units_ << split_.unit_shift, work.tiles - first));
+    }
+    /// Leaves the record of the item that the run begins, for the second grid. One thread of a block.
+    __device__ void leave_record() const {
+        if (!leaves_record()) return;
+        const int behind = all_ - units_;  // units in other blocks, if the run begins the item
+        const int parts = at_.unit == 0 && behind ? 1 + share_.blocks_with(behind, block() + 1) : 0;
+        const Sequence& s = assigned_.sequence;
+        record<Tile>(p_, split_, split_.by_item ? number() : block()) = {parts, block(), s.first_q, s.seqlen_q,
+                                                                         assigned_.tile};
     }
 
   private:
-    __device__ void take() {
-        const Items<Tile> items(p_, split_);
-        assigned_ = items.assignment(at_);
-        const int all = items.units(assigned_.sequence, at_.tile);
-        units_ = min(left_, split_.parts ? 1 : all - at_.unit);
-        if (units_ == all) {
-            place_ = kWhole;
-        } else if (split_.parts) {
-            const unsigned item = cached_block<Tile::kBr>(p_, at_.sequence, at_.head_k, at_.tile);
-            place_ = std::int64_t{item} * split_.parts + at_.unit;
-        } else {
-            place_ = 2 * static_cast<int>(blockIdx.x) + (at_.unit == 0);  // a block's last run begins an item
-        }
+    __device__ static int block() { return static_cast<int>(blockIdx.x); }
+    /// Of the item.
+    __device__ int number() const {
+        return static_cast<int>(cached_block<Tile::kBr>(p_, at_.sequence, at_.head_k, at_.tile));
+    }
+    /// Each record is left once: an item's where it begins, a block's with its last run.
+    __device__ bool leaves_record() const {
+        return split_.records && (split_.by_item ? at_.unit == 0 : left_ == units_);
+    }
+
+    /// Takes what the block has of the item at at_, in sequence s.
+    __device__ void reach(const Sequence& s) {
+        assigned_ = {s, {s.index, at_.head_k, split_.group, at_.tile * Tile::kBr}};
+        units_ = min(left_, split_.parts ? 1 : all_ - at_.unit);
+        if (units_ == all_) place_ = kWhole;
+        else if (split_.parts) place_ = std::int64_t{number()} * split_.parts + at_.unit;
+        else place_ = 2 * block() + (at_.unit == 0);  // a block's last run begins an item
     }
 
     const ForwardParams& p_;
     const Split& split_;
     CachedAssignment assigned_;
+    Share share_;
     Place at_{};
+    int all_ = 0;  // units of the item
     int units_ = 0, left_ = 0;
     std::int64_t place_ = kWhole;
 };
 
-/// The second grid: a block merges the parts of 16 rows of an item, kMergeColumns columns of O. Its warps share the
-/// parts, and then the columns.
-// spills: sm_75 sm_80 sm_90: a word at d = 32.
+/// The second grid: a thread merges four columns of a row of an item, whose parts lie at the record, or in the item's
+/// places.
 template <class Tile>
-__global__ void __launch_bounds__(32 * kMergeWarps)
+__global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
-    constexpr int kColumnSlices = Tile::kD / kMergeColumns, kRowSlices = Tile::kBr / 16;
-    const int index = static_cast<int>(blockIdx.x), column = index % kColumnSlices * kMergeColumns;
-    const int row = index / kColumnSlices % kRowSlices * 16, number = index / (kColumnSlices * kRowSlices);
-    CachedAssignment a;
+    using T = typename Tile::T;
+    constexpr int kVectors = Tile::kD / 4;  // of a row
+    change_grids();
+    const int number = static_cast<int>(blockIdx.x), at = static_cast<int>(blockIdx.y * kMergeThreads + threadIdx.x);
+    const int row = at / kVectors, column = at % kVectors * 4;
+    Sequence s{};
+    GroupedTile tile;
     int parts, block = 0;
-    if (split.parts) {  // `number` is the item's
-        a = cached_assignment<Tile::kBr>(p, static_cast<unsigned>(number));
+    if (split.parts) {
+        const CachedAssignment a = cached_assignment<Tile::kBr>(p, static_cast<unsigned>(number));
         if (a.tile.first_row < 0) return;
-        parts = Items<Tile>(p, split).units(a.sequence, a.tile.first_row / Tile::kBr);
-    } else {  // the item that begins in the run of block `number`, and ends behind it
-        const Runs<Tile> runs(p, split);
-        block = number;
-        if (block + 1 >= runs.used()) return;
-        const int unit = runs.begin(block + 1);
-        const Place at = runs.find(unit);
-        if (at.unit == 0 || unit - at.unit < runs.begin(block)) return;
-        a = runs.assignment(at);
-        parts = runs.first_block_from(unit - at.unit + runs.units(a.sequence, at.tile)) - block;
+        s = a.sequence, tile = a.tile;
+        parts = Items<Tile>(p, split).units(s, tile.first_row / Tile::kBr);
+    } else {
+        const Record found = record<Tile>(p, split, number);
+        s.index = found.tile.batch, s.first_q = found.first_q, s.seqlen_q = found.seqlen_q, tile = found.tile;
+        parts = found.parts, block = found.block;
     }
-    if (parts <= 1 || a.tile.row(row).query >= a.sequence.seqlen_q) return;
-
-    auto& shared = shared_memory<float4[kMergeWarps][PartRows<kMergeColumns>::kSize]>();
-    const Thread<Tile> thread;
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    const auto stored = [&](int i) {
-        const std::int64_t place = split.parts ? std::int64_t{number} * split.parts + i : 2 * (block + i) + (i == 0);
-        return stored_part<Tile>(p, place, row, thread.lane);
-    };
-    const auto some = merge_parts<kMergeColumns>(warp, parts, kMergeWarps, column / 8, stored);
-    const auto given = [&](int i) { return PartRows<kMergeColumns>(shared[i], thread.lane); };
-    some.give_o(given(warp), 0);
-    some.give_facts(given(warp));
-    __syncthreads();
-    constexpr int kColumns = kMergeColumns / kMergeWarps;
-    const auto all = merge_parts<kColumns>(0, kMergeWarps, 1, warp * kColumns / 8, given);
-    const Work<Tile> work(p, a, BandMask(p.band, a.sequence.seqlen_q, a.sequence.seqlen_k));
-    store_result<Problems::kGeneralCached>(work, all.o, all.m, all.l, 1.f, row, column + warp * kColumns,
-                                           column == 0 && warp == 0, thread);
+    if (parts < 2 || row >= Tile::kBr || row >= s.seqlen_q * tile.group - tile.first_row) return;
+    const auto [query, head] = tile.row(row);
+    const MergedVector all(parts, row, column, [&](int i) {
+        return stored_part<Tile>(p, split.parts ? std::int64_t{number} * split.parts + i : 2 * (block + i) + (i == 0));
+    });
+    const RowEnd end(p, head, all.m, all.l, 1.f);
+    if (column == 0) p.lse[lse_index(p, s, head, query)] = end.lse;
+    if (column < p.head_dim_v)
+        *reinterpret_cast<uint2*>(row_of<T>(p.o, s.index, head, s.first_q + query) + column) =
+            make_uint2(packed<T>(all.o[0] * end.factor, all.o[1] * end.factor),
+                       packed<T>(all.o[2] * end.factor, all.o[3] * end.factor));
 }
 
 /// After the first grid, on the same stream.
 template <class Tile>
-void launch_merge(const ForwardParams& p, const Split& split, Stream stream) {
+void launch_merge(const ForwardParams& p, const DeviceFacts& device, const Split& split, Stream stream) {
     if (split.blocks == 0 || (split.blocks == 1 && split.parts == 0)) return;
-    const std::int64_t items = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.blocks - 1;
-    const std::int64_t blocks = items * (Tile::kD / kMergeColumns) * (Tile::kBr / 16);
-    if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 blocks merge the parts");
-    launch(merge<Tile>,
-           {dim3(static_cast<unsigned>(blocks)), dim3(32 * kMergeWarps),
-            int{sizeof(float4) * kMergeWarps * PartRows<kMergeColumns>::kSize}},
-           stream, p, split);
+    const std::int64_t blocks = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.records;
+    const std::int64_t rows = std::min<std::int64_t>(Tile::kBr, p.seqlen_q * (p.heads_q / p.heads_k));
+    const std::int64_t slices = (rows * (Tile::kD / 4) + kMergeThreads - 1) / kMergeThreads;
+    LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(slices)), dim3(kMergeThreads)};
+    config.programmatic = may_launch_programmatically(device);
+    launch(merge<Tile>, config, stream, p, split);
 }
 
 }  // namespace flash_wmma::mma

@@ -1,5 +1,5 @@
 // The half instances of mma_sm80 for key/value caches.
-// architectures: 8.0+PTX;9.0, one PTX
+// architectures: 8.0+PTX;9.0
 #include "forward/mma/mma_sm80.cuh"
 
 namespace flash_wmma::mma {
