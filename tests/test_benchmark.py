@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
+import gc
 import importlib
 import json
 import math
@@ -109,6 +111,22 @@ def test_a_contender_that_fails_is_left_out():
         "never": ValueError,
         "late": torch.cuda.OutOfMemoryError,
     }
+
+
+def test_nothing_is_collected_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An earlier graph that ends during a capture would end the capture too."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "Event", lambda *_, **__: None)
+    collects = []
+
+    def call() -> torch.Tensor:
+        collects.append(gc.isenabled())
+        return torch.zeros(1)
+
+    timing._GraphRunner(call, 2)
+    assert collects == [False, False]
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

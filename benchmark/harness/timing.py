@@ -21,11 +21,12 @@ is filled with NaN before the first replay.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -243,11 +244,24 @@ class _EventRunner(_Runner):
         return elapsed / self.calls
 
 
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Python's garbage collector rests: the graph of an earlier row, collected while another is captured, would end the
+    capture."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
 class _GraphRunner(_EventRunner):
     def __init__(self, call: Call, calls: int) -> None:
         super().__init__(call, calls)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph):
+        with _without_collection(), torch.cuda.graph(self._graph):
             for _ in range(calls):
                 self.output = call()
         self.output.fill_(math.nan)
