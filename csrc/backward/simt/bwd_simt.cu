@@ -37,6 +37,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constan
             if (p.lse[at] != -INFINITY) {
                 minus_lse = -p.lse[at];
                 minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
+                if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
             }
         }
         RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
