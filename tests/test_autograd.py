@@ -510,6 +510,8 @@ layer.zero_grad()
 parallel = DistributedDataParallel(layer)
 parallel(x[rank : rank + 1]).square().sum().backward()
 torch.testing.assert_close(layer.qkv.weight.grad, expected)
+del parallel  # before the process group that it uses
+dist.barrier()
 dist.destroy_process_group()
 """
 
