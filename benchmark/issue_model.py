@@ -211,10 +211,14 @@ class Shape:
 
 
 def shape_of(function: str) -> Shape | None:
-    """The shape of an instance of mma_sm75, from its mangled name; None: another function, or one for caches."""
+    """The shape of an instance of mma_sm75, from its mangled name; None: another function, or one for caches or dropout,
+    whose loop has more than one way."""
     tile = r"4TileI\w*?4Sm75E6__halfXtlN\w+?9TileShapeE((?:L[ib]\d+E)+)E+"
-    found = re.search(rf"3mma7forwardI\w*?{tile}LN\w+?8ProblemsE(\d)E", function)
+    found = re.search(rf"3mma7forwardI\w*?{tile}LN\w+?8ProblemsE(\d+)E", function)
     if not found:
+        return None
+    cached, dropped = (bool(int(found[2]) & bit) for bit in (8, 512))  # problems.h
+    if cached or dropped:
         return None
     numbers = [int(n) for n in re.findall(r"L[ib](\d+)E", found[1])]
     if len(numbers) < 7:

@@ -32,6 +32,7 @@ LIBRARY = flash_wmma.build_info().library
 CODE = {
     "csrc/*/wgmma_sm90*.cu": {"sm_90a"},
     "csrc/*/bwd_sm90*.cu": {"sm_90a"},
+    "csrc/device/convert_sm90.cu": {"sm_90a"},
     "csrc/*/*_sm75*.cu": {"sm_75", "compute_75"},
     "csrc/*/*_sm80*.cu": {"sm_80", "sm_90", "compute_80"},
     "csrc/*/*.cu": {"sm_75", "sm_80", "sm_90", "compute_80"},
@@ -236,7 +237,7 @@ NAMES = """
 struct __half {};
 namespace flash_wmma {
 struct ForwardParams {};
-enum class Problems : unsigned { kAny = 7 };
+enum class Problems : unsigned { kAny = 519 };
 namespace {
 template <class T> void __attribute__((used)) wmma_v2(ForwardParams) {}
 template void wmma_v2<__half>(ForwardParams);

@@ -158,7 +158,7 @@ def test_lines_add_up(name: str, request: pytest.FixtureRequest) -> None:
 
 def test_functions_apart(v3_float32: Profile) -> None:
     convert, forward = v3_float32.launches
-    assert convert.function == "flash_wmma::(anonymous namespace)::convert<float, false, false>"
+    assert convert.function == "flash_wmma::conversion::convert<float, false, false, flash_wmma::conversion::Alone>"
     assert (convert.name, forward.name) == ("convert", "forward")
     assert convert.counts.mma == 0
     assert v3_float32.counts.mma == forward.counts.mma == 2 * 2 * (N // 16) ** 3
@@ -300,7 +300,7 @@ def test_timeline_of_a_pipeline(head_dim: int, seed: int, tmp_path: Path) -> Non
     k, v = torch.randn(2, 1, 1, 768, head_dim, generator=generator).half()
     profile = flash_wmma.profile(q, k, v, kernel="wgmma_sm90", arch=90, seed=seed)
     (launch,) = profile.launches
-    shape = re.search(r"TileShape\{\d+, \d+, (\d+), \w+, (\d+), (\d+)", launch.function)
+    shape = re.search(r"TileShape\{\d+, \d+, \d+, (\d+), \w+, (\d+), (\d+)", launch.function)
     assert shape is not None
     consumers, key_tile, stages = map(int, shape.groups())
     tiles, panels, groups = 768 // key_tile, head_dim // 64, [4 * (i + 1) for i in range(consumers)]
@@ -445,7 +445,7 @@ def test_json(v3_float32: Profile) -> None:
     lines = document["launches"][1]["lines"]
     assert sum(line["counts"]["bank_conflicts"] for line in lines) == v3_float32.launches[1].counts.bank_conflicts
     assert document["launches"][1]["occupancy"]["arch"] == 90
-    assert document["launches"][0]["timeline"][0]["source"].startswith("csrc/device/convert.cu:")
+    assert document["launches"][0]["timeline"][0]["source"].startswith("csrc/device/convert.cuh:")
 
 
 # ---------------------------------------------------------------------------------------------------------- plots
