@@ -273,7 +273,7 @@ def test_every_instance_of_the_build(issue_model: ModuleType) -> None:
     except issue_model.CannotModel as why:
         pytest.skip(str(why))
     found = [(name, code, shape) for name, code in issue_model.functions(sass) if (shape := issue_model.shape_of(name))]
-    assert len(found) >= 11
+    assert len(found) >= 10
     for name, code, shape in found:
         assert sum(issue_model.model(name, code, shape, 64).mix.values()) > shape.hmma
         path = issue_model.plain_path(code, shape.hmma).instructions
