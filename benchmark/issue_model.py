@@ -211,8 +211,8 @@ class Shape:
 
 
 def shape_of(function: str) -> Shape | None:
-    """The shape of an instance of mma_sm75, from its mangled name; None: another function, one for caches or dropout, whose
-    loop has more than one way, or one whose blocks own a part of V's columns."""
+    """The shape of an instance of mma_sm75, from its mangled name; None: another function, one for caches or dropout,
+    whose loop has more than one way, or one whose blocks own a part of V's columns."""
     tile = r"4TileI\w*?4Sm75E6__halfXtlN\w+?9TileShapeE((?:L[ib]\d+E)+)E+"
     found = re.search(rf"3mma7forwardI\w*?{tile}LN\w+?8ProblemsE(\d+)E", function)
     if not found:
@@ -221,7 +221,7 @@ def shape_of(function: str) -> Shape | None:
     if cached or dropped:
         return None
     numbers = [int(n) for n in re.findall(r"L[ib](\d+)E", found[1])]
-    if len(numbers) < 7 or numbers[-1]:  # columns
+    if len(numbers) < 7 or any(numbers[9:10]):  # the last are columns
         return None
     d, row_warps, dim_warps, row_tiles, keys, stages, q = numbers[:7]
     return Shape(d, row_warps, dim_warps, row_tiles, keys, stages, bool(q), found[2] != "0")
