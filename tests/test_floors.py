@@ -1,4 +1,4 @@
-"""The floors of the house: which folder may include which. Those of the Python package are in test_python_floors.py.
+"""The floors of the house: which folder may include which. Those of the Python package are in test_floors_python.py.
 
 In csrc, from the ground up: the contract (attention.h), the registry's headers, the device folder, families of kernels.
 Beside the kernels, which do not see them: csrc/cpu, csrc/reductions, csrc/emulator. Above all: csrc/torch.
