@@ -14,7 +14,7 @@ from ._device import DeviceFacts
 from ._device import device_facts as facts_of
 from ._errors import refuse
 from ._ranks import folded, is_plain, refusal
-from ._registry import Problem, choose, choose_backward
+from ._registry import BiasFacts, Problem, choose, choose_backward
 from ._sdpa import backward_kernel_for, kernel_for, why_torch
 from ._table import Instance, instance_of, kernel_named, not_built
 from .emulator import current
@@ -185,7 +185,7 @@ def explain(
         sizes=sizes,
         band=call.band,
         packed=is_packed,
-        attn_bias=attn_bias is not None,
+        attn_bias=_bias_facts(call.attn_bias),
         alibi_slopes=alibi_slopes is not None,
         key_ranges=key_ranges is not None,
         softcap=softcap,
@@ -229,6 +229,15 @@ def _is_beyond_forward(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None
         return True
     bias_shape = None if attn_bias is None else attn_bias.shape
     return q.dim() != 4 and refusal(q.shape, k.shape, v.shape, bias_shape, enable_gqa) != ""
+
+
+def _bias_facts(attn_bias: Tensor | None) -> BiasFacts | None:
+    if attn_bias is None:
+        return None
+    strides = [0 if size == 1 else stride for size, stride in zip(attn_bias.shape, attn_bias.stride(), strict=True)]
+    b, h, i, j = [0] * (4 - len(strides)) + strides
+    at = 0 if attn_bias.device.type == "meta" else attn_bias.data_ptr()
+    return BiasFacts(str(attn_bias.dtype).removeprefix("torch."), (b, h, i, j), at % 16)
 
 
 def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:

@@ -29,17 +29,28 @@ def kernel_names(direction: Direction) -> tuple[str, ...]:
 kernel_names._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
+class BiasFacts(NamedTuple):
+    """What the choice depends on of an additive bias or a boolean mask."""
+
+    dtype: str
+    """``"bool"``, ``"float32"`` or that of q."""
+    strides: tuple[int, int, int, int] = (0, 0, 0, 0)
+    """(b, h, i, j), in elements; 0 where the bias is broadcast."""
+    misalignment: int = 0
+    """Bytes from a multiple of 16 to its first element."""
+
+
 class Problem(NamedTuple):
     """What the choice of a kernel depends on, beside the device."""
 
     dtype: str
     """``"float16"``."""
     sizes: dict[str, int]
-    """Batch, heads, lengths and head dims, by their names in csrc/torch/module.cpp."""
+    """Batch, heads, lengths and head dims, by their names in csrc/torch/module.cpp, which reads these fields."""
     band: tuple[int, int, bool] = (-1, -1, False)
     """(window_left, window_right, bottom_right) of the ops."""
     packed: bool = False
-    attn_bias: bool = False
+    attn_bias: BiasFacts | None = None
     alibi_slopes: bool = False
     key_ranges: bool = False
     softcap: float = 0.0
@@ -51,7 +62,7 @@ class Problem(NamedTuple):
 def choose(kernel: str, problem: Problem, device: DeviceFacts) -> dict[str, Any]:
     """If ``kernel`` is asked for: which forward kernel runs (``"kernel"``, ``None`` if none can), its tile
     (``"instance"``), and why the others do not (``"reasons"``)."""
-    answer: dict[str, Any] = native().explain(kernel, **problem._asdict(), device_facts=astuple(device))
+    answer: dict[str, Any] = native().explain(kernel, problem, astuple(device))
     return answer
 
 
@@ -73,8 +84,8 @@ def choose_backward(
     """
     answer: dict[str, Any] = native().explain_backward(
         kernel,
-        **problem._asdict(),
-        device_facts=astuple(device),
+        problem,
+        astuple(device),
         dbias_strides=bias_strides,
         deterministic=deterministic,
         forward_kernel=forward_kernel,

@@ -15,7 +15,7 @@ from ._checks import DTYPES, LARGEST
 from ._device import device_facts
 from ._native import native
 from ._ranks import folded, is_plain, refusal
-from ._registry import Problem, choose, choose_backward
+from ._registry import BiasFacts, Problem, choose, choose_backward
 
 
 @functools.lru_cache(maxsize=1024)
@@ -46,7 +46,7 @@ def _largest_head_dim(
             dtype=str(dtype).removeprefix("torch."),
             sizes=sizes | {"head_dim_v": d // 2 if other_d_v else d},
             band=band(causal, None),
-            attn_bias=attn_bias,
+            attn_bias=BiasFacts("float32") if attn_bias else None,
         )
         runs = choose(kernel, problem, facts)["kernel"]
         if runs and gradient:

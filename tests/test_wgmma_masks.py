@@ -4,6 +4,7 @@ scores that defeat the old maximum under a bias. In the emulator, checked."""
 from __future__ import annotations
 
 import math
+import re
 
 import pytest
 import torch
@@ -238,3 +239,27 @@ def test_hidden_tiles_are_not_loaded() -> None:
         assert [launch.name for launch in profile.launches] == ["look_at_mask", "forward"]
         loads.append(profile.counts.instructions["tensor_copy"])
     assert 0.5 < loads[1] / loads[0] < 0.6
+
+
+@pytest.mark.parametrize("kind", ["tiles", "mask", "fp32", "unaligned", "odd rows"])
+def test_explain_names_the_tile_that_runs(kind: str) -> None:
+    """The choice depends on the bias's type, strides and alignment: the copy engine takes some of them."""
+    q, k, v = tensors(300, 200, 64)
+    whole = torch.randn(1, 1, 300, 201).half()
+    bias = {
+        "tiles": whole[..., :200].contiguous(),
+        "mask": whole[..., :200] > 0,
+        "fp32": whole[..., :200].float(),
+        "unaligned": torch.randn(300 * 200 + 1).half()[1:].view(1, 1, 300, 200),
+        "odd rows": whole[..., :200],
+    }[kind]
+    with flash_wmma.emulator.settings(arch=90, sm_count=2):
+        instance = flash_wmma.explain(q, k, v, attn_bias=bias, kernel="wgmma_sm90").instance
+        profile = flash_wmma.profile(q, k, v, attn_bias=bias, kernel="wgmma_sm90")
+    (function,) = {launch.function for launch in profile.launches if launch.name == "forward"}
+    shape = re.search(r"TileShape\{\d+, \d+, \d+, (\d+), \w+, (\d+), (\d+), \d+(, true)?\}", function)
+    assert shape is not None, function
+    consumers, keys, stages = map(int, shape.groups()[:3])
+    assert instance is not None
+    assert (instance.br, instance.bc, instance.stages) == (64 * consumers, keys, stages)
+    assert (shape[4] is not None) == (kind == "tiles")

@@ -57,43 +57,55 @@ py::list kernels(const std::string& direction) {
 }
 
 DType dtype_named(const std::string& name) {
-    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16})
+    for (const DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16, DType::kBool})
         if (name == registry::dtype_name(dtype)) return dtype;
-    throw py::value_error("dtype: got " + name + ", allowed: float32, float16, bfloat16");
+    throw py::value_error("dtype: got " + name + ", allowed: float32, float16, bfloat16, bool");
 }
 
-/// Params as the ops fill them, without tensors: a pointer that is only compared with null points to a placeholder.
-ForwardParams params_of(const std::string& dtype, const py::dict& sizes, const py::tuple& band, bool packed,
-                        bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks, bool dropout,
-                        bool batch_invariant) {
-    static const float present = 0.f;
+/// Params as the ops fill them, without tensors: a pointer that is only compared with null, or whose alignment counts,
+/// points to a placeholder. `problem` is a Problem of flash_wmma/_registry.py.
+ForwardParams params_of(const py::object& problem) {
+    alignas(16) static const char present[16] = {};
+    static const float number = 0.f;
     static const std::int32_t lengths = 0;
     static const std::uint64_t state[2] = {};
+    const auto has = [&](const char* field) { return problem.attr(field).cast<bool>(); };
+    const py::dict sizes = problem.attr("sizes");
+    const auto size = [&](const char* name) { return sizes[name].cast<std::int64_t>(); };
     ForwardParams p{};
-    p.dtype = p.out_dtype = dtype_named(dtype);
-    p.batch = sizes["batch"].cast<std::int64_t>();
-    p.heads_q = sizes["heads_q"].cast<std::int64_t>();
-    p.heads_k = sizes["heads_k"].cast<std::int64_t>();
-    p.seqlen_q = sizes["seqlen_q"].cast<std::int64_t>();
-    p.seqlen_k = sizes["seqlen_k"].cast<std::int64_t>();
+    p.dtype = p.out_dtype = dtype_named(problem.attr("dtype").cast<std::string>());
+    p.batch = size("batch");
+    p.heads_q = size("heads_q");
+    p.heads_k = size("heads_k");
+    p.seqlen_q = size("seqlen_q");
+    p.seqlen_k = size("seqlen_k");
     p.head_dim = sizes["head_dim"].cast<std::int32_t>();
     p.head_dim_v = sizes["head_dim_v"].cast<std::int32_t>();
     p.scale = 1.f / std::sqrt(static_cast<float>(p.head_dim > 0 ? p.head_dim : 1));
+    const py::tuple band = problem.attr("band");
     const auto left = band[0].cast<std::int64_t>(), right = band[1].cast<std::int64_t>();
     p.band = {left < 0 ? kUnbounded : left, right < 0 ? kUnbounded : right, band[2].cast<bool>()};
-    if (packed) {
+    if (has("packed")) {
         p.sequences.cu_seqlens_q = p.sequences.cu_seqlens_k = &lengths;
-        p.sequences.total_q = sizes["total_q"].cast<std::int64_t>();
-        p.sequences.total_k = sizes["total_k"].cast<std::int64_t>();
+        p.sequences.total_q = size("total_q");
+        p.sequences.total_k = size("total_k");
     }
-    if (attn_bias) p.bias.data = &present;
-    if (alibi_slopes) p.alibi_slopes = &present;
-    if (key_ranges) p.key_ranges.data = &lengths;
-    if (sinks) p.sinks = &present;
-    if (dropout) p.dropout = make_dropout(state, 0.5f);
-    p.softcap = static_cast<float>(softcap);
+    if (const py::object bias = problem.attr("attn_bias"); !bias.is_none()) {
+        const auto strides = bias.attr("strides").cast<std::array<std::int64_t, 4>>();
+        p.bias = {present + bias.attr("misalignment").cast<int>() % 16,
+                  dtype_named(bias.attr("dtype").cast<std::string>()),
+                  strides[0],
+                  strides[1],
+                  strides[2],
+                  strides[3]};
+    }
+    if (has("alibi_slopes")) p.alibi_slopes = &number;
+    if (has("key_ranges")) p.key_ranges.data = &lengths;
+    if (has("sinks")) p.sinks = &number;
+    if (has("dropout")) p.dropout = make_dropout(state, 0.5f);
+    p.softcap = problem.attr("softcap").cast<float>();
     p.partials.num_splits = 1;
-    p.batch_invariant = batch_invariant;
+    p.batch_invariant = has("batch_invariant");
     return p;
 }
 
@@ -141,25 +153,19 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
                     py::arg("instance") = instance, py::arg("reasons") = reasons);
 }
 
-py::dict explain(const std::string& name, const std::string& dtype, const py::dict& sizes, const py::tuple& band,
-                 bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges, double softcap, bool sinks,
-                 bool dropout, bool batch_invariant, const py::tuple& device_facts) {
-    ForwardParams params = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks,
-                                     dropout, batch_invariant);
+py::dict explain(const std::string& name, const py::object& problem, const py::tuple& device_facts) {
+    ForwardParams params = params_of(problem);
     return answer(name, params, params, device_of(device_facts));
 }
 
 /// `dbias_strides`: the strides of the bias's gradient, 0 where the bias is broadcast; None: no gradient is asked for.
 /// `forward_kernel`: the kernel name that forward was given.
-py::dict explain_backward(const std::string& name, const std::string& dtype, const py::dict& sizes,
-                          const py::tuple& band, bool packed, bool attn_bias, bool alibi_slopes, bool key_ranges,
-                          double softcap, bool sinks, bool dropout, bool batch_invariant, const py::tuple& device_facts,
+py::dict explain_backward(const std::string& name, const py::object& problem, const py::tuple& device_facts,
                           const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
                           const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
-    params.forward = params_of(dtype, sizes, band, packed, attn_bias, alibi_slopes, key_ranges, softcap, sinks, dropout,
-                               batch_invariant);
+    params.forward = params_of(problem);
     if (dbias_strides) {
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
@@ -207,11 +213,9 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
     m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
-    m.def("explain", &flash_wmma::explain, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a, "attn_bias"_a,
-          "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "dropout"_a, "batch_invariant"_a, "device_facts"_a);
-    m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "dtype"_a, "sizes"_a, "band"_a, "packed"_a,
-          "attn_bias"_a, "alibi_slopes"_a, "key_ranges"_a, "softcap"_a, "sinks"_a, "dropout"_a, "batch_invariant"_a,
-          "device_facts"_a, "dbias_strides"_a, "deterministic"_a, "forward_kernel"_a = "auto");
+    m.def("explain", &flash_wmma::explain, "name"_a, "problem"_a, "device_facts"_a);
+    m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "problem"_a, "device_facts"_a, "dbias_strides"_a,
+          "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);
