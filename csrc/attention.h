@@ -15,8 +15,8 @@
 // and lse is the logarithm of the sum of exp(x). With sinks the sum of head h has exp(sinks[h]) as well: a key that has
 // this logit and no value, and that every query sees. With packed sequences i, j, Nq and Nk are those of the sequence.
 //
-// A key/value cache: k (pages, Hk, page_size, d), v (pages, Hk, page_size, d_v), Rows::batch the distance of pages; q, o
-// and lse dense or packed. seqlen_k bounds the keys of a sequence. Struct Sequences says which rows are a sequence's.
+// A key/value cache: k (pages, Hk, page_size, d), v (pages, Hk, page_size, d_v), Rows::batch the distance of pages; q,
+// o and lse dense or packed. seqlen_k bounds the keys of a sequence. Struct Sequences says which rows are a sequence's.
 //
 // Packed sequences (varlen): q (total_q, Hq, d), k (total_k, Hk, d), v (total_k, Hk, d_v), o (total_q, Hq, d_v), lse
 // (Hq, total_q). Rows::batch and lse_batch are 0, batch is the number of sequences, seqlen_q and seqlen_k bound their
@@ -62,9 +62,9 @@ struct Bias {
 };
 
 /// A range of keys for each query, which sees the keys of the band from `data[at]` up to but not including
-/// `data[at + end]`, at = b * batch + h * head + i * query. Any numbers: keys below 0 and from Nk on do not exist, and a
-/// range that ends where it begins, or before, has no key. With packed sequences `batch` is 0, i counts the rows of the
-/// packed q, and the keys are those of the sequence. Null: no ranges.
+/// `data[at + end]`, at = b * batch + h * head + i * query. Any numbers: keys below 0 and from Nk on do not exist, and
+/// a range that ends where it begins, or before, has no key. With packed sequences `batch` is 0, i counts the rows of
+/// the packed q, and the keys are those of the sequence. Null: no ranges.
 struct KeyRanges {
     const std::int32_t* data;
     std::int64_t batch, head, query, end;  ///< strides; 0 where the ranges are broadcast
@@ -95,8 +95,8 @@ struct BackwardExponents {
 /// Only the device knows the contents of cu_seqlens. A kernel therefore clamps them and, whatever they are, reads and
 /// writes nothing out of bounds: sequence b is the rows [begin, end) with begin = clamp(cu_seqlens[b], 0, total), end =
 /// clamp(cu_seqlens[b + 1], begin, total), and only its first max(seqused_k[b], 0) keys are used. Rows behind the last
-/// sequence get o = 0 and lse = -inf (the sink), like the rows of a sequence without keys. If cu_seqlens begin above 0 or
-/// decrease, or a sequence is longer than seqlen_q or seqlen_k, the values of the rows concerned are unspecified; a
+/// sequence get o = 0 and lse = -inf (the sink), like the rows of a sequence without keys. If cu_seqlens begin above 0
+/// or decrease, or a sequence is longer than seqlen_q or seqlen_k, the values of the rows concerned are unspecified; a
 /// bias is still read within its bounds.
 ///
 /// In a cache (page_size > 0) sequence b has the rows [leftpad[b], seqused_k[b]), its key 0 first. cached_rows.h says
@@ -112,8 +112,8 @@ struct Sequences {
     std::int32_t page_size, num_pages;  ///< rows of a page, and pages of the cache; page_size 0: no cache
 };
 
-/// Dropout on the attention weights: O = (P M / (1 - p)) V with a mask M of zeros and ones (dropout.h), and l and lse of
-/// all weights. The state is a tensor of two numbers, so that graphs can replay a call. Null: none.
+/// Dropout on the attention weights: O = (P M / (1 - p)) V with a mask M of zeros and ones (dropout.h), and l and lse
+/// of all weights. The state is a tensor of two numbers, so that graphs can replay a call. Null: none.
 struct Dropout {
     const std::uint64_t* rng_state;
     float probability;    ///< p, below 1

@@ -11,8 +11,8 @@ namespace flash_wmma::backward {
 
 struct Problem;
 
-/// What a launch computes (backward/mma/kernel.cuh). kOrdered: the same as kFused, and what blocks add to dQ they add in
-/// an order that does not depend on time.
+/// What a launch computes (backward/mma/kernel.cuh). kOrdered: the same as kFused, and what blocks add to dQ they add
+/// in an order that does not depend on time.
 enum class Pass { kFused, kKeys, kQueries, kOrdered };
 
 /// A tile shape of a pass and its launch.

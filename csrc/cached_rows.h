@@ -1,5 +1,5 @@
-// Where the rows of a sequence lie in a key/value cache. The CPU kernel and CUDA kernels share this: it is constexpr, so
-// that nvcc takes it for both. Always inline: units for one instruction set must not emit functions (cpu/isa.h).
+// Where the rows of a sequence lie in a key/value cache. The CPU kernel and CUDA kernels share this: it is constexpr,
+// so that nvcc takes it for both. Always inline: units for one instruction set must not emit functions (cpu/isa.h).
 #pragma once
 
 #include "attention.h"

@@ -1,20 +1,20 @@
 // Which attention weights dropout keeps: a pure function of the state and the weight's absolute place (batch entry or
 // sequence, query head, query, key), the same in every kernel, tile shape, split and layout, forward and backward. The
-// CPU kernel and CUDA kernels share this file: it is constexpr, so that nvcc takes it for both. Always inline: units for
-// one instruction set must not emit functions (cpu/isa.h).
+// CPU kernel and CUDA kernels share this file: it is constexpr, so that nvcc takes it for both. Always inline: units
+// for one instruction set must not emit functions (cpu/isa.h).
 //
 // Philox-4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) with 7 rounds, the fewest that pass
 // BigCrush. One call makes the 16-bit numbers of eight weights, those that one lane holds of a 16x16 tile of
 // accumulators (device/register_tile.cuh): queries i and i + 8, keys j, j + 1, j + 8 and j + 9.
 //
-// The counter is (head, queries, entry, keys). A round multiplies its first and third word, so that queries and keys meet
-// in the third round alone: a tile computes what comes before once for its queries (DropoutRow) and once for its keys
-// (DropoutColumn), and a call is four rounds and two operations more.
+// The counter is (head, queries, entry, keys). A round multiplies its first and third word, so that queries and keys
+// meet in the third round alone: a tile computes what comes before once for its queries (DropoutRow) and once for its
+// keys (DropoutColumn), and a call is four rounds and two operations more.
 //
 // A number is read as a half, so that one instruction compares the two of a word. With p up to 1/2 those below a limit
 // are dropped; with a larger p those below a limit are kept. NaNs are not below. The limit is such that 65536 p of
-// the 65536 numbers, rounded, are dropped; there is no limit with 31745 numbers below it (-0 is not below 0), where 31744
-// stand for them.
+// the 65536 numbers, rounded, are dropped; there is no limit with 31745 numbers below it (-0 is not below 0), where
+// 31744 stand for them.
 #pragma once
 
 #include "attention.h"
@@ -45,8 +45,8 @@ struct DropoutColumn {
     return number & 0x8000 ? -size : size;
 }
 
-/// The dropout of a call. A word of `limit` has the limit twice. `turn` is 0 if numbers below it are kept, otherwise all
-/// ones.
+/// The dropout of a call. A word of `limit` has the limit twice. `turn` is 0 if numbers below it are kept, otherwise
+/// all ones.
 constexpr Dropout make_dropout(const std::uint64_t* rng_state, float probability) {
     const auto dropped = static_cast<std::uint32_t>(probability * 65536.f + 0.5f);
     const bool keeps_below = dropped > 0x8000;

@@ -35,8 +35,8 @@ constexpr bool includes(Problems set, Problems part) {
     return (static_cast<unsigned>(part) & ~static_cast<unsigned>(set)) == 0;
 }
 
-/// What p asks of an instance. `converted`: the instance reads p's inputs after a conversion, which brings the rows of a
-/// cache together.
+/// What p asks of an instance. `converted`: the instance reads p's inputs after a conversion, which brings the rows of
+/// a cache together.
 inline Problems problems_of(const ForwardParams& p, bool converted) {
     const Sequences& s = p.sequences;
     Problems problems = converted ? Problems::kConverted : Problems::kPlain;

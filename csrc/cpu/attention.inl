@@ -12,8 +12,9 @@
 // Rows too few to fill lanes (decoding) are taken one by one instead, with the vectors along d.
 //
 // Who owns what: a task (isa.h) owns a few Q tiles and walks over the K/V tiles of Bc = kTileKeys keys. All its Q tiles
-// use a K/V tile while that tile is in L1/L2. fp32 K and V are read in place, unless they lie in pages of a cache; other
-// K and V are copied to scratch as fp32, once per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each at d = 64 with AVX-512.
+// use a K/V tile while that tile is in L1/L2. fp32 K and V are read in place, unless they lie in pages of a cache;
+// other K and V are copied to scratch as fp32, once per task. Q^T, S^T and O^T of a Q tile are in scratch: 12 KiB each
+// at d = 64 with AVX-512.
 //
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
@@ -363,7 +364,8 @@ void modify_scores(const QTile& tile, const ForwardParams& p, std::int32_t first
     }
 }
 
-/// What dropout makes of the weights of a query and `n` keys from key `first` on: factors of 1, and 0 for those dropped.
+/// What dropout makes of the weights of a query and `n` keys from key `first` on: factors of 1, and 0 for those
+/// dropped.
 inline void keep_row(const ForwardParams& p, std::int64_t batch, PackedRow row, std::int32_t first, int n,
                      float* kept) {
     const DropoutMask mask(p.dropout, batch, row.head);

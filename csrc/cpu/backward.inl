@@ -108,8 +108,8 @@ void store_scaled(float* row, float factor, const Rows& t, DType dtype, std::int
 
 /// For one query row, which sees the keys [lo, hi], and a tile of keys from `first` on: turns the products in `s` into
 /// P and those in `dp` into dS', in place. `bias` is added to the scores, unless it is null. dS without softcap's
-/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null. `kept`: what dropout multiplies
-/// weights by, or null.
+/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null. `kept`: what dropout
+/// multiplies weights by, or null.
 template <class Isa>
 void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std::int32_t place, std::int32_t lo,
                std::int32_t hi, std::int32_t first, int n, const float* bias, const float* kept, float* dbias,

@@ -28,8 +28,8 @@ namespace flash_wmma::backward {
 
 inline constexpr int kRowGroup = kScaleRows;
 
-/// With dropout kernels compute dS times 1 - p, from P and dP whose weights are dropped but not scaled, and V's gradient
-/// likewise: dQ, dK, dV and the bias's gradient are multiplied by this at the end.
+/// With dropout kernels compute dS times 1 - p, from P and dP whose weights are dropped but not scaled, and V's
+/// gradient likewise: dQ, dK, dV and the bias's gradient are multiplied by this at the end.
 __device__ __forceinline__ float unscaled_factor(const ForwardParams& p) {
     return p.dropout.rng_state ? kept_scale(p.dropout) : 1.f;
 }

@@ -45,8 +45,8 @@ struct CopyMap {
 
 /// How the warps of a group share the copy of a tile of Rows rows of a key/value cache: a warp has neighbouring rows,
 /// lane r knows where row r of these lies, and the lanes copy neighbouring vectors. So a warp looks up each of its rows
-/// once, and once for K and V. Where runs of kRun rows are adjacent, as in a cache without pages and in most with pages,
-/// only a run's first row is handed round.
+/// once, and once for K and V. Where runs of kRun rows are adjacent, as in a cache without pages and in most with
+/// pages, only a run's first row is handed round.
 template <class Tile, int Rows>
 struct CachedCopyMap {
     static constexpr int kVectors = Tile::kD / 8;

@@ -92,8 +92,8 @@ class KeptTile {
         }
     }
 
-    /// f(i, column, kept) for every weight: row i of this lane, at `column` (register_tile.cuh). Bit by bit, so that ptxas
-    /// moves several bits to predicates at once (R2P).
+    /// f(i, column, kept) for every weight: row i of this lane, at `column` (register_tile.cuh). Bit by bit, so that
+    /// ptxas moves several bits to predicates at once (R2P).
     template <class F>
     __device__ __forceinline__ void each(F f) const {
 #pragma unroll

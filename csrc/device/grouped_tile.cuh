@@ -29,8 +29,8 @@ struct CachedAssignment {
     GroupedTile tile;
 };
 
-/// Sequence `index` of a cache and its queries, dense or packed. Index p.batch stands for the packed rows behind the last
-/// sequence, which see no key.
+/// Sequence `index` of a cache and its queries, dense or packed. Index p.batch stands for the packed rows behind the
+/// last sequence, which see no key.
 __device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
     const Sequences& s = p.sequences;
     const bool behind = index == p.batch;

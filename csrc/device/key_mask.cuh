@@ -23,8 +23,8 @@ struct RangedRows {
     /// Row `row` sees the keys [begin, end) within [0, seqlen_k].
     __device__ int begin(int row) const { return max(band.begin(row), min(*range(row), band.seqlen_k)); }
     __device__ int end(int row) const { return max(0, min(band.end(row), range(row)[bound])); }
-    /// Whether row `row` does not see that key. Reads both bounds, whatever the first says: a branch between the two would
-    /// wait for each by itself.
+    /// Whether row `row` does not see that key. Reads both bounds, whatever the first says: a branch between the two
+    /// would wait for each by itself.
     __device__ bool hides(int row, int key) const {
         const int first = begin(row), behind = end(row);
         return static_cast<bool>(static_cast<int>(key < first) | static_cast<int>(key >= behind));
@@ -34,8 +34,8 @@ struct RangedRows {
     __device__ const std::int32_t* range(int row) const { return ranges + min(row, last_row) * query; }
 };
 
-/// BandMask, and for each row of one query head its key range, if the params have ranges. Unlike a band's, the bounds of
-/// a range need not grow with the row.
+/// BandMask, and for each row of one query head its key range, if the params have ranges. Unlike a band's, the bounds
+/// of a range need not grow with the row.
 class RangedMask : public BandMask {
   public:
     __device__ RangedMask(const ForwardParams& params, const Sequence& sequence, int head)

@@ -127,8 +127,8 @@ class StoredPart {
     float* first_;
 };
 
-/// Four columns of a row, of parts 0, 1, ... at(i) below `parts` together: a few are under way at once. Without a part m
-/// is -inf, l and O are 0.
+/// Four columns of a row, of parts 0, 1, ... at(i) below `parts` together: a few are under way at once. Without a part
+/// m is -inf, l and O are 0.
 struct MergedVector {
     float m = -INFINITY, l = 0.f, o[4] = {};
 

@@ -23,8 +23,8 @@ inline bool may_launch_programmatically(const DeviceFacts& device) {
 #endif
 }
 
-/// Lets the next grid start once all blocks of this one have come here, and waits until the ones before are complete and
-/// their writes are visible.
+/// Lets the next grid start once all blocks of this one have come here, and waits until the ones before are complete
+/// and their writes are visible.
 __device__ __forceinline__ void change_grids() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     ptx::let_next_grid_start();

@@ -96,8 +96,8 @@ __device__ __forceinline__ void tensor_load(void* shared, const TensorMap* map, 
         : "memory");
 }
 
-/// Copies `bytes` adjacent bytes, a multiple of 16, to shared memory; both addresses are 16-byte aligned. They count for
-/// the barrier's phase. One thread (cp.async.bulk).
+/// Copies `bytes` adjacent bytes, a multiple of 16, to shared memory; both addresses are 16-byte aligned. They count
+/// for the barrier's phase. One thread (cp.async.bulk).
 __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsigned bytes, Barrier* barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
                      detail::shared_address(shared)),
@@ -153,8 +153,8 @@ __device__ __forceinline__ void wgmma_wait() {
 }
 
 // wgmma<T, N>(d, a, b, accumulate): D = A B + (accumulate ? D : 0), asynchronously, of half or bf16
-// (wgmma.mma_async.m64nNk16): A 64x16 from shared memory (either way) or registers (rows along k), B 16xN. All four warps of a
-// warpgroup; warp w owns rows 16 w to 16 w + 15. With g = lane / 4 and t = lane % 4 a lane holds
+// (wgmma.mma_async.m64nNk16): A 64x16 from shared memory (either way) or registers (rows along k), B 16xN. All four
+// warps of a warpgroup; warp w owns rows 16 w to 16 w + 15. With g = lane / 4 and t = lane % 4 a lane holds
 //     d[4 j + i]: D[16 w + g + 8 (i / 2)][8 j + 2 t + i % 2]
 // and, where A comes from registers, in pairs along k
 //     a[i]: A[16 w + g + 8 (i % 2)][8 (i / 2) + 2 t, + 1].

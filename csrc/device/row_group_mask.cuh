@@ -1,5 +1,5 @@
-// KeyMask for backward, which knows what each group of rows sees (backward_rows.cuh): a block that owns keys streams over
-// the queries that see one of them, and key ranges alone do not say which these are.
+// KeyMask for backward, which knows what each group of rows sees (backward_rows.cuh): a block that owns keys streams
+// over the queries that see one of them, and key ranges alone do not say which these are.
 #pragma once
 
 #include <climits>
@@ -64,8 +64,8 @@ __device__ __forceinline__ QueryMask<Ranged> query_mask(const Problem& problem, 
     else return {problem.forward.band, sequence.seqlen_q, sequence.seqlen_k};
 }
 
-/// From the first to the last query that sees a key of [first_key, last_key], in any of the heads that read the keys, of
-/// which `head` is the first.
+/// From the first to the last query that sees a key of [first_key, last_key], in any of the heads that read the keys,
+/// of which `head` is the first.
 __device__ __forceinline__ QueryRun queries_that_see(const BandMask& mask, int, int first_key, int last_key,
                                                      int seqlen_q) {
     return {mask.first_query(first_key), min(seqlen_q - 1, mask.last_query(last_key)) + 1};

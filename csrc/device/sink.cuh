@@ -12,9 +12,9 @@
 
 namespace flash_wmma {
 
-/// Takes the head's sink, if there are any, into a row's maximum m (log2 units) and sum l over all its keys. Returns the
-/// factor by which the row of O comes to the new m; 0 for a row that saw no key. -inf changes nothing, +inf and NaN make
-/// l NaN.
+/// Takes the head's sink, if there are any, into a row's maximum m (log2 units) and sum l over all its keys. Returns
+/// the factor by which the row of O comes to the new m; 0 for a row that saw no key. -inf changes nothing, +inf and NaN
+/// make l NaN.
 __device__ __forceinline__ float take_sink(const ForwardParams& p, int head, float& m, float& l) {
     if (!p.sinks) return 1.f;
     const float sink = p.sinks[head] * kLog2e, top = fmaxf(m, sink);

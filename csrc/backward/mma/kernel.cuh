@@ -19,8 +19,8 @@
 // Otherwise `stream_warps` warps share own rows: each computes S for its part of the streamed rows, P and dS are
 // exchanged through shared memory (the warps meet at a named barrier), and each owns its part of the columns of the
 // gradients. If a row of the gradients is too long for a block (d = 512), several blocks share the own rows: each of
-// them computes S and dP, and owns its part of the columns of all gradients. dQ takes dS from shared memory in any case. The fused pass has one stage: dQ's products need no streamed
-// tile and hide the next one's copy.
+// them computes S and dP, and owns its part of the columns of all gradients. dQ takes dS from shared memory in any
+// case. The fused pass has one stage: dQ's products need no streamed tile and hide the next one's copy.
 //
 // Bound: tensor cores, and close to them shared memory: an ldmatrix.x4 takes an SM 4 cycles, an HMMA 1.5, so that every
 // fragment must serve three HMMAs. With kWarpRows = 32, a fragment of streamed rows serves four. A tile of 64 queries

@@ -312,8 +312,8 @@ Shape simt_shape() {
             launch_simt_tile<Tile, kPass>};
 }
 
-/// The shapes that ship: per head dim the fastest first, up to d = 256 the last one for 64 KiB of shared memory. That of
-/// d = 512 takes 99 KiB; two blocks share its own rows, each with half of the columns of the gradients.
+/// The shapes that ship: per head dim the fastest first, up to d = 256 the last one for 64 KiB of shared memory. That
+/// of d = 512 takes 99 KiB; two blocks share its own rows, each with half of the columns of the gradients.
 inline constexpr simt::TileShape kSimtRows[] = {
     {.d = 64, .lane_columns = 8, .keys = 32, .blocks_per_sm = 2},
     {.d = 64, .lane_columns = 8, .keys = 16, .blocks_per_sm = 2},

@@ -15,8 +15,9 @@
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
 // (device/backward_rows.cuh).
 //
-// Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask, where
-// dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is empty.
+// Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask,
+// where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is
+// empty.
 //
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
@@ -261,8 +262,9 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::QueryValues of_query_;  // L, then D
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers reload
-// a word a tile, and a few more where keys are hidden. With dropout they reload some ten words a tile at d = 64 and 128.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers
+// reload a word a tile, and a few more where keys are hidden. With dropout they reload some ten words a tile at d = 64
+// and 128.
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)

@@ -30,8 +30,8 @@ class ItemDropout<Tile, true> {
         : dropout_(dropout), state_(dropout_state(dropout)) {}
 
     __device__ __forceinline__ void begin(const Item& item) { head_ = item.head - 1; }
-    /// Of the item's next tile, which begins at this query, and of the keys of a warp. A head's tiles begin at the item's
-    /// first (Item).
+    /// Of the item's next tile, which begins at this query, and of the keys of a warp. A head's tiles begin at the
+    /// item's first (Item).
     __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int first_query,
                                                                        int warp_key) {
         head_ += first_query == item.start;

@@ -17,8 +17,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// The turn of an item at a tile of queries: how many of the items that see the tile come before it. Those are the items
-/// whose keys some of the tile's queries see: a run of the sequence's tiles of keys.
+/// The turn of an item at a tile of queries: how many of the items that see the tile come before it. Those are the
+/// items whose keys some of the tile's queries see: a run of the sequence's tiles of keys.
 template <class Tile, Pass kPass>
 __device__ __forceinline__ Turn turn_of(const Problem& problem, const Item& item, const QueryPlace& at) {
     const int last_query = min(at.row + Tile::kQueries, item.sequence.seqlen_q) - 1;

@@ -10,8 +10,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as its
-/// place is empty. What is to be known of a tile comes before.
+/// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as
+/// its place is empty. What is to be known of a tile comes before.
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer {
   public:
@@ -19,8 +19,8 @@ class Producer {
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(int items) {
-        // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order, all
-        // that follow. And an item waits for those alone that were taken before.
+        // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
+        // all that follow. And an item waits for those alone that were taken before.
         const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
         const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
         for (int index = uniform(first); index < items;) {
@@ -74,8 +74,8 @@ class Producer {
         }
     }
 
-    /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was there
-    /// has left Q's and dO's place to one whose copies were issued before.
+    /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was
+    /// there has left Q's and dO's place to one whose copies were issued before.
     __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
         const Sequence& sequence = item.sequence;
         const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;

@@ -62,8 +62,8 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
         : Base(problem, 0), smem_(shared) {}
 
-    /// begin(work, item), with the item's number; on_tile(work, tile, last) for each tile; end(keys): dK or dV can be stored.
-    /// unseen(keys): they are 0.
+    /// begin(work, item), with the item's number; on_tile(work, tile, last) for each tile; end(keys): dK or dV can be
+    /// stored. unseen(keys): they are 0.
     template <class Begin, class OnTile, class End, class Unseen>
     __device__ __forceinline__ void each_item(Begin begin, OnTile on_tile, End end, Unseen unseen) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles

@@ -106,8 +106,8 @@ class Dropping {
     DropoutMask mask_;
 };
 
-/// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's body
-/// decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
+/// A warp's first product and softmax, which make P of a tile in attempts (device/lagged_softmax.cuh). The kernel's
+/// body decides between the attempts: a method that does so makes ptxas spend more moves (docs/tuning/structure.md).
 template <class Tile, Problems kProblems>
 struct Weigher {
     static constexpr bool kModifies = includes(kProblems, Problems::kModified);
@@ -301,9 +301,9 @@ __device__ __forceinline__ auto assigned_to_block(const ForwardParams& p) {
     else return dense_assignment<Tile::kBr>(p);
 }
 
-// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values (bounds,
-// addresses) in local memory, most of them for the exact path; tiles that avoid it are slower (docs/tuning/mma.md).
-// sm_75's tiles of d = 512 keep up to 80, some of them vectors on their way to shared memory.
+// spills: sm_75 sm_80 sm_90: packed and general tiles at the register limit keep up to 50 loop-invariant values
+// (bounds, addresses) in local memory, most of them for the exact path; tiles that avoid it are slower
+// (docs/tuning/mma.md). sm_75's tiles of d = 512 keep up to 80, some of them vectors on their way to shared memory.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     constexpr bool kPackedToo = includes(kProblems, Problems::kPacked);

@@ -1,4 +1,5 @@
-// The ring of K/V tiles in the shared memory of a group of warps: its copies, its waits, and the place of the current tile.
+// The ring of K/V tiles in the shared memory of a group of warps: its copies, its waits, and the place of the current
+// tile.
 #pragma once
 
 #include <ptx.cuh>

@@ -1,5 +1,5 @@
-// mma_sm75: the kernel of kernel.cuh on Turing (device/sm75.cuh), and by JIT on anything later. Its instances, the choice
-// among them, and its row in the registry.
+// mma_sm75: the kernel of kernel.cuh on Turing (device/sm75.cuh), and by JIT on anything later. Its instances, the
+// choice among them, and its row in the registry.
 // architectures: 7.5+PTX
 #include "device/sm75.cuh"
 #include "device/tiled_kernel.h"
@@ -8,8 +8,8 @@
 namespace flash_wmma::mma {
 namespace {
 
-/// The shapes that ship; order as in kSm80Rows. Those for any problem at d = 192 and 256 spill, one value and three. At d = 512
-/// four blocks share the rows of O, and 64 KiB hold K of 32 keys, V's part of them and, before them, Q.
+/// The shapes that ship; order as in kSm80Rows. Those for any problem at d = 192 and 256 spill, one value and three. At
+/// d = 512 four blocks share the rows of O, and 64 KiB hold K of 32 keys, V's part of them and, before them, Q.
 inline constexpr TableRow kDenseRows[] = {
     {{.d = 32, .row_tiles = 2, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}, {0.75f}},
     {{.d = 32, .keys = 64, .q_steps = 2, .blocks_per_sm = 2}},

@@ -49,9 +49,9 @@ inline constexpr TableRow kSm80GeneralRows[] = {
     {{.d = 512, .row_warps = 2, .dim_warps = 2, .keys = 32, .q_steps = 0, .blocks_per_sm = 1}},
 };
 
-/// The shapes for key/value caches. Where at most 16 rows share a key, as in a decode step, each warp has keys of its own.
-/// Two warps have up to 32 rows, as with a few queries a sequence; more rows share a tile of 64. All keep 64 KiB or more of
-/// copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB.
+/// The shapes for key/value caches. Where at most 16 rows share a key, as in a decode step, each warp has keys of its
+/// own. Two warps have up to 32 rows, as with a few queries a sequence; more rows share a tile of 64. All keep 64 KiB
+/// or more of copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB.
 inline constexpr Pays kFewRows{.rows = 16}, kSomeRows{.rows = 32};
 inline constexpr TableRow kSm80CachedRows[] = {
     {{.d = 32, .row_warps = 1, .keys = 128, .stages = 4, .q_steps = 2, .blocks_per_sm = 3, .key_warps = 4}, kFewRows},

@@ -1,14 +1,14 @@
 // How the blocks of a launch share the work of a call with a key/value cache, whose lengths only the device knows.
 //
-// An item is a Q tile of grouped heads with all keys that it sees. Items are laid end to end, each as long as its K tiles
-// (one without keys: one tile), and every block takes an equal run of them, whatever the lengths are. So a run begins or
-// ends inside an item: its blocks store parts, which a second grid merges. A block finds its run by itself from the
-// lengths; the grids depend on shapes and the device alone, so that one CUDA graph serves all lengths.
+// An item is a Q tile of grouped heads with all keys that it sees. Items are laid end to end, each as long as its K
+// tiles (one without keys: one tile), and every block takes an equal run of them, whatever the lengths are. So a run
+// begins or ends inside an item: its blocks store parts, which a second grid merges. A block finds its run by itself
+// from the lengths; the grids depend on shapes and the device alone, so that one CUDA graph serves all lengths.
 //
 // The second grid plans nothing: the block in which an item begins leaves a record of where the item's parts are.
 //
-// `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There are
-// no records: the number of an item says where its parts are.
+// `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There
+// are no records: the number of an item says where its parts are.
 //
 // Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy; the second grid reads a
 // record and then all parts at once.

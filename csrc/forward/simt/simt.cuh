@@ -7,8 +7,8 @@
 //
 // Who owns what: Q, K and V tiles belong to the block, in shared memory. A warp owns kWarpRows query rows; LaneGrid
 // (simt_tile.cuh) divides them among its lanes. S, m, l and O are in registers. P goes through shared memory within the
-// warp. If 64 KiB do not hold a tile of V (d = 512), several blocks share the rows: each computes S and owns its part of
-// the columns of O.
+// warp. If 64 KiB do not hold a tile of V (d = 512), several blocks share the rows: each computes S and owns its part
+// of the columns of O.
 //
 // Bound: the issue of FFMA (an SM issues four warp instructions per cycle), followed closely by shared memory. A step
 // of four columns of d takes kRows + kKeys 16-byte loads for 4 * kRows * kKeys FFMA: with 8 x 8, 16 loads for 256 FFMA.
