@@ -57,6 +57,23 @@ struct Problem : BackwardParams {
     KeyExtent* extents = nullptr;   // of each group of rows; only with key ranges
 };
 
+/// -L in natural units, and -D, of one query row (RowPair).
+struct RowFacts {
+    float minus_lse = -INFINITY, minus_delta = 0.f;
+
+    RowFacts() = default;
+    /// Of a row that exists, whose O dO adds up to `sum`.
+    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row,
+                                        float sum) {
+        const ForwardParams& p = problem.forward;
+        const std::int64_t at = sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + row;
+        if (p.lse[at] == -INFINITY) return;
+        minus_lse = -p.lse[at];
+        minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
+        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
+    }
+};
+
 /// Groups of rows of all heads.
 inline std::int64_t row_groups(const ForwardParams& p) {
     const Sequences& s = p.sequences;
@@ -164,21 +181,12 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
 #pragma unroll
         for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);
         if (lane == 0) {
-            float minus_lse = -INFINITY, minus_delta = 0.f;
-            if (used) {
-                const std::int64_t index =
-                    sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
-                const float lse = p.lse[index];
-                if (lse != -INFINITY) {
-                    minus_lse = -lse * kLog2e;
-                    minus_delta = (problem.dlse ? problem.dlse[index] : 0.f) - sum;
-                    if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
-                }
-            }
+            RowFacts facts;
+            if (used) facts = {problem, sequence, group.head, row, sum};
             RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
-            pair.minus_lse[i % 2] = minus_lse;
-            pair.minus_delta[i % 2] = minus_delta;
-            if (Converted && isfinite(minus_delta)) largest = fmaxf(largest, fabsf(minus_delta));
+            pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
+            pair.minus_delta[i % 2] = facts.minus_delta;
+            if (Converted && isfinite(facts.minus_delta)) largest = fmaxf(largest, fabsf(facts.minus_delta));
         }
     }
     if constexpr (Converted) {

@@ -248,7 +248,7 @@ FAULTS = [
     Fault(
         name="dropout-delta",
         path="csrc/device/backward_rows.cuh",
-        old="                    if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;\n",
+        old="        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;\n",
         new="",
         why="delta is not that of dS times 1 - p",
         kernels=BWD_SM90,

@@ -176,9 +176,17 @@ FAULTS = [
     Fault(
         name="explain-without-bias",
         path=MODULE,
-        old="    if (attn_bias) p.bias.data = &present;\n",
-        new="    (void)attn_bias;\n",
+        old="!bias.is_none()) {",
+        new="false) {",
         why="explain names a kernel that takes no bias",
+    ),
+    Fault(
+        name="explain-any-bias-aligned",
+        path="flash_wmma/_explain.py",
+        old="(b, h, i, j), at % 16)",
+        new="(b, h, i, j), 0)",
+        why="explain names the tile for biases that the copy engine brings",
+        tests=("wgmma_masks",),
     ),
     Fault(
         name="explain-not-deterministic",

@@ -6,6 +6,7 @@
 
 #include "device/backward_rows.cuh"
 #include "device/constants.cuh"
+#include "device/nothing.cuh"
 #include "device/swizzle.cuh"
 
 namespace flash_wmma::backward {
@@ -54,8 +55,6 @@ struct Tile {
     /// The first of the block's columns of the gradients.
     __device__ static int first_column() { return kColumns < kD ? static_cast<int>(blockIdx.y) * kColumns : 0; }
 };
-
-struct Nothing {};
 
 /// The own tiles and the ring of streamed ones in shared memory.
 template <class Tile>

@@ -31,18 +31,11 @@ __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constan
         }
         sum = reduce_lanes(sum, [](float x, float y) { return x + y; }, 32);
         if (lane > 0) continue;
-        float minus_lse = -INFINITY, minus_delta = 0.f;
-        if (used) {
-            const std::int64_t at = sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q + row;
-            if (p.lse[at] != -INFINITY) {
-                minus_lse = -p.lse[at];
-                minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
-                if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
-            }
-        }
+        RowFacts facts;
+        if (used) facts = {problem, sequence, group.head, row, sum};
         RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
-        pair.minus_lse[i % 2] = minus_lse;
-        pair.minus_delta[i % 2] = minus_delta;
+        pair.minus_lse[i % 2] = facts.minus_lse;
+        pair.minus_delta[i % 2] = facts.minus_delta;
     }
 }
 

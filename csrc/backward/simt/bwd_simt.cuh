@@ -25,6 +25,7 @@
 
 #include "device/backward_rows.cuh"
 #include "device/dropout.cuh"
+#include "device/nothing.cuh"
 #include "device/owned_tile.cuh"
 #include "device/row_group_mask.cuh"
 #include "device/score_mod.cuh"
@@ -44,7 +45,6 @@ struct SimtTile : simt::LaneGrid<kShape> {
 /// Map of a block's shared memory.
 template <class Tile, Pass kPass>
 struct SimtMemory {
-    struct Nothing {};
     struct Rows {
         alignas(16) float by_row[Tile::kOwn][Tile::kStream + 4];
     };

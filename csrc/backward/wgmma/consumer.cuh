@@ -15,14 +15,14 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// Which weights of an item's tiles dropout keeps: all, or
+/// Which weights of an item's tiles dropout keeps. Without dropout there is nothing to know.
 template <class Tile, bool kDrops>
 class ItemDropout {
   public:
     __device__ __forceinline__ explicit ItemDropout(const Dropout&) {}
     __device__ __forceinline__ void begin(const Item&) {}
 };
-/// those of the mask. What is known of an item stays in shared memory.
+/// With dropout. What is known of an item stays in shared memory.
 template <class Tile>
 class ItemDropout<Tile, true> {
   public:

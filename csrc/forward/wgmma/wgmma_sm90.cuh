@@ -42,6 +42,7 @@
 #include "device/element.cuh"
 #include "device/hide_keys.cuh"
 #include "device/lagged_softmax.cuh"
+#include "device/nothing.cuh"
 #include "device/quad.cuh"
 #include "device/score_mod.cuh"
 #include "device/visible_tiles.cuh"
@@ -185,13 +186,6 @@ class Producer {
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
     unsigned patch_parity_ = 0;
-};
-
-/// In place of what an instance does not have.
-struct Nothing {
-    Nothing() = default;
-    template <class... Args>
-    __device__ __forceinline__ explicit Nothing(Args&&...) {}
 };
 
 /// The keys that a lane's two rows see.
