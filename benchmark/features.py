@@ -25,6 +25,7 @@ The timed outputs are compared with the peer's if both compute the same. The met
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -148,12 +149,12 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         yield Row(
             f"{name}, N=2048", "cuDNN", lambda seen=seen: forward(q, k, v, attn_bias=seen), theirs, needs="attn_bias"
         )
-    slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
     peers = {"FA2 without": lambda: flash2(q, k, v, causal), "itself, without": lambda: forward(q, k, v)}
-    for name, options in {"alibi_slopes": {"alibi_slopes": slopes}, "softcap": {"softcap": 30.0}}.items():
-        title = {"alibi_slopes": "ALiBi, N=2048"}.get(name, f"{name}, N=2048")
+    slopes = 2.0 ** -torch.linspace(1, 8, heads, device="cuda")
+    for name, argument, given in (("ALiBi", "alibi_slopes", slopes), ("softcap", "softcap", 30.0)):
         for peer, theirs in peers.items():
-            yield Row(title, peer, lambda options=options: forward(q, k, v, **options), theirs, same=False, needs=name)
+            ours = functools.partial(forward, q, k, v, **{argument: given})
+            yield Row(f"{name}, N=2048", peer, ours, theirs, same=False, needs=argument)
     packed = [torch.randn(TOKENS, heads, head_dim, device="cuda", dtype=dtype) for _ in range(3)]
     offsets = torch.tensor((0, *LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     yield Row(
