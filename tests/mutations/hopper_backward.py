@@ -14,6 +14,25 @@ LOAD_DELTA = "        if (!Tile::kLooksAhead) load_delta(tile);\n"
 RELEASE_VALUES = "        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
 
 FAULTS = [
+    # ------------------------------------------------------------------------------------------------------- the items
+    Fault(
+        name="bwd-sm90-mixed-twice",
+        path=BLOCK,
+        old="return first + at % mixed * tiles + at / mixed;",
+        new="return first + at % mixed * tiles + at / tiles;",
+        why="of the heads that are mixed some items are worked on twice, others never",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-mixes-all-but-one",
+        path=BLOCK,
+        old="const unsigned first = (heads - mixed) * tiles;",
+        new="const unsigned first = (heads - mixed + 1) * tiles;",
+        why="items behind the last head's",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
     # ---------------------------------------------------------------------------------------------------- the producer
     Fault(
         name="bwd-sm90-stage-parity",
