@@ -246,8 +246,8 @@ def scaled_dot_product_attention(
         value: (..., Nk, d_v), likewise.
         attn_mask: broadcastable to the scores, (..., Nq, Nk): bool, ``True`` where the query sees the key, or numbers
             added to the scores.
-        dropout_p: probability of dropping a weight, as in :func:`flash_wmma.forward`: torch's generator draws the state of
-            each call, from which this library's kernels make another mask than torch's. With 1 torch computes the call.
+        dropout_p: probability of dropping a weight, as in :func:`flash_wmma.forward`: torch's generator draws the state
+            of each call, from which these kernels make another mask than torch's. With 1 torch computes the call.
         is_causal: query i sees the keys j <= i; not together with ``attn_mask``.
         scale: factor on the scores; default 1 / sqrt(d).
         enable_gqa: query head h reads key and value head h // (Hq // Hk).

@@ -814,7 +814,6 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"alibi_slopes\.shape: got \(3,\), allowed: \(Hq\) = \(4,\)",
     ),
-    "gradient": ({"alibi_slopes": torch.zeros(4, requires_grad=True)}, NotImplementedError, "alibi_slopes: .*requires"),
     "rank": ({"k": torch.zeros(20, 4, 64)}, ValueError, r"k\.shape: got \(20, 4, 64\), allowed: \(B, N, H, d\)"),
     "v length": (
         {"v": torch.zeros(1, 21, 4, 64)},
