@@ -149,7 +149,7 @@ struct ForwardParams {
     const float* sinks;  ///< (Hq) logits of a key without value; null: none. Backward finds them in lse
     float softcap;       ///< 0: none
     Dropout dropout;
-    float *entropy, *row_max;  ///< (B, Hq, Nq), optional outputs
+    float *entropy, *row_max;  ///< of BackwardParams::statistics, with lse's strides; null: not asked for
     Partials partials;
     bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
     void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
@@ -163,6 +163,17 @@ struct BiasGradient {
     std::int64_t batch, head, query, key;
 };
 
+/// What is told of the weights P = exp(x - lse), without dropout. If `wanted`, a kernel of backward computes this in place
+/// of gradients, from q, k and lse alone: the row's largest score, ForwardParams::row_max; -sum_j P ln P,
+/// ForwardParams::entropy; sum_j P key_weights; sum_i P. The ops have filled all of them with what they are where no
+/// query sees a key: -inf, 0, 0, 0.
+struct Statistics {
+    bool wanted;
+    const float* key_weights;  ///< with row_sum alone; a number for each key, as BackwardParams::dcolumn_sum
+    float* row_sum;            ///< with lse's strides; null: not asked for
+    float* column_sum;         ///< a number for each key; null: not asked for
+};
+
 /// The gradients of forward (FlashAttention-2, algorithm 2). With x and lse as above and x' the score before bias and
 /// ALiBi, a kernel recomputes the weights and writes
 ///     P = exp(x - lse), and 0 where the band, the range or the bias hides the key, or lse is -inf
@@ -171,6 +182,8 @@ struct BiasGradient {
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 /// The gradient of sinks[h] is the sum of -exp(sinks[h] - lse) * delta, which no kernel computes (_autograd.py).
+/// With the gradients of the entropy and of the column sums, dS = P * (dP - dentropy_i ln P + dcolumn_sum_j - delta); what
+/// they add to delta is in dlse. The gradient of slope[b][h] is the sum of -dS * |i + Nk - Nq - j|.
 ///
 /// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
 /// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).
@@ -186,6 +199,11 @@ struct BackwardParams {
     bool deterministic;           ///< bitwise the same from run to run: nothing is summed by atomics
     bool exact;                   ///< only a kernel that multiplies forward.dtype unconverted may run
     void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
+    const float* dentropy;             ///< with lse's strides, or null: zeros
+    const float* dcolumn_sum;          ///< a number for each key, or null: zeros
+    float* dslopes;                    ///< for each key the sum over queries; zeroed by the ops; null: not asked for
+    std::int64_t key_batch, key_head;  ///< strides of numbers for each key, (B, Hq, Nk) or packed (Hq, total_k), fp32
+    Statistics statistics;
 };
 
 }  // namespace flash_wmma

@@ -46,6 +46,9 @@ constexpr FeatureName kFeatureNames[] = {
     {kBiasGradient, "the gradient of attn_bias"},
     {kDeterministicBiasGradient, "the gradient of a broadcast attn_bias with deterministic"},
     {kKeyRanges, "key_ranges"},
+    {kStatistics, "return_aux"},
+    {kStatisticsGradient, "the gradients of entropy and column_sum"},
+    {kSlopesGradient, "the gradient of alibi_slopes"},
 };
 
 /// The forward problem of params.
@@ -122,6 +125,9 @@ unsigned features_of(const ForwardParams& p) {
 
 unsigned features_of(const BackwardParams& p) {
     unsigned features = features_of(p.forward);
+    if (p.statistics.wanted) return features | kStatistics;
+    if (p.dentropy || p.dcolumn_sum) features |= kStatisticsGradient;
+    if (p.dslopes) features |= kSlopesGradient;
     if (p.deterministic) features |= kDeterministic;
     if (p.dbias.data) {
         const ForwardParams& f = p.forward;

@@ -35,6 +35,9 @@ enum Feature : unsigned {
     kBiasGradient = 1u << 12,               ///< backward: dbias, summed over the bias's broadcast dimensions
     kDeterministicBiasGradient = 1u << 13,  ///< backward: kBiasGradient of a broadcast bias, with kDeterministic
     kKeyRanges = 1u << 14,
+    kStatistics = 1u << 15,          ///< backward: BackwardParams::statistics
+    kStatisticsGradient = 1u << 16,  ///< backward: dentropy and dcolumn_sum
+    kSlopesGradient = 1u << 17,      ///< backward: dslopes
 };
 
 /// One compiled instance of a kernel template.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _dropout, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _dropout, _fake, _math, _ops, _slopes  # noqa: F401  (_fake registers the fake kernels)
 from ._call import Call
 from ._errors import raise_library_error
 
@@ -23,8 +23,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):
                     return _math.attend(q, k, v, call)
-            if call.alibi_slopes is not None and torch.is_grad_enabled():
-                _checks.no_gradient(alibi_slopes=call.alibi_slopes)
+            if call.alibi_slopes is not None and call.alibi_slopes.requires_grad and torch.is_grad_enabled():
+                return _slopes.attend(q, k, v, call)
             if call.validate:
                 q, k, v, call = _checked(q, k, v, call)
         if forward_ad._current_level >= 0:

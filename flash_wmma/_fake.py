@@ -176,7 +176,68 @@ def _backward_varlen(
     return _backward(dout, dlse, q, k, v, out, lse, *options, **named)
 
 
+def _backward_with_statistics(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dentropy: Tensor | None,
+    dcolumn_sum: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    seqused_k: Tensor | None,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    attn_bias: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    key_ranges: Tensor | None = None,
+    softcap: float = 0.0,
+    rng_state: Tensor | None = None,
+    dropout_p: float = 0.0,
+    bias_grad: bool = False,
+    slopes_grad: bool = False,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    gradients = _backward(dout, dlse, q, k, v, out, lse, attn_bias=attn_bias, bias_grad=bias_grad)
+    return *gradients, _of_keys(q, k) if slopes_grad else _nothing(q)
+
+
+def _nothing(q: Tensor) -> Tensor:
+    return q.new_empty(0, dtype=torch.float32)
+
+
+def _of_queries(q: Tensor) -> Tensor:
+    """A number for each query, as lse."""
+    return q.new_empty(q.shape[:3] if q.dim() == 4 else (q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+def _of_keys(q: Tensor, k: Tensor) -> Tensor:
+    """A number for each key."""
+    return q.new_empty((*q.shape[:2], k.shape[2]) if q.dim() == 4 else (q.shape[1], k.shape[0]), dtype=torch.float32)
+
+
+def _statistics(
+    q: Tensor, k: Tensor, lse: Tensor, wanted: str, key_weights: Tensor | None, *_: object, **__: object
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        _of_queries(q) if "max" in wanted else _nothing(q),
+        _of_queries(q) if "entropy" in wanted else _nothing(q),
+        _of_keys(q, k) if "column_sum" in wanted else _nothing(q),
+        _nothing(q) if key_weights is None else _of_queries(q),
+    )
+
+
 for _op, _fake in (
+    ("backward_with_statistics", _backward_with_statistics),
+    ("statistics", _statistics),
     ("forward", _forward),
     ("forward_varlen", _forward_varlen),
     ("forward_cached", _forward_cached),

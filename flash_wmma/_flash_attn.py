@@ -106,7 +106,6 @@ def flash_attn_func(
         out (B, Nq, Hq, d_v), contiguous; with ``return_attn_probs`` (out, lse (B, Hq, Nq) float32, empty tensor).
 
     Raises:
-        NotImplementedError: alibi_slopes that require grad.
         TypeError, ValueError: as :func:`flash_wmma.forward`; messages use that function's argument names.
     """
     for name, t in (("q", q), ("k", k), ("v", v)):
@@ -238,8 +237,7 @@ def flash_attn_varlen_func(
         (Hq, total_q) float32, empty tensor).
 
     Raises:
-        NotImplementedError: dropout with block_table, alibi_slopes that require grad, or with block_table or out any
-            tensor that does.
+        NotImplementedError: dropout with block_table, or with block_table or out a tensor that requires grad.
         TypeError, ValueError: as :func:`flash_wmma.forward_varlen`.
     """
     if block_table is not None:

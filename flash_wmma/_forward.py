@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, TypedDict, overload
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
 from ._attention import attend
-from ._call import Causal, Lengths, Window, call_of
+from ._call import Call, Causal, Lengths, Window, call_of
 from ._checks import flag
+from ._statistics import checked_names, statistics
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,11 +35,25 @@ class Options(TypedDict, total=False):
     deterministic: bool | None
 
 
+Aux = Sequence[Literal["max", "entropy", "column_sum"]]
+"""What :func:`forward` may be asked for besides."""
+
+
 class VarlenOptions(Options, total=False):
     """The options that :func:`forward_varlen` adds."""
 
     seqused_k: Tensor | None
     validate: bool
+
+
+def _with_statistics(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, return_lse: bool, return_aux: object
+) -> tuple[Any, ...]:
+    """The results of a call with return_aux."""
+    names = checked_names(return_aux)
+    out, lse = attend(q, k, v, call)
+    aux = statistics(q, k, v, lse, call, names)
+    return (out, lse, aux) if return_lse else (out, aux)
 
 
 @overload
@@ -56,6 +72,12 @@ def forward(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[Options]
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+@overload
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, return_aux: Aux, return_lse: bool = ..., **options: Unpack[Options]
+) -> tuple[Any, ...]: ...
 
 
 def forward(
@@ -78,13 +100,14 @@ def forward(
     batch_invariant: bool = False,
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+    return_aux: Aux = (),
+) -> Any:
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
-    out and lse are differentiable in q, k, v, an additive attn_bias and sinks, once, in reverse mode; backward
-    recomputes the weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are cast to
-    its dtype.
+    out and lse are differentiable in q, k, v, an additive attn_bias, alibi_slopes and sinks, once, in reverse mode;
+    backward recomputes the weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are
+    cast to its dtype.
 
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -116,8 +139,13 @@ def forward(
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
             the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
-            ``torch.func``, the gradient of alibi_slopes.
+            ``torch.func``.
         return_lse: also return the logarithm of the softmax's denominator, sinks included.
+        return_aux: also return a dict of float32 tensors about the weights P, without dropout, by these names. "max"
+            (B, Hq, Nq): each row's largest score, after scale, softcap, bias and ALiBi; -inf for a row that sees no
+            key; without a gradient. "entropy" (B, Hq, Nq): -sum_j P_ij ln P_ij, 0 for a row that sees no key.
+            "column_sum" (B, Hq, Nk): sum_i P_ij. With sinks P has the sink in its denominator, and no column for it.
+            The kernels of backward compute them from lse in a pass of their own (``backward_kernel`` names one).
         batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
             bitwise independent of the other entries.
         backward_kernel: like ``kernel``, for the gradients: ``"auto"`` or one of ``flash_wmma.kernels("backward")``. An
@@ -127,14 +155,14 @@ def forward(
 
     Returns:
         out (B, Hq, Nq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, Nq), float32, natural
-        logarithm. A query that sees no key has out 0, and lse is -inf or its head's sink. Results are
-        bitwise the same from run to run.
+        logarithm; with ``return_aux`` last the dict. A query that sees no key has out 0, and lse is -inf or its head's
+        sink. Results are bitwise the same from run to run.
 
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
-        NotImplementedError: an input is a dual tensor, alibi_slopes requires grad, or, in backward, a gradient of a
-            gradient is asked for; ``kernel="math"`` has them.
+        NotImplementedError: an input is a dual tensor or, in backward, a gradient of a gradient or of return_aux's
+            maximum is asked for; ``kernel="math"`` has them.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
@@ -160,6 +188,8 @@ def forward(
         dropout_p,
         rng_state,
     )
+    if return_aux != ():
+        return _with_statistics(q, k, v, call, return_lse, return_aux)
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
 
@@ -209,6 +239,22 @@ def forward_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
+@overload
+def forward_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    *,
+    return_aux: Aux,
+    return_lse: bool = ...,
+    **options: Unpack[VarlenOptions],
+) -> tuple[Any, ...]: ...
+
+
 def forward_varlen(
     q: Tensor,
     k: Tensor,
@@ -234,8 +280,9 @@ def forward_varlen(
     batch_invariant: bool = False,
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
+    return_aux: Aux = (),
     validate: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Any:
     """:func:`forward` for sequences of different lengths, packed one after the other without padding.
 
     Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the rows cu_seqlens_k[b] to
@@ -258,11 +305,13 @@ def forward_varlen(
         alibi_slopes: (Hq) or (B, Hq), float32, as for :func:`forward`.
         key_ranges: (Hq or 1, total_q, 2), int32, as for :func:`forward`; keys count from the sequence's first.
         return_lse: also return the logarithm of the softmax's denominator.
+        return_aux: as for :func:`forward`; "max" and "entropy" are (Hq, total_q), "column_sum" (Hq, total_k).
         validate: check the lengths and raise if they are wrong, which waits for the device.
 
     Returns:
-        out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32. A query
-        that sees no key, or that lies behind the last sequence, has out 0, and lse is -inf or its head's sink.
+        out (total_q, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (Hq, total_q), float32; with
+        ``return_aux`` last the dict. A query that sees no key, or that lies behind the last sequence, has out 0, and
+        lse is -inf or its head's sink.
 
     Raises:
         TypeError, ValueError, NotImplementedError, RuntimeError: as :func:`forward`.
@@ -287,5 +336,7 @@ def forward_varlen(
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
+    if return_aux != ():
+        return _with_statistics(q, k, v, call, return_lse, return_aux)
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out

@@ -2,7 +2,9 @@
 
 The registry, if torch has one, only keeps the name. Activating puts these kernels in place of torch's in its
 flash-attention operators, forward and backward; restoring takes them out again. Calls that no kernel here covers still
-run torch's. The backward of either takes out and lse from the forward of either.
+run torch's. The backward of either takes out and lse from the forward of either, but for dropout: each has its own
+mask, so a backward with dropout is the one of its forward. The dtype of the generator's state says whose it is: int64
+here, uint64 in torch.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.library import Library
 
-from . import _ops
+from . import _dropout, _ops
 from ._call import Call, Lengths, call_of
 from ._library import NAMESPACE, ops
 from ._sdpa import backward_kernel_for, kernel_for, largest_head_dim, left_to_torch
@@ -46,6 +48,8 @@ def _attend(
     attn_mask: Tensor | None,
     scale: float | None,
     bottom_right: bool,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     call = call_of(
         causal=is_causal,
@@ -54,6 +58,8 @@ def _attend(
         kernel=kernel_for(query.device.type, query.dtype),
         bottom_right=bottom_right,
         out_bnhd=not query.is_contiguous(),
+        dropout_p=dropout_p,
+        rng_state=rng_state,
     )
     out, lse = _ops.forward(query, key, value, call)
     if out.shape == query.shape:
@@ -61,22 +67,37 @@ def _attend(
     return out, lse
 
 
-def _unused(query: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """rng_state, unused and debug_attn_mask of a call without dropout."""
-    numbers = torch.zeros(2, dtype=torch.uint64, device=query.device)
+def _state(query: Tensor, dropout_p: float) -> Tensor | None:
+    """The state of dropout's generator, if there is dropout."""
+    return _dropout.draw(query.device) if dropout_p != 0 else None
+
+
+def _rest(query: Tensor, rng_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """rng_state, unused and debug_attn_mask of torch's operators."""
+    numbers = torch.zeros(2, dtype=torch.uint64, device=query.device) if rng_state is None else rng_state
     return numbers, torch.zeros((), dtype=torch.uint64, device=query.device), query.new_empty(0)
 
 
-def _has_gradient(query: Tensor, value: Tensor, dropout_p: float) -> bool:
+def _has_gradient(query: Tensor, value: Tensor, dropout_p: float = 0.0) -> bool:
     """Whether a kernel here computes the gradient of such a call."""
-    if dropout_p != 0:
+    if not 0 <= dropout_p < 1:
         return False
     deterministic = torch.are_deterministic_algorithms_enabled()
     device = query.device
     kernel = kernel_for(device.type, query.dtype)
     what = (device.type, device.index, query.dtype, kernel)
-    largest = largest_head_dim(*what, gradient=True, deterministic=deterministic)
+    largest = largest_head_dim(*what, gradient=True, deterministic=deterministic, dropout=dropout_p != 0)
     return 0 < max(query.shape[-1], value.shape[-1]) <= largest
+
+
+def _of(dropout_p: float, rng_state: Tensor) -> Tensor | None:
+    """The state of dropout's generator that forward gave, if there is dropout."""
+    return rng_state if dropout_p != 0 else None
+
+
+def _others_dropout(dropout_p: float, rng_state: Tensor) -> str:
+    """Why torch's backward computes this: its forward dropped the weights; empty if it did not."""
+    return "torch's forward dropped the weights" if dropout_p != 0 and rng_state.dtype != torch.int64 else ""
 
 
 def _gradients(
@@ -119,7 +140,8 @@ def _cpu(original: Any) -> Any:
         attn_mask: Tensor | None = None,
         scale: float | None = None,
     ) -> tuple[Tensor, Tensor]:
-        if left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, True, differentiable=False):
+        why = left_to_torch(query, key, value, attn_mask, 0.0, is_causal, True, differentiable=False)
+        if why or dropout_p != 0:  # this operator has no place for the state of dropout's generator
             return original.call_boxed(  # type: ignore[no-any-return]
                 keyset, query, key, value, dropout_p, is_causal, attn_mask=attn_mask, scale=scale
             )
@@ -151,8 +173,8 @@ def _cpu_backward(original: Any) -> Any:
         scale: float | None = None,
     ) -> Any:
         tensors = (grad_out, query, key, value, out, logsumexp)
-        why = left_to_torch(query, key, value, attn_mask, dropout_p, is_causal, True, differentiable=False)
-        if why or not _has_gradient(query, value, dropout_p):
+        why = left_to_torch(query, key, value, attn_mask, 0.0, is_causal, True, differentiable=False)
+        if why or dropout_p != 0 or not _has_gradient(query, value):
             return original.call_boxed(keyset, *tensors, dropout_p, is_causal, attn_mask=attn_mask, scale=scale)
         call = call_of(causal=is_causal, scale=scale, attn_bias=attn_mask)
         strides = [torch.empty_permuted(t.shape, (0, 2, 1, 3), device="meta").stride() for t in (query, key, value)]
@@ -176,11 +198,13 @@ def _cuda(original: Any) -> Any:
         scale: float | None = None,
     ) -> Any:
         why = left_to_torch(query, key, value, None, dropout_p, is_causal, True, differentiable=False)
-        if why or return_debug_mask:
+        keeps = dropout_p == 0 or _has_gradient(query, value, dropout_p)  # the mask for backward
+        if why or return_debug_mask or not keeps:
             return original.call_boxed(keyset, query, key, value, dropout_p, is_causal, return_debug_mask, scale=scale)
         # torch aligns the causal mask to the last key where it calls this operator itself (nn/attention/bias.py)
-        out, lse = _attend(query, key, value, is_causal, None, scale, bottom_right=True)
-        return out, lse, None, None, query.shape[2], key.shape[2], *_unused(query)
+        state = _state(query, dropout_p)
+        out, lse = _attend(query, key, value, is_causal, None, scale, True, dropout_p, state)
+        return out, lse, None, None, query.shape[2], key.shape[2], *_rest(query, state)
 
     return forward
 
@@ -209,11 +233,14 @@ def _cuda_backward(original: Any) -> Any:
     ) -> Any:
         tensors = (grad_out, query, key, value, out, logsumexp)
         why = left_to_torch(query, key, value, None, dropout_p, is_causal, True, differentiable=False)
+        why = why or _others_dropout(dropout_p, philox_seed)
         if why or logsumexp.shape != query.shape[:3] or not _has_gradient(query, value, dropout_p):
             lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
             options = (dropout_p, is_causal, philox_seed, philox_offset)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale)
-        call = call_of(causal=is_causal, scale=scale, bottom_right=True)
+        call = call_of(
+            causal=is_causal, scale=scale, bottom_right=True, dropout_p=dropout_p, rng_state=_of(dropout_p, philox_seed)
+        )
         return _gradients(*tensors, call, _like(query, key, value))
 
     return backward
@@ -245,7 +272,7 @@ def _cuda_packed(original: Any) -> Any:
         if (
             cum_seq_q is None
             or cum_seq_k is None
-            or dropout_p != 0
+            or (dropout_p != 0 and not _has_gradient(query, value, dropout_p))
             or return_debug_mask
             or any(option is not None for option in others.values())
         ):
@@ -268,16 +295,19 @@ def _cuda_packed(original: Any) -> Any:
                 alibi_slopes=alibi_slopes,
                 **others,
             )
+        state = _state(query, dropout_p)
         call = call_of(
             causal=is_causal,
             scale=scale,
             window=(window_size_left, window_size_right),
             alibi_slopes=alibi_slopes,
             bottom_right=True,
+            dropout_p=dropout_p,
+            rng_state=state,
             lengths=Lengths(cum_seq_q, cum_seq_k, seqused_k, max_q, max_k),
         )
         out, lse = _ops.forward(query, key, value, call)
-        return out, lse, *_unused(query)
+        return out, lse, *_rest(query, state)
 
     return forward
 
@@ -309,7 +339,8 @@ def _cuda_packed_backward(original: Any) -> Any:
         tensors = (grad_out, query, key, value, out, logsumexp)
         lengths = (cum_seq_q, cum_seq_k, max_q, max_k)
         windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-        if cum_seq_q is None or cum_seq_k is None or not _has_gradient(query, value, dropout_p):
+        others = _others_dropout(dropout_p, rng_state)
+        if cum_seq_q is None or cum_seq_k is None or others or not _has_gradient(query, value, dropout_p):
             options = (dropout_p, is_causal, rng_state, unused)
             return original.call_boxed(keyset, *tensors, *lengths, *options, scale=scale, **windows)
         call = call_of(
@@ -317,6 +348,8 @@ def _cuda_packed_backward(original: Any) -> Any:
             scale=scale,
             window=(window_size_left, window_size_right),
             bottom_right=True,
+            dropout_p=dropout_p,
+            rng_state=_of(dropout_p, rng_state),
             lengths=Lengths(cum_seq_q, cum_seq_k, None, max_q, max_k),
         )
         return _gradients(*tensors, call, _like(query, key, value))

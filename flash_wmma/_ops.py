@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ._call import PLAIN, Cache, Call
+from ._errors import raise_library_error
 from ._library import ops
 
 _forward = ops.forward.default
 _forward_varlen = ops.forward_varlen.default
 _forward_cached = ops.forward_cached.default
+_backward_with_statistics = ops.backward_with_statistics.default
+_statistics = ops.statistics.default
 
 _LAYOUT, _END = Call._fields.index("out_bnhd"), Call._fields.index("kernel_name") + 1
 _BAND, _UP_TO_LAYOUT = slice(_LAYOUT), slice(_LAYOUT + 1)
@@ -40,6 +44,68 @@ def forward_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, ca
     rest = (call.attn_bias, call.alibi_slopes, call.softcap, call.sinks, call.batch_invariant, call.kernel_name)
     asked: tuple[Any, ...] = call
     return _forward_cached(q, k_cache, v_cache, *cache, *asked[_UP_TO_LAYOUT], *rest)  # type: ignore[no-any-return]
+
+
+def _tables(call: Call) -> tuple[Any, ...]:
+    """The lengths of packed sequences for an op that takes dense tensors too."""
+    if call.lengths is None:
+        return None, None, None, 0, 0
+    return call.lengths
+
+
+def statistics(
+    q: Tensor, k: Tensor, lse: Tensor, call: Call, names: tuple[str, ...], key_weights: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(row_max, entropy, column_sum, row_sum), of which those that are not asked for are empty."""
+    changes = (call.attn_bias, call.alibi_slopes, call.key_ranges, call.softcap)
+    rest = (*_tables(call), call.scale, *call.band, *changes, call.backward_kernel, call.kernel_name)
+    try:
+        return _statistics(q, k, lse, " ".join(names), key_weights, *rest)  # type: ignore[no-any-return]
+    except (RuntimeError, ValueError) as error:
+        raise_library_error(error)
+        raise
+
+
+def backward_with_statistics(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dentropy: Tensor | None,
+    dcolumn_sum: Tensor | None,
+    call: Call,
+    bias_grad: bool,
+    slopes_grad: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of q, k, v, attn_bias and alibi_slopes; the last two are empty if not asked for."""
+    asked = call.deterministic
+    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    changes = (call.attn_bias, call.alibi_slopes, call.key_ranges, call.softcap, call.rng_state, call.dropout_p)
+    rest = (call.scale, *call.band, *changes, bias_grad, slopes_grad, deterministic)
+    given = (dout, dlse, q, k, v, out, lse, dentropy, dcolumn_sum, *_tables(call))
+    try:
+        found = _backward_with_statistics(*given, *rest, call.backward_kernel, call.kernel_name)
+    except (RuntimeError, ValueError) as error:
+        raise_library_error(error)
+        raise
+    dq, dk, dv, dbias, dslopes = found
+    return dq, dk, dv, dbias, _slopes_of(dslopes, call) if slopes_grad else dslopes
+
+
+def _slopes_of(of_keys: Tensor, call: Call) -> Tensor:
+    """The gradient of alibi_slopes, from that of each key: (B, Hq, Nk), or packed (Hq, total_k)."""
+    assert call.alibi_slopes is not None
+    per_entry = call.alibi_slopes.dim() == 2
+    if call.lengths is None:
+        return of_keys.sum(2) if per_entry else of_keys.sum((0, 2))
+    if not per_entry:
+        return of_keys.sum(1)
+    row, first = torch.arange(of_keys.shape[1], device=of_keys.device), call.lengths.cu_seqlens_k
+    of_sequence = (row >= first[:-1, None]) & (row < first[1:, None])
+    return of_sequence.to(of_keys.dtype) @ of_keys.transpose(0, 1)
 
 
 def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tuple[Any, ...]:

@@ -30,6 +30,7 @@ def _largest_head_dim(
     gradient: bool,
     bias_gradient: bool,
     deterministic: bool,
+    dropout: bool,
 ) -> int:
     try:
         kernels = native().kernels("forward")
@@ -47,6 +48,7 @@ def _largest_head_dim(
             sizes=sizes | {"head_dim_v": d // 2 if other_d_v else d},
             band=band(causal, None),
             attn_bias=BiasFacts("float32") if attn_bias else None,
+            dropout=dropout,
         )
         runs = choose(kernel, problem, facts)["kernel"]
         if runs and gradient:
@@ -72,10 +74,11 @@ def largest_head_dim(
     gradient: bool = False,
     bias_gradient: bool = False,
     deterministic: bool = False,
+    dropout: bool = False,
 ) -> int:
     """The largest head dim with which ``kernel`` (or "auto") runs this; 0 if there is none."""
     return _largest_head_dim(
-        device, index, dtype, kernel, causal, attn_bias, other_d_v, gradient, bias_gradient, deterministic
+        device, index, dtype, kernel, causal, attn_bias, other_d_v, gradient, bias_gradient, deterministic, dropout
     )
 
 
@@ -125,8 +128,11 @@ def left_to_torch(
 
     ``differentiable``: whether gradients may be asked for; only then do inputs that require one matter.
     """
-    if dropout_p != 0:
-        return "dropout_p is not 0"
+    dropout = False
+    if dropout_p != 0:  # a branch, since to torch.compile a traced comparison is no constant
+        if not 0 < dropout_p < 1:
+            return f"dropout_p is {dropout_p}"  # torch drops all weights with 1, and raises its error for the others
+        dropout = True
     recorded = False
     for t in (query, key, value) if attn_mask is None else (query, key, value, attn_mask):
         if type(t) is not Tensor and type(t).__torch_function__ is not torch._C._disabled_torch_function_impl:
@@ -137,7 +143,7 @@ def left_to_torch(
             return "an input is no dense tensor"
         recorded = recorded or t.requires_grad
     recorded = recorded and differentiable and torch.is_grad_enabled()
-    if recorded and torch._C._are_functorch_transforms_active():
+    if (recorded or dropout) and torch._C._are_functorch_transforms_active():
         return "a torch.func transform is on"
     if forward_ad._current_level >= 0:
         return "forward-mode differentiation is on"
@@ -186,10 +192,12 @@ def left_to_torch(
         gradient=recorded,
         bias_gradient=bias_gradient,
         deterministic=deterministic,
+        dropout=dropout,
     )
     if d < 1 or dv < 1 or d > largest or dv > largest:
         gradient = "gradient of attn_bias" if bias_gradient else "gradient"
         asked = {"causal": is_causal, "attn_bias": attn_mask is not None, "d_v": other_d_v, gradient: recorded}
+        asked["dropout"] = dropout
         features = " ".join(name for name, wanted in asked.items() if wanted)
         return f"no kernel runs head dims {d} and {dv}{' with ' * bool(features)}{features}"
     return ""
@@ -222,7 +230,7 @@ def scaled_dot_product_attention(
 ) -> Tensor:
     """A stand-in for :func:`torch.nn.functional.scaled_dot_product_attention`, with its signature and semantics.
 
-    Calls that no kernel of this library covers go to torch's own implementation: dropout, forward-mode differentiation,
+    Calls that no kernel of this library covers go to torch's own implementation: forward-mode differentiation,
     ``torch.func``, float64, … So do those for which torch's flash attention is switched off, which these kernels stand
     for, as within ``torch.nn.attention.sdpa_kernel(SDPBackend.MATH)``. :func:`flash_wmma.explain` names the reason.
     Torch also raises the errors for wrong arguments.
@@ -238,7 +246,8 @@ def scaled_dot_product_attention(
         value: (..., Nk, d_v), likewise.
         attn_mask: broadcastable to the scores, (..., Nq, Nk): bool, ``True`` where the query sees the key, or numbers
             added to the scores.
-        dropout_p: probability of dropping a weight.
+        dropout_p: probability of dropping a weight, as in :func:`flash_wmma.forward`: torch's generator draws the state
+            of each call, from which these kernels make another mask than torch's. With 1 torch computes the call.
         is_causal: query i sees the keys j <= i; not together with ``attn_mask``.
         scale: factor on the scores; default 1 / sqrt(d).
         enable_gqa: query head h reads key and value head h // (Hq // Hk).
@@ -253,6 +262,7 @@ def scaled_dot_product_attention(
     given = given and (attn_mask is None or isinstance(attn_mask, Tensor))
     given = given and isinstance(is_causal, bool) and isinstance(enable_gqa, bool)
     given = given and (scale is None or (isinstance(scale, int | float | torch.SymFloat) and abs(scale) <= LARGEST))
+    given = given and isinstance(dropout_p, int | float | torch.SymFloat)
     if not given or why_torch(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa):
         return torch.nn.functional.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
@@ -271,6 +281,7 @@ def scaled_dot_product_attention(
         attn_bias=attn_mask,
         kernel=kernel,
         backward_kernel=backward_kernel_for(kernel),
+        dropout_p=dropout_p,
     )
     out = attend(query, key, value, call)[0]
     return out if batch is None else out.view(*batch, *out.shape[2:])

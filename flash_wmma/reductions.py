@@ -6,12 +6,16 @@ attention kernel is made of. On CPU tensors they are torch's own; ``kernel="shuf
 
 Results are those of torch in dtype and for NaN: a maximum, sum or softmax over NaN is NaN; the sum of int32 is int64;
 float16 and bfloat16 are summed in float32 and rounded once. Results are bitwise the same from run to run on a device.
+
+All but those of int32 are differentiable, any number of times, in reverse mode. Elements that share a maximum share its
+gradient in equal parts, as in torch's ``max()`` and ``amax``.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,8 +55,6 @@ def _check(x: Tensor, kernel: str, *, matrix: bool, maximum: bool = False, softm
         refuse("kernel", repr(kernel), "'auto', 'shuffle'", TypeError)
     if kernel not in ("auto", "shuffle"):
         refuse("kernel", repr(kernel), "'auto', 'shuffle'")
-    if x.requires_grad and torch.is_grad_enabled():
-        raise NotImplementedError("x: got a tensor that requires grad, which no kernel computes; pass x.detach()")
 
 
 def max(x: Tensor, *, kernel: str = "auto") -> Tensor:
@@ -70,12 +72,11 @@ def max(x: Tensor, *, kernel: str = "auto") -> Tensor:
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: x has another dtype, layout or device, or no element; the kernel is unknown.
-        NotImplementedError: x requires grad.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: ``"shuffle"`` on CPU tensors: it could not be compiled, or a check failed.
     """
     _check(x, kernel, matrix=False, maximum=True)
-    return _emulated(x.reshape(1, -1), _MAX).reshape(()) if _emulate(x, kernel) else ops.array_max(x)
+    return _reduced("array_max", x, kernel)
 
 
 def sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
@@ -85,7 +86,7 @@ def sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
         () in x's dtype; int64 for int32.
     """
     _check(x, kernel, matrix=False)
-    return _emulated(x.reshape(1, -1), _SUM).reshape(()) if _emulate(x, kernel) else ops.array_sum(x)
+    return _reduced("array_sum", x, kernel)
 
 
 def row_max(x: Tensor, *, kernel: str = "auto") -> Tensor:
@@ -103,7 +104,7 @@ def row_max(x: Tensor, *, kernel: str = "auto") -> Tensor:
         As :func:`max`.
     """
     _check(x, kernel, matrix=True, maximum=True)
-    return _emulated(x, _MAX) if _emulate(x, kernel) else ops.row_max(x)
+    return _reduced("row_max", x, kernel)
 
 
 def row_sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
@@ -113,7 +114,7 @@ def row_sum(x: Tensor, *, kernel: str = "auto") -> Tensor:
         (N) in x's dtype; int64 for int32.
     """
     _check(x, kernel, matrix=True)
-    return _emulated(x, _SUM) if _emulate(x, kernel) else ops.row_sum(x)
+    return _reduced("row_sum", x, kernel)
 
 
 def row_softmax(x: Tensor, *, kernel: str = "auto") -> Tensor:
@@ -124,7 +125,55 @@ def row_softmax(x: Tensor, *, kernel: str = "auto") -> Tensor:
         (N, C), contiguous, in x's dtype. NaN throughout a row that holds NaN or +inf, or nothing but -inf, as in torch.
     """
     _check(x, kernel, matrix=True, softmax=True)
-    return _emulated(x, None) if _emulate(x, kernel) else ops.row_softmax(x)
+    return _reduced("row_softmax", x, kernel)
+
+
+# ------------------------------------------------------------------------------------------------------------ gradients
+
+
+def _reduced(name: str, x: Tensor, kernel: str) -> Tensor:
+    """The reduction of that op, recorded if x requires a gradient."""
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Reduction.apply(x, name, kernel)  # type: ignore[no-any-return]
+    return _computed(name, x, kernel)
+
+
+def _computed(name: str, x: Tensor, kernel: str) -> Tensor:
+    if not _emulate(x, kernel):
+        return getattr(ops, name)(x)  # type: ignore[no-any-return]
+    if name == "row_softmax":
+        return _emulated(x, None)
+    reduction = _MAX if name.endswith("max") else _SUM
+    return _emulated(x, reduction) if name.startswith("row") else _emulated(x.reshape(1, -1), reduction).reshape(())
+
+
+class _Reduction(torch.autograd.Function):
+    """Gradients in torch's ops, which have gradients themselves."""
+
+    @staticmethod
+    def forward(x: Tensor, name: str, kernel: str) -> Tensor:
+        return _computed(name, x, kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str, str], output: Tensor) -> None:
+        x, ctx.name, _ = inputs
+        ctx.shape = x.shape
+        ctx.save_for_backward(*{"sum": (), "max": (x, output), "softmax": (output,)}[ctx.name.rpartition("_")[2]])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if ctx.name == "row_softmax":
+            (weights,) = ctx.saved_tensors
+            y, dy = weights.float(), gradient.float()
+            return (y * (dy - (y * dy).sum(1, keepdim=True))).to(weights.dtype), None, None
+        of_each = gradient[:, None] if ctx.name.startswith("row") else gradient
+        if ctx.name.endswith("sum"):
+            return of_each.expand(ctx.shape), None, None
+        x, largest = ctx.saved_tensors
+        largest = largest[:, None] if ctx.name.startswith("row") else largest
+        shares = (x == largest) | (x.isnan() & largest.isnan())
+        count = shares.sum(1, keepdim=True) if ctx.name.startswith("row") else shares.sum()
+        return torch.where(shares, of_each / count, 0), None, None
 
 
 # ----------------------------------------------------------------------------------------------- the ops beside the GPU

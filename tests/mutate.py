@@ -68,10 +68,12 @@ BACKWARD_TESTS = (
     "key_ranges",
     "sinks",
     "dropout",
+    "statistics",
+    "slopes",
 )
 CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
-    *("key_ranges", "sinks", "dropout", "kvcache"),
+    *("key_ranges", "sinks", "dropout", "kvcache", "statistics", "slopes"),
 )
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
@@ -90,6 +92,8 @@ TESTS = {
     "flash_wmma/_explain.py": ("kernels", "drop_in", "emulated"),
     "flash_wmma/_ranks.py": ("drop_in",),
     "flash_wmma/_documents.py": ("key_ranges",),
+    "flash_wmma/_statistics.py": ("statistics", "slopes"),
+    "flash_wmma/_slopes.py": ("slopes",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/_append.py": ("kvcache",),
     "flash_wmma/_cached.py": ("kvcache",),

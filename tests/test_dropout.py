@@ -353,6 +353,92 @@ def test_module_drops_in_training_alone() -> None:
         flash_wmma.MultiheadAttention(32, 2, dropout=1)
 
 
+class TestStandIn:
+    """flash_wmma.scaled_dot_product_attention, whose state is torch's generator's next one."""
+
+    P = 0.3
+
+    @staticmethod
+    def next_state() -> Tensor:
+        torch.manual_seed(11)
+        made = flash_wmma._dropout.draw(torch.device("cpu"))
+        torch.manual_seed(11)
+        return made
+
+    @pytest.mark.parametrize("shape", [(3, 2, 40, 16), (2, 40, 16), (40, 16), (2, 3, 2, 40, 16)], ids=len)
+    @pytest.mark.parametrize("option", ["plain", "causal", "mask"])
+    def test_mask(self, shape: tuple[int, ...], option: str) -> None:
+        """Out and gradients are those of plain torch ops with forward's mask of the same state."""
+        q, k, v, dout = (torch.randn(shape, generator=torch.Generator().manual_seed(s)) for s in range(4))
+        bias = torch.randn(40, 40, generator=torch.Generator().manual_seed(4)) if option == "mask" else None
+        leaves = [t.requires_grad_() for t in (q, k, v) if t is not None]
+        leaves += [] if bias is None else [bias.requires_grad_()]
+        given = self.next_state()
+        out = flash_wmma.scaled_dot_product_attention(q, k, v, bias, self.P, option == "causal")
+        exact = [t.detach().double().requires_grad_() for t in leaves]
+        heads = [t.reshape(-1, shape[-3] if len(shape) > 2 else 1, 40, 16) for t in exact[:3]]
+        expected = flash_wmma.forward(
+            *heads, attn_bias=exact[3] if bias is not None else None, causal=option == "causal", dropout_p=self.P,
+            rng_state=given, kernel="math",
+        ).view(shape)  # fmt: skip
+        torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
+        for a, b in zip(
+            torch.autograd.grad(out, leaves, dout), torch.autograd.grad(expected, exact, dout.double()), strict=True
+        ):
+            torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+    def test_statistics(self) -> None:
+        """Equal scores and a one-hot V show how many weights are kept, and that they are divided by 1 - p."""
+        n = 256
+        q, v = torch.zeros(4, 8, n, 16), torch.eye(n).expand(4, 8, n, n)
+        torch.manual_seed(2)
+        out = flash_wmma.scaled_dot_product_attention(q, q, v, dropout_p=self.P)
+        kept = out != 0
+        deviation = math.sqrt(self.P * (1 - self.P) / kept.numel())
+        assert abs(float(kept.double().mean()) - (1 - self.P)) <= 5 * deviation
+        torch.testing.assert_close(out[kept], torch.full_like(out[kept], 1 / n / (1 - self.P)))
+        again = flash_wmma.scaled_dot_product_attention(q, q, v, dropout_p=self.P) != 0
+        assert abs(float((kept & again).double().mean()) - (1 - self.P) ** 2) <= 5 * deviation
+
+    def test_expectation(self) -> None:
+        """The mean over calls is torch's attention without dropout."""
+        q, k, v = (torch.randn(1, 1, 8, 16) for _ in range(3))
+        outs = torch.stack([flash_wmma.scaled_dot_product_attention(q, k, v, dropout_p=self.P) for _ in range(400)])
+        expected = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        assert float(((outs.mean(0) - expected).abs() / outs.std(0) * math.sqrt(len(outs))).max()) < 5
+
+    def test_compile(self) -> None:
+        q = torch.randn(1, 2, 20, 16, requires_grad=True)
+
+        def loss(q: Tensor) -> Tensor:
+            return flash_wmma.scaled_dot_product_attention(q, q, q, dropout_p=self.P).square().sum()
+
+        compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)
+        assert float(compiled(q)) != float(compiled(q))
+        torch.manual_seed(3)
+        first = torch.autograd.grad(compiled(q), q)[0]
+        torch.manual_seed(3)
+        assert torch.equal(torch.autograd.grad(compiled(q), q)[0], first)
+
+    @pytest.mark.parametrize("p", [-0.1, 1.5])
+    def test_errors_are_torchs(self, p: float) -> None:
+        q = torch.randn(1, 2, 9, 16)
+        for attend in (flash_wmma.scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention):
+            with pytest.raises(RuntimeError, match="dropout"):
+                attend(q, q, q, dropout_p=p)
+
+    def test_a_transform_is_left_to_torch(self) -> None:
+        q = torch.randn(3, 2, 9, 16)
+
+        def attend(x: Tensor) -> Tensor:
+            return flash_wmma.scaled_dot_product_attention(x[None], x[None], x[None], dropout_p=self.P)[0]
+
+        out = torch.func.vmap(attend, randomness="different")(q)
+        assert out.shape == q.shape
+        with pytest.raises(RuntimeError, match="randomness"):
+            torch.func.vmap(attend)(q)
+
+
 def test_expectation() -> None:
     """The mean over states is attention without dropout."""
     q, k, v = (torch.randn(1, 1, 8, 16) for _ in range(3))

@@ -143,11 +143,6 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
             ("batch_invariant", "yes"),
         )
     },
-    "slopes want grad": (
-        {"alibi_slopes": lambda device: torch.zeros(4, device=device, requires_grad=True)},
-        NotImplementedError,
-        r'alibi_slopes: .*requires grad.*no_grad\(\).*alibi_slopes\.detach\(\).*kernel="math"',
-    ),
     "bias a list": ({"attn_bias": [[0.0]]}, TypeError, r"attn_bias: got list, allowed: torch\.Tensor"),
     "bias shape": (
         {"attn_bias": zeros(20, 21)},

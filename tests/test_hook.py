@@ -122,6 +122,63 @@ def test_cuda_operators_with_packed_sequences(causal: bool, window: tuple[int | 
     torch.testing.assert_close(got, torch.autograd.grad(expected, inputs, dout), atol=1e-4, rtol=1e-4)
 
 
+def test_cuda_operators_with_dropout() -> None:
+    """Forward returns the state of its mask, of a dtype that torch's has not, and backward takes it."""
+    p, (q, k, v, dout) = 0.3, tensors()
+    torch.manual_seed(5)
+    out, lse, *lengths, state, unused, _ = _hook._cuda(None)(None, q, k, v, p, True, False)
+    assert state.dtype == torch.int64
+    torch.manual_seed(5)
+    assert torch.equal(_hook._cuda(None)(None, q, k, v, p, True, False)[0], out)
+    assert not torch.equal(_hook._cuda(None)(None, q, k, v, p, True, False)[0], out)
+    got = _hook._cuda_backward(None)(None, dout, q, k, v, out, lse, *lengths, p, True, state, unused)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    expected = flash_wmma.forward(*inputs, causal="bottom_right", dropout_p=p, rng_state=state, kernel="math")
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, inputs, dout), atol=1e-4, rtol=1e-4)
+
+
+def test_cuda_operators_with_dropout_in_packed_sequences() -> None:
+    p, generator = 0.3, torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(20, 4, 64, generator=generator) for _ in "qkvo")
+    out, lse, state, unused, _ = _hook._cuda_packed(None)(None, q, k, v, *PACKED, p, True, False)
+    got = _hook._cuda_packed_backward(None)(None, dout, q, k, v, out, lse, *PACKED, p, True, state, unused)
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    options: Any = {"causal": "bottom_right", "dropout_p": p, "rng_state": state, "kernel": "math"}
+    expected = flash_wmma.forward_varlen(*inputs, *PACKED, **options)
+    torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got, torch.autograd.grad(expected, inputs, dout), atol=1e-4, rtol=1e-4)
+
+
+class Original:
+    """Stands for torch's kernel; remembers that it was called."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def call_boxed(self, *_: Any, **__: Any) -> None:
+        self.calls += 1
+
+
+def test_dropout_that_is_left_to_torch() -> None:
+    """A backward whose forward was torch's, whose state is uint64; probability 1; operators without a state."""
+    q, k, v, dout = tensors()
+    out, lse = flash_wmma.forward(q, k, v, return_lse=True)
+    original: Any = Original()
+    torchs = torch.zeros(2, dtype=torch.uint64)
+    _hook._cuda_backward(original)(None, dout, q, k, v, out, lse, None, None, 20, 33, 0.3, False, torchs, torchs)
+    _hook._cuda(original)(None, q, k, v, 1.0)
+    _hook._cpu(original)(None, q, k, v, 0.3)
+    _hook._cpu_backward(original)(None, dout, q, k, v, out, lse, 0.3, False)
+    assert original.calls == 4
+    q, k, v, dout = (t[0].transpose(0, 1).contiguous() for t in (q, k, v, dout))
+    cu_q, cu_k = (torch.tensor([0, n], dtype=torch.int32) for n in (20, 33))
+    _hook._cuda_packed(original)(None, q, k, v, cu_q, cu_k, 20, 33, 1.0, False, False)
+    rest = (cu_q, cu_k, 20, 33, 0.3, False, torchs, torchs)
+    _hook._cuda_packed_backward(original)(None, dout, q, k, v, q, lse[0], *rest)
+    assert original.calls == 6
+
+
 @pytest.mark.parametrize(
     "option",
     [

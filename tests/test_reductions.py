@@ -263,6 +263,67 @@ def test_compile() -> None:
     torch.testing.assert_close(torch.compile(f, backend="aot_eager", fullgraph=True)(x), f(x))
 
 
+def as_torch(name: str, x: Tensor) -> Tensor:
+    """The same by torch."""
+    return {
+        "max": lambda: x.max(), "sum": lambda: x.sum(), "row_max": lambda: x.amax(1), "row_sum": lambda: x.sum(1),
+        "row_softmax": lambda: x.softmax(1),
+    }[name]()  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("chosen", ["auto", "shuffle"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients(name: str, chosen: str, dtype: torch.dtype) -> None:
+    """As torch's, with ties: of a few whole numbers many share a maximum. One element, one column, a row of equals."""
+    for shape in ((1, 1), (5, 1), (3, 40), (2, 300)):
+        x = numbers(shape, dtype).float().mul(2).round().to(dtype)
+        x[-1] = 3
+        ours, torchs = (x.clone().requires_grad_() for _ in range(2))
+        out, right = FUNCTIONS[name](ours, kernel=chosen), as_torch(name, torchs)
+        weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(DEVICE, dtype)
+        out.backward(weight)
+        right.backward(weight)
+        torch.testing.assert_close(
+            ours.grad, torchs.grad, rtol=2 * torch.finfo(dtype).eps, atol=1e-3 if dtype != torch.float32 else 1e-6
+        )
+        assert ours.grad is not None
+        assert ours.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradcheck(name: str) -> None:
+    """The first and the second derivatives. No two elements are closer than the steps."""
+    x = (torch.randperm(15, generator=torch.Generator().manual_seed(2)).view(3, 5) / 4).double().requires_grad_()
+
+    def function(x: Tensor) -> Tensor:
+        return FUNCTIONS[name](x.to(DEVICE).float()).double()
+
+    assert torch.autograd.gradcheck(function, (x,), eps=1e-2, atol=5e-3, rtol=1e-2)
+    assert torch.autograd.gradgradcheck(function, (x,), eps=1e-2, atol=5e-3, rtol=1e-2)
+
+
+def test_gradients_of_nan_and_nothing() -> None:
+    """Those elements that are NaN share the gradient of a maximum that is NaN. Empty sums have an empty gradient."""
+    x = torch.tensor([[1.0, math.nan, 3.0, math.nan], [1.0, 2.0, 2.0, 0.0]], device=DEVICE, requires_grad=True)
+    (of_rows,) = torch.autograd.grad(reductions.row_max(x).sum(), x)
+    assert of_rows.tolist() == [[0, 0.5, 0, 0.5], [0, 0.5, 0.5, 0]]
+    assert torch.equal(torch.autograd.grad(reductions.max(x), x)[0], torch.autograd.grad(x.max(), x)[0])
+    empty = torch.zeros(3, 0, device=DEVICE, requires_grad=True)
+    for name in ("sum", "row_sum", "row_softmax"):
+        assert torch.autograd.grad(FUNCTIONS[name](empty).sum(), empty)[0].shape == (3, 0)
+
+
+def test_compiled_gradient() -> None:
+    x = numbers((4, 9), torch.float32).requires_grad_()
+
+    def f(x: Tensor) -> Tensor:
+        return reductions.row_softmax(x).square().sum() + reductions.max(x) + reductions.row_sum(x).square().sum()
+
+    compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(*(torch.autograd.grad(g(x), x)[0] for g in (compiled, f)))
+
+
 def test_bad_arguments_are_named() -> None:
     x = torch.zeros(3, 4, device=DEVICE)
     for name, function in FUNCTIONS.items():
@@ -276,8 +337,6 @@ def test_bad_arguments_are_named() -> None:
             function(x, kernel="cub")
         with pytest.raises(TypeError, match=r"kernel: got 3"):
             function(x, kernel=3)
-        with pytest.raises(NotImplementedError, match=r"x: got a tensor that requires grad"):
-            function(x.clone().requires_grad_())
         if name.startswith("row"):
             with pytest.raises(ValueError, match=r"x\.shape: got \(12,\), allowed: \(N, C\)"):
                 function(x.flatten())

@@ -332,7 +332,6 @@ ERRORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         ValueError,
         r"alibi_slopes\.shape: got \(3,\), allowed: \(Hq\) = \(2,\) or \(B, Hq\) = \(2, 2\)",
     ),
-    "gradient": ({"alibi_slopes": torch.zeros(2, requires_grad=True)}, NotImplementedError, "alibi_slopes: .*requires"),
     "too short": (
         {"max_seqlen_q": 6, "validate": True},
         ValueError,

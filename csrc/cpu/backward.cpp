@@ -2,13 +2,23 @@
 //
 // This file splits the work (backward.inl is the algorithm). Every batch entry or packed sequence is an entry. For each
 // of its key/value heads, a few tasks share the keys, split by shape alone. Each task writes its own part of dq; the
-// parts are added in order afterwards. Tasks that add to the same elements of dbias run one after the other.
+// parts are added in order afterwards. Tasks that add to the same elements of dbias run one after the other. Statistics
+// have a task for each entry and query head.
 #include <vector>
 
 #include "cpu/tasks.h"
 
 namespace flash_wmma::cpu {
 namespace {
+
+/// Moves the pointers to numbers of each query by `queries`, and those to numbers of each key by `keys`.
+void move_numbers(BackwardParams& p, std::int64_t queries, std::int64_t keys) {
+    const auto move = [](std::int64_t by, auto&... pointers) {
+        ((pointers = pointers ? pointers + by : nullptr), ...);
+    };
+    move(queries, p.dlse, p.dentropy, p.forward.row_max, p.forward.entropy, p.statistics.row_sum);
+    move(keys, p.dcolumn_sum, p.dslopes, p.statistics.key_weights, p.statistics.column_sum);
+}
 
 /// One batch entry, or one packed sequence, as a problem with batch 1.
 BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
@@ -20,7 +30,7 @@ BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
             keys(f.sequences.cu_seqlens_k, b, f.sequences.total_k, f.seqlen_k);
         for (Rows* t : {&p.dout, &p.dq}) t->data = moved(t->data, queries.begin * t->row, f.out_dtype);
         for (Rows* t : {&p.dk, &p.dv}) t->data = moved(t->data, keys.begin * t->row, f.out_dtype);
-        if (p.dlse) p.dlse += queries.begin;
+        move_numbers(p, queries.begin, keys.begin);
     } else {
         ForwardParams& one = p.forward;
         one.batch = 1;
@@ -28,7 +38,7 @@ BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
         for (Rows* t : {&one.q, &one.k, &one.v}) t->data = moved(t->data, b * t->batch, f.dtype);
         for (Rows* t : {&one.o, &p.dout, &p.dq, &p.dk, &p.dv}) t->data = moved(t->data, b * t->batch, f.out_dtype);
         one.lse += b * f.lse_batch;
-        if (p.dlse) p.dlse += b * f.lse_batch;
+        move_numbers(p, b * f.lse_batch, b * p.key_batch);
         if (one.bias.data) one.bias.data = moved(const_cast<void*>(f.bias.data), b * f.bias.batch, f.bias.dtype);
         if (one.alibi_slopes) one.alibi_slopes += b * f.alibi_batch_stride;
         if (one.key_ranges.data) one.key_ranges.data += b * f.key_ranges.batch;
@@ -94,6 +104,11 @@ void launch(const BackwardParams& p, const DeviceFacts&, Stream) {
     float *scratch = static_cast<float*>(p.workspace), *deltas = scratch + plan.workers * plan.scratch,
           *parts = deltas + plan.deltas;
     const auto count = static_cast<std::int64_t>(plan.entries.size());
+    if (p.statistics.wanted)
+        return run_tasks(plan.workers, count * f.heads_q, [&](std::int64_t t, std::int64_t worker) {
+            plan.isa.statistics(plan.entries[static_cast<std::size_t>(t / f.heads_q)].params, t % f.heads_q,
+                                scratch + worker * plan.scratch);
+        });
 
     run_tasks(plan.workers, count * f.heads_q, [&](std::int64_t t, std::int64_t worker) {
         const Entry& e = plan.entries[static_cast<std::size_t>(t / f.heads_q)];
@@ -138,7 +153,8 @@ const BackwardKernelInfo kKernel = {
      .float16 = true,
      .max_head_dim = kMaxHeadDim,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
-                 kDeterministic | kBiasGradient | kDeterministicBiasGradient,
+                 kDeterministic | kBiasGradient | kDeterministicBiasGradient | kStatistics | kStatisticsGradient |
+                 kSlopesGradient,
      .auto_rank = 100},
     /*choose=*/nullptr,
     workspace_bytes,

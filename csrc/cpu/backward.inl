@@ -106,42 +106,70 @@ void store_scaled(float* row, float factor, const Rows& t, DType dtype, std::int
     store_row<Isa>(row, const_cast<char*>(row_pointer(t, dtype, 0, head, i)), dtype, columns);
 }
 
-/// For one query row, which sees the keys [lo, hi], and a tile of keys from `first` on: turns the products in `s` into
-/// P and those in `dp` into dS', in place. `bias` is added to the scores, unless it is null. dS without softcap's
-/// factor is added to `dbias`, whose elements lie `dbias_step` apart, unless it is null. `kept`: what dropout
-/// multiplies weights by, or null.
+/// One query row and a tile of keys.
+struct TileRow {
+    float lse, slope;
+    std::int32_t place;   ///< i + Nk - Nq
+    std::int32_t lo, hi;  ///< the row sees the keys [lo, hi]
+    std::int32_t first;   ///< key of the tile
+    const float* bias;    ///< of the tile's keys, or null
+};
+
+/// Scores and weights of some keys of a TileRow.
 template <class Isa>
-void weigh_row(const ForwardParams& p, float lse, float delta, float slope, std::int32_t place, std::int32_t lo,
-               std::int32_t hi, std::int32_t first, int n, const float* bias, const float* kept, float* dbias,
-               std::int64_t dbias_step, float* s, float* dp) {
+struct WeighedKeys {
     using Vec = typename Isa::Vec;
-    using Int = typename Isa::Int;
-    constexpr int kLanes = Isa::kLanes;
-    Int lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
-    const Vec zero = Isa::broadcast(0.f), one = Isa::broadcast(1.f), log2e = Isa::broadcast(static_cast<float>(kLog2E));
-    const Vec base = Isa::broadcast(lse == -kInfinity ? kInfinity : lse);
-    for (int j = 0; j < kTileKeys; j += kLanes) {
-        const Int index = lane + (first + j);
-        Vec x = Isa::load(s + j) * Isa::broadcast(p.scale), factor = one;
+    Vec distance, x, factor;  ///< of ALiBi; the score, of hidden keys too; its derivative by the scaled product
+    Vec log_weight, weight;   ///< weight: 0 if the key is hidden or the row sees none
+
+    /// From the products of the keys `j` and on of the tile.
+    WeighedKeys(const ForwardParams& p, const TileRow& row, const float* products, int j) {
+        using Int = typename Isa::Int;
+        Int index;
+        for (int i = 0; i < Isa::kLanes; ++i) index[i] = row.first + j + i;
+        x = Isa::load(products + j) * Isa::broadcast(p.scale);
+        factor = Isa::broadcast(1.f);
         if (p.softcap != 0.f) {
             const Vec t = tanh<Isa>(x * Isa::broadcast(1.f / p.softcap));
             x = t * Isa::broadcast(p.softcap);
-            factor = one - t * t;
+            factor = factor - t * t;
         }
-        if (bias) x += Isa::load(bias + j);
+        if (row.bias) x += Isa::load(row.bias + j);
+        distance = Isa::broadcast(0.f);
         if (p.alibi_slopes) {
-            const Int distance = place - index;
-            x -= Isa::broadcast(slope) * __builtin_convertvector(distance < 0 ? -distance : distance, Vec);
+            const Int away = row.place - index;
+            distance = __builtin_convertvector(away < 0 ? -away : away, Vec);
+            x -= Isa::broadcast(row.slope) * distance;
         }
-        const Vec weight = exp2<Isa>((x - base) * log2e);
-        const Vec visible = ((lo <= index) & (index <= hi)) ? weight : zero;
+        log_weight = x - Isa::broadcast(row.lse == -kInfinity ? kInfinity : row.lse);
+        const Vec some = exp2<Isa>(log_weight * Isa::broadcast(static_cast<float>(kLog2E)));
+        const Vec zero = Isa::broadcast(0.f);
+        weight = ((row.lo <= index) & (index <= row.hi)) ? some : zero;
+    }
+};
+
+/// For one query row and a tile of keys: turns the products in `s` into P and those in `dp` into dS', in place.
+/// `kept`: what dropout multiplies weights by, or null. dS without softcap's factor is added to `dbias`, whose elements
+/// lie `dbias_step` apart, and to `dslopes`, times minus the distance, unless they are null.
+template <class Isa>
+void weigh_row(const ForwardParams& p, const TileRow& row, float delta, float dentropy, const float* dcolumn_sum, int n,
+               const float* kept, float* dbias, std::int64_t dbias_step, float* dslopes, float* s, float* dp) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes;
+    const Vec zero = Isa::broadcast(0.f), one = Isa::broadcast(1.f);
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        const WeighedKeys<Isa> keys(p, row, s, j);
         const Vec keep = kept ? Isa::load(kept + j) : one;
-        const Vec gradient = visible == zero ? zero : visible * (keep * Isa::load(dp + j) - Isa::broadcast(delta));
-        Isa::store(s + j, visible * keep);
+        Vec dweight = keep * Isa::load(dp + j) - Isa::broadcast(delta);
+        if (dentropy != 0.f) dweight -= Isa::broadcast(dentropy) * keys.log_weight;
+        if (dcolumn_sum)
+            for (int i = 0; i < kLanes && j + i < n; ++i) dweight[i] += dcolumn_sum[j + i];
+        const Vec gradient = keys.weight == zero ? zero : keys.weight * dweight;
+        Isa::store(s + j, keys.weight * keep);
         Isa::store(dp + j, gradient);
         for (int i = 0; dbias && i < kLanes && j + i < n; ++i) dbias[(j + i) * dbias_step] += gradient[i];
-        if (p.softcap != 0.f) Isa::store(dp + j, gradient * factor);
+        for (int i = 0; dslopes && i < kLanes && j + i < n; ++i) dslopes[j + i] -= gradient[i] * keys.distance[i];
+        if (p.softcap != 0.f) Isa::store(dp + j, gradient * keys.factor);
     }
 }
 
@@ -202,6 +230,28 @@ void row_deltas(const BackwardParams& params, std::int64_t head, std::int64_t ro
     }
 }
 
+/// The numbers of a head's keys from `first` on; null if there are none.
+template <class T>
+T* of_keys(const BackwardParams& params, T* numbers, std::int64_t head, std::int64_t first) {
+    return numbers ? numbers + head * params.key_head + first : nullptr;
+}
+
+/// A row and the tile of keys from `first` on; `bias` is memory for theirs.
+template <class Isa>
+TileRow tile_row(const ForwardParams& p, const PackedRow& at, std::int64_t first, int keys, float* bias) {
+    TileRow row{};
+    row.lse = p.lse[at.head * p.lse_head + at.query];
+    row.slope = p.alibi_slopes ? p.alibi_slopes[at.head] : 0.f;
+    row.place = static_cast<std::int32_t>(at.query + p.seqlen_k - p.seqlen_q);
+    visible_keys(p, 0, at, row.lo, row.hi);
+    row.first = static_cast<std::int32_t>(first);
+    if (p.bias.data) {
+        load_bias<Isa>(p, 0, at, first, keys, bias);
+        row.bias = bias;
+    }
+    return row;
+}
+
 /// The products and weights of a Q tile with the K/V tile in scratch.
 template <class Isa>
 void backward_tile(const BackwardParams& params, const BackwardTask& task, const BackwardScratch<Isa>& memory,
@@ -218,21 +268,18 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
                   p.head_dim_v);
     for (int r = 0; r < rows; ++r) {
         const std::int64_t i = row + r;
-        std::int32_t lo, hi;
-        visible_keys(p, 0, {i, head}, lo, hi);
-        if (p.bias.data) load_bias<Isa>(p, 0, {i, head}, first, keys, memory.bias);
         const bool drops = p.dropout.rng_state;
         if (drops) {
             keep_row(p, 0, {i, head}, static_cast<std::int32_t>(first), kTileKeys, memory.kept);
             for (int j = 0; j < kTileKeys; ++j) memory.kept[j] *= kept_scale(p.dropout);
         }
         const BiasGradient& b = params.dbias;
-        weigh_row<Isa>(p, p.lse[head * p.lse_head + i], task.delta[head * p.seqlen_q + i],
-                       p.alibi_slopes ? p.alibi_slopes[head] : 0.f,
-                       static_cast<std::int32_t>(i + p.seqlen_k - p.seqlen_q), lo, hi, static_cast<std::int32_t>(first),
-                       keys, p.bias.data ? memory.bias : nullptr, drops ? memory.kept : nullptr,
+        weigh_row<Isa>(p, tile_row<Isa>(p, {i, head}, first, keys, memory.bias), task.delta[head * p.seqlen_q + i],
+                       params.dentropy ? params.dentropy[head * p.lse_head + i] : 0.f,
+                       of_keys(params, params.dcolumn_sum, head, first), keys, drops ? memory.kept : nullptr,
                        b.data ? b.data + head * b.head + i * b.query + first * b.key : nullptr, b.key,
-                       memory.s + r * kTileKeys, memory.dp + r * kTileKeys);
+                       of_keys(params, params.dslopes, head, first), memory.s + r * kTileKeys,
+                       memory.dp + r * kTileKeys);
     }
     float* dq = task.dq + ((head - task.head_k * (p.heads_q / p.heads_k)) * p.seqlen_q + row) * d;
     multiply<Isa>(memory.dv, dv, {memory.s, 1, kTileKeys}, memory.dout, dv, keys, dvn, rows);
@@ -285,6 +332,61 @@ void backward(const BackwardParams& params, const BackwardTask& task, float* scr
     }
 }
 
+/// What Statistics says of one row and the tile of keys from `first` on, added to the row's and the keys' numbers.
+template <class Isa>
+void count_row(const BackwardParams& params, const PackedRow& at, std::int64_t first, int keys, float* bias,
+               const float* products) {
+    using Vec = typename Isa::Vec;
+    constexpr int kLanes = Isa::kLanes;
+    const ForwardParams& p = params.forward;
+    const Statistics& asked = params.statistics;
+    const TileRow row = tile_row<Isa>(p, at, first, keys, bias);
+    const std::int64_t index = at.head * p.lse_head + at.query;
+    const float* const key_weights = of_keys(params, asked.key_weights, at.head, first);
+    float* const column_sum = of_keys(params, asked.column_sum, at.head, first);
+    float maximum = -kInfinity, entropy = 0.f, row_sum = 0.f;
+    for (int j = 0; j < kTileKeys; j += kLanes) {
+        const WeighedKeys<Isa> weighed(p, row, products, j);
+        const Vec zero = Isa::broadcast(0.f);
+        const Vec terms = weighed.weight == zero ? zero : weighed.weight * weighed.log_weight;
+        for (int i = 0; i < kLanes && j + i < keys; ++i) {
+            const std::int32_t key = row.first + j + i;
+            const float x = weighed.x[i];
+            if (row.lo <= key && key <= row.hi && (x > maximum || x != x)) maximum = x;
+            entropy -= terms[i];
+            if (key_weights) row_sum += weighed.weight[i] * key_weights[j + i];
+            if (column_sum) column_sum[j + i] += weighed.weight[i];
+        }
+    }
+    if (float* const all = p.row_max; all && (maximum > all[index] || maximum != maximum)) all[index] = maximum;
+    if (p.entropy) p.entropy[index] += entropy;
+    if (asked.row_sum) asked.row_sum[index] += row_sum;
+}
+
+template <class Isa>
+void statistics(const BackwardParams& params, std::int64_t head, float* scratch) {
+    const ForwardParams& p = params.forward;
+    const BackwardScratch<Isa> memory(p, scratch);
+    const std::int64_t d = padded<Isa>(p.head_dim), head_k = head / (p.heads_q / p.heads_k);
+    clear(memory.bias, kTileKeys);
+    for (std::int64_t first = 0; first < p.seqlen_k; first += kTileKeys) {
+        const int keys = static_cast<int>(min64(kTileKeys, p.seqlen_k - first));
+        clear(memory.k, kTileKeys * d);
+        load_rows<Isa>(p.k, p.dtype, head_k, first, keys, p.head_dim, memory.k);
+        transpose<Isa>(memory.k, kTileKeys, d, memory.k_transposed);
+        for (std::int64_t row = 0; row < p.seqlen_q; row += kQueryRows) {
+            const int rows = static_cast<int>(min64(kQueryRows, p.seqlen_q - row));
+            if (!sees_keys(p, head, row, rows, first, keys)) continue;
+            load_rows<Isa>(p.q, p.dtype, head, row, rows, p.head_dim, memory.q);
+            clear(memory.s, kQueryRows * kTileKeys);
+            multiply<Isa>(memory.s, kTileKeys, {memory.q, d, 1}, memory.k_transposed, kTileKeys, rows, kTileKeys,
+                          p.head_dim);
+            for (int r = 0; r < rows; ++r)
+                count_row<Isa>(params, {row + r, head}, first, keys, memory.bias, memory.s + r * kTileKeys);
+        }
+    }
+}
+
 template <class Isa>
 void finish_query(const BackwardParams& params, std::int64_t head, std::int64_t row, const float* first, int parts,
                   std::int64_t part_stride, float* scratch) {
@@ -308,6 +410,7 @@ constexpr IsaKernel isa_kernel(const char* name, int rank, bool (*supported)()) 
             backward_scratch<Isa>,
             row_deltas<Isa>,
             backward<Isa>,
+            statistics<Isa>,
             finish_query<Isa>};
 }
 

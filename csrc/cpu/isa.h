@@ -52,6 +52,8 @@ struct IsaKernel {
                   float* scratch);
     /// Writes dk and dv of the task's keys and its part of dq, and adds to dbias.
     void (*backward)(const BackwardParams&, const BackwardTask&, float* scratch);
+    /// Writes the statistics of a query head (BackwardParams::statistics).
+    void (*statistics)(const BackwardParams&, std::int64_t head, float* scratch);
     /// Writes a row of dq: scale times the sum of `parts`, which lie `part_stride` floats apart.
     void (*finish_query)(const BackwardParams&, std::int64_t head, std::int64_t row, const float* first, int parts,
                          std::int64_t part_stride, float* scratch);

@@ -7,6 +7,8 @@
 
 #include <cstdint>
 
+#include "device/shuffle.cuh"
+
 namespace flash_wmma::simt {
 
 /// Shape of a block's work.
@@ -66,6 +68,14 @@ struct Thread {
     __device__ int key(int n) const { return column + Tile::kLaneColumns * n; }
     __device__ int vector(int v) const { return 4 * (column + Tile::kLaneColumns * v); }
 };
+
+/// `combine` over the lanes that share a row.
+template <class Tile, class Combine>
+__device__ __forceinline__ float over_row(float x, Combine combine) {
+#pragma unroll
+    for (int lanes = 2; lanes <= Tile::kLaneColumns; lanes *= 2) x = combine(x, shuffle_xor(x, lanes));
+    return x;
+}
 
 /// A lane's scores and its part of O.
 template <class Tile>

@@ -53,6 +53,25 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
+    // backward, dense or with cu_seqlens packed, with more: dentropy (as lse) and dcolumn_sum ((B, Hq, Nk), packed
+    // (Hq, total_k)), whose parts of delta are in dlse; dslopes, in the shape of dcolumn_sum, is to be summed over keys.
+    m.def(
+        "backward_with_statistics(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "Tensor? dentropy, Tensor? dcolumn_sum, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
+        "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
+        "bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, "
+        "float softcap=0., Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool slopes_grad=False, "
+        "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
+        "Tensor dv, Tensor dbias, Tensor dslopes)");
+    // Of the weights P = exp(x - lse): row_max of the scores x, entropy = -sum_j P ln P, row_sum = sum_j P key_weights_j
+    // (as lse), column_sum = sum_i P (as key_weights). `wanted`: some of "max entropy column_sum"; the others are empty,
+    // and so is row_sum without key_weights, (B, Hq, Nk) or packed (Hq, total_k).
+    m.def(
+        "statistics(Tensor q, Tensor k, Tensor lse, str wanted, Tensor? key_weights, Tensor? cu_seqlens_q, "
+        "Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, "
+        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, "
+        "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., str kernel_name=\"auto\", "
+        "str forward_kernel=\"auto\") -> (Tensor row_max, Tensor entropy, Tensor column_sum, Tensor row_sum)");
     // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");
@@ -61,12 +80,14 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     m.def("row_softmax(Tensor x) -> Tensor");
 }
 
-#define FLASH_WMMA_IMPLEMENT(m)                                         \
-    (m).impl("forward", TORCH_BOX(&flash_wmma::forward));               \
-    (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen)); \
-    (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached)); \
-    (m).impl("backward", TORCH_BOX(&flash_wmma::backward));             \
-    (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen))
+#define FLASH_WMMA_IMPLEMENT(m)                                                             \
+    (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                                   \
+    (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));                     \
+    (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \
+    (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                                 \
+    (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen));                   \
+    (m).impl("backward_with_statistics", TORCH_BOX(&flash_wmma::backward_with_statistics)); \
+    (m).impl("statistics", TORCH_BOX(&flash_wmma::statistics))
 
 OPS_ON(CPU, FLASH_WMMA_NAMESPACE, m) { FLASH_WMMA_IMPLEMENT(m); }
 OPS_ON(CUDA, FLASH_WMMA_NAMESPACE, m) {

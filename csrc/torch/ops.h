@@ -53,6 +53,26 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           bool bias_grad, bool deterministic, const std::string& kernel_name,
                           const std::string& forward_kernel);
 
+/// dq, dk, dv, dbias, dslopes.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
+    const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,
+    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, const OptionalTensor& dentropy,
+    const OptionalTensor& dcolumn_sum, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
+    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool slopes_grad, bool deterministic,
+    const std::string& kernel_name, const std::string& forward_kernel);
+
+/// row_max, entropy, column_sum, row_sum.
+std::tuple<Tensor, Tensor, Tensor, Tensor> statistics(
+    const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& lse, const std::string& wanted,
+    const OptionalTensor& key_weights, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
+    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+    const std::string& kernel_name, const std::string& forward_kernel);
+
 // Reductions of CUDA tensors.
 Tensor array_max(const Tensor& x);
 Tensor array_sum(const Tensor& x);

@@ -11,7 +11,10 @@ struct Given {
     const Tensor &out, &lse;
     bool bias_grad, deterministic;
     const std::string& forward_kernel;  ///< kernel_name of the forward that computed out and lse
+    const OptionalTensor &dentropy, &dcolumn_sum;
+    bool slopes_grad = false;
 };
+const OptionalTensor kNone;
 
 /// Checks that t has q's shape, dtype and device, with v's number of columns.
 void check_like_out(const Operand& t, const Operand& q, const Operand& v) {
@@ -22,13 +25,14 @@ void check_like_out(const Operand& t, const Operand& q, const Operand& v) {
     if (!t.same_device(q)) invalid(std::string(t.name) + ".device differs from q's");
 }
 
-/// lse or its gradient, contiguous.
+/// lse, its gradient or another float32 number for each query or key, contiguous.
 template <std::size_t kDim>
-Tensor like_lse(const Tensor& t, const char* name, const std::array<int64_t, kDim>& sizes, const Operand& q) {
+Tensor like_lse(const Tensor& t, const char* name, const std::array<int64_t, kDim>& sizes, const Operand& q,
+                const char* allowed = "that of forward's lse") {
     Tensor made = torch::stable::contiguous(t);
     const Operand lse(made, name);
     if (lse.dim != static_cast<int64_t>(kDim) || !std::equal(sizes.begin(), sizes.end(), lse.sizes))
-        lse.refuse("that of forward's lse");
+        lse.refuse(allowed);
     if (lse.dtype != codes().float32) invalid(std::string(name) + ".dtype: allowed: float32");
     if (!lse.same_device(q)) invalid(std::string(name) + ".device differs from q's");
     return made;
@@ -85,8 +89,31 @@ Written<kDim> gradient_of(const Operand& t) {
     else return {sizes, contiguous(sizes), t};
 }
 
+/// (B, Hq, Nk), or packed (Hq, total_k): numbers for each key.
 template <std::size_t kDim>
-Gradients run(CheckedCall& call, const Given& given) {
+std::array<int64_t, kDim> key_sizes(const CheckedCall& call) {
+    const Operand &q = call.q, &k = call.k;
+    if constexpr (kDim == 3) return {q.sizes[0], q.sizes[1], k.sizes[2]};
+    else return {q.sizes[1], k.sizes[0]};
+}
+
+template <std::size_t kDim>
+Tensor numbers(const std::array<int64_t, kDim>& sizes, double value, const Operand& q) {
+    Tensor made = empty(sizes, contiguous(sizes), codes().float32, q);
+    torch::stable::fill_(made, value);
+    return made;
+}
+Tensor nothing(const Operand& q) { return empty<1>({0}, {1}, codes().float32, q); }
+
+/// Sets the strides of numbers for each key.
+template <std::size_t kDim>
+void set_key_strides(BackwardParams& p, const std::array<int64_t, kDim>& sizes) {
+    p.key_head = sizes[kDim - 1];
+    p.key_batch = kDim == 3 ? sizes[kDim - 2] * p.key_head : 0;
+}
+
+template <std::size_t kDim>
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> run(CheckedCall& call, const Given& given) {
     const Operand &q = call.q, &k = call.k, &v = call.v, dout(given.dout, "dout"), out(given.out, "out");
     for (const Operand* t : {&dout, &out}) check_like_out(*t, q, v);
     const auto lse_sizes = call.lse_sizes<kDim - 1>();
@@ -98,6 +125,19 @@ Gradients run(CheckedCall& call, const Given& given) {
     p.forward = call.params;
     p.deterministic = given.deterministic;
     BiasSum dbias(call, given.bias_grad, p);
+    const auto of_keys = key_sizes<kDim - 1>(call);
+    set_key_strides(p, of_keys);
+    OptionalTensor dentropy, dcolumn_sum, dslopes;
+    if (given.dentropy) dentropy = like_lse(*given.dentropy, "dentropy", lse_sizes, q);
+    if (given.dcolumn_sum)
+        dcolumn_sum = like_lse(*given.dcolumn_sum, "dcolumn_sum", of_keys, q, "(B, Hq, Nk), packed (Hq, total_k)");
+    if (given.slopes_grad) {
+        if (!call.options.alibi_slopes) invalid("slopes_grad: there are no alibi_slopes");
+        dslopes = numbers(of_keys, 0, q);
+        p.dslopes = static_cast<float*>(data_of(*dslopes));
+    }
+    if (dentropy) p.dentropy = static_cast<const float*>(data_of(*dentropy));
+    if (dcolumn_sum) p.dcolumn_sum = static_cast<const float*>(data_of(*dcolumn_sum));
     const Target target(q, call.options.kernel_name, "backward");
     if (call.options.kernel_name == "auto")
         p.exact = registry::is_exact(given.forward_kernel, p.forward, target.device());
@@ -122,12 +162,92 @@ Gradients run(CheckedCall& call, const Given& given) {
                 out_rows.buffer("o"), dout_rows.buffer("dout"), buffer_of("lse", lse, false),
                 dq.buffer("dq"),      dk.buffer("dk"),          dv.buffer("dv")};
             if (dlse) buffers.push_back(buffer_of("dlse", *dlse, false));
+            if (dentropy) buffers.push_back(buffer_of("dentropy", *dentropy, false));
+            if (dcolumn_sum) buffers.push_back(buffer_of("dcolumn_sum", *dcolumn_sum, false));
+            if (dslopes) buffers.push_back(buffer_of("dslopes", *dslopes, true));
             dbias.add_buffer(buffers);
             call.add_buffers(buffers);
             return buffers;
         });
     }
-    return {dq.take(), dk.take(), dv.take(), dbias.take()};
+    return {dq.take(), dk.take(), dv.take(), dbias.take(), dslopes ? std::move(*dslopes) : nothing(q)};
+}
+
+/// Without dslopes.
+template <std::size_t kDim>
+Gradients run_plain(CheckedCall& call, const Given& given) {
+    auto [dq, dk, dv, dbias, dslopes] = run<kDim>(call, given);
+    return {std::move(dq), std::move(dk), std::move(dv), std::move(dbias)};
+}
+
+/// f(call) with the checked arguments, dense or packed.
+template <class F>
+auto dense_or_packed(const Operand& q, const Operand& k, const Operand& v, const Options& options,
+                     const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+                     const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, const F& f) {
+    if (cu_seqlens_q.has_value() != cu_seqlens_k.has_value())
+        invalid("cu_seqlens_q, cu_seqlens_k: one without the other");
+    if (!cu_seqlens_q) {
+        CheckedCall call(q, k, v, options);
+        return f(call, std::integral_constant<std::size_t, 4>());
+    }
+    CheckedCall call(q, k, v, options, {*cu_seqlens_q, *cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
+    return f(call, std::integral_constant<std::size_t, 3>());
+}
+
+/// The statistics whose names are in `wanted`.
+template <std::size_t kDim>
+std::tuple<Tensor, Tensor, Tensor, Tensor> count(CheckedCall& call, const Tensor& lse_tensor, const std::string& wanted,
+                                                 const OptionalTensor& key_weights_tensor,
+                                                 const std::string& forward_kernel) {
+    const Operand &q = call.q, &k = call.k;
+    const auto of_queries = call.lse_sizes<kDim - 1>(), of_keys = key_sizes<kDim - 1>(call);
+    const Tensor lse = like_lse(lse_tensor, "lse", of_queries, q);
+    OptionalTensor key_weights;
+    if (key_weights_tensor)
+        key_weights = like_lse(*key_weights_tensor, "key_weights", of_keys, q, "(B, Hq, Nk), packed (Hq, total_k)");
+
+    BackwardParams p{};
+    p.forward = call.params;
+    p.statistics.wanted = true;
+    set_key_strides(p, of_keys);
+    const Target target(q, call.options.kernel_name, "backward");
+    if (call.options.kernel_name == "auto") p.exact = registry::is_exact(forward_kernel, p.forward, target.device());
+    const BackwardKernelInfo& kernel = target.choose(p);
+
+    const auto asked = [&](const char* name) { return wanted.find(name) != std::string::npos; };
+    Tensor row_max = asked("max") ? numbers(of_queries, -INFINITY, q) : nothing(q);
+    Tensor entropy = asked("entropy") ? numbers(of_queries, 0, q) : nothing(q);
+    Tensor column_sum = asked("column_sum") ? numbers(of_keys, 0, q) : nothing(q);
+    Tensor row_sum = key_weights ? numbers(of_queries, 0, q) : nothing(q);
+    if (!call.empty()) {
+        const Readable q_rows(q), k_rows(k);
+        call.point_to(q_rows, k_rows, k_rows, lse);
+        p.forward = call.params;
+        const auto written = [&](const char* name, Tensor& t) {
+            return asked(name) ? static_cast<float*>(data_of(t)) : nullptr;
+        };
+        p.forward.row_max = written("max", row_max);
+        p.forward.entropy = written("entropy", entropy);
+        p.statistics.column_sum = written("column_sum", column_sum);
+        if (key_weights) {
+            p.statistics.key_weights = static_cast<const float*>(data_of(*key_weights));
+            p.statistics.row_sum = static_cast<float*>(data_of(row_sum));
+        }
+        target.run(kernel, p, [&] {
+            std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), buffer_of("lse", lse, false)};
+            if (asked("max")) buffers.push_back(buffer_of("row_max", row_max, true));
+            if (asked("entropy")) buffers.push_back(buffer_of("entropy", entropy, true));
+            if (asked("column_sum")) buffers.push_back(buffer_of("column_sum", column_sum, true));
+            if (key_weights) {
+                buffers.push_back(buffer_of("key_weights", *key_weights, false));
+                buffers.push_back(buffer_of("row_sum", row_sum, true));
+            }
+            call.add_buffers(buffers);
+            return buffers;
+        });
+    }
+    return {std::move(row_max), std::move(entropy), std::move(column_sum), std::move(row_sum)};
 }
 
 }  // namespace
@@ -142,7 +262,7 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
     const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options);
-    return run<4>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
+    return run_plain<4>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel, kNone, kNone});
 }
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
@@ -158,7 +278,40 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
     const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
-    return run<3>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel});
+    return run_plain<3>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel, kNone, kNone});
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
+    const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,
+    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, const OptionalTensor& dentropy,
+    const OptionalTensor& dcolumn_sum, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
+    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool slopes_grad, bool deterministic,
+    const std::string& kernel_name, const std::string& forward_kernel) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   rng_state, scale,
+                          window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
+    const Given given{dout,          dlse,           out,      lse,         bias_grad,
+                      deterministic, forward_kernel, dentropy, dcolumn_sum, slopes_grad};
+    return dense_or_packed(q, k, v, options, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+                           [&](CheckedCall& call, auto dim) { return run<dim>(call, given); });
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> statistics(
+    const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& lse, const std::string& wanted,
+    const OptionalTensor& key_weights, const OptionalTensor& cu_seqlens_q, const OptionalTensor& cu_seqlens_k,
+    const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
+    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
+    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+    const std::string& kernel_name, const std::string& forward_kernel) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k");
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   kNone, scale,
+                          window_left, window_right, bottom_right, softcap, 0.,    kernel_name};
+    return dense_or_packed(
+        q, k, k, options, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,
+        [&](CheckedCall& call, auto dim) { return count<dim>(call, lse, wanted, key_weights, forward_kernel); });
 }
 
 }  // namespace flash_wmma

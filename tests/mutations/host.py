@@ -386,8 +386,8 @@ FAULTS = [
     Fault(
         name="lse-gradient-of-the-first-entry",
         path=BACKWARD,
-        old="        if (p.dlse) p.dlse += b * f.lse_batch;\n",
-        new="",
+        old="move_numbers(p, b * f.lse_batch, b * p.key_batch);",
+        new="move_numbers(p, 0, b * p.key_batch);",
         why="every batch entry has the first one's gradient of lse",
     ),
     Fault(
@@ -407,15 +407,15 @@ FAULTS = [
     Fault(
         name="hidden-row-weighs",
         path=GRADIENTS,
-        old="Isa::broadcast(lse == -kInfinity ? kInfinity : lse);",
-        new="Isa::broadcast(lse);",
+        old="Isa::broadcast(row.lse == -kInfinity ? kInfinity : row.lse);",
+        new="Isa::broadcast(row.lse);",
         why="a row that a bias hides has NaN gradients",
     ),
     Fault(
         name="softcap-without-slope",
         path=GRADIENTS,
-        old="        if (p.softcap != 0.f) Isa::store(dp + j, gradient * factor);\n",
-        new="        (void)factor;\n",
+        old="        if (p.softcap != 0.f) Isa::store(dp + j, gradient * keys.factor);\n",
+        new="",
         why="dq and dk lack softcap's derivative",
     ),
     Fault(

@@ -378,10 +378,10 @@ FAULTS = [
         why="values with too many columns are not left to torch",
     ),
     Fault(
-        name="sdpa-takes-dropout",
+        name="sdpa-forgets-dropout",
         path=SDPA,
-        old='    if dropout_p != 0:\n        return "dropout_p is not 0"\n',
-        new="",
+        old="        dropout_p=dropout_p,\n    )\n    out = attend(",
+        new="    )\n    out = attend(",
         why="the stand-in drops dropout_p",
     ),
     # ---- kernel="math"
@@ -409,8 +409,8 @@ FAULTS = [
     Fault(
         name="math-heads-interleaved",
         path=MATH,
-        old="t.to(dtype).repeat_interleave(group, dim=1)",
-        new="t.to(dtype).repeat(1, group, 1, 1)",
+        old="k.to(dtype).repeat_interleave(group, dim=1)",
+        new="k.to(dtype).repeat(1, group, 1, 1)",
         why="grouped query heads read the wrong key head",
     ),
     # ---- MultiheadAttention

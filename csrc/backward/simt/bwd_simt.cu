@@ -61,8 +61,9 @@ void launch_bwd_simt(const BackwardParams& p, const DeviceFacts& device, Stream 
     Problem problem{p, static_cast<RowPair*>(p.workspace), nullptr};
     if (extents_bytes(p.forward) > 0)
         problem.extents = reinterpret_cast<KeyExtent*>(static_cast<char*>(p.workspace) + facts_bytes(p));
-    launch_rows(prepare_simt, problem, stream);
     if (problem.extents) launch_rows(find_extents<Simt>, problem, stream);
+    if (p.statistics.wanted) return launch_simt_statistics(problem, stream);
+    launch_rows(prepare_simt, problem, stream);
     const auto run = [&](Pass pass) { shape_of(pass, p, device).launch(problem, stream); };
     if (p.deterministic) {
         run(Pass::kKeys);
@@ -80,7 +81,7 @@ const BackwardKernelInfo kInfo = {
          .min_arch = 75,
          .float32 = true,
          .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout |
-                     kSinks | kBiasGradient | kDeterministic,
+                     kSinks | kBiasGradient | kDeterministic | kStatistics | kStatisticsGradient | kSlopesGradient,
          .auto_rank = 10},
         kShapes),
     choose,

@@ -23,24 +23,13 @@
 
 #include <algorithm>
 
-#include "device/backward_rows.cuh"
+#include "backward/simt/rows.cuh"
 #include "device/dropout.cuh"
 #include "device/nothing.cuh"
-#include "device/owned_tile.cuh"
-#include "device/row_group_mask.cuh"
 #include "device/score_mod.cuh"
-#include "device/shuffle.cuh"
-#include "device/simt_tile.cuh"
+#include "device/weight_terms.cuh"
 
 namespace flash_wmma::backward {
-
-/// A block's work: simt's, with own rows as rows and streamed rows as keys.
-template <simt::TileShape kShape>
-struct SimtTile : simt::LaneGrid<kShape> {
-    static constexpr int kOwn = SimtTile::kBr, kStream = SimtTile::kBc;
-    static constexpr int kQueryRows = kStream >= 64 ? 8 : 4;  // of dQ, per thread, in four columns
-    static_assert(kRowGroup % kStream == 0 && kRowGroup % kOwn == 0);
-};
 
 /// Map of a block's shared memory.
 template <class Tile, Pass kPass>
@@ -110,7 +99,8 @@ __device__ __forceinline__ void hand_over(simt::Weights<Tile>& to, const simt::S
     sync_warp();
 }
 
-// spills: sm_75: the shape of d = 512, which needs more shared memory than sm_75 has.
+// spills: sm_75 sm_80 sm_90: the shape of d = 512 keeps two to twelve words, which are the same in all tiles, in local
+// memory.
 template <class Tile, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
     backward_simt(const __grid_constant__ Problem problem) {
@@ -124,18 +114,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     const Sequence& sequence = own.sequence;
     auto mask = query_mask<true>(problem, sequence, own.head);
 
-    // The streamed rows that see an own row, or that an own row sees
-    const int end_row = min(own.first_row + Tile::kOwn, kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q);
-    int begin, end;
-    if constexpr (kOwnsKeys) {
-        const QueryRun queries = queries_that_see(mask, own.head, own.first_row, end_row - 1, sequence.seqlen_q);
-        begin = queries.begin, end = queries.end;
-    } else {
-        const KeyExtent keys = mask.extent(own.first_row, end_row - 1);
-        begin = keys.some_begin, end = keys.some_end;
-    }
-    const int heads =
-        end_row > own.first_row && end > begin ? kOwnsKeys ? static_cast<int>(p.heads_q / p.heads_k) : 1 : 0;
+    const auto [begin, end, heads, end_row] = streamed_rows<Tile, kOwnsKeys>(p, own, mask);
 
     simt::Output<Tile> d_first, d_second;  // dK and dV, or dQ alone
     simt::clear(d_first);
@@ -144,14 +123,10 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
     const Rows &first_rows = kOwnsKeys ? p.q : p.k, &second_rows = kOwnsKeys ? problem.dout : p.v;
     const int own_head = kOwnsKeys ? own.head_k : own.head;
     const int own_row = (kOwnsKeys ? sequence.first_k : sequence.first_q) + own.first_row;
-    const auto copy = [](auto& to, const Rows& rows, const Sequence& s, int head, int row, int count, int columns) {
-        constexpr int kCount = static_cast<int>(sizeof(to) / sizeof(to[0]));
-        simt::Copy<Tile, kCount>(row_of<const float>(rows, s.index, head, row), rows.row, columns)
-            .next(to, rows.row, count);
-    };
     if (heads > 0) {
-        copy(smem.own_first, own_first, sequence, own_head, own_row, end_row - own.first_row, p.head_dim);
-        copy(smem.own_second, own_second, sequence, own_head, own_row, end_row - own.first_row, p.head_dim_v);
+        copy_rows<Tile>(smem.own_first, own_first, sequence, own_head, own_row, end_row - own.first_row, p.head_dim);
+        copy_rows<Tile>(smem.own_second, own_second, sequence, own_head, own_row, end_row - own.first_row,
+                        p.head_dim_v);
     }
     float own_lse[kRows], own_delta[kRows];  // minus L and minus D, of own queries
     if constexpr (!kOwnsKeys)
@@ -166,7 +141,8 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 
     const bool drops = p.dropout.rng_state;
     const float factor = unscaled_factor(p);
-    for (int h = 0; h < heads; ++h)
+    for (int h = 0; h < heads; ++h) {
+        [[maybe_unused]] float slopes_sum[kRows] = {};  // of own keys, of this head
         for (int row = begin / Tile::kStream * Tile::kStream; row < end; row += Tile::kStream) {
             const int head = own.head + h;  // query head
             const int left = (kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k) - row;
@@ -174,8 +150,8 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             __syncthreads();  // the tile before has been used
             const int stream_head = kOwnsKeys ? head : own.head_k;
             const int stream_row = (kOwnsKeys ? sequence.first_q : sequence.first_k) + row;
-            copy(smem.first, first_rows, sequence, stream_head, stream_row, left, p.head_dim);
-            copy(smem.second, second_rows, sequence, stream_head, stream_row, left, p.head_dim_v);
+            copy_rows<Tile>(smem.first, first_rows, sequence, stream_head, stream_row, left, p.head_dim);
+            copy_rows<Tile>(smem.second, second_rows, sequence, stream_head, stream_row, left, p.head_dim_v);
             ptx::cp_async_commit();
             const RowPair* const facts = kOwnsKeys ? facts_of(problem, sequence, head) + row / 2 : nullptr;
             const auto minus_lse = [&](int i, int n) {
@@ -252,11 +228,20 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             simt::multiply_rows<Tile>(ds, smem.own_second, smem.second, p.head_dim_v, thread);
             if (drops)
                 each([&](int i, int n) {
-                    const float dp = s[i][n] < 0.f ? 0.f : ds[i][n];
+                    if (s[i][n] < 0.f) ds[i][n] = 0.f;
                     s[i][n] = fabsf(s[i][n]);
-                    ds[i][n] = s[i][n] * (dp + minus_delta(i, n));
                 });
-            else each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
+            if (WeightTerms::any(problem)) {
+                const WeightTerms terms(problem, sequence, head);
+                each([&](int i, int n) { ds[i][n] += terms(s[i][n], query(i, n), key(i, n)); });
+            }
+            each([&](int i, int n) { ds[i][n] = s[i][n] * (ds[i][n] + minus_delta(i, n)); });
+            if (kOwnsKeys && problem.dslopes)
+                each([&](int i, int n) {
+                    if (s[i][n] == 0.f || query(i, n) >= sequence.seqlen_q) return;
+                    const int distance = query(i, n) + sequence.seqlen_k - sequence.seqlen_q - key(i, n);
+                    slopes_sum[i] = fmaf(-ds[i][n], fabsf(static_cast<float>(distance)), slopes_sum[i]);
+                });
             if (modified) {
                 if (const BiasGradient& b = problem.dbias; kOwnsKeys && b.data && Tile::first_column() == 0) {
                     float* const dbias = b.data + sequence.index * b.batch + head * b.head;
@@ -283,6 +268,9 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                                 p.scale * factor, smem);
             }
         }
+        if (kOwnsKeys && problem.dslopes && Tile::first_column() == 0)
+            store_for_keys<Tile>(problem.dslopes, problem, own, own.head + h, slopes_sum, factor, thread);
+    }
 
     const Rows& first_out = kOwnsKeys ? problem.dk : problem.dq;
     store<Tile>(row_of<float>(first_out, sequence.index, own_head, own_row), first_out.row, own.rows, p.head_dim,

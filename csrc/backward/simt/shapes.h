@@ -9,4 +9,7 @@ std::vector<Shape> simt_fused_shapes();
 std::vector<Shape> simt_keys_shapes();
 std::vector<Shape> simt_queries_shapes();
 
+/// Computes BackwardParams::statistics.
+void launch_simt_statistics(const Problem& problem, Stream stream);
+
 }  // namespace flash_wmma::backward

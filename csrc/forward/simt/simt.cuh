@@ -48,14 +48,6 @@ struct SharedMemory {
     Weights<Tile> p[Tile::kWarps];
 };
 
-/// `combine` over the lanes that share a row.
-template <class Tile, class Combine>
-__device__ __forceinline__ float over_row(float x, Combine combine) {
-#pragma unroll
-    for (int lanes = 2; lanes <= Tile::kLaneColumns; lanes *= 2) x = combine(x, shuffle_xor(x, lanes));
-    return x;
-}
-
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, Tile::kThreads))
     forward(const __grid_constant__ ForwardParams p) {

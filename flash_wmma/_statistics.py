@@ -1,0 +1,162 @@
+"""What ``return_aux`` asks for: numbers about the attention weights, computed from q, k and lse, and their gradients.
+
+The weights are recomputed from lse, ``P = exp(x - lse)``, as in the gradients of attention, and by the same kernels. So
+they follow any forward kernel, and memory stays linear in the lengths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _autocast, _math, _ops
+from ._autograd import once_differentiable
+from ._call import Call
+from ._errors import refuse
+from ._math import NAMES
+
+_DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
+_MAXIMUM = 'return_aux: "max" has no gradient; kernel="math" is plain torch ops, which have it, or detach the maximum'
+_TRANSFORMS = 'return_aux: torch.func is not supported; kernel="math" is plain torch ops, which have every derivative'
+
+
+def checked_names(return_aux: Any) -> tuple[str, ...]:
+    """The names as a tuple.
+
+    Raises:
+        TypeError, ValueError: they are no sequence of names, or one of them is unknown.
+    """
+    allowed = f"a tuple of some of {', '.join(map(repr, NAMES))}"
+    if isinstance(return_aux, str) or not isinstance(return_aux, Sequence):
+        refuse("return_aux", repr(return_aux), allowed, TypeError)
+    for name in return_aux:
+        if name not in NAMES:
+            refuse("return_aux", repr(name), allowed, ValueError if isinstance(name, str) else TypeError)
+    return tuple(return_aux)
+
+
+def widened(q: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """q and the others as the kernel reads them: the one for GPUs, ``bwd_simt``, takes float32 alone."""
+    narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+    return [t.float() if narrow and t is not None and t.dtype == q.dtype else t for t in (q, *others)]
+
+
+def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """The statistics of these names of a call, whose arguments are good, and whose result was lse."""
+    if call.kernel_name == "math":
+        with _autocast.suspended(q.device):
+            return _math.statistics(*_autocast.cast(q, k, v, call), names)
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(_TRANSFORMS)
+    k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
+    q, k, v, call = _autocast.cast(q, k, v, call)
+    wide_q, wide_k, wide_bias = widened(q, k, call.attn_bias)
+    assert wide_q is not None
+    assert wide_k is not None
+    differentiable = (wide_q, wide_k, wide_bias, call.alibi_slopes, call.sinks)
+    without = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, rng_state=None, dropout_p=0.0)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+        found = Statistics.apply(*differentiable, lse.detach(), without, names)
+    else:
+        found = _count(*differentiable, lse, without, names)
+    return {name: found[NAMES.index(name)] for name in names}
+
+
+def _count(
+    q: Tensor,
+    k: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    lse: Tensor,
+    call: Call,
+    names: tuple[str, ...],
+    key_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Maxima, entropies, column sums, and the sums over keys of weights times ``key_weights``; empty if not named."""
+    call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
+    return _ops.statistics(q, k, lse, call, names, key_weights)
+
+
+class Statistics(torch.autograd.Function):
+    """Maxima, entropies and column sums. With w the derivative of the loss by a weight,
+
+        w_ij = -dentropy_i (ln P_ij + 1) + dcolumn_sum_j,      delta_i = sum_j P_ij w_ij,
+
+    the derivative by a score is P (w - delta) (lse is a function of the scores), and that by a sink -sum_i exp(sink -
+    lse_i) delta_i.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        attn_bias: Tensor | None,
+        alibi_slopes: Tensor | None,
+        sinks: Tensor | None,
+        lse: Tensor,
+        call: Call,
+        names: tuple[str, ...],
+    ) -> tuple[Tensor, ...]:
+        """``call`` comes without the tensors before it."""
+        row_max, entropy, column_sum, _ = _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, names)
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(q, k, attn_bias, alibi_slopes, sinks, lse, entropy, *tensors)
+        ctx.set_materialize_grads(False)
+        if torch.compiler.is_compiling():  # whose backward is given zeros where there is no gradient
+            ctx.mark_non_differentiable(row_max)
+        return row_max, entropy, column_sum
+
+    @staticmethod
+    def backward(ctx: Any, dmax: Tensor | None, dentropy: Tensor | None, dcolumn_sum: Tensor | None) -> Any:
+        if dmax is not None and not torch.compiler.is_compiling():
+            raise NotImplementedError(_MAXIMUM)
+        *tensors, lse, entropy = ctx.saved_tensors[:7]
+        if dentropy is None and dcolumn_sum is None:
+            return (None,) * 8
+        call = ctx.call.joined(ctx.saved_tensors[7:])
+        wanted = tuple(ctx.needs_input_grad[2:5])
+        found = once_differentiable(_DOUBLE, _gradients, dentropy, dcolumn_sum, *tensors, lse, entropy, call, wanted)
+        return (
+            *(t if needed else None for t, needed in zip(found, ctx.needs_input_grad, strict=False)),
+            None,
+            None,
+            None,
+        )
+
+
+def _gradients(
+    dentropy: Tensor | None,
+    dcolumn_sum: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    lse: Tensor,
+    entropy: Tensor,
+    call: Call,
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor, ...]:
+    """The gradients of q, k, attn_bias, alibi_slopes and sinks; ``wanted``: of the last three which. Empty if not."""
+    delta = torch.zeros_like(lse)
+    of_sinks = torch.zeros_like(lse)
+    if sinks is not None:
+        of_sinks = (sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
+    if dentropy is not None:
+        delta = delta + dentropy * (entropy - (1 - of_sinks).masked_fill(lse.isneginf(), 0))
+    if dcolumn_sum is not None:
+        delta = delta + _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, (), dcolumn_sum)[3]
+    subtrahend = delta if dentropy is None else delta + dentropy
+    zeros = q.new_zeros(8)  # stand for v, out and its gradient
+    call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+    dout, values = zeros.expand(*q.shape[:-1], 8), zeros.expand(*k.shape[:-1], 8)
+    bias_grad, slopes_grad, sinks_grad = wanted
+    terms = (-subtrahend, q, k, values, dout, lse, dentropy, dcolumn_sum)
+    dq, dk, _, dbias, dslopes = _ops.backward_with_statistics(dout, *terms, call, bias_grad, slopes_grad)
+    dsinks = -(of_sinks * delta).transpose(0, -2).flatten(1).sum(1) if sinks_grad else zeros
+    return dq, dk, dbias, dslopes, dsinks
