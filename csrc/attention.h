@@ -163,8 +163,8 @@ struct BiasGradient {
     std::int64_t batch, head, query, key;
 };
 
-/// What is told of the weights P = exp(x - lse), without dropout. If `wanted`, a kernel of backward computes this in place
-/// of gradients, from q, k and lse alone: the row's largest score, ForwardParams::row_max; -sum_j P ln P,
+/// What is told of the weights P = exp(x - lse), without dropout. If `wanted`, a kernel of backward computes this in
+/// place of gradients, from q, k and lse alone: the row's largest score, ForwardParams::row_max; -sum_j P ln P,
 /// ForwardParams::entropy; sum_j P key_weights; sum_i P. The ops have filled all of them with what they are where no
 /// query sees a key: -inf, 0, 0, 0.
 struct Statistics {
@@ -182,8 +182,8 @@ struct Statistics {
 ///     dbias += dS      dS' = dS * (1 - (x' / softcap)^2)      dQ = scale * dS' K      dK = scale * dS'^T Q
 /// dk and dv have Hk heads: each sums over the Hq / Hk query heads that read it. Rows without a visible key get 0.
 /// The gradient of sinks[h] is the sum of -exp(sinks[h] - lse) * delta, which no kernel computes (_autograd.py).
-/// With the gradients of the entropy and of the column sums, dS = P * (dP - dentropy_i ln P + dcolumn_sum_j - delta); what
-/// they add to delta is in dlse. The gradient of slope[b][h] is the sum of -dS * |i + Nk - Nq - j|.
+/// With the gradients of the entropy and of the column sums, dS = P * (dP - dentropy_i ln P + dcolumn_sum_j - delta);
+/// what they add to delta is in dlse. The gradient of slope[b][h] is the sum of -dS * |i + Nk - Nq - j|.
 ///
 /// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
 /// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).

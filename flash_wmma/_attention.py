@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _dropout, _fake, _math, _ops, _slopes  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _dropout, _math, _ops, _slopes
+from . import _fake as _fake  # registers the fake kernels
 from ._call import Call
 from ._errors import raise_library_error
 

@@ -188,7 +188,7 @@ def forward(
         dropout_p,
         rng_state,
     )
-    if return_aux != ():
+    if return_aux:
         return _with_statistics(q, k, v, call, return_lse, return_aux)
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out
@@ -336,7 +336,7 @@ def forward_varlen(
         lengths=Lengths(cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k),
         validate=validate,
     )
-    if return_aux != ():
+    if return_aux:
         return _with_statistics(q, k, v, call, return_lse, return_aux)
     out, lse = attend(q, k, v, call)
     return (out, lse) if return_lse else out

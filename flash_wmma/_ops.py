@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _autocast
 from ._call import PLAIN, Cache, Call
 from ._errors import raise_library_error
 from ._library import ops
@@ -105,7 +106,8 @@ def _slopes_of(of_keys: Tensor, call: Call) -> Tensor:
         return of_keys.sum(1)
     row, first = torch.arange(of_keys.shape[1], device=of_keys.device), call.lengths.cu_seqlens_k
     of_sequence = (row >= first[:-1, None]) & (row < first[1:, None])
-    return of_sequence.to(of_keys.dtype) @ of_keys.transpose(0, 1)
+    with _autocast.suspended(of_keys.device):
+        return of_sequence.to(of_keys.dtype) @ of_keys.transpose(0, 1)
 
 
 def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tuple[Any, ...]:

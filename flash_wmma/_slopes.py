@@ -23,8 +23,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is q or v is k else v
+    tensors = (call.attn_bias, call.alibi_slopes, call.sinks)
     without = call._replace(attn_bias=None, alibi_slopes=None, sinks=None)
-    return _Attention.apply(q, k, v, call.attn_bias, call.alibi_slopes, call.sinks, without)  # type: ignore[no-any-return]
+    return _Attention.apply(q, k, v, *tensors, without)  # type: ignore[no-any-return]
 
 
 class _Attention(torch.autograd.Function):

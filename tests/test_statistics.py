@@ -222,7 +222,7 @@ def test_dropout_does_not_matter() -> None:
 @pytest.mark.parametrize("packed", [False, True])
 def test_plain_torch_ops(packed: bool) -> None:
     """kernel="math" has them in float64, dense and packed."""
-    q, k, v = (torch.randn(2, 4, n, 16, dtype=torch.double) for n in (20, 30, 30))
+    q, k, v = (torch.randn(2, h, n, 16, dtype=torch.double) for h, n in ((4, 20), (2, 30), (2, 30)))
     changes = changes_of("all", "cpu", 20, 30)
     changes = changes._replace(key_ranges=None)
     if packed:

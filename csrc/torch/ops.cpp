@@ -54,7 +54,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
     // backward, dense or with cu_seqlens packed, with more: dentropy (as lse) and dcolumn_sum ((B, Hq, Nk), packed
-    // (Hq, total_k)), whose parts of delta are in dlse; dslopes, in the shape of dcolumn_sum, is to be summed over keys.
+    // (Hq, total_k)), whose parts of delta are in dlse; dslopes, shaped as dcolumn_sum, is to be summed over keys.
     m.def(
         "backward_with_statistics(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor? dentropy, Tensor? dcolumn_sum, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
@@ -63,9 +63,9 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "float softcap=0., Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool slopes_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias, Tensor dslopes)");
-    // Of the weights P = exp(x - lse): row_max of the scores x, entropy = -sum_j P ln P, row_sum = sum_j P key_weights_j
-    // (as lse), column_sum = sum_i P (as key_weights). `wanted`: some of "max entropy column_sum"; the others are empty,
-    // and so is row_sum without key_weights, (B, Hq, Nk) or packed (Hq, total_k).
+    // Of the weights P = exp(x - lse): row_max of the scores x, entropy = -sum_j P ln P, column_sum = sum_i P, and
+    // row_sum = sum_j P key_weights_j. `wanted`: some of "max entropy column_sum"; the others are empty, and so is
+    // row_sum without key_weights, (B, Hq, Nk) or packed (Hq, total_k), as column_sum. The others are as lse.
     m.def(
         "statistics(Tensor q, Tensor k, Tensor lse, str wanted, Tensor? key_weights, Tensor? cu_seqlens_q, "
         "Tensor? cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, "

@@ -1,5 +1,5 @@
-// What the kernels of bwd_simt.cuh and statistics.cuh share: a block's tile, the rows that it streams over, their copies to
-// shared memory, and sums for each own key.
+// What the kernels of bwd_simt.cuh and statistics.cuh share: a block's tile, the rows that it streams over, their copies
+// to shared memory, and sums for each own key.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +19,8 @@ struct SimtTile : simt::LaneGrid<kShape> {
     static_assert(kRowGroup % kStream == 0 && kRowGroup % kOwn == 0);
 };
 
-/// The streamed rows [begin, end) that see an own row, or that an own row sees, in each of `heads` query heads; own rows
-/// end before end_row.
+/// The streamed rows [begin, end) that see an own row, or that an own row sees, in each of `heads` query heads; own
+/// rows end before end_row.
 struct StreamedRows {
     int begin, end, heads, end_row;
 };
