@@ -6,19 +6,20 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _dropout, _fake, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
+from . import _autocast, _autograd, _checks, _dropout, _fake, _func, _math, _ops  # noqa: F401  (_fake registers the fake kernels)
 from ._call import Call
 from ._errors import raise_library_error
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse). The op is called first, and the arguments are checked after it failed: a good call pays nothing."""
+    drawn = False
     try:
         if not call.only_band:
             if call.backward_kernel != "auto":
                 _checks.backward_kernel(call.backward_kernel)
             if call.rng_state is None and 0 < call.dropout_p < 1:
-                call = call._replace(rng_state=_dropout.draw(q.device))
+                call, drawn = call._replace(rng_state=_dropout.draw(q.device)), True
             if call.kernel_name == "math":
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):
@@ -31,6 +32,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             _checks.no_tangent(
                 q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes, sinks=call.sinks
             )
+        if torch._C._are_functorch_transforms_active():
+            return _func.attend(q, k, v, call, drawn)
         if torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad

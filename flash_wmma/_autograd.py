@@ -25,8 +25,7 @@ _backward_varlen = ops.backward_varlen.default
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of q, k, v and attn_bias."""
 
-_DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
-_TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
+DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 
 
 def gradients(
@@ -130,16 +129,14 @@ class Attention(torch.autograd.Function):
         bias_grad, sinks_grad = ctx.needs_input_grad[3:5]
         arguments = dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors)
         if not sinks_grad:
-            dq, dk, dv, dbias = once_differentiable(_DOUBLE, gradients, *arguments)
+            dq, dk, dv, dbias = once_differentiable(DOUBLE, gradients, *arguments)
             return dq, dk, dv, dbias if bias_grad else None, None, None
-        dq, dk, dv, dbias, dsinks = once_differentiable(_DOUBLE, _gradients_and_sinks, *arguments)
+        dq, dk, dv, dbias, dsinks = once_differentiable(DOUBLE, _gradients_and_sinks, *arguments)
         return dq, dk, dv, dbias if bias_grad else None, dsinks, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of :class:`Attention`, recorded."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(_TRANSFORMS)
     if torch._C._is_any_autocast_enabled():
         q, k, v, call = _autocast.cast(q, k, v, call)
     # torch.compile takes no tensor twice

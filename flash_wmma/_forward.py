@@ -115,8 +115,8 @@ def forward(
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
-            the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
-            ``torch.func``, the gradient of alibi_slopes.
+            the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode, the
+            gradient of alibi_slopes.
         return_lse: also return the logarithm of the softmax's denominator, sinks included.
         batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
             bitwise independent of the other entries.

@@ -343,14 +343,6 @@ def test_forward_mode_names_the_way_out() -> None:
     assert tangent.shape == q.shape
 
 
-def test_torch_func() -> None:
-    q, k, v = tensors(1, 2, 5, 8, requires_grad=False)
-    with pytest.raises(NotImplementedError, match=r'torch.func is not supported: kernel="math"'):
-        torch.func.grad(lambda q: forward(q, k, v).sum())(q)
-    each = torch.func.vmap(torch.func.grad(lambda q: forward(q[None], k, v, kernel="math").square().sum()))
-    assert each(q).shape == q.shape
-
-
 @pytest.mark.parametrize("call", [{}, {"causal": "bottom_right"}, {"causal": True, "softcap": 1.5}, {"window": (1, 0)}])
 def test_gradcheck(call: dict[str, object]) -> None:
     """In both modes and once more, with rows that see no key."""
