@@ -28,11 +28,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
                 _checks.no_gradient(alibi_slopes=call.alibi_slopes)
             if call.validate:
                 q, k, v, call = _checked(q, k, v, call)
-        if forward_ad._current_level >= 0:
-            _checks.no_tangent(
-                q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes, sinks=call.sinks
-            )
-        if torch._C._are_functorch_transforms_active():
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
             return _func.attend(q, k, v, call, drawn)
         if torch.is_grad_enabled() and (
             q.requires_grad

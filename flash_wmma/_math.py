@@ -12,14 +12,16 @@ import torch
 from torch import Tensor
 
 from ._call import Call, Lengths
-from ._dropout import dropout_mask
+from ._dropout import part_of_mask
 
 
-def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device) -> Tensor:
-    """(Nq, Nk): true where the band lets the query see the key."""
-    place = torch.arange(nq, device=device)[:, None] + (nk - nq if bottom_right else 0)
+def _visible(
+    queries: range, nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device
+) -> Tensor:
+    """(queries, Nk): true where the band lets the query see the key."""
+    place = torch.arange(queries.start, queries.stop, device=device)[:, None] + (nk - nq if bottom_right else 0)
     key = torch.arange(nk, device=device)
-    seen = torch.ones(nq, nk, dtype=torch.bool, device=device)
+    seen = torch.ones(len(queries), nk, dtype=torch.bool, device=device)
     if left >= 0:
         seen = seen & (key >= place - left)
     if right >= 0:
@@ -31,17 +33,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """(out, lse) of a call, computed in float32 (float64 for float64 inputs). With packed sequences it waits for the
     device."""
     if call.lengths is None:
-        return _dense(q, k, v, call, 0)
+        return dense(q, k, v, call, range(q.shape[2]), q.shape[2])
     return _packed(q, k, v, call, call.lengths)
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tuple[Tensor, Tensor]:
-    """``first_entry``: what dropout's mask counts the batch entries from."""
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, queries: range, nq: int, first_entry: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of some ``queries`` of ``nq``: q and the call's tensors have their rows alone. ``first_entry``: what
+    dropout's mask counts the batch entries from."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // max(k.shape[1], 1)
     keys, values = (t.to(dtype).repeat_interleave(group, dim=1) for t in (k, v))
-    nq, nk = q.shape[2], k.shape[2]
-    hidden = ~_visible(nq, nk, *call.band, q.device)
+    nk = k.shape[2]
+    hidden = ~_visible(queries, nq, nk, *call.band, q.device)
     if call.key_ranges is not None:
         key, (first, end) = torch.arange(nk, device=q.device), call.key_ranges[..., None].unbind(-2)
         hidden = hidden | (key < first) | (key >= end)
@@ -54,7 +59,7 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tup
     elif call.attn_bias is not None:
         scores = scores + call.attn_bias.to(dtype)
     if call.alibi_slopes is not None:
-        place = torch.arange(nq, device=q.device)[:, None] + nk - nq
+        place = torch.arange(queries.start, queries.stop, device=q.device)[:, None] + nk - nq
         distance = (place - torch.arange(nk, device=q.device)).abs()
         scores = scores - call.alibi_slopes.to(dtype)[..., None, None] * distance
     scores = scores.masked_fill(hidden, -math.inf)
@@ -66,7 +71,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tup
     scores = scores.masked_fill(empty, 0)
     weights = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk]
     if call.dropout_p and call.rng_state is not None:
-        kept = dropout_mask(call.rng_state, call.dropout_p, first_entry + q.shape[0], q.shape[1], nq, nk)[first_entry:]
+        entries = range(first_entry, first_entry + q.shape[0])
+        kept = part_of_mask(call.rng_state, call.dropout_p, entries, q.shape[1], queries, nk)
         weights = weights.masked_fill(~kept, 0) / (1 - call.dropout_p)
     out = weights @ values
     lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)
@@ -100,7 +106,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tu
             slopes = slopes[b : b + 1]
         ranges = None if call.key_ranges is None else call.key_ranges[None, :, rows]
         its_call = call._replace(attn_bias=bias, alibi_slopes=slopes, key_ranges=ranges, lengths=None)
-        out, lse = _dense(one, its_keys, its_values, its_call, b)
+        nq = one.shape[2]
+        out, lse = dense(one, its_keys, its_values, its_call, range(nq), nq, b)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     rest(q.shape[0] - done)

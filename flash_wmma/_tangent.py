@@ -1,0 +1,85 @@
+"""Forward-mode differentiation by the kernels of forward and backward, in memory that grows with N.
+
+With the tangents q', k', v' the scores' tangents are S' = scale (q' kᵀ + q k'ᵀ), and (P: the weights)
+
+    lse' = rowsum(P * S')        out' = P v' + (P * (S' - lse')) v
+
+P v' is attention with other values. The rest is what backward computes for dQ: dS K with dS = P * (dP - delta),
+dP = dO Vᵀ and delta = rowsum(O * dO). The stand-ins
+
+    V = [k, k']        dO = [q', q]        K = [k, v]        Q = [q, 0]
+
+make dP = S' / scale and delta = lse' / scale, leave the scores and so P as they are, and the last columns of
+dQ = scale dS K are (P * (S' - lse')) v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._call import Call
+
+_EXACT = ("cpu", "simt")
+"""Kernels that multiply float32, and of which backward's ``auto`` takes such."""
+
+
+def has_kernels(q: Tensor, moved: Any, call: Call) -> bool:
+    """Whether :func:`tangents` applies. Masks do not move, weights are those of the scores, and nothing is converted:
+    a conversion gives columns of k and of v one scale."""
+    exact = call.kernel_name in _EXACT or (call.kernel_name == "auto" and not q.is_cuda)
+    if q.dtype == torch.float32:
+        as_it_is = exact and call.backward_kernel in ("auto", "bwd_cpu", "bwd_simt")
+    else:
+        as_it_is = q.dtype == torch.float16 or not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
+    attn_bias, alibi_slopes = moved[3:5]
+    return as_it_is and not call.softcap and not call.dropout_p and attn_bias is None and alibi_slopes is None
+
+
+def tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dsinks: Tensor | None,
+    call: Call,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    gradients: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Tensor, Tensor]:
+    """(out', lse'), given the tangents of q, k, v and sinks; None: 0. ``attend`` and ``gradients`` are the functions of
+    ``_func``."""
+    d = q.shape[-1]
+    masks = call.attn_bias, call.alibi_slopes, call.sinks
+    rest = call._replace(
+        attn_bias=None,
+        alibi_slopes=None,
+        sinks=None,
+        scale=1 / math.sqrt(max(d, 1)) if call.scale is None else call.scale,
+    )
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    if dv is not None:
+        dout = attend(q, k, dv, *masks, rest)[0]
+    if dq is not None or dk is not None:
+        dq, dk = (torch.zeros_like(t) if moved is None else moved for t, moved in ((q, dq), (k, dk)))
+        values, cotangents = torch.cat((k, dk), -1), torch.cat((dq, q), -1)
+        mean = attend(q, k, values, *masks, rest)[0]
+        wide_q, wide_k = torch.cat((q, q.new_zeros(*q.shape[:-1], v.shape[-1])), -1), torch.cat((k, v), -1)
+        made = gradients(cotangents, None, wide_q, wide_k, values, *masks, rest, mean, lse, False)[0]
+        dout = dout + made[..., d:]
+        moved_lse = rest.scale * (mean.float() * cotangents).sum(-1)
+        dlse = moved_lse.transpose(0, 1) if call.lengths is not None else moved_lse
+    if dsinks is not None:
+        assert call.sinks is not None
+        share = (call.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0) * dsinks[:, None]
+        dlse = dlse + share
+        of_rows = share.transpose(0, 1) if call.lengths is not None else share
+        dout = dout - (of_rows[..., None] * out).to(out.dtype)
+    return dout, dlse
