@@ -66,18 +66,20 @@ class Blocks:
 
     def jvp(self, function: Function, tensors: Tensors, tangents: Tensors, dims: Any, results: Any) -> list[Tensor]:
         """The tangents of a function's results. ``dims``: of queries, in the tensors, and in the ``results``."""
-        moving = [i for i, t in enumerate(tangents) if t is not None]
-
+        moving = [i for i, t in enumerate(tangents) if t is not None] or [0]
         def block(queries: range, *given: Tensor) -> tuple[Tensor, ...]:
             held, moved = list(given[: len(dims)]), given[len(dims) :]
 
             def of_moving(*some: Tensor) -> tuple[Tensor, ...]:
                 return function(queries, *_with(held, moving, some))
 
-            return torch.func.jvp(of_moving, tuple(held[i] for i in moving), moved)[1]  # type: ignore[no-any-return]
+            # Not torch.func.jvp, which cannot be called where the caller uses torch.autograd.forward_ad: the gradient is
+            # linear in those of the results, and its gradient in them is the tangent.
+            results, gradient = torch.func.vjp(of_moving, *(held[i] for i in moving))
+            return torch.func.vjp(gradient, tuple(map(torch.zeros_like, results)))[1](moved)[0]  # type: ignore[no-any-return]
 
-        given = [*tensors, *(tangents[i] for i in moving)]
-        return self._each(block, given, [*dims, *(dims[i] for i in moving)], results)
+        moved = (torch.zeros_like(tensors[i]) if tangents[i] is None else tangents[i] for i in moving)  # type: ignore[arg-type]
+        return self._each(block, [*tensors, *moved], [*dims, *(dims[i] for i in moving)], results)
 
     def vjp(
         self, function: Function, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors, dims: Any, results: Any

@@ -6,10 +6,12 @@ Plain calls do not come here: a ``Function`` with ``setup_context`` costs the ho
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _autocast, _autograd, _checks, _ops, _tangent
 from ._blocks import Blocks
@@ -26,6 +28,18 @@ def _with(attn_bias: Any, alibi_slopes: Any, sinks: Any, call: Call) -> Call:
 def _without(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Call]:
     """The tensors of floats, which transforms must see, and the call without them."""
     return call.attn_bias, call.alibi_slopes, call.sinks, _with(None, None, None, call)
+
+
+def _seen_from_outside(jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """A Function's jvp, of its context, the saved tensors and the tangents, which an outer forward-mode transform sees:
+    torch calls jvp with forward mode switched off, for all transforms."""
+
+    def seen(ctx: Any, *moved: Any) -> Any:
+        with forward_ad._set_fwd_grad_enabled(True):  # type: ignore[no-untyped-call]
+            saved = [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
+            return jvp(ctx, saved, *moved)
+
+    return seen
 
 
 class Attention(torch.autograd.Function):
@@ -60,8 +74,9 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, dbias if bias_grad else None, None, dsinks, None
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Tensor | None) -> tuple[Tensor, Tensor]:
-        q, k, v, out, lse, *tensors = ctx.saved_tensors
+    @_seen_from_outside
+    def jvp(ctx: Any, saved: list[Any], *moved: Tensor | None) -> tuple[Tensor, Tensor]:
+        q, k, v, out, lse, *tensors = saved
         call = ctx.call.joined(tensors)
         if _tangent.has_kernels(q, moved, call):
             dq, dk, dv, _, _, dsinks, _ = moved
@@ -100,9 +115,9 @@ class Gradients(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def _tensors(ctx: Any) -> tuple[Blocks, tuple[Any, ...], Any, Any]:
+    def _tensors(ctx: Any, saved: Any) -> tuple[Blocks, tuple[Any, ...], Any, Any]:
         """Those that it is differentiated in, and in which dimension they and the results have queries."""
-        dout, dlse, q, k, v, lse, *tensors = ctx.saved_tensors
+        dout, dlse, q, k, v, lse, *tensors = saved
         call = ctx.call.joined(tensors)
         arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
         blocks = Blocks(arguments, call)
@@ -111,15 +126,16 @@ class Gradients(torch.autograd.Function):
         return blocks, (dout, dlse, *arguments), (2, 2, *blocks.dims), results
 
     @staticmethod
-    def jvp(ctx: Any, *moved: Any) -> Any:
-        blocks, tensors, dims, results = Gradients._tensors(ctx)
+    @_seen_from_outside
+    def jvp(ctx: Any, saved: list[Any], *moved: Any) -> Any:
+        blocks, tensors, dims, results = Gradients._tensors(ctx, saved)
         tangents = blocks.jvp(blocks.gradients, tensors, moved[:8], dims, results)
         made = [t.to(like.dtype) for t, like in zip(tangents, tensors[2:6], strict=False)]
         return (*made[:3], made[3] if ctx.bias_grad else tensors[2].new_zeros(0))
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor | None) -> Any:
-        blocks, tensors, dims, results = Gradients._tensors(ctx)
+        blocks, tensors, dims, results = Gradients._tensors(ctx, ctx.saved_tensors)
         given = [
             torch.zeros_like(t) if c is None or (i == 3 and not ctx.bias_grad) else c
             for i, (c, t) in enumerate(zip(cotangents, tensors[2 : 2 + len(results)], strict=False))
