@@ -24,7 +24,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):
                     return _math.attend(q, k, v, call)
-            if call.alibi_slopes is not None and torch.is_grad_enabled():
+            transformed = torch._C._are_functorch_transforms_active()
+            if call.alibi_slopes is not None and torch.is_grad_enabled() and not transformed:
                 _checks.no_gradient(alibi_slopes=call.alibi_slopes)
             if call.validate:
                 q, k, v, call = _checked(q, k, v, call)

@@ -67,16 +67,17 @@ class Blocks:
     def jvp(self, function: Function, tensors: Tensors, tangents: Tensors, dims: Any, results: Any) -> list[Tensor]:
         """The tangents of a function's results. ``dims``: of queries, in the tensors, and in the ``results``."""
         moving = [i for i, t in enumerate(tangents) if t is not None] or [0]
+
         def block(queries: range, *given: Tensor) -> tuple[Tensor, ...]:
             held, moved = list(given[: len(dims)]), given[len(dims) :]
 
             def of_moving(*some: Tensor) -> tuple[Tensor, ...]:
                 return function(queries, *_with(held, moving, some))
 
-            # Not torch.func.jvp, which cannot be called where the caller uses torch.autograd.forward_ad: the gradient is
-            # linear in those of the results, and its gradient in them is the tangent.
-            results, gradient = torch.func.vjp(of_moving, *(held[i] for i in moving))
-            return torch.func.vjp(gradient, tuple(map(torch.zeros_like, results)))[1](moved)[0]  # type: ignore[no-any-return]
+            # Not torch.func.jvp, which does not run where the caller has entered a level of torch.autograd.forward_ad.
+            # The gradient is linear in those of the results, and its own gradient in these is the tangent.
+            made: Any = torch.func.vjp(of_moving, *(held[i] for i in moving))
+            return torch.func.vjp(made[1], tuple(map(torch.zeros_like, made[0])))[1](moved)[0]  # type: ignore[no-any-return]
 
         moved = (torch.zeros_like(tensors[i]) if tangents[i] is None else tangents[i] for i in moving)  # type: ignore[arg-type]
         return self._each(block, [*tensors, *moved], [*dims, *(dims[i] for i in moving)], results)

@@ -34,12 +34,6 @@ FORWARD_MODE = (
 )
 """The message about forward-mode differentiation."""
 
-NO_GRADIENT = (
-    "{0}: got a tensor that requires grad, which no kernel computes; call under torch.no_grad(), pass {0}.detach(), or "
-    'kernel="math", plain torch ops, which have its gradient'
-)
-"""The message about a gradient that no kernel computes, of an argument with this name."""
-
 
 def _shape(sizes: Sequence[int]) -> str:
     return "(" + ", ".join(map(str, sizes)) + ("," if len(sizes) == 1 else "") + ")"
@@ -340,7 +334,10 @@ def no_gradient(**named: Tensor | None) -> None:
     """These tensors must not require grad: no kernel computes their gradients."""
     for name, t in named.items():
         if t is not None and t.requires_grad:
-            raise NotImplementedError(NO_GRADIENT.format(name))
+            raise NotImplementedError(
+                f"{name}: got a tensor that requires grad, which no kernel computes; call under torch.no_grad(), pass "
+                f'{name}.detach(), or kernel="math", plain torch ops, which have its gradient'
+            )
 
 
 def no_tangent(**named: Tensor | None) -> None:

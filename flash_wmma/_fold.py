@@ -54,7 +54,7 @@ class Fold(NamedTuple):
         broadcasts, all calls share, unless each must have its ``own``."""
         at = self.rows - dims
         each = self.first(t, mapped)
-        each = each[(slice(None), *(None,) * (1 - at - each.dim()))]
+        each = each.reshape(self.size, *(1,) * (1 - at - each.dim()), *each.shape[1:])
         if mapped is None and each.shape[at] == 1 and not own:
             return t
         at += each.dim()
@@ -83,7 +83,8 @@ class Fold(NamedTuple):
 
     def unfolded(self, t: Tensor, at: int, length: int) -> Tensor:
         """``t`` with the mapped dimension at ``at``, before that of the mapped calls, which has this length."""
-        return t.unflatten(at, (self.size, length))
+        at %= t.dim()
+        return t.reshape(*t.shape[:at], self.size, length, *t.shape[at + 1 :])
 
     def bias_gradient(self, dbias: Tensor, each: tuple[int, ...]) -> Tensor:
         """That of the mapped calls' biases, of the shape ``each``, with the mapped dimension first."""

@@ -6,14 +6,14 @@ Plain calls do not come here: a ``Function`` with ``setup_context`` costs the ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _ops, _tangent
+from . import _autocast, _autograd, _ops, _tangent
 from ._blocks import Blocks
 from ._call import Call
 from ._errors import refuse
@@ -35,7 +35,7 @@ def _seen_from_outside(jvp: Callable[..., Any]) -> Callable[..., Any]:
     torch calls jvp with forward mode switched off, for all transforms."""
 
     def seen(ctx: Any, *moved: Any) -> Any:
-        with forward_ad._set_fwd_grad_enabled(True):  # type: ignore[no-untyped-call]
+        with forward_ad._set_fwd_grad_enabled(True):
             saved = [t if t is None else forward_ad.unpack_dual(t).primal for t in ctx.saved_tensors]  # type: ignore[no-untyped-call]
             return jvp(ctx, saved, *moved)
 
@@ -65,20 +65,21 @@ class Attention(torch.autograd.Function):
         if dout is None:
             dout = torch.zeros_like(out)
         bias_grad, slopes_grad, sinks_grad = ctx.needs_input_grad[3:6]
+        *made, dsinks = _gradients(dout, dlse, q, k, v, out, lse, bias_grad, call, sinks_grad)
+        dslopes = None
         if slopes_grad:
-            raise NotImplementedError(_checks.NO_GRADIENT.format("alibi_slopes"))
-        dq, dk, dv, dbias = Gradients.apply(dout, dlse, q, k, v, *_without(call), out, lse, bias_grad)
-        dsinks = None
-        if sinks_grad:
-            dsinks = _autograd.sinks_gradient(dout, dlse, out, lse, call.sinks, call.lengths is not None)
-        return dq, dk, dv, dbias if bias_grad else None, None, dsinks, None
+            arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
+            blocks = Blocks(arguments, call)
+            given = dout, torch.zeros_like(lse) if dlse is None else dlse
+            (dslopes,) = blocks.vjp(blocks.attend, arguments, [4], given, blocks.dims, (2, 2))
+        return *made, dslopes, dsinks, None
 
     @staticmethod
     @_seen_from_outside
     def jvp(ctx: Any, saved: list[Any], *moved: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse, *tensors = saved
         call = ctx.call.joined(tensors)
-        if _tangent.has_kernels(q, moved, call):
+        if _tangent.has_kernels(q, v, moved, call):
             dq, dk, dv, _, _, dsinks, _ = moved
             return _tangent.tangents(q, k, v, out, lse, dq, dk, dv, dsinks, call, Attention.apply, Gradients.apply)
         arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
@@ -147,8 +148,8 @@ class Gradients(torch.autograd.Function):
         return tuple(made)
 
     @staticmethod
-    def vmap(info: Any, mapped: Any, *arguments: Any) -> Any:
-        (dout, dlse, q, k, v), (out, lse), bias_grad = arguments[:5], arguments[9:11], arguments[11]
+    def vmap(info: Any, mapped: Sequence[Any], *arguments: Any) -> Any:
+        dout, dlse, q, k, v, *_, out, lse, bias_grad = arguments
         call, m = _with(*arguments[5:9]), _with(*mapped[5:9])
         fold = fold_of(info, q, mapped[2], call, m)
         heads_k = fold.full if not fold.into_heads else fold.first(k, mapped[3]).shape[2]
@@ -166,8 +167,29 @@ class Gradients(torch.autograd.Function):
         at_bias = None
         if bias_grad:
             assert call.attn_bias is not None
-            dbias, at_bias = fold.bias_gradient(dbias, fold.first(call.attn_bias, m.attn_bias).shape[1:]), 0
+            dbias, at_bias = fold.bias_gradient(dbias, fold.first(call.attn_bias, mapped[5]).shape[1:]), 0
         return (dq, dk, dv, dbias), (fold.rows, fold.rows, fold.rows, at_bias)
+
+
+def _gradients(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    bias_grad: bool,
+    call: Call,
+    sinks_grad: bool,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k, v, attn_bias and sinks, which can be differentiated again."""
+    dq, dk, dv, dbias = Gradients.apply(dout, dlse, q, k, v, *_without(call), out, lse, bias_grad)
+    dsinks = _autograd.sinks_gradient(dout, dlse, out, lse, call) if sinks_grad else None
+    return dq, dk, dv, dbias if bias_grad else None, dsinks
+
+
+_autograd.Attention.recorded = staticmethod(_gradients)
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, drawn: bool) -> tuple[Tensor, Tensor]:
@@ -180,6 +202,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, drawn: bool) -> tuple[Te
         refuse("rng_state", "a tensor over which vmap maps", ONE_STATE)
     q, k, v, call = _autocast.cast(q, k, v, call)
     if torch.compiler.is_compiling():
+        if forward_ad._current_level >= 0:
+            torch._dynamo.graph_break(msg="flash_wmma: forward-mode differentiation is not traced")
         _taken_as_it_is()
     return _attend(q, k, v, call)
 

@@ -24,20 +24,32 @@ from torch import Tensor
 
 from ._call import Call
 
-_EXACT = ("cpu", "simt")
-"""Kernels that multiply float32, and of which backward's ``auto`` takes such."""
+_FORWARD = ("auto", "cpu", "simt", "mma_sm75", "mma_sm80", "wgmma_sm90")
+"""Kernels with head dims to 512 and d_v of its own."""
 
 
-def has_kernels(q: Tensor, moved: Any, call: Call) -> bool:
-    """Whether :func:`tangents` applies. Masks do not move, weights are those of the scores, and nothing is converted:
-    a conversion gives columns of k and of v one scale."""
-    exact = call.kernel_name in _EXACT or (call.kernel_name == "auto" and not q.is_cuda)
+def has_kernels(q: Tensor, v: Tensor, moved: Any, call: Call) -> bool:
+    """Whether :func:`tangents` applies: masks do not move, weights are those of the scores, the stand-ins' head dims
+    have kernels, and these convert nothing, since a conversion would give the columns of k and of v one scale."""
+    names = call.kernel_name, call.backward_kernel
+    turing = any("sm75" in name for name in names)
+    if q.is_cuda:
+        turing = turing or torch.cuda.get_device_capability(q.device) < (8, 0)
     if q.dtype == torch.float32:
-        as_it_is = exact and call.backward_kernel in ("auto", "bwd_cpu", "bwd_simt")
+        exact = names[0] in ("cpu", "simt") or (names[0] == "auto" and not q.is_cuda)
+        converts = not exact or names[1] not in ("auto", "bwd_cpu", "bwd_simt")
     else:
-        as_it_is = q.dtype == torch.float16 or not q.is_cuda or torch.cuda.get_device_capability(q.device) >= (8, 0)
+        converts = q.dtype == torch.bfloat16 and turing
     attn_bias, alibi_slopes = moved[3:5]
-    return as_it_is and not call.softcap and not call.dropout_p and attn_bias is None and alibi_slopes is None
+    d, d_v = q.shape[-1], v.shape[-1]
+    return (
+        not converts
+        and names[0] in _FORWARD
+        and max(2 * d, d + d_v) <= (256 if turing or names[1] == "bwd_sm90" else 512)
+        and not (call.softcap or call.dropout_p)
+        and attn_bias is None
+        and alibi_slopes is None
+    )
 
 
 def tangents(
@@ -57,13 +69,9 @@ def tangents(
     """(out', lse'), given the tangents of q, k, v and sinks; None: 0. ``attend`` and ``gradients`` are the functions of
     ``_func``."""
     d = q.shape[-1]
+    scale = 1 / math.sqrt(max(d, 1)) if call.scale is None else call.scale
     masks = call.attn_bias, call.alibi_slopes, call.sinks
-    rest = call._replace(
-        attn_bias=None,
-        alibi_slopes=None,
-        sinks=None,
-        scale=1 / math.sqrt(max(d, 1)) if call.scale is None else call.scale,
-    )
+    rest = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, scale=scale)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     if dv is not None:
         dout = attend(q, k, dv, *masks, rest)[0]
@@ -74,7 +82,7 @@ def tangents(
         wide_q, wide_k = torch.cat((q, q.new_zeros(*q.shape[:-1], v.shape[-1])), -1), torch.cat((k, v), -1)
         made = gradients(cotangents, None, wide_q, wide_k, values, *masks, rest, mean, lse, False)[0]
         dout = dout + made[..., d:]
-        moved_lse = rest.scale * (mean.float() * cotangents).sum(-1)
+        moved_lse = scale * (mean.float() * cotangents).sum(-1)
         dlse = moved_lse.transpose(0, 1) if call.lengths is not None else moved_lse
     if dsinks is not None:
         assert call.sinks is not None

@@ -1,20 +1,24 @@
-"""torch.func: vmap, grad and jacrev of attention, in any order, against plain torch ops in float64 under the same."""
+"""Transforms of attention in any order, against plain torch ops in float64 under the same: torch.func's vmap, grad, jvp
+and what is made of them, torch.autograd.forward_ad, gradients of gradients."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from reference import Mask, Modification, attention
 from torch import Tensor
-from torch.func import functional_call, grad, jacrev, vmap
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jacfwd, jacrev, jvp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import flash_wmma
-from flash_wmma import _autograd, _ops, forward, forward_varlen
+from flash_wmma import _autograd, _blocks, _ops, _tangent, forward, forward_varlen
 
 W, B, HQ, HK, NQ, NK, D, DV = 3, 2, 4, 2, 9, 13, 8, 16
 """Mapped calls, and the sizes of each."""
@@ -220,12 +224,12 @@ def test_vmap_is_one_call_without_copies(monkeypatch: pytest.MonkeyPatch) -> Non
     mask = normal(1, 1, NQ, NK)
     vmap(lambda q: grad(loss(forward, attn_bias=mask, causal=True))(q, k, v))(q)
     assert len(seen) == 2
-    (q_, k_, v_, *_, bias), (_, _, q_b, k_b, v_b, *_) = (t[:10] for t in seen)
+    (q_, k_, v_, *_), (_, _, q_b, k_b, v_b, *_) = seen
     assert q_.shape[0] == q_b.shape[0] == W
     for given, shared in ((k_, k), (k_b, k), (v_, v), (v_b, v)):
         assert given.data_ptr() == shared.data_ptr()
         assert given.shape[0] == W
-    assert seen[0][8] is mask or seen[0][8].data_ptr() == mask.data_ptr()
+    assert seen[0][8].data_ptr() == mask.data_ptr()
 
 
 @pytest.mark.parametrize("names", KERNELS, ids=lambda names: names[0])
@@ -330,6 +334,251 @@ def test_dropout_that_does_not_become_one_call_is_refused() -> None:
     same(lambda f: vmap(f, randomness="same"), q, k, v, dropout_p=0.0)
 
 
+# ------------------------------------------------------------------------------------ forward mode, second derivatives
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"causal": "bottom_right"},
+    "window": {"window": (3, 2)},
+    "scale": {"scale": -0.3},
+    "softcap": {"softcap": 1.5},
+    "ranges": {"key_ranges": ranges(B, 1)},
+    "bias": {"attn_bias": normal(HQ, NQ, NK)},
+    "mask": {"attn_bias": normal(NQ, NK) > -0.3},
+    "slopes": {"alibi_slopes": normal(HQ).abs()},
+    "sinks": {"sinks": normal(HQ)},
+}
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 4 queries."""
+    monkeypatch.setattr(_blocks, "MAX_SCORES", B * HQ * NK * 4)
+
+
+@pytest.fixture
+def only_blocks(monkeypatch: pytest.MonkeyPatch, small_blocks: None) -> None:
+    """Tangents by no kernel."""
+    monkeypatch.setattr(_tangent, "has_kernels", lambda *_: False)
+
+
+def moved(tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    return tuple(normal(*t.shape, seed=20 + i, dtype=t.dtype) for i, t in enumerate(tensors))
+
+
+def tangent(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Of the arguments, and of as many tangents."""
+
+    def value(*t: Tensor) -> Any:
+        half = len(t) // 2
+        return jvp(function, t[:half], t[half:])[1]
+
+    return value
+
+
+def norm(gradients: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Tensor]:
+    return lambda *t: sum((g * g).sum() for g in gradients(*t))  # type: ignore[return-value]
+
+
+def compared(transformed: Callable[..., Any], tensors: Sequence[Tensor], eps: float = 1.2e-7, **options: Any) -> None:
+    """``transformed(attend)(*tensors)`` with these options and without copies of them in float64 in ours."""
+    exact = {name: double((t,))[0] if isinstance(t, Tensor) else t for name, t in options.items()}
+    got = transformed(functools.partial(forward, **options))(*tensors)
+    close(got, transformed(functools.partial(plain, **exact))(*double(tuple(tensors))), eps)
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+@pytest.mark.parametrize("by", ["kernels", "blocks"])
+def test_jvp(by: str, options: str, request: pytest.FixtureRequest) -> None:
+    """Tangents of out and lse, of all inputs and of each."""
+    if by == "blocks":
+        request.getfixturevalue("only_blocks")
+    q, k, v = inputs((None, None, None))
+    tensors = [q, k, v, *moved((q, k, v))]
+    compared(lambda f: tangent(functools.partial(f, return_lse=True)), tensors, **OPTIONS[options])
+    for i in range(3):
+
+        def of_one(f: Callable[..., Any], i: int = i) -> Callable[..., Any]:
+            def value(*t: Tensor) -> Any:
+                def moving(x: Tensor) -> Any:
+                    return f(*t[:i], x, *t[i + 1 : 3], return_lse=True)
+
+                return jvp(moving, (t[i],), (t[3 + i],))[1]
+
+            return value
+
+        compared(of_one, tensors, **OPTIONS[options])
+
+
+@pytest.mark.parametrize("options", OPTIONS)
+def test_second_derivatives(options: str, small_blocks: None) -> None:
+    """Forward over reverse, reverse over reverse (of autograd too), reverse over forward."""
+    tensors = inputs((None, None, None))
+    tangents = moved(tensors)
+    of_all = (0, 1, 2)
+    compared(lambda f: tangent(grad(loss(f), of_all)), [*tensors, *tangents], 3e-7, **OPTIONS[options])
+    compared(lambda f: grad(norm(grad(loss(f), of_all)), of_all), tensors, 5e-7, **OPTIONS[options])
+    compared(lambda f: grad(tangent(loss(f)), of_all), [*tensors, *tangents], 5e-7, **OPTIONS[options])
+
+    def twice(f: Callable[..., Any]) -> Callable[..., Any]:
+        def value(*t: Tensor) -> tuple[Tensor, ...]:
+            leaves = [x.clone().requires_grad_() for x in t]
+            first = torch.autograd.grad(loss(f)(*leaves), leaves, create_graph=True)
+            return torch.autograd.grad(norm(lambda *g: g)(*first), leaves)
+
+        return value
+
+    compared(twice, tensors, 5e-7, **OPTIONS[options])
+
+
+@pytest.mark.parametrize(
+    "mask", [name for name in MASKS if "shared" in name and "ranges" not in name] + ["bias of all"]
+)
+def test_moving_masks(mask: str, small_blocks: None) -> None:
+    """Masks with tangents and second derivatives of their own."""
+    name, tensor, _ = MASKS.get(mask, ("attn_bias", normal(B, HQ, NQ, NK, seed=6), None))
+    tensors = [*inputs((None, None, None)), tensor]
+    both = [*tensors, *moved(tensors)]
+    compared(lambda f: tangent(lambda q, k, v, m: f(q, k, v, return_lse=True, **{name: m})), both)
+    wanted = (0, 1, 2) if name == "alibi_slopes" else (0, 1, 2, 3)
+    compared(lambda f: tangent(grad(loss(f, name), wanted)), both, 3e-7)
+    compared(lambda f: grad(norm(grad(loss(f, name), wanted)), wanted), tensors, 5e-7)
+
+
+def test_hessians(small_blocks: None) -> None:
+    """Every order, vmap about it."""
+    q, k, v = (t[:1, :, :3] for t in inputs((None, None, None)))
+    for hessian in (
+        lambda f: jacfwd(jacrev(f)),
+        lambda f: jacrev(jacrev(f)),
+        lambda f: jacrev(jacfwd(f)),
+        lambda f: jacfwd(jacfwd(f)),
+    ):
+        compared(lambda f, h=hessian: h(lambda q: loss(f, causal=True)(q, k.to(q.dtype), v.to(q.dtype))), [q], 3e-7)
+    compared(lambda f: jacfwd(functools.partial(f, causal=True), (0, 1, 2)), (q, k, v))
+
+
+def test_vmap_of_tangents(small_blocks: None) -> None:
+    """Of Hessian-vector products, and of tangents of which only some are mapped."""
+    tensors = inputs((0, 0, 0))
+    product = [*tensors, *moved(tensors)]
+    compared(lambda f: vmap(tangent(grad(loss(f, causal=True), (0, 1, 2)))), product, 3e-7)
+    dims = (0, None, None, 0, None, 0)
+    some = [t if dim == 0 else t[0] for t, dim in zip(product, dims, strict=True)]
+    compared(lambda f: vmap(tangent(functools.partial(f, causal=True)), in_dims=dims), some)
+
+
+def test_dual_numbers(small_blocks: None) -> None:
+    """torch.autograd.forward_ad without torch.func, and over the gradient."""
+
+    def value(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+        def duals(*t: Tensor) -> tuple[Tensor, ...]:
+            with forward_ad.dual_level():
+                inputs = [forward_ad.make_dual(a, b).requires_grad_() for a, b in zip(t[:3], t[3:], strict=True)]
+                out = f(*inputs, **options)
+                gradients = torch.autograd.grad(out.square().sum(), inputs)
+                return tuple(forward_ad.unpack_dual(x).tangent.detach() for x in (out, *gradients))
+
+        return duals
+
+    tensors = inputs((None, None, None))
+    for options in ({}, {"softcap": 1.5}):
+        compared(lambda f, options=options: value(f, **options), [*tensors, *moved(tensors)], 3e-7)
+
+
+def test_calls_without_queries_or_keys_have_derivatives() -> None:
+    for nq, nk in ((0, NK), (NQ, 0), (1, 1)):
+        tensors = [t[:, :, :n] for t, n in zip(inputs((None, None, None)), (nq, nk, nk), strict=True)]
+        for options in ({}, {"softcap": 1.5}):
+            both = [*tensors, *moved(tensors)]
+            compared(lambda f: tangent(functools.partial(f, return_lse=True)), both, **options)
+            compared(lambda f: tangent(grad(loss(f), (0, 1, 2))), both, 3e-7, **options)
+
+
+def test_tangents_under_dropout(small_blocks: None) -> None:
+    """The weights that are dropped are those of the state, in second derivatives too."""
+    state = torch.tensor([3, 4])
+    tensors = inputs((None, None, None))
+
+    def attend(kernel: str) -> Callable[..., Any]:
+        return functools.partial(forward, dropout_p=0.4, rng_state=state, kernel=kernel)
+
+    both = [*tensors, *moved(tensors)]
+    for transformed in (
+        lambda f: tangent(functools.partial(f, return_lse=True)),
+        lambda f: tangent(grad(loss(f), (0, 1, 2))),
+    ):
+        close(transformed(attend("auto"))(*both), transformed(attend("math"))(*double(tuple(both))), 3e-7)
+
+
+def test_memory_of_second_derivatives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor has the scores of all queries."""
+    monkeypatch.setattr(_blocks, "MAX_SCORES", 1 << 12)
+    q, k, v = normal(1, 1, 512, 8), normal(1, 1, 512, 8, seed=1), normal(1, 1, 512, 8, seed=2)
+    largest = 0
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            for t in tree_leaves(result):
+                if isinstance(t, Tensor):
+                    largest = max(largest, t.untyped_storage().nbytes() // 4)
+            return result
+
+    with Sizes():
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        first = torch.autograd.grad(forward(*leaves).square().sum(), leaves, create_graph=True)
+        torch.autograd.grad(norm(lambda *g: g)(*first), leaves)
+    assert 512 * 8 <= largest < 512 * 512 / 8
+
+
+def test_packed_tangents() -> None:
+    """By kernels; where these have none, the error names the way out."""
+    lengths_q, lengths_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 4, 9], [0, 5, 11]))
+
+    def attend(*t: Tensor, **options: Any) -> Any:
+        q, k, v, sinks = t
+        return forward_varlen(
+            q, k, v, lengths_q, lengths_k, 5, 6, causal="bottom_right", sinks=sinks, return_lse=True, **options
+        )
+
+    tensors = [normal(10, HQ, D), normal(12, HK, D, seed=1), normal(12, HK, DV, seed=2), normal(HQ, seed=3)]
+    both = (*tensors, *moved(tensors))
+    close(tangent(attend)(*both), tangent(functools.partial(attend, kernel="math"))(*double(both)))
+    for refused in (tangent(functools.partial(attend, softcap=1.0)), tangent(grad(lambda *t: attend(*t)[0].sum()))):
+        with pytest.raises(NotImplementedError, match="this derivative of packed sequences is not built: kernel="):
+            refused(*both)
+
+
+def errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
+    return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("names", KERNELS, ids=lambda names: names[0])
+def test_tangents_of_kernels(names: tuple[str, str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At most twice as far from float64 as plain torch ops of that dtype. What a kernel would convert takes none."""
+    kernel, backward_kernel = names
+    if kernel != "cpu" and dtype != (torch.float32 if kernel == "simt" else torch.float16):
+        dtype = torch.float32
+    tensors = [normal(1, 2, 70, 16, dtype=dtype), *(normal(1, 1, 33, 16, seed=s, dtype=dtype) for s in (1, 2))]
+    both = (*tensors, *moved(tensors))
+    called: list[object] = []
+    compute = _autograd._backward
+    monkeypatch.setattr(_autograd, "_backward", lambda *t: (called.append(t[-2]), compute(*t))[1])
+
+    def transformed(f: Callable[..., Any], **options: Any) -> Any:
+        return tangent(functools.partial(f, causal=True, return_lse=True, **options))(*both)
+
+    got = transformed(forward, kernel=kernel, backward_kernel=backward_kernel)
+    assert called == ([] if kernel == "mma_sm80" and dtype == torch.float32 else [backward_kernel])
+    exact = tangent(functools.partial(plain, causal=True, return_lse=True))(*double(both))
+    for ours, theirs in zip(errors(got, exact), errors(transformed(plain), exact), strict=True):
+        assert ours <= 2 * theirs + 1e-5
+
+
 # ---------------------------------------------------------------------------------------------------- torch's machinery
 
 
@@ -350,15 +599,33 @@ def test_compile() -> None:
     close(compiled(q, k, v), every(q, k, v))
 
 
-def test_gradient_of_slopes_is_refused() -> None:
-    """Under vmap too, where a tensor does not say that it requires one."""
-    q, k, v = inputs((0, None, None))
-    value = loss(forward, "alibi_slopes")
-    with pytest.raises(NotImplementedError, match="alibi_slopes: got a tensor that requires grad"):
-        grad(lambda s: vmap(value, in_dims=(0, None, None, None))(q, k, v, s).sum())(torch.rand(HQ))
-
-
 def test_errors_name_what_one_mapped_call_was_given() -> None:
     q, k, v = inputs((0, 0, 0))
     with pytest.raises(ValueError, match=r"k.shape: got \(2, 2, 13, 7\), allowed: the head dim of q, 8, last"):
         vmap(forward)(q, k[..., :7], v)
+
+
+def test_compile_leaves_forward_mode_to_eager_code() -> None:
+    torch._dynamo.reset()
+    q, k, v = inputs((None, None, None))
+
+    def value(q: Tensor, t: Tensor) -> Tensor:
+        return jvp(lambda q: forward(q, k, v), (q,), (t,))[1]  # type: ignore[no-any-return]
+
+    close(torch.compile(value, backend="aot_eager")(q, q), value(q, q))
+    torch._dynamo.reset()
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="forward-mode differentiation is not traced"):
+        torch.compile(value, fullgraph=True, backend="aot_eager")(q, q)
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_gradient_of_slopes(mapped: bool) -> None:
+    q, k, v = inputs((0, 0, 0) if mapped else (None, None, None))
+
+    def value(f: Callable[..., Any]) -> Callable[..., Any]:
+        one = loss(f, "alibi_slopes", causal=True)
+        if not mapped:
+            return grad(one, 3)
+        return grad(lambda *t: vmap(one, in_dims=(0, 0, 0, None))(*t).sum(), 3)
+
+    compared(value, [q, k, v, normal(HQ).abs()])
