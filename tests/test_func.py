@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 import flash_wmma
 from flash_wmma import _autograd, _blocks, _ops, _tangent, forward, forward_varlen
+from flash_wmma._call import Call
 
 W, B, HQ, HK, NQ, NK, D, DV = 3, 2, 4, 2, 9, 13, 8, 16
 """Mapped calls, and the sizes of each."""
@@ -136,6 +137,17 @@ def test_vmap_of_masks(mask: str, with_sinks: bool) -> None:
     same(mapped, *inputs((0, None, 0)), tensor, *rest)
     if name == "attn_bias":
         same(mapped, *inputs((0, None, 0)), seen(tensor), *rest)
+
+
+@pytest.mark.parametrize("with_sinks", [False, True], ids=["into entries", "into heads"])
+def test_shared_masks_of_one_entry_or_head(with_sinks: bool) -> None:
+    """Slopes do not broadcast: one batch entry's, or one head's, are those of each mapped call."""
+    q, k, v = normal(W, 1, 1, NQ, D), normal(1, 1, NK, D, seed=1), normal(W, 1, 1, NK, DV, seed=2)
+    names = ("sinks",) if with_sinks else ()
+    rest = [normal(W, 1, seed=3)] if with_sinks else []
+    for slopes in (normal(1, 1, seed=4).abs(), normal(1, seed=4).abs()):
+        dims = (0, None, 0, None, *(0 for _ in rest))
+        same(lambda f, dims=dims: vmap(loss(f, "alibi_slopes", *names), in_dims=dims), q, k, v, slopes, *rest)
 
 
 @pytest.mark.parametrize("order", ["grad of vmap", "vmap of grad"])
@@ -552,17 +564,62 @@ def test_packed_tangents() -> None:
             refused(*both)
 
 
+HALF, BF16, SINGLE = torch.float16, torch.bfloat16, torch.float32
+BY_KERNELS = [  # dtype, d, d_v, kernel, backward_kernel, and whether tangents are those kernels'
+    (SINGLE, 8, 16, "auto", "auto", True),
+    (SINGLE, 256, 256, "cpu", "bwd_cpu", True),
+    (SINGLE, 8, 505, "auto", "auto", False),  # 513 columns of k and v
+    (SINGLE, 257, 8, "auto", "auto", False),  # 514 columns of k and its tangent
+    (SINGLE, 64, 64, "simt", "bwd_simt", True),
+    (SINGLE, 64, 64, "simt", "bwd_sm80", False),
+    (SINGLE, 64, 64, "mma_sm80", "auto", False),
+    (HALF, 256, 256, "mma_sm80", "bwd_sm80", True),
+    (HALF, 128, 128, "mma_sm75", "bwd_sm75", True),
+    (HALF, 128, 136, "mma_sm75", "bwd_sm75", False),
+    (HALF, 136, 64, "wgmma_sm90", "bwd_sm90", False),
+    (BF16, 64, 64, "mma_sm80", "bwd_sm80", True),
+    (BF16, 64, 64, "mma_sm75", "auto", False),
+    (BF16, 64, 64, "auto", "bwd_sm75", False),
+    (HALF, 64, 64, "wmma_v3", "auto", False),
+]
+
+
+@pytest.mark.parametrize("row", BY_KERNELS, ids=lambda row: "-".join(map(str, row[:5])))
+def test_which_tangents_have_kernels(row: tuple[Any, ...]) -> None:
+    dtype, d, d_v, kernel, backward_kernel, expected = row
+    q, v = normal(1, 1, 2, d, dtype=dtype), normal(1, 1, 2, d_v, dtype=dtype)
+    asked = Call(kernel_name=kernel, backward_kernel=backward_kernel)
+    assert _tangent.has_kernels(q, v, [None] * 7, asked) == expected
+    for other in (asked._replace(softcap=1.0), asked._replace(dropout_p=0.5)):
+        assert not _tangent.has_kernels(q, v, [None] * 7, other)
+    for mask in (3, 4):
+        assert not _tangent.has_kernels(q, v, [q if i == mask else None for i in range(7)], asked)
+
+
+def test_tangents_of_wide_heads() -> None:
+    tensors = [normal(1, 1, 3, 260), normal(1, 1, 5, 260, seed=1), normal(1, 1, 5, 300, seed=2)]
+    compared(lambda f: tangent(functools.partial(f, return_lse=True)), [*tensors, *moved(tensors)])
+
+
 def errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     return [float((a.double() - b).abs().max() / b.abs().max()) for a, b in zip(got, expected, strict=True)]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("names", KERNELS, ids=lambda names: names[0])
-def test_tangents_of_kernels(names: tuple[str, str], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("kernel", "backward_kernel", "dtype"),
+    [
+        ("cpu", "bwd_cpu", SINGLE),
+        ("cpu", "bwd_cpu", HALF),
+        ("cpu", "bwd_cpu", BF16),
+        ("simt", "bwd_simt", SINGLE),
+        ("mma_sm80", "bwd_sm80", HALF),
+        ("mma_sm80", "bwd_sm80", SINGLE),
+    ],
+)
+def test_tangents_of_kernels(
+    kernel: str, backward_kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At most twice as far from float64 as plain torch ops of that dtype. What a kernel would convert takes none."""
-    kernel, backward_kernel = names
-    if kernel != "cpu" and dtype != (torch.float32 if kernel == "simt" else torch.float16):
-        dtype = torch.float32
     tensors = [normal(1, 2, 70, 16, dtype=dtype), *(normal(1, 1, 33, 16, seed=s, dtype=dtype) for s in (1, 2))]
     both = (*tensors, *moved(tensors))
     called: list[object] = []

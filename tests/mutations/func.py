@@ -131,6 +131,14 @@ FAULTS = [
         tests=TESTS,
     ),
     Fault(
+        name="tangent-of-wide-heads",
+        path=TANGENT,
+        old="max(2 * d, d + d_v)",
+        new="max(d, d_v)",
+        why="the stand-ins' head dims are more than any kernel takes",
+        tests=TESTS,
+    ),
+    Fault(
         name="forward-mode-within-forward-mode",
         path=FUNC,
         old="with forward_ad._set_fwd_grad_enabled(True):",
