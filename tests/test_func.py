@@ -606,7 +606,7 @@ def errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("kernel", "backward_kernel", "dtype"),
+    ("name", "backward_name", "dtype"),
     [
         ("cpu", "bwd_cpu", SINGLE),
         ("cpu", "bwd_cpu", HALF),
@@ -617,7 +617,7 @@ def errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     ],
 )
 def test_tangents_of_kernels(
-    kernel: str, backward_kernel: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    name: str, backward_name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At most twice as far from float64 as plain torch ops of that dtype. What a kernel would convert takes none."""
     tensors = [normal(1, 2, 70, 16, dtype=dtype), *(normal(1, 1, 33, 16, seed=s, dtype=dtype) for s in (1, 2))]
@@ -629,8 +629,8 @@ def test_tangents_of_kernels(
     def transformed(f: Callable[..., Any], **options: Any) -> Any:
         return tangent(functools.partial(f, causal=True, return_lse=True, **options))(*both)
 
-    got = transformed(forward, kernel=kernel, backward_kernel=backward_kernel)
-    assert called == ([] if kernel == "mma_sm80" and dtype == torch.float32 else [backward_kernel])
+    got = transformed(forward, kernel=name, backward_kernel=backward_name)
+    assert called == ([] if name == "mma_sm80" and dtype == SINGLE else [backward_name])
     exact = tangent(functools.partial(plain, causal=True, return_lse=True))(*double(both))
     for ours, theirs in zip(errors(got, exact), errors(transformed(plain), exact), strict=True):
         assert ours <= 2 * theirs + 1e-5
