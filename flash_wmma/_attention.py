@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _checks, _dropout, _math, _ops, _slopes
+from . import _autocast, _autograd, _checks, _dropout, _func, _math, _ops, _slopes
 from . import _fake as _fake  # registers the fake kernels
 from ._call import Call
 from ._errors import raise_library_error
@@ -14,24 +14,25 @@ from ._errors import raise_library_error
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse). The op is called first, and the arguments are checked after it failed: a good call pays nothing."""
+    drawn = False
     try:
         if not call.only_band:
             if call.backward_kernel != "auto":
                 _checks.backward_kernel(call.backward_kernel)
             if call.rng_state is None and 0 < call.dropout_p < 1:
-                call = call._replace(rng_state=_dropout.draw(q.device))
+                call, drawn = call._replace(rng_state=_dropout.draw(q.device)), True
             if call.kernel_name == "math":
                 q, k, v, call = _checked(q, k, v, call)
                 with _autocast.suspended(q.device):
                     return _math.attend(q, k, v, call)
-            if call.alibi_slopes is not None and call.alibi_slopes.requires_grad and torch.is_grad_enabled():
+            transformed = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+            slopes = call.alibi_slopes
+            if slopes is not None and slopes.requires_grad and torch.is_grad_enabled() and not transformed:
                 return _slopes.attend(q, k, v, call)
             if call.validate:
                 q, k, v, call = _checked(q, k, v, call)
-        if forward_ad._current_level >= 0:
-            _checks.no_tangent(
-                q=q, k=k, v=v, attn_bias=call.attn_bias, alibi_slopes=call.alibi_slopes, sinks=call.sinks
-            )
+        if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+            return _func.attend(q, k, v, call, drawn)
         if torch.is_grad_enabled() and (
             q.requires_grad
             or k.requires_grad

@@ -25,9 +25,6 @@ _backward_varlen = ops.backward_varlen.default
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor]
 """Of q, k, v and attn_bias."""
 
-_DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
-_TRANSFORMS = 'torch.func is not supported: kernel="math" is plain torch ops, which have every derivative'
-
 
 def gradients(
     dout: Tensor,
@@ -54,32 +51,17 @@ def gradients(
         raise
 
 
-def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, sinks: Tensor, packed: bool) -> Tensor:
+def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, call: Call) -> Tensor:
     """The gradient of sinks: minus the sum over a head's rows of the sink's weight, ``exp(sink - lse)``, times delta,
     ``rowsum(out * dout) - dlse``. The same from run to run."""
     delta = (out * dout.float()).sum(-1)
-    if packed:
+    if call.lengths is not None:
         delta = delta.transpose(0, 1)
     if dlse is not None:
         delta = delta - dlse
-    weights = (sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
-    return -(weights * delta).transpose(0, -2).flatten(1).sum(1)
-
-
-def _gradients_and_sinks(
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias_grad: bool,
-    call: Call,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     assert call.sinks is not None
-    dsinks = sinks_gradient(dout, dlse, out, lse, call.sinks, call.lengths is not None)
-    return *gradients(dout, dlse, q, k, v, out, lse, bias_grad, call), dsinks
+    weights = (call.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
+    return -(weights * delta).transpose(0, -2).flatten(1).sum(1)
 
 
 class _OnceDifferentiable(torch.autograd.Function):
@@ -108,6 +90,10 @@ class Attention(torch.autograd.Function):
     gradient enters as ``rowsum(out * dout) - dlse``. Sinks are in lse, so the kernels need not know of them.
     """
 
+    recorded: Callable[..., tuple[Tensor | None, ...]]
+    """The gradients of q, k, v, attn_bias and sinks where they are recorded themselves (``create_graph=True``). Set by
+    ``_func``, which has their derivatives."""
+
     @staticmethod
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None, sinks: Tensor | None, call: Call
@@ -129,17 +115,15 @@ class Attention(torch.autograd.Function):
             dout = torch.zeros_like(out)
         bias_grad, sinks_grad = ctx.needs_input_grad[3:5]
         arguments = dout, dlse, q, k, v, out, lse, bias_grad, ctx.call.joined(tensors)
-        if not sinks_grad:
-            dq, dk, dv, dbias = once_differentiable(_DOUBLE, gradients, *arguments)
-            return dq, dk, dv, dbias if bias_grad else None, None, None
-        dq, dk, dv, dbias, dsinks = once_differentiable(_DOUBLE, _gradients_and_sinks, *arguments)
+        if torch.is_grad_enabled():
+            return *Attention.recorded(*arguments, sinks_grad), None
+        dq, dk, dv, dbias = gradients(*arguments)
+        dsinks = sinks_gradient(dout, dlse, out, lse, arguments[-1]) if sinks_grad else None
         return dq, dk, dv, dbias if bias_grad else None, dsinks, None
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse) of :class:`Attention`, recorded."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError(_TRANSFORMS)
     if torch._C._is_any_autocast_enabled():
         q, k, v, call = _autocast.cast(q, k, v, call)
     # torch.compile takes no tensor twice

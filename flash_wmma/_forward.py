@@ -105,9 +105,10 @@ def forward(
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
-    out and lse are differentiable in q, k, v, an additive attn_bias, alibi_slopes and sinks, once, in reverse mode;
-    backward recomputes the weights from lse and stores no score matrix either. Under ``torch.autocast`` q, k and v are
-    cast to its dtype.
+    out and lse are differentiable in q, k, v, an additive attn_bias, alibi_slopes and sinks; backward recomputes the
+    weights from lse and stores no score matrix either. ``torch.func``, forward mode and gradients of gradients work
+    too, the last by plain torch ops, a block of queries at a time. Under ``torch.autocast`` q, k and v are cast to its
+    dtype.
 
     Args:
         q: (B, Hq, Nq, d), float32, float16 or bfloat16, on a CPU or a CUDA device, any strides.
@@ -138,8 +139,8 @@ def forward(
         kernel: ``"auto"``, or the name of one of :func:`flash_wmma.kernels`, which then runs or raises: nothing falls
             back. :func:`flash_wmma.explain` says what ``"auto"`` takes. A CUDA kernel takes CPU tensors too:
             :mod:`flash_wmma.emulator` then runs its source. ``"math"`` is no kernel but plain torch ops, which store
-            the score matrix, take float64 too, and have every derivative: gradients of gradients, forward mode,
-            ``torch.func``.
+            the score matrix, take float64 too, and have every derivative: second derivatives of packed sequences, the
+            gradient of return_aux's maximum.
         return_lse: also return the logarithm of the softmax's denominator, sinks included.
         return_aux: also return a dict of float32 tensors about the weights P, without dropout, by these names. "max"
             (B, Hq, Nq): each row's largest score, after scale, softcap, bias and ALiBi; -inf for a row that sees no
@@ -161,8 +162,8 @@ def forward(
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
-        NotImplementedError: an input is a dual tensor or, in backward, a gradient of a gradient or of return_aux's
-            maximum is asked for; ``kernel="math"`` has them.
+        NotImplementedError: a derivative is asked for that no kernel has: of return_aux's maximum, a second one of
+            packed sequences, of return_aux or of alibi_slopes; ``kernel="math"`` has them.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 

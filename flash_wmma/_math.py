@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from ._call import Call, Lengths
-from ._dropout import dropout_mask
+from ._dropout import part_of_mask
 
 NAMES = ("max", "entropy", "column_sum")
 """What ``return_aux`` may name, in the order in which the ops return it."""
 
 
-def _visible(nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device) -> Tensor:
-    """(Nq, Nk): true where the band lets the query see the key."""
-    place = torch.arange(nq, device=device)[:, None] + (nk - nq if bottom_right else 0)
+def _visible(
+    queries: range, nq: int, nk: int, left: int, right: int, bottom_right: bool, device: torch.device
+) -> Tensor:
+    """(queries, Nk): true where the band lets the query see the key."""
+    place = torch.arange(queries.start, queries.stop, device=device)[:, None] + (nk - nq if bottom_right else 0)
     key = torch.arange(nk, device=device)
-    seen = torch.ones(nq, nk, dtype=torch.bool, device=device)
+    seen = torch.ones(len(queries), nk, dtype=torch.bool, device=device)
     if left >= 0:
         seen = seen & (key >= place - left)
     if right >= 0:
@@ -35,17 +37,18 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     """(out, lse) of a call, computed in float32 (float64 for float64 inputs). With packed sequences it waits for the
     device."""
     if call.lengths is None:
-        return _dense(q, k, v, call, 0)
+        return dense(q, k, v, call, range(q.shape[2]), q.shape[2])
     return _packed(q, k, v, call, call.lengths)
 
 
-def _scores(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """The scores, with sinks those of a last key too, of which there is no value; and which rows see nothing, (B, Hq,
-    Nq, 1). Their scores are 0, so that no derivative of any order meets inf - inf. -inf: the key is hidden."""
+def _scores(q: Tensor, k: Tensor, call: Call, queries: range, nq: int) -> tuple[Tensor, Tensor]:
+    """The scores of some ``queries`` of ``nq``, with sinks those of a last key too, of which there is no value; and
+    which rows see nothing, (B, Hq, queries, 1). Their scores are 0, so that no derivative of any order meets inf - inf.
+    -inf: the key is hidden. q and the call's tensors have the rows of ``queries`` alone."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // max(k.shape[1], 1)
-    nq, nk = q.shape[2], k.shape[2]
-    hidden = ~_visible(nq, nk, *call.band, q.device)
+    nk = k.shape[2]
+    hidden = ~_visible(queries, nq, nk, *call.band, q.device)
     if call.key_ranges is not None:
         key, (first, end) = torch.arange(nk, device=q.device), call.key_ranges[..., None].unbind(-2)
         hidden = hidden | (key < first) | (key >= end)
@@ -58,7 +61,7 @@ def _scores(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     elif call.attn_bias is not None:
         scores = scores + call.attn_bias.to(dtype)
     if call.alibi_slopes is not None:
-        place = torch.arange(nq, device=q.device)[:, None] + nk - nq
+        place = torch.arange(queries.start, queries.stop, device=q.device)[:, None] + nk - nq
         distance = (place - torch.arange(nk, device=q.device)).abs()
         scores = scores - call.alibi_slopes.to(dtype)[..., None, None] * distance
     scores = scores.masked_fill(hidden, -math.inf)
@@ -69,13 +72,17 @@ def _scores(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     return scores.masked_fill(empty, 0), empty
 
 
-def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tuple[Tensor, Tensor]:
-    """``first_entry``: what dropout's mask counts the batch entries from."""
-    scores, empty = _scores(q, k, call)
-    nq, nk = q.shape[2], k.shape[2]
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, queries: range, nq: int, first_entry: int = 0
+) -> tuple[Tensor, Tensor]:
+    """(out, lse) of some ``queries`` of ``nq``: q and the call's tensors have their rows alone. ``first_entry``: what
+    dropout's mask counts the batch entries from."""
+    scores, empty = _scores(q, k, call, queries, nq)
+    nk = k.shape[2]
     weights = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk]
     if call.dropout_p and call.rng_state is not None:
-        kept = dropout_mask(call.rng_state, call.dropout_p, first_entry + q.shape[0], q.shape[1], nq, nk)[first_entry:]
+        entries = range(first_entry, first_entry + q.shape[0])
+        kept = part_of_mask(call.rng_state, call.dropout_p, entries, q.shape[1], queries, nk)
         weights = weights.masked_fill(~kept, 0) / (1 - call.dropout_p)
     out = weights @ v.to(weights.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
     lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)
@@ -84,8 +91,8 @@ def _dense(q: Tensor, k: Tensor, v: Tensor, call: Call, first_entry: int) -> tup
 
 def _dense_statistics(q: Tensor, k: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor]:
     """Of the weights without dropout: each row's largest score, its entropy, and the sums over the queries."""
-    scores, empty = _scores(q, k, call)
-    nk = k.shape[2]
+    nq, nk = q.shape[2], k.shape[2]
+    scores, empty = _scores(q, k, call, range(nq), nq)
     log_weights, scores = scores.log_softmax(dim=3)[..., :nk], scores[..., :nk]
     hidden = scores.detach().isneginf() | empty
     weights, log_weights = log_weights.exp().masked_fill(hidden, 0), log_weights.masked_fill(hidden, 0)
@@ -150,7 +157,8 @@ def _packed(q: Tensor, k: Tensor, v: Tensor, call: Call, lengths: Lengths) -> tu
     for b, (rows, _, one, its_keys, its_values, its_call) in enumerate(_sequences(q, k, v, call, lengths)):
         rest(rows.start - done)
         done = rows.stop
-        out, lse = _dense(one, its_keys, its_values, its_call, b)
+        nq = one.shape[2]
+        out, lse = dense(one, its_keys, its_values, its_call, range(nq), nq, b)
         outs.append(out[0].transpose(0, 1))
         lses.append(lse[0])
     rest(q.shape[0] - done)

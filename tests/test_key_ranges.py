@@ -296,12 +296,6 @@ def test_saved_for_backward() -> None:
         out.sum().backward()
 
 
-def test_vmap_is_refused() -> None:
-    (q, k, v), ranges = call()
-    with pytest.raises(NotImplementedError, match=r"torch\.func is not supported"):
-        torch.func.grad(lambda q: flash_wmma.forward(q, k, v, key_ranges=ranges).sum())(q)
-
-
 def test_math() -> None:
     (q, k, v), ranges = call()
     for options in ({}, {"causal": True}):

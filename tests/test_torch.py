@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
@@ -309,16 +308,6 @@ def test_number_of_threads_changes_no_gradient(over: str) -> None:
     finally:
         torch.set_num_threads(before)
     assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(results[0], other, strict=True))
-
-
-def test_vmap_loops() -> None:
-    """No batching rule: torch's own loop does it, and says so."""
-    q, k, v = (normal((2, 3, 20, 64), seed=s)[:, None] for s in (1, 2, 3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        mapped = torch.vmap(flash_wmma.forward)(q, k, v)
-    for i in range(2):
-        assert torch.equal(mapped[i], flash_wmma.forward(q[i], k[i], v[i]))
 
 
 def test_views_with_a_pending_conjugation_or_sign() -> None:

@@ -388,8 +388,8 @@ FAULTS = [
     Fault(
         name="math-slopes-from-the-first-key",
         path=MATH,
-        old="        place = torch.arange(nq, device=q.device)[:, None] + nk - nq\n",
-        new="        place = torch.arange(nq, device=q.device)[:, None]\n",
+        old="queries.stop, device=q.device)[:, None] + nk - nq\n",
+        new="queries.stop, device=q.device)[:, None]\n",
         why="ALiBi is aligned to the first key",
     ),
     Fault(

@@ -1,0 +1,93 @@
+"""Forward-mode differentiation by the kernels of forward and backward, in memory that grows with N.
+
+With the tangents q', k', v' the scores' tangents are S' = scale (q' kᵀ + q k'ᵀ), and (P: the weights)
+
+    lse' = rowsum(P * S')        out' = P v' + (P * (S' - lse')) v
+
+P v' is attention with other values. The rest is what backward computes for dQ: dS K with dS = P * (dP - delta),
+dP = dO Vᵀ and delta = rowsum(O * dO). The stand-ins
+
+    V = [k, k']        dO = [q', q]        K = [k, v]        Q = [q, 0]
+
+make dP = S' / scale and delta = lse' / scale, leave the scores and so P as they are, and the last columns of
+dQ = scale dS K are (P * (S' - lse')) v.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._call import Call
+
+_FORWARD = ("auto", "cpu", "simt", "mma_sm75", "mma_sm80", "wgmma_sm90")
+"""Kernels with head dims to 512 and d_v of its own."""
+
+
+def has_kernels(q: Tensor, v: Tensor, moved: Any, call: Call) -> bool:
+    """Whether :func:`tangents` applies: masks do not move, weights are those of the scores, the stand-ins' head dims
+    have kernels, and these convert nothing, since a conversion would give the columns of k and of v one scale."""
+    names = call.kernel_name, call.backward_kernel
+    turing = any("sm75" in name for name in names)
+    if q.is_cuda:
+        turing = turing or torch.cuda.get_device_capability(q.device) < (8, 0)
+    if q.dtype == torch.float32:
+        exact = names[0] in ("cpu", "simt") or (names[0] == "auto" and not q.is_cuda)
+        converts = not exact or names[1] not in ("auto", "bwd_cpu", "bwd_simt")
+    else:
+        converts = q.dtype == torch.bfloat16 and turing
+    attn_bias, alibi_slopes = moved[3:5]
+    d, d_v = q.shape[-1], v.shape[-1]
+    return (
+        not converts
+        and names[0] in _FORWARD
+        and max(2 * d, d + d_v) <= (256 if turing or names[1] == "bwd_sm90" else 512)
+        and not (call.softcap or call.dropout_p)
+        and attn_bias is None
+        and alibi_slopes is None
+    )
+
+
+def tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dsinks: Tensor | None,
+    call: Call,
+    attend: Callable[..., tuple[Tensor, Tensor]],
+    gradients: Callable[..., tuple[Tensor, ...]],
+) -> tuple[Tensor, Tensor]:
+    """(out', lse'), given the tangents of q, k, v and sinks; None: 0. ``attend`` and ``gradients`` are the functions of
+    ``_func``."""
+    d = q.shape[-1]
+    scale = 1 / math.sqrt(max(d, 1)) if call.scale is None else call.scale
+    masks = call.attn_bias, call.alibi_slopes, call.sinks
+    rest = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, scale=scale)
+    dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
+    if dv is not None:
+        dout = attend(q, k, dv, *masks, rest)[0]
+    if dq is not None or dk is not None:
+        dq, dk = (torch.zeros_like(t) if moved is None else moved for t, moved in ((q, dq), (k, dk)))
+        values, cotangents = torch.cat((k, dk), -1), torch.cat((dq, q), -1)
+        mean = attend(q, k, values, *masks, rest)[0]
+        wide_q, wide_k = torch.cat((q, q.new_zeros(*q.shape[:-1], v.shape[-1])), -1), torch.cat((k, v), -1)
+        made = gradients(cotangents, None, wide_q, wide_k, values, *masks, rest, mean, lse, False)[0]
+        dout = dout + made[..., d:]
+        moved_lse = scale * (mean.float() * cotangents).sum(-1)
+        dlse = moved_lse.transpose(0, 1) if call.lengths is not None else moved_lse
+    if dsinks is not None:
+        assert call.sinks is not None
+        share = (call.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0) * dsinks[:, None]
+        dlse = dlse + share
+        of_rows = share.transpose(0, 1) if call.lengths is not None else share
+        dout = dout - (of_rows[..., None] * out).to(out.dtype)
+    return dout, dlse
