@@ -303,19 +303,6 @@ def test_no_grad_lets_inputs_that_require_it_through() -> None:
         flash_wmma.forward(**call)
 
 
-def test_forward_mode_is_refused() -> None:
-    call = good()
-    for argument in "qkv":
-        with torch.autograd.forward_ad.dual_level():
-            dual = torch.autograd.forward_ad.make_dual(call[argument], torch.ones_like(call[argument]))
-            with pytest.raises(NotImplementedError, match=rf"{argument}: got a dual tensor"):
-                flash_wmma.forward(**{**call, argument: dual})
-            with torch.no_grad():
-                flash_wmma.forward(**call)
-    with pytest.raises(NotImplementedError, match="q: got a dual tensor"):
-        torch.func.jvp(lambda q: flash_wmma.forward(q, call["k"], call["v"]), (call["q"],), (call["q"],))
-
-
 def test_errors_under_autocast_name_what_is_wrong() -> None:
     """Several dtypes are right there."""
     call = good()
@@ -325,12 +312,6 @@ def test_errors_under_autocast_name_what_is_wrong() -> None:
         for argument, value in (("softcap", -1.0), ("kernel", "none"), ("window", (1,))):
             with pytest.raises(ValueError, match=rf"{argument}: got "):
                 flash_wmma.forward(**call, **{argument: value})
-
-
-def test_functional_gradient_is_refused() -> None:
-    call = good()
-    with pytest.raises(NotImplementedError, match=r'torch.func is not supported: kernel="math"'):
-        torch.func.grad(lambda q: flash_wmma.forward(q, call["k"], call["v"]).sum())(call["q"])
 
 
 SIZES = {
