@@ -47,8 +47,11 @@ class ScoreChanges {
         const int lane = static_cast<int>(threadIdx.x) % 32, query = first_query + lane / 4;
         column_ = lane % 4 * 2;
         if constexpr (kSlopes) {
-            distance_ = query + sequence.seqlen_k - sequence.seqlen_q - column_;
-            slope_ = p_.alibi_slopes ? kLog2e * p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head] : 0.f;
+            diagonal_ = first_query + sequence.seqlen_k - sequence.seqlen_q;
+            // uniform: or the compiler takes every branch on it for one that parts the warp
+            slope_ = p_.alibi_slopes
+                         ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
+                         : 0.f;
         }
         const int last = static_cast<int>(p_.seqlen_q) - 1;
 #pragma unroll
@@ -101,8 +104,8 @@ class ScoreChanges {
                 x = biased(x, reinterpret_cast<const float*>(row_[i])[at]);
             });
         }
-        if (kSlopes && slope_ != 0.f) {
-            const int distance = distance_ - key;
+        if (slopes()) {
+            const int distance = own_distance(key);
             s.each([&](float& x, int i, int column) {
                 x = fmaf(-slope_, fabsf(static_cast<float>(distance + 8 * i - column)), x);
             });
@@ -114,21 +117,21 @@ class ScoreChanges {
     /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
-        const bool adds = kAll && bias.data && bias.dtype != DType::kBool, slopes = kSlopes && slope_ != 0.f;
+        const bool adds = kAll && bias.data && bias.dtype != DType::kBool;
         PerRow offset;
         offset.each([&](int i, float& x) { x = -m[i]; });
-        if (kBiases || (!slopes && adds && bias.dtype == Element<T>::kDType)) {
+        if (kBiases || (!slopes() && adds && bias.dtype == Element<T>::kDType)) {
             const float factor = cap(s);
             if (kBiases) read_tile();
             return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
         }
-        if (slopes && !adds && is_linear(key)) {
-            const float factor = cap(s), slope = distance_ > key ? slope_ : -slope_;
-            offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(distance_ - key + 8 * i), x); });
+        if (slopes() && !adds && is_linear(key)) {
+            const float factor = cap(s), slope = diagonal_ > key ? slope_ : -slope_;
+            offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(own_distance(key) + 8 * i), x); });
             hide(s);
             return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
         }
-        if (!slopes && !adds) {
+        if (!slopes() && !adds) {
             const float factor = cap(s);
             hide(s);
             return flash_wmma::weigh(s, factor, offset);
@@ -141,7 +144,7 @@ class ScoreChanges {
     __device__ __forceinline__ bool rises(int key) const {
         if constexpr (!kSlopes) return false;
         constexpr float kMost = 4.f;  // in log2 units
-        return slope_ * Keys > kMost && key + Keys > first_distance();
+        return slope_ * Keys > kMost && key + Keys > diagonal_;
     }
 
   private:
@@ -168,14 +171,15 @@ class ScoreChanges {
         });
     }
 
-    /// From key 0 to the diagonal, in the warp's first row.
-    __device__ __forceinline__ int first_distance() const {
-        return distance_ + column_ - static_cast<int>(threadIdx.x) % 32 / 4;
+    /// Whether there is ALiBi.
+    __device__ __forceinline__ bool slopes() const { return kSlopes && (!kAll || slope_ != 0.f); }
+    /// From the lane's first column of the tile at `key` to the diagonal, in its first row.
+    __device__ __forceinline__ int own_distance(int key) const {
+        return diagonal_ - key + static_cast<int>(threadIdx.x) % 32 / 4 - column_;
     }
     /// Whether all 16 rows have all of the tile's keys on one side of them.
     __device__ __forceinline__ bool is_linear(int key) const {
-        const int first = first_distance();
-        return first >= key + Keys - 1 || first + 15 <= key;
+        return diagonal_ >= key + Keys - 1 || diagonal_ + 15 <= key;
     }
 
     /// The score with the bias: -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
@@ -264,7 +268,7 @@ class ScoreChanges {
     const T* tile_;       // of the bias, in shared memory
     float slope_;         // in log2 units
     int column_;          // the lane's first
-    int distance_;        // of the lane's first row and column: from the tile at key 0 to the diagonal
+    int diagonal_;        // the key on it in the warp's first row
     std::uint32_t words_[Keys / 16]
                         [4];    // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
     std::uint32_t seen_[2][2];  // the mask's bits of the lane's keys from the first on

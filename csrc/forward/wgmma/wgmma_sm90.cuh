@@ -209,10 +209,10 @@ class OwnRanges {
     __device__ __forceinline__ int end(int i) const { return end_[i]; }
     /// The keys that all rows of the warp see.
     __device__ __forceinline__ int all_begin() const {
-        return reduce_lanes(max(begin_[0], begin_[1]), [](int x, int y) { return max(x, y); }, 32);
+        return uniform(reduce_lanes(max(begin_[0], begin_[1]), [](int x, int y) { return max(x, y); }, 32));
     }
     __device__ __forceinline__ int all_end() const {
-        return reduce_lanes(min(end_[0], end_[1]), [](int x, int y) { return min(x, y); }, 32);
+        return uniform(reduce_lanes(min(end_[0], end_[1]), [](int x, int y) { return min(x, y); }, 32));
     }
 
   private:
@@ -836,7 +836,7 @@ inline constexpr TableRow kBiasedRows[] = {
 };
 /// With ALiBi.
 inline constexpr TableRow kSlopedRows[] = {
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
