@@ -23,6 +23,7 @@
 #include "device/quad.cuh"
 #include "device/register_tile.cuh"
 #include "device/score_mod.cuh"
+#include "device/soft_cap.cuh"
 #include "device/tile.cuh"
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/mask_tiles.cuh"
@@ -38,8 +39,8 @@ class ScoreChanges {
     using Scores = RegisterTile<16, Keys>;
     using PerRow = RowValues<16>;
 
-    __device__ __forceinline__ ScoreChanges(const ForwardParams& params, const MaskTiles& tiles)
-        : p_(params), tiles_(tiles) {}
+    __device__ __forceinline__ ScoreChanges(const ForwardParams& params, const MaskTiles& tiles, const SoftCap& cap)
+        : p_(params), tiles_(tiles), soft_cap_(cap) {}
 
     /// From now on: 16 rows of that head from `first_query` on.
     __device__ __forceinline__ void take(const Sequence& sequence, int head, int first_query) {
@@ -92,8 +93,12 @@ class ScoreChanges {
     /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
     __device__ __forceinline__ void apply(Scores& s, int key) {
         const Bias& bias = p_.bias;
-        const float factor = cap(s);
-        s.each([&](float& x, int, int) { x *= factor; });
+        if (kCaps && all_within(s, soft_cap_.far.limit)) {
+            s.each([&](float& x, int, int) { x *= soft_cap_.far(x); });
+        } else {
+            const float factor = cap(s);
+            s.each([&](float& x, int, int) { x *= factor; });
+        }
         if (kBiases) read_tile();
         if (kBiases || (kAll && bias.data && bias.dtype == Element<T>::kDType)) {
             s.each([&](float& x, int i, int column) { x = biased(x, asked(i, column)); });
@@ -131,6 +136,10 @@ class ScoreChanges {
             hide(s);
             return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
         }
+        if constexpr (kCaps) {
+            if (all_within(s, soft_cap_.near.limit)) return weigh_capped(s, soft_cap_.near, offset);
+            if (all_within(s, soft_cap_.far.limit)) return weigh_capped(s, soft_cap_.far, offset);
+        }
         if (!slopes() && !adds) {
             const float factor = cap(s);
             hide(s);
@@ -150,6 +159,7 @@ class ScoreChanges {
   private:
     static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
     static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
+    static constexpr bool kCaps = Changes<kProblems>::kCaps, kModified = includes(kProblems, Problems::kModified);
 
     __device__ __forceinline__ bool has_mask() const {
         return kMasks && p_.bias.data && (!kAll || p_.bias.dtype == DType::kBool);
@@ -157,10 +167,17 @@ class ScoreChanges {
 
     /// Softcap. Returns what takes the result to log2 units.
     __device__ __forceinline__ float cap(Scores& s) const {
-        if (!includes(kProblems, Problems::kModified) || p_.softcap == 0.f) return p_.scale * kLog2e;
+        if (!kCaps && (!kModified || p_.softcap == 0.f)) return p_.scale * kLog2e;
         const float to_x = p_.scale / p_.softcap;
         s.each([&](float& x, int, int) { x = ScoreMod<true>::tanh(x * to_x); });
         return p_.softcap * kLog2e;
+    }
+
+    /// Whether no |product| of the warp's passes `limit`. NaN does not count: it fails the vote on the sums.
+    __device__ __forceinline__ static bool all_within(const Scores& s, float limit) {
+        float largest[2] = {};
+        s.each_pair([&](float x, float y, int i, int) { largest[i] = fmaxf(largest[i], fmaxf(fabsf(x), fabsf(y))); });
+        return __all_sync(kWarpMask, fmaxf(largest[0], largest[1]) <= limit);
     }
 
     /// Scores of keys that the mask hides become -inf.
@@ -261,9 +278,25 @@ class ScoreChanges {
         return sums;
     }
 
+    /// weigh() of products that the polynomial serves.
+    template <int Terms>
+    __device__ __forceinline__ static PerRow weigh_capped(Scores& s, const CapPolynomial<Terms>& cap,
+                                                          const PerRow& offset) {
+        PerRow sums;
+        sums.each([&](int i, float& sum) {
+            sum = 0.f;
+            s.each_in_row(i, [&](float& x, int) {
+                x = ptx::ex2(fmaf(x, cap(x), offset[i]));
+                sum += x;
+            });
+        });
+        return sums;
+    }
+
     // An instance keeps what it uses
     const ForwardParams& p_;
     const MaskTiles& tiles_;
+    const SoftCap& soft_cap_;
     const char* row_[2];  // of the bias, or of the mask's bits
     const T* tile_;       // of the bias, in shared memory
     float slope_;         // in log2 units

@@ -73,6 +73,8 @@ class Producer {
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
             if constexpr (kMasks) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
+            if constexpr (kFromDiagonal)
+                order_ = {p_, work.sequence, work.tile.first_row + Tile::kBr - 1, Tile::kBc, work.tiles};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -85,9 +87,16 @@ class Producer {
 
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    static constexpr bool kMasks = Changes<kProblems>::kMasks;
+    static constexpr bool kMasks = Changes<kProblems>::kMasks, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
+
+    /// The K tile at a place of the item's order.
+    __device__ __forceinline__ int at(int place) const {
+        if constexpr (kMasks) return MaskTiles::tile(list_.at(place));
+        else if constexpr (kFromDiagonal) return order_.tile(place);
+        else return place;
+    }
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on. Copies of
     /// `more` bytes will follow.
@@ -141,7 +150,7 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
-        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
+        tile = at(tile);
         Slot& slot = smem_.k_slot[k_.stage];
         unsigned bias_bytes = 0;
         if constexpr (Tile::kBias) bias_bytes = sizeof(smem_.bias[0]);
@@ -164,7 +173,7 @@ class Producer {
 
     /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
-        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
+        tile = at(tile);
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
         const int row = work.sequence.first_k + tile * Tile::kBc;
@@ -181,7 +190,8 @@ class Producer {
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int lane_;
-    TileList list_;  // of the item's tiles, which are places in it
+    TileList list_;       // of the item's tiles, which are places in it
+    FromDiagonal order_;  // likewise
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
     unsigned patch_parity_ = 0;
@@ -306,7 +316,7 @@ class Consumer {
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
-    static constexpr bool kChanges = Changes<kProblems>::kAny;
+    static constexpr bool kChanges = Changes<kProblems>::kAny, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
@@ -580,6 +590,12 @@ class Consumer {
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
         [[maybe_unused]] Entries entries(schedule_, rows);
+        [[maybe_unused]] const auto order = [&] {
+            if constexpr (kFromDiagonal)
+                return FromDiagonal(p_, rows.sequence, rows.first_query / Tile::kBr * Tile::kBr + Tile::kBr - 1, kBc,
+                                    {rows.first_tile - rows.after, rows.first_tile + rows.tiles + rows.before});
+            else return Nothing{};
+        }();
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kDrops)
@@ -588,6 +604,7 @@ class Consumer {
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
+            if constexpr (kFromDiagonal) key = order.tile(place / kBc) * kBc;
             if constexpr (Tile::kBias) changes_.find(smem_.bias[k_.stage][group_].panel);
             else if constexpr (kChanges) changes_.ask(key, kMasks && entries.in_part());
             if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
@@ -601,7 +618,8 @@ class Consumer {
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
             if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
-            if constexpr (kChanges) plain = plain && !changes_.rises(key);
+            if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place / kBc) && changes_.rises(key));
+            else if constexpr (kChanges) plain = plain && !changes_.rises(key);
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
             if (plain) {
@@ -688,7 +706,8 @@ class Consumer {
     RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
-    std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask};
+    std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
+                                                                                         schedule_.soft_cap};
     std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
     std::conditional_t<kDrops, DropoutMask, Nothing> dropout_;
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
@@ -817,8 +836,8 @@ inline constexpr TableRow kMaskedRows[] = {
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
-/// With key ranges.
-inline constexpr TableRow kRangedRows[] = {
+/// With ALiBi, a softcap or key ranges, each alone.
+inline constexpr TableRow kOneChangeRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
@@ -833,14 +852,6 @@ inline constexpr TableRow kBiasedRows[] = {
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
-};
-/// With ALiBi.
-inline constexpr TableRow kSlopedRows[] = {
-    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
-    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
-    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 /// With dropout.
 inline constexpr TableRow kDroppedRows[] = {

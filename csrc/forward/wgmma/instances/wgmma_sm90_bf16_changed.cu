@@ -6,7 +6,8 @@ namespace flash_wmma::wgmma_sm90 {
 
 std::vector<Shape> bf16_changed_shapes() {
     return join({shapes<bf16, Problems::kMasked, kMaskedRows>(), shapes<bf16, Problems::kBiased, kBiasedRows>(),
-                 shapes<bf16, Problems::kSloped, kSlopedRows>(), shapes<bf16, Problems::kRanged, kRangedRows>(),
+                 shapes<bf16, Problems::kSloped, kOneChangeRows>(), shapes<bf16, Problems::kRanged, kOneChangeRows>(),
+                 shapes<bf16, Problems::kCapped, kOneChangeRows>(),
                  shapes<bf16, Problems::kGeneralChanged, kChangedRows>()});
 }
 

@@ -6,7 +6,8 @@ namespace flash_wmma::wgmma_sm90 {
 
 std::vector<Shape> half_changed_shapes() {
     return join({shapes<half, Problems::kMasked, kMaskedRows>(), shapes<half, Problems::kBiased, kBiasedRows>(),
-                 shapes<half, Problems::kSloped, kSlopedRows>(), shapes<half, Problems::kRanged, kRangedRows>(),
+                 shapes<half, Problems::kSloped, kOneChangeRows>(), shapes<half, Problems::kRanged, kOneChangeRows>(),
+                 shapes<half, Problems::kCapped, kOneChangeRows>(),
                  shapes<half, Problems::kGeneralChanged, kChangedRows>()});
 }
 
