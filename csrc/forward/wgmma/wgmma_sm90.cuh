@@ -713,8 +713,8 @@ class Consumer {
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
-/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
-/// softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
+/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
+/// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles. With kChanged, more of both: the
 // planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
@@ -836,11 +836,22 @@ inline constexpr TableRow kMaskedRows[] = {
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
-/// With ALiBi, a softcap or key ranges, each alone.
+/// With ALiBi or key ranges, each alone.
 inline constexpr TableRow kOneChangeRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With a softcap alone.
+inline constexpr TableRow kCappedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
