@@ -59,9 +59,9 @@ struct Changes {
     static constexpr bool kSlopes = kAll || includes(kProblems, Problems::kSloped);
     static constexpr bool kRanges = kAll || includes(kProblems, Problems::kRanged);
     static constexpr bool kBiases = includes(kProblems, Problems::kBiased);  // from shared memory
-    static constexpr bool kCaps = includes(kProblems, Problems::kCapped);  // a softcap alone
-    static constexpr bool kAny = kMasks || kSlopes || kBiases || kCaps;    // not the band or ranges
-    static constexpr bool kFromDiagonal = kSlopes && !kAll;  // walks from the diagonal (FromDiagonal)
+    static constexpr bool kCaps = includes(kProblems, Problems::kCapped);    // a softcap alone
+    static constexpr bool kAny = kMasks || kSlopes || kBiases || kCaps;      // not the band or ranges
+    static constexpr bool kFromDiagonal = kSlopes && !kAll;                  // walks from the diagonal (FromDiagonal)
     /// Dropout; always, or if known at run time. The instances for softcaps have none.
     static constexpr bool kDrops = kAll || kProblems == Problems::kPackedDropped;
 };

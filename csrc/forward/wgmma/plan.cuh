@@ -183,7 +183,13 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
     const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
-    return {split.whole + split.items * split.parts, tiles * (heads - mixed), period, queue, split, shares_bias, mask,
+    return {split.whole + split.items * split.parts,
+            tiles * (heads - mixed),
+            period,
+            queue,
+            split,
+            shares_bias,
+            mask,
             soft_cap};
 }
 

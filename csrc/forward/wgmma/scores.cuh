@@ -5,7 +5,7 @@
 // Nothing of it is waited for together with the product. Tiles of a bias come with K's through shared memory, and
 // ldmatrix gives a lane the words of its scores. With kChanged a lane asks for its part before it awaits the tile's
 // scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask it
-// reads the bits of two rows, and those only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
+// reads a word with the bits of its scores, and that only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
 // bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
 //     P = exp2(S * scale + (bias * log2(e) - m)),
 // and left or right of the diagonal a tile's ALiBi is linear in the key.
@@ -50,15 +50,14 @@ class ScoreChanges {
         if constexpr (kSlopes) {
             diagonal_ = first_query + sequence.seqlen_k - sequence.seqlen_q;
             // uniform: or the compiler takes every branch on it for one that parts the warp
-            slope_ = p_.alibi_slopes
-                         ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
-                         : 0.f;
+            slope_ = p_.alibi_slopes ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
+                                     : 0.f;
         }
+        if (has_mask()) bits_ = tiles_.words(sequence.index, head, first_query) + lane % tiles_.lanes;
         const int last = static_cast<int>(p_.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (has_mask()) row_[i] = reinterpret_cast<const char*>(tiles_.line(sequence.index, head, query + 8 * i));
-            else if (kAll && bias.data)
+            if (kAll && bias.data && !has_mask())
                 row_[i] = static_cast<const char*>(bias.data) +
                           (sequence.index * bias.batch + head * bias.head + min(query + 8 * i, last) * bias.query) *
                               (bias.dtype == DType::kFloat32 ? 4 : 2);
@@ -73,12 +72,10 @@ class ScoreChanges {
     __device__ __forceinline__ void ask(int key, bool in_part) {
         const Bias& bias = p_.bias;
         hides_ = has_mask() && in_part;
-        if (hides_) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint2 seen = *reinterpret_cast<const uint2*>(row_[i] + key / 8);
-                seen_[i][0] = seen.x >> column_, seen_[i][1] = seen.y >> column_;
-            }
+        if (hides_) seen_ = bits_[key / Keys * tiles_.lanes];
+        if (slopes()) {
+            tile_slope_ = diagonal_ > key ? slope_ : -slope_;
+            first_.each([&](int i, float& x) { x = -tile_slope_ * static_cast<float>(own_distance(key) + 8 * i); });
         }
         if (kAll && bias.data && bias.dtype == Element<T>::kDType) {
             const bool inside = bias.key == 1 && key + Keys <= p_.seqlen_k;
@@ -128,17 +125,22 @@ class ScoreChanges {
         if (kBiases || (!slopes() && adds && bias.dtype == Element<T>::kDType)) {
             const float factor = cap(s);
             if (kBiases) read_tile();
-            return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
+            return weigh_by(
+                s, [&](float x, int i, int c) { return fmaf(x, factor, fmaf(asked(i, c), kLog2e, offset[i])); });
         }
         if (slopes() && !adds && is_linear(key)) {
-            const float factor = cap(s), slope = diagonal_ > key ? slope_ : -slope_;
-            offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(own_distance(key) + 8 * i), x); });
+            const float factor = cap(s);
+            offset.each([&](int i, float& x) { x += first_[i]; });
             hide(s);
-            return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
+            return weigh_by(s, [&](float x, int i, int c) {
+                return fmaf(tile_slope_, static_cast<float>(c), fmaf(x, factor, offset[i]));
+            });
         }
         if constexpr (kCaps) {
-            if (all_within(s, soft_cap_.near.limit)) return weigh_capped(s, soft_cap_.near, offset);
-            if (all_within(s, soft_cap_.far.limit)) return weigh_capped(s, soft_cap_.far, offset);
+            if (all_within(s, soft_cap_.near.limit))
+                return weigh_by(s, [&](float x, int i, int) { return fmaf(x, soft_cap_.near(x), offset[i]); });
+            if (all_within(s, soft_cap_.far.limit))
+                return weigh_by(s, [&](float x, int i, int) { return fmaf(x, soft_cap_.far(x), offset[i]); });
         }
         if (!slopes() && !adds) {
             const float factor = cap(s);
@@ -182,10 +184,14 @@ class ScoreChanges {
 
     /// Scores of keys that the mask hides become -inf.
     __device__ __forceinline__ void hide(Scores& s) const {
-        if (!kMasks || !hides_) return;
-        s.each([&](float& x, int i, int column) {
-            if (!(seen_[i][column / 32] >> column % 32 & 1)) x = -INFINITY;
-        });
+        if constexpr (kMasks) {
+            if (!hides_) return;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)  // in the order of the bits, of which an instruction makes several predicates
+                s.each_in_row(i, [&](float& x, int column) {
+                    if (!(seen_ >> MaskTiles::bit(i, column) & 1)) x = -INFINITY;
+                });
+        }
     }
 
     /// Whether there is ALiBi.
@@ -264,29 +270,14 @@ class ScoreChanges {
             }
     }
 
-    /// weigh(), with a term of its own for each score in place of a row's offset.
-    template <class Term>
-    __device__ __forceinline__ static PerRow weigh_with(Scores& s, float factor, Term term) {
+    /// weigh() with score - m of each product from `exponent`.
+    template <class Exponent>
+    __device__ __forceinline__ static PerRow weigh_by(Scores& s, Exponent exponent) {
         PerRow sums;
         sums.each([&](int i, float& sum) {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
-                x = ptx::ex2(fmaf(x, factor, term(i, column)));
-                sum += x;
-            });
-        });
-        return sums;
-    }
-
-    /// weigh() of products that the polynomial serves.
-    template <int Terms>
-    __device__ __forceinline__ static PerRow weigh_capped(Scores& s, const CapPolynomial<Terms>& cap,
-                                                          const PerRow& offset) {
-        PerRow sums;
-        sums.each([&](int i, float& sum) {
-            sum = 0.f;
-            s.each_in_row(i, [&](float& x, int) {
-                x = ptx::ex2(fmaf(x, cap(x), offset[i]));
+                x = ptx::ex2(exponent(x, i, column));
                 sum += x;
             });
         });
@@ -297,15 +288,18 @@ class ScoreChanges {
     const ForwardParams& p_;
     const MaskTiles& tiles_;
     const SoftCap& soft_cap_;
-    const char* row_[2];  // of the bias, or of the mask's bits
-    const T* tile_;       // of the bias, in shared memory
-    float slope_;         // in log2 units
-    int column_;          // the lane's first
-    int diagonal_;        // the key on it in the warp's first row
+    const char* row_[2];    // of the bias
+    const unsigned* bits_;  // of the mask, the lane's
+    const T* tile_;         // of the bias, in shared memory
+    float slope_;           // in log2 units
+    float tile_slope_;      // of the tile asked for, by the key, if all keys are on one side of the diagonal
+    PerRow first_;          // what ALiBi then adds in the lane's first column
+    int column_;            // the lane's first
+    int diagonal_;          // the key on it in the warp's first row
     std::uint32_t words_[Keys / 16]
-                        [4];    // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
-    std::uint32_t seen_[2][2];  // the mask's bits of the lane's keys from the first on
-    bool hides_;                // whether they count
+                        [4];  // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
+    unsigned seen_;           // the mask's bits of the lane's scores
+    bool hides_;              // whether they count
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -707,7 +707,7 @@ class Consumer {
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
-                                                                                         schedule_.soft_cap};
+                                                                                  schedule_.soft_cap};
     std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
     std::conditional_t<kDrops, DropoutMask, Nothing> dropout_;
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
