@@ -136,26 +136,27 @@ struct TileList {
 /// The order of an item's K tiles with ALiBi, if its rows see all keys: from the diagonal of its last row to the first tile,
 /// then from the diagonal to the last. So a row's scores fall from tile to tile, by what ALiBi subtracts, except on the
 /// few tiles before its own diagonal; backwards from the last tile they would rise, and the old maximum would not serve.
-/// Places count down, as tiles do in all other orders.
+/// Places count down, as keys do in all other orders.
 class FromDiagonal {
   public:
     FromDiagonal() = default;
     /// `last_row`: of the item, whose tiles of `keys` keys are `tiles`.
     __device__ __forceinline__ FromDiagonal(const ForwardParams& p, const Sequence& sequence, int last_row, int keys,
                                             Range tiles)
-        : sum_(tiles.first + tiles.end - 1) {
+        : sum_((tiles.first + tiles.end - 1) * keys) {
         const bool all = p.band.left >= kUnbounded && p.band.right >= kUnbounded;
         const int diagonal = min(last_row, sequence.seqlen_q - 1) + sequence.seqlen_k - sequence.seqlen_q;
         const int start = min(max(diagonal, 0) / keys, tiles.end - 1);
-        behind_ = all ? tiles.end - 1 - start : 0;
-        turn_ = tiles.first + behind_;
+        behind_ = all ? (tiles.end - 1 - start) * keys : 0;
+        turn_ = tiles.first * keys + behind_;
     }
-    __device__ __forceinline__ int tile(int place) const { return goes_back(place) ? place - behind_ : sum_ - place; }
+    /// The first key of the tile at a place, which is the first key of a tile too.
+    __device__ __forceinline__ int key(int place) const { return goes_back(place) ? place - behind_ : sum_ - place; }
     /// Whether the place comes before the turn.
     __device__ __forceinline__ bool goes_back(int place) const { return place >= turn_; }
 
   private:
-    int sum_, behind_, turn_;  // behind_: tiles right of the diagonal; turn_: the last place left of it
+    int sum_, behind_, turn_;  // behind_: of tiles right of the diagonal; turn_: the last place left of it
 };
 
 /// Work item `item` of the grid.

@@ -1,6 +1,6 @@
 // What changes the scores of a warp's 16 rows beside their scale: softcap, an additive bias, a boolean mask, ALiBi
-// (device/score_mod.cuh says in which order). An instance for one of the last three does that alone; one for all of them
-// (kChanged) learns at run time what there is.
+// (device/score_mod.cuh says in which order). An instance for one of them does that alone, a softcap by polynomials
+// where they serve (device/soft_cap.cuh); one for all of them (kChanged) learns at run time what there is.
 //
 // Nothing of it is waited for together with the product. Tiles of a bias come with K's through shared memory, and
 // ldmatrix gives a lane the words of its scores. With kChanged a lane asks for its part before it awaits the tile's
@@ -8,11 +8,13 @@
 // reads a word with the bits of its scores, and that only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
 // bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
 //     P = exp2(S * scale + (bias * log2(e) - m)),
-// and left or right of the diagonal a tile's ALiBi is linear in the key.
+// and left or right of the diagonal a tile's ALiBi is linear in the key. What decides between paths is uniform(), or the
+// compiler would take the whole loop for one in which lanes part.
 #pragma once
 
 #include <ptx.cuh>
 
+#include <climits>
 #include <cmath>
 #include <cstdint>
 
@@ -52,6 +54,8 @@ class ScoreChanges {
             // uniform: or the compiler takes every branch on it for one that parts the warp
             slope_ = p_.alibi_slopes ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
                                      : 0.f;
+            constexpr float kMost = 4.f;  // that scores may rise by from a tile to the next, in log2 units
+            not_rising_ = slope_ * Keys > kMost ? diagonal_ - Keys : INT_MAX;
         }
         if (has_mask()) bits_ = tiles_.words(sequence.index, head, first_query) + lane % tiles_.lanes;
         const int last = static_cast<int>(p_.seqlen_q) - 1;
@@ -73,10 +77,7 @@ class ScoreChanges {
         const Bias& bias = p_.bias;
         hides_ = has_mask() && in_part;
         if (hides_) seen_ = bits_[key / Keys * tiles_.lanes];
-        if (slopes()) {
-            tile_slope_ = diagonal_ > key ? slope_ : -slope_;
-            first_.each([&](int i, float& x) { x = -tile_slope_ * static_cast<float>(own_distance(key) + 8 * i); });
-        }
+        if (slopes() && kEarly) find_offsets(key);
         if (kAll && bias.data && bias.dtype == Element<T>::kDType) {
             const bool inside = bias.key == 1 && key + Keys <= p_.seqlen_k;
             const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(bias.data) |
@@ -129,6 +130,7 @@ class ScoreChanges {
                 s, [&](float x, int i, int c) { return fmaf(x, factor, fmaf(asked(i, c), kLog2e, offset[i])); });
         }
         if (slopes() && !adds && is_linear(key)) {
+            if (!kEarly) find_offsets(key);
             const float factor = cap(s);
             offset.each([&](int i, float& x) { x += first_[i]; });
             hide(s);
@@ -152,15 +154,13 @@ class ScoreChanges {
     }
 
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
-    __device__ __forceinline__ bool rises(int key) const {
-        if constexpr (!kSlopes) return false;
-        constexpr float kMost = 4.f;  // in log2 units
-        return slope_ * Keys > kMost && key + Keys > diagonal_;
-    }
+    __device__ __forceinline__ bool rises(int key) const { return kSlopes && key > not_rising_; }
 
   private:
     static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
     static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
+    // Whether ALiBi's offsets are found before the tile's products are there. At d = 128 that measured slower
+    static constexpr bool kEarly = Tile::kD <= 64;
     static constexpr bool kCaps = Changes<kProblems>::kCaps, kModified = includes(kProblems, Problems::kModified);
 
     __device__ __forceinline__ bool has_mask() const {
@@ -199,6 +199,11 @@ class ScoreChanges {
     /// From the lane's first column of the tile at `key` to the diagonal, in its first row.
     __device__ __forceinline__ int own_distance(int key) const {
         return diagonal_ - key + static_cast<int>(threadIdx.x) % 32 / 4 - column_;
+    }
+    /// What ALiBi adds to the lane's scores of a tile of which all keys are on one side of the diagonal.
+    __device__ __forceinline__ void find_offsets(int key) {
+        tile_slope_ = diagonal_ > key ? slope_ : -slope_;
+        first_.each([&](int i, float& x) { x = -tile_slope_ * static_cast<float>(own_distance(key) + 8 * i); });
     }
     /// Whether all 16 rows have all of the tile's keys on one side of them.
     __device__ __forceinline__ bool is_linear(int key) const {
@@ -292,6 +297,7 @@ class ScoreChanges {
     const unsigned* bits_;  // of the mask, the lane's
     const T* tile_;         // of the bias, in shared memory
     float slope_;           // in log2 units
+    int not_rising_;        // the last key from which a tile's scores do not rise so much
     float tile_slope_;      // of the tile asked for, by the key, if all keys are on one side of the diagonal
     PerRow first_;          // what ALiBi then adds in the lane's first column
     int column_;            // the lane's first

@@ -94,7 +94,7 @@ class Producer {
     /// The K tile at a place of the item's order.
     __device__ __forceinline__ int at(int place) const {
         if constexpr (kMasks) return MaskTiles::tile(list_.at(place));
-        else if constexpr (kFromDiagonal) return order_.tile(place);
+        else if constexpr (kFromDiagonal) return order_.key(place * Tile::kBc) / Tile::kBc;
         else return place;
     }
 
@@ -604,7 +604,7 @@ class Consumer {
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
-            if constexpr (kFromDiagonal) key = order.tile(place / kBc) * kBc;
+            if constexpr (kFromDiagonal) key = order.key(place);
             if constexpr (Tile::kBias) changes_.find(smem_.bias[k_.stage][group_].panel);
             else if constexpr (kChanges) changes_.ask(key, kMasks && entries.in_part());
             if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
@@ -618,7 +618,7 @@ class Consumer {
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
             if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
-            if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place / kBc) && changes_.rises(key));
+            if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
