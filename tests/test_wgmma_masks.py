@@ -181,8 +181,8 @@ def test_alibi(slope: float, causal: bool | str, softcap: float) -> None:
     ("nq", "nk"), [(1, 1), (1, 500), (500, 1), (600, 600), (130, 700), (700, 130), (320, 641)], ids=str
 )
 def test_alibi_from_the_diagonal(slope: float, nq: int, nk: int) -> None:
-    """Items whose diagonal lies before the first key, in each tile, and in the last one; three tiles of keys and more to
-    its right. The second head's slope is 0, the first head's may be too."""
+    """Items whose diagonal lies before the first key, in each tile, and in the last one; three tiles of keys and more
+    to its right. The second head's slope is 0, the first head's may be too."""
     q, k, v = tensors(nq, nk)
     slopes = torch.tensor([slope, 0.0])
     check(q, k, v, Modification(alibi_slopes=slopes))

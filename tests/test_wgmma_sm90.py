@@ -127,8 +127,8 @@ def test_queue(softcap: float) -> None:
 @pytest.mark.parametrize("cap", [1e-3, 0.5, 30.0, 50.0, 1e4])
 @pytest.mark.parametrize("sign", [-1, 1])
 def test_capped_scores(cap: float, sign: int) -> None:
-    """All keys are one, so that the LSE is a row's score: of all sizes, in free tiles too. A lane's second row has scores
-    three times those of its first."""
+    """All keys are one, so that the LSE is a row's score: of all sizes, in free tiles too. A lane's second row has
+    scores three times those of its first."""
     sizes = torch.logspace(-3, 1, 16, dtype=torch.float64)[:, None] * (1 + torch.arange(16) // 8 * 2)
     scores = sign * cap * sizes.reshape(-1)
     q = torch.zeros(1, 1, 256, 64)
@@ -138,9 +138,7 @@ def test_capped_scores(cap: float, sign: int) -> None:
     k = torch.zeros(1, 1, 192, 64, dtype=torch.float16)
     k[..., 0] = 1.0
     with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
-        _, lse = flash_wmma.forward(
-            q, k, k, kernel="wgmma_sm90", softcap=cap, scale=scale, return_lse=True
-        )
+        _, lse = flash_wmma.forward(q, k, k, kernel="wgmma_sm90", softcap=cap, scale=scale, return_lse=True)
     expected = cap * (q[..., 0].double() * scale / cap).tanh()
     error = (lse - math.log(192) - expected).abs()
     assert (error <= 1.5e-5 + 1e-6 * expected.abs()).all()

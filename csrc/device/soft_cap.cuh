@@ -5,8 +5,8 @@
 //     tanh(x) = x p(x^2) + e,   |e| <= t X^(2n+1) / 4^n.
 // p interpolates tanh(x) / x at the squares of the n positive zeros of T(x / X), where T is the Chebyshev polynomial of
 // degree 2n + 1. The bound is that of interpolation at all zeros: T / 4^n has the leading coefficient 1, and t is the
-// largest |tanh^(2n+1)| / (2n+1)!, which is that at 0, a coefficient of tanh's series. X is such that a score's error is
-// 2^-16 in log2 units, and a weight's 1e-5 of itself, whatever the cap.
+// largest |tanh^(2n+1)| / (2n+1)!, which is that at 0, a coefficient of tanh's series. X is such that a score's error
+// is 2^-16 in log2 units, and a weight's 1e-5 of itself, whatever the cap.
 #pragma once
 
 #include <array>
@@ -58,7 +58,8 @@ struct CapPolynomial {
     }
 };
 
-/// The polynomials of a problem. With a cap of 30 they serve scores up to 4.0 and 16.3, with one of 50 up to 6.0 and 25.7.
+/// The polynomials of a problem. With a cap of 30 they serve scores up to 4.0 and 16.3, with one of 50 up to 6.0 and
+/// 25.7.
 struct SoftCap {
     CapPolynomial<2> near;
     CapPolynomial<4> far;

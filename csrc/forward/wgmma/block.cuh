@@ -50,8 +50,8 @@ struct Tile {
     static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4 && (!kBias || kBc == 64));
 };
 
-/// What instances for these problems do with scores, beside their scale. A softcap that comes with packed sequences or with
-/// other changes is no change of its own: kModified.
+/// What instances for these problems do with scores, beside their scale. A softcap that comes with packed sequences or
+/// with other changes is no change of its own: kModified.
 template <Problems kProblems>
 struct Changes {
     static constexpr bool kAll = includes(kProblems, Problems::kChanged);  // what is known at run time

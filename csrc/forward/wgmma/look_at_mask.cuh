@@ -1,8 +1,8 @@
 // The grid that looks at a boolean mask before wgmma_sm90 runs (mask_tiles.cuh).
 //
-// A block makes a list: its warps share the rows of a Q tile, and a lane has 16 neighbouring keys of them at a time. Bytes
-// become bits, four lanes' bits a tile's, which these lanes exchange for those that a quad of the kernel wants; then one
-// warp knows of eight tiles what each group of rows sees.
+// A block makes a list: its warps share the rows of a Q tile, and a lane has 16 neighbouring keys of them at a time.
+// Bytes become bits, four lanes' bits a tile's, which these lanes exchange for those that a quad of the kernel wants;
+// then one warp knows of eight tiles what each group of rows sees.
 //
 // Bound: HBM, for a byte a key is read and a bit written.
 #pragma once
@@ -41,8 +41,8 @@ __device__ __forceinline__ unsigned look_at_keys(const bool* row, std::int64_t s
     return bits;
 }
 
-/// What a quad's lanes know of 16 keys of a row each, as they will need it: lane q gets the bits of keys 8 j + 2 q and the
-/// next, j < 8.
+/// What a quad's lanes know of 16 keys of a row each, as they will need it: lane q gets the bits of keys 8 j + 2 q and
+/// the next, j < 8.
 __device__ __forceinline__ unsigned deal_in_quad(unsigned own, int lane) {
     const auto spread = [](unsigned byte) {  // pairs of bits, four apart
         byte = (byte | byte << 4) & 0x0f0f;

@@ -1,10 +1,10 @@
 // Boolean masks of wgmma_sm90: a grid of its own looks at a mask once, before the kernel (look_at_mask.cuh).
 //
-// Of every 16 rows and 64 keys, a warp's part of a tile, it packs what is seen into a word for each lane: the bits of the
-// lane's scores in the order in which it has them. For every Q tile it lists the K tiles of which some row sees a key, with
-// what each of the 64-row groups sees of them: nothing, a part, or all. So the kernel loads no tile that is hidden, and
-// looks at the bits of those alone that are seen in part. The kernel counts in places of the list; `rank` takes a tile to
-// its place.
+// Of every 16 rows and 64 keys, a warp's part of a tile, it packs what is seen into a word for each lane: the bits of
+// the lane's scores in the order in which it has them. For every Q tile it lists the K tiles of which some row sees a
+// key, with what each of the 64-row groups sees of them: nothing, a part, or all. So the kernel loads no tile that is
+// hidden, and looks at the bits of those alone that are seen in part. The kernel counts in places of the list; `rank`
+// takes a tile to its place.
 //
 // Only what differs is looked at: a mask that is broadcast over batch entries, heads or queries has one of each.
 #pragma once
@@ -55,8 +55,8 @@ struct MaskTiles {
     std::int64_t runs() const { return std::int64_t{batches} * heads * slice_runs(); }
     __host__ __device__ __forceinline__ int slice_runs() const { return (rows + kWarpRows - 1) / kWarpRows; }
 
-    /// The list of the Q tile that begins with row `row`, and the words of the run that does. Packed sequences may be longer
-    /// than the mask: their later rows get its last ones'.
+    /// The list of the Q tile that begins with row `row`, and the words of the run that does. Packed sequences may be
+    /// longer than the mask: their later rows get its last ones'.
     __device__ __forceinline__ std::int64_t list(int batch, int head, int row) const {
         return (slice(batch, head) * q_tiles + min(row / br, q_tiles - 1)) * (tiles + 1);
     }

@@ -133,10 +133,10 @@ struct TileList {
     }
 };
 
-/// The order of an item's K tiles with ALiBi, if its rows see all keys: from the diagonal of its last row to the first tile,
-/// then from the diagonal to the last. So a row's scores fall from tile to tile, by what ALiBi subtracts, except on the
-/// few tiles before its own diagonal; backwards from the last tile they would rise, and the old maximum would not serve.
-/// Places count down, as keys do in all other orders.
+/// The order of an item's K tiles with ALiBi, if its rows see all keys: from the diagonal of its last row to the first
+/// tile, then from the diagonal to the last. So a row's scores fall from tile to tile, by what ALiBi subtracts, except
+/// on the few tiles before its own diagonal; backwards from the last tile they would rise, and the old maximum would
+/// not serve. Places count down, as keys do in all other orders.
 class FromDiagonal {
   public:
     FromDiagonal() = default;

@@ -4,12 +4,12 @@
 //
 // Nothing of it is waited for together with the product. Tiles of a bias come with K's through shared memory, and
 // ldmatrix gives a lane the words of its scores. With kChanged a lane asks for its part before it awaits the tile's
-// scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask it
-// reads a word with the bits of its scores, and that only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
-// bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
+// scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask
+// it reads a word with the bits of its scores, and that only of a tile that is seen in part (mask_tiles.cuh). Where the
+// old m serves, a bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
 //     P = exp2(S * scale + (bias * log2(e) - m)),
-// and left or right of the diagonal a tile's ALiBi is linear in the key. What decides between paths is uniform(), or the
-// compiler would take the whole loop for one in which lanes part.
+// and left or right of the diagonal a tile's ALiBi is linear in the key. What decides between paths is uniform(), or
+// the compiler would take the whole loop for one in which lanes part.
 #pragma once
 
 #include <ptx.cuh>

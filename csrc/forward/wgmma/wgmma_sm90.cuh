@@ -20,8 +20,8 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
 //
-// Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of more
-// columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
+// Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of
+// more columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
 //
 // block.cuh says what a block is, plan.cuh what it works on and in which order. Items that would leave SMs idle are
 // split over the keys, and a second grid adds up the parts (split.cuh).
