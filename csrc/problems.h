@@ -17,6 +17,7 @@ enum class Problems : unsigned {
     kBiased = 64,    ///< of kChanged additive biases of q's type alone, which the copy engine can bring
     kSloped = 128,   ///< of kChanged ALiBi alone
     kRanged = 256,   ///< of kChanged key ranges alone
+    kCapped = 1024,  ///< of kModified a softcap alone, without packed sequences
     kDropped = 512,  ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,

@@ -177,6 +177,28 @@ def test_alibi(slope: float, causal: bool | str, softcap: float) -> None:
     check(*tensors(400, 150), Modification(alibi_slopes=slopes, softcap=softcap), Mask(causal))
 
 
+@pytest.mark.parametrize("slope", [0.0, 1e-3, 0.3, 8.0, 1e4, -0.3])
+@pytest.mark.parametrize(
+    ("nq", "nk"), [(1, 1), (1, 500), (500, 1), (600, 600), (130, 700), (700, 130), (320, 641)], ids=str
+)
+def test_alibi_from_the_diagonal(slope: float, nq: int, nk: int) -> None:
+    """Items whose diagonal lies before the first key, in each tile, and in the last one; three tiles of keys and more
+    to its right. The second head's slope is 0, the first head's may be too."""
+    q, k, v = tensors(nq, nk)
+    slopes = torch.tensor([slope, 0.0])
+    check(q, k, v, Modification(alibi_slopes=slopes))
+    check(q, k, v, Modification(alibi_slopes=slopes), Mask(False, (40, 150)))
+
+
+@pytest.mark.parametrize("slope", [0.05, 0.5, -0.5])
+def test_alibi_beside_scores_of_other_scales(slope: float) -> None:
+    """Rows whose scores differ by e^200, and a key far right of the diagonal whose score passes what ALiBi takes."""
+    q, k, v = tensors(300, 600)
+    q[..., ::7, :] *= 100
+    q[..., 3, 0], k[..., 590, 0], k[..., 5, 1], q[..., 4, 1] = 60, 60, 60, 60
+    check(q, k, v, Modification(alibi_slopes=torch.tensor([slope, slope / 8])))
+
+
 @pytest.mark.parametrize("bias", [None, "fp16", "fp32", "bool"])
 @pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_everything_at_once(d: int, bias: str | None) -> None:

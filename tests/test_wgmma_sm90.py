@@ -43,7 +43,7 @@ SHAPES = [  # (br, softcap), a problem that takes it with two multiprocessors
     (256, 0.0, (1, 2, 1, 256, 200, 64)),
     (192, 0.0, (1, 2, 1, 190, 300, 64)),
     (128, 0.0, (1, 3, 1, 120, 300, 64)),
-    (192, 5.0, (1, 2, 1, 190, 300, 64)),
+    (256, 5.0, (1, 2, 1, 256, 200, 64)),
     (128, 5.0, (1, 3, 1, 120, 300, 64)),
     (192, 0.0, (1, 2, 2, 190, 150, 96)),
     (128, 0.0, (1, 2, 1, 120, 150, 96)),
@@ -122,6 +122,58 @@ def test_every_tile_once(sm_count: int, mask: Mask) -> None:
 def test_queue(softcap: float) -> None:
     """Causal, and more items than two for each block: heads in order, then the mixed ones."""
     check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
+
+
+@pytest.mark.parametrize("cap", [1e-3, 0.5, 30.0, 50.0, 1e4])
+@pytest.mark.parametrize("sign", [-1, 1])
+def test_capped_scores(cap: float, sign: int) -> None:
+    """All keys are one, so that the LSE is a row's score: of all sizes, in free tiles too. A lane's second row has
+    scores three times those of its first."""
+    sizes = torch.logspace(-3, 1, 16, dtype=torch.float64)[:, None] * (1 + torch.arange(16) // 8 * 2)
+    scores = sign * cap * sizes.reshape(-1)
+    q = torch.zeros(1, 1, 256, 64)
+    q[..., 0] = scores.float()
+    scale = 2.0 ** math.floor(math.log2(scores.abs().max() / 1e4))
+    q = (q / scale).half()
+    k = torch.zeros(1, 1, 192, 64, dtype=torch.float16)
+    k[..., 0] = 1.0
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
+        _, lse = flash_wmma.forward(q, k, k, kernel="wgmma_sm90", softcap=cap, scale=scale, return_lse=True)
+    expected = cap * (q[..., 0].double() * scale / cap).tanh()
+    error = (lse - math.log(192) - expected).abs()
+    assert (error <= 1.5e-5 + 1e-6 * expected.abs()).all()
+
+
+@pytest.mark.parametrize("cap", [1e-25, 1e-20, 30.0, 1e30])
+@pytest.mark.parametrize("scale", [0.0, -0.125, 1e-30, 1e10])
+def test_caps_without_a_polynomial(cap: float, scale: float) -> None:
+    """Coefficients that fp32 cannot hold, and signs that no polynomial is for: tanh itself."""
+    q, k, v = tensors((1, 1, 1, 80, 200, 64), torch.float16)
+    q[..., :16, :] = 0
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
+        out, lse = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", softcap=cap, scale=scale, return_lse=True)
+    scores = cap * (q.double() @ k.double().mT * scale / cap).tanh()
+    assert (out - scores.softmax(3) @ v.double()).abs().max() <= TOLERANCE[q.dtype]
+    torch.testing.assert_close(lse.double(), scores.logsumexp(3), atol=1e-4, rtol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["first", "middle", "last"])
+@pytest.mark.parametrize("size", [0.3, 3.0, 100.0, math.inf, math.nan])
+def test_capped_tiles_of_different_sizes(size: float, where: str) -> None:
+    """One tile of keys has larger products than the others, of both signs, or one that is infinite or NaN."""
+    q, k, v = tensors((1, 2, 1, 130, 400, 64), torch.float16)
+    first = {"first": 0, "middle": 192, "last": 384}[where]
+    if math.isfinite(size):
+        k[..., first : first + 64, :] *= size
+        check(q, k, v, softcap=5.0)
+        return
+    k[..., first + 5, 0] = size
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2):
+        out, lse = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", softcap=5.0, return_lse=True)
+    scores = 5 * (q.double() @ k.double().mT / 8 / 5).tanh()
+    assert torch.equal(lse.isnan(), scores.logsumexp(3).isnan())
+    torch.testing.assert_close(lse.double(), scores.logsumexp(3), atol=1e-4, rtol=1e-6, equal_nan=True)
+    torch.testing.assert_close(out.double(), scores.softmax(3) @ v.double(), atol=4e-3, rtol=0, equal_nan=True)
 
 
 def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int, times: int = 1) -> list[str]:

@@ -50,7 +50,8 @@ struct Tile {
     static_assert(kD % 32 == 0 && kDv % 32 == 0 && kBc % 16 == 0 && kConsumers <= 4 && (!kBias || kBc == 64));
 };
 
-/// What instances for these problems do with scores, beside their scale and a softcap.
+/// What instances for these problems do with scores, beside their scale. A softcap that comes with packed sequences or
+/// with other changes is no change of its own: kModified.
 template <Problems kProblems>
 struct Changes {
     static constexpr bool kAll = includes(kProblems, Problems::kChanged);  // what is known at run time
@@ -58,7 +59,9 @@ struct Changes {
     static constexpr bool kSlopes = kAll || includes(kProblems, Problems::kSloped);
     static constexpr bool kRanges = kAll || includes(kProblems, Problems::kRanged);
     static constexpr bool kBiases = includes(kProblems, Problems::kBiased);  // from shared memory
-    static constexpr bool kAny = kMasks || kSlopes || kBiases;               // not the band or ranges
+    static constexpr bool kCaps = includes(kProblems, Problems::kCapped);    // a softcap alone
+    static constexpr bool kAny = kMasks || kSlopes || kBiases || kCaps;      // not the band or ranges
+    static constexpr bool kFromDiagonal = kSlopes && !kAll;                  // walks from the diagonal (FromDiagonal)
     /// Dropout; always, or if known at run time. The instances for softcaps have none.
     static constexpr bool kDrops = kAll || kProblems == Problems::kPackedDropped;
 };

@@ -1,7 +1,8 @@
 // The grid that looks at a boolean mask before wgmma_sm90 runs (mask_tiles.cuh).
 //
-// A block makes a list: its warps share the rows of a Q tile, and a lane has 16 neighbouring keys of them at a time. Bytes
-// become bits, four lanes' bits a tile's; then one warp knows of eight tiles what each group of rows sees.
+// A block makes a list: its warps share the rows of a Q tile, and a lane has 16 neighbouring keys of them at a time.
+// Bytes become bits, four lanes' bits a tile's, which these lanes exchange for those that a quad of the kernel wants;
+// then one warp knows of eight tiles what each group of rows sees.
 //
 // Bound: HBM, for a byte a key is read and a bit written.
 #pragma once
@@ -40,6 +41,21 @@ __device__ __forceinline__ unsigned look_at_keys(const bool* row, std::int64_t s
     return bits;
 }
 
+/// What a quad's lanes know of 16 keys of a row each, as they will need it: lane q gets the bits of keys 8 j + 2 q and
+/// the next, j < 8.
+__device__ __forceinline__ unsigned deal_in_quad(unsigned own, int lane) {
+    const auto spread = [](unsigned byte) {  // pairs of bits, four apart
+        byte = (byte | byte << 4) & 0x0f0f;
+        return (byte | byte << 2) & 0x3333;
+    };
+    const unsigned for_lanes = spread(own & 0xff) | spread(own >> 8) << 2;  // four bits for each
+    unsigned got = 0;
+#pragma unroll
+    for (int from = 0; from < 4; ++from)
+        got |= (__shfl_sync(kWarpMask, for_lanes, from, 4) >> 4 * (lane % 4) & 0xf) << 4 * from;
+    return got;
+}
+
 /// A block for every list. Its warps share the rows; a lane has 16 neighbouring keys.
 __global__ void __launch_bounds__(32 * kLookWarps)
     look_at_mask(const __grid_constant__ Bias mask, const __grid_constant__ MaskTiles found, int keys) {
@@ -64,15 +80,18 @@ __global__ void __launch_bounds__(32 * kLookWarps)
             unsigned seen = 0;
 #pragma unroll 4
             for (int r = warp; r < MaskTiles::kGroupRows; r += kLookWarps) {
-                const int row = q_tile * found.br + g * MaskTiles::kGroupRows + r;
-                if (row >= found.rows) break;
+                // Rows behind the last one, of its warp, get its bits
+                const int place = q_tile * found.br + g * MaskTiles::kGroupRows + r, row = min(place, found.rows - 1);
+                if (place / MaskTiles::kWarpRows >= found.slice_runs() || (found.rows == 1 && r > 0)) break;
                 const unsigned own = look_at_keys(first + row * mask.query, mask.key, key, keys, wide);
                 seen |= (own != 0 ? MaskTiles::kSomeSeen : 0) | (own != exist ? MaskTiles::kSomeHidden : 0);
-                unsigned word = own << lane % 2 * 16;
-                word |= __shfl_xor_sync(kWarpMask, word, 1);
-                if (lane % 2 == 0 && own_tile < found.tiles)
-                    found.bits[((std::int64_t{slice} * found.rows + row) * found.tiles + own_tile) * 2 + lane % 4 / 2] =
-                        word;
+                const unsigned bits = deal_in_quad(own, lane);
+                if (own_tile >= found.tiles) continue;
+                const std::int64_t run = std::int64_t{slice} * found.slice_runs() + place / MaskTiles::kWarpRows;
+                unsigned* const word =
+                    found.bits + (run * found.tiles + own_tile) * found.lanes + place % 8 * 4 + lane % 4;
+                if (found.rows == 1) *word = bits << 16 | bits;
+                else reinterpret_cast<std::uint16_t*>(word)[place / 8 % 2] = static_cast<std::uint16_t>(bits);
             }
             seen |= __shfl_xor_sync(kWarpMask, seen, 1);
             seen |= __shfl_xor_sync(kWarpMask, seen, 2);

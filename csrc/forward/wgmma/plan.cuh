@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "device/soft_cap.cuh"
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/items.h"
 
@@ -19,6 +20,7 @@ struct Schedule {
     Split split;
     bool shares_bias;  // batch entries do: a head's items of all entries come together, for the L2 cache
     MaskTiles mask;    // of a boolean mask
+    SoftCap soft_cap;  // of an instance for softcaps alone
 
     /// This block's items one after the other; -1: no more.
     class Walk {
@@ -131,6 +133,32 @@ struct TileList {
     }
 };
 
+/// The order of an item's K tiles with ALiBi, if its rows see all keys: from the diagonal of its last row to the first
+/// tile, then from the diagonal to the last. So a row's scores fall from tile to tile, by what ALiBi subtracts, except
+/// on the few tiles before its own diagonal; backwards from the last tile they would rise, and the old maximum would
+/// not serve. Places count down, as keys do in all other orders.
+class FromDiagonal {
+  public:
+    FromDiagonal() = default;
+    /// `last_row`: of the item, whose tiles of `keys` keys are `tiles`.
+    __device__ __forceinline__ FromDiagonal(const ForwardParams& p, const Sequence& sequence, int last_row, int keys,
+                                            Range tiles)
+        : sum_((tiles.first + tiles.end - 1) * keys) {
+        const bool all = p.band.left >= kUnbounded && p.band.right >= kUnbounded;
+        const int diagonal = min(last_row, sequence.seqlen_q - 1) + sequence.seqlen_k - sequence.seqlen_q;
+        const int start = min(max(diagonal, 0) / keys, tiles.end - 1);
+        behind_ = all ? (tiles.end - 1 - start) * keys : 0;
+        turn_ = tiles.first * keys + behind_;
+    }
+    /// The first key of the tile at a place, which is the first key of a tile too.
+    __device__ __forceinline__ int key(int place) const { return goes_back(place) ? place - behind_ : sum_ - place; }
+    /// Whether the place comes before the turn.
+    __device__ __forceinline__ bool goes_back(int place) const { return place >= turn_; }
+
+  private:
+    int sum_, behind_, turn_;  // behind_: of tiles right of the diagonal; turn_: the last place left of it
+};
+
 /// Work item `item` of the grid.
 template <class Tile, Problems kProblems>
 __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const Schedule& schedule, int item) {
@@ -148,14 +176,22 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const int br = shape.facts.br, items = static_cast<int>(assignment_grid(p, br).x);
     const bool shares_bias = p.bias.data && p.bias.batch == 0 && p.bias.head != 0;
     const MaskTiles mask = MaskTiles::wanted(p) ? mask_tiles(p, br) : MaskTiles{};
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, mask};
+    const SoftCap soft_cap = p.softcap == 0.f ? SoftCap{} : SoftCap(p);
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, mask, soft_cap};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
     const int blocks = std::min(items, multiprocessors(device));
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
     const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
-    return {split.whole + split.items * split.parts, tiles * (heads - mixed), period, queue, split, shares_bias, mask};
+    return {split.whole + split.items * split.parts,
+            tiles * (heads - mixed),
+            period,
+            queue,
+            split,
+            shares_bias,
+            mask,
+            soft_cap};
 }
 
 /// A warp's way through the plans.

@@ -1,18 +1,20 @@
 // What changes the scores of a warp's 16 rows beside their scale: softcap, an additive bias, a boolean mask, ALiBi
-// (device/score_mod.cuh says in which order). An instance for one of the last three does that alone; one for all of them
-// (kChanged) learns at run time what there is.
+// (device/score_mod.cuh says in which order). An instance for one of them does that alone, a softcap by polynomials
+// where they serve (device/soft_cap.cuh); one for all of them (kChanged) learns at run time what there is.
 //
 // Nothing of it is waited for together with the product. Tiles of a bias come with K's through shared memory, and
 // ldmatrix gives a lane the words of its scores. With kChanged a lane asks for its part before it awaits the tile's
-// scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask it
-// reads the bits of two rows, and those only of a tile that is seen in part (mask_tiles.cuh). Where the old m serves, a
-// bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
+// scores, 16 bytes of a row at a time where the bias allows it, and the quad's lanes exchange words. Of a boolean mask
+// it reads a word with the bits of its scores, and that only of a tile that is seen in part (mask_tiles.cuh). Where the
+// old m serves, a bias or ALiBi is one FMA of a score: of the constant that is subtracted anyway,
 //     P = exp2(S * scale + (bias * log2(e) - m)),
-// and left or right of the diagonal a tile's ALiBi is linear in the key.
+// and left or right of the diagonal a tile's ALiBi is linear in the key. What decides between paths is uniform(), or
+// the compiler would take the whole loop for one in which lanes part.
 #pragma once
 
 #include <ptx.cuh>
 
+#include <climits>
 #include <cmath>
 #include <cstdint>
 
@@ -23,6 +25,7 @@
 #include "device/quad.cuh"
 #include "device/register_tile.cuh"
 #include "device/score_mod.cuh"
+#include "device/soft_cap.cuh"
 #include "device/tile.cuh"
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/mask_tiles.cuh"
@@ -38,8 +41,8 @@ class ScoreChanges {
     using Scores = RegisterTile<16, Keys>;
     using PerRow = RowValues<16>;
 
-    __device__ __forceinline__ ScoreChanges(const ForwardParams& params, const MaskTiles& tiles)
-        : p_(params), tiles_(tiles) {}
+    __device__ __forceinline__ ScoreChanges(const ForwardParams& params, const MaskTiles& tiles, const SoftCap& cap)
+        : p_(params), tiles_(tiles), soft_cap_(cap) {}
 
     /// From now on: 16 rows of that head from `first_query` on.
     __device__ __forceinline__ void take(const Sequence& sequence, int head, int first_query) {
@@ -47,14 +50,18 @@ class ScoreChanges {
         const int lane = static_cast<int>(threadIdx.x) % 32, query = first_query + lane / 4;
         column_ = lane % 4 * 2;
         if constexpr (kSlopes) {
-            distance_ = query + sequence.seqlen_k - sequence.seqlen_q - column_;
-            slope_ = p_.alibi_slopes ? kLog2e * p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head] : 0.f;
+            diagonal_ = first_query + sequence.seqlen_k - sequence.seqlen_q;
+            // uniform: or the compiler takes every branch on it for one that parts the warp
+            slope_ = p_.alibi_slopes ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
+                                     : 0.f;
+            constexpr float kMost = 4.f;  // that scores may rise by from a tile to the next, in log2 units
+            not_rising_ = slope_ * Keys > kMost ? diagonal_ - Keys : INT_MAX;
         }
+        if (has_mask()) bits_ = tiles_.words(sequence.index, head, first_query) + lane % tiles_.lanes;
         const int last = static_cast<int>(p_.seqlen_q) - 1;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (has_mask()) row_[i] = reinterpret_cast<const char*>(tiles_.line(sequence.index, head, query + 8 * i));
-            else if (kAll && bias.data)
+            if (kAll && bias.data && !has_mask())
                 row_[i] = static_cast<const char*>(bias.data) +
                           (sequence.index * bias.batch + head * bias.head + min(query + 8 * i, last) * bias.query) *
                               (bias.dtype == DType::kFloat32 ? 4 : 2);
@@ -69,13 +76,8 @@ class ScoreChanges {
     __device__ __forceinline__ void ask(int key, bool in_part) {
         const Bias& bias = p_.bias;
         hides_ = has_mask() && in_part;
-        if (hides_) {
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const uint2 seen = *reinterpret_cast<const uint2*>(row_[i] + key / 8);
-                seen_[i][0] = seen.x >> column_, seen_[i][1] = seen.y >> column_;
-            }
-        }
+        if (hides_) seen_ = bits_[key / Keys * tiles_.lanes];
+        if (slopes() && kEarly) find_offsets(key);
         if (kAll && bias.data && bias.dtype == Element<T>::kDType) {
             const bool inside = bias.key == 1 && key + Keys <= p_.seqlen_k;
             const std::uintptr_t at = reinterpret_cast<std::uintptr_t>(bias.data) |
@@ -89,8 +91,12 @@ class ScoreChanges {
     /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
     __device__ __forceinline__ void apply(Scores& s, int key) {
         const Bias& bias = p_.bias;
-        const float factor = cap(s);
-        s.each([&](float& x, int, int) { x *= factor; });
+        if (kCaps && all_within(s, soft_cap_.far.limit)) {
+            s.each([&](float& x, int, int) { x *= soft_cap_.far(x); });
+        } else {
+            const float factor = cap(s);
+            s.each([&](float& x, int, int) { x *= factor; });
+        }
         if (kBiases) read_tile();
         if (kBiases || (kAll && bias.data && bias.dtype == Element<T>::kDType)) {
             s.each([&](float& x, int i, int column) { x = biased(x, asked(i, column)); });
@@ -101,8 +107,8 @@ class ScoreChanges {
                 x = biased(x, reinterpret_cast<const float*>(row_[i])[at]);
             });
         }
-        if (kSlopes && slope_ != 0.f) {
-            const int distance = distance_ - key;
+        if (slopes()) {
+            const int distance = own_distance(key);
             s.each([&](float& x, int i, int column) {
                 x = fmaf(-slope_, fabsf(static_cast<float>(distance + 8 * i - column)), x);
             });
@@ -114,21 +120,31 @@ class ScoreChanges {
     /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
-        const bool adds = kAll && bias.data && bias.dtype != DType::kBool, slopes = kSlopes && slope_ != 0.f;
+        const bool adds = kAll && bias.data && bias.dtype != DType::kBool;
         PerRow offset;
         offset.each([&](int i, float& x) { x = -m[i]; });
-        if (kBiases || (!slopes && adds && bias.dtype == Element<T>::kDType)) {
+        if (kBiases || (!slopes() && adds && bias.dtype == Element<T>::kDType)) {
             const float factor = cap(s);
             if (kBiases) read_tile();
-            return weigh_with(s, factor, [&](int i, int c) { return fmaf(asked(i, c), kLog2e, offset[i]); });
+            return weigh_by(
+                s, [&](float x, int i, int c) { return fmaf(x, factor, fmaf(asked(i, c), kLog2e, offset[i])); });
         }
-        if (slopes && !adds && is_linear(key)) {
-            const float factor = cap(s), slope = distance_ > key ? slope_ : -slope_;
-            offset.each([&](int i, float& x) { x = fmaf(-slope, static_cast<float>(distance_ - key + 8 * i), x); });
+        if (slopes() && !adds && is_linear(key)) {
+            if (!kEarly) find_offsets(key);
+            const float factor = cap(s);
+            offset.each([&](int i, float& x) { x += first_[i]; });
             hide(s);
-            return weigh_with(s, factor, [&](int i, int c) { return fmaf(slope, static_cast<float>(c), offset[i]); });
+            return weigh_by(s, [&](float x, int i, int c) {
+                return fmaf(tile_slope_, static_cast<float>(c), fmaf(x, factor, offset[i]));
+            });
         }
-        if (!slopes && !adds) {
+        if constexpr (kCaps) {
+            if (all_within(s, soft_cap_.near.limit))
+                return weigh_by(s, [&](float x, int i, int) { return fmaf(x, soft_cap_.near(x), offset[i]); });
+            if (all_within(s, soft_cap_.far.limit))
+                return weigh_by(s, [&](float x, int i, int) { return fmaf(x, soft_cap_.far(x), offset[i]); });
+        }
+        if (!slopes() && !adds) {
             const float factor = cap(s);
             hide(s);
             return flash_wmma::weigh(s, factor, offset);
@@ -138,15 +154,14 @@ class ScoreChanges {
     }
 
     /// Whether scores may rise from tile to tile, backwards, by more than the old m allows: right of a steep diagonal.
-    __device__ __forceinline__ bool rises(int key) const {
-        if constexpr (!kSlopes) return false;
-        constexpr float kMost = 4.f;  // in log2 units
-        return slope_ * Keys > kMost && key + Keys > first_distance();
-    }
+    __device__ __forceinline__ bool rises(int key) const { return kSlopes && key > not_rising_; }
 
   private:
     static constexpr bool kAll = Changes<kProblems>::kAll, kMasks = Changes<kProblems>::kMasks;
     static constexpr bool kSlopes = Changes<kProblems>::kSlopes, kBiases = Changes<kProblems>::kBiases;
+    // Whether ALiBi's offsets are found before the tile's products are there. At d = 128 that measured slower
+    static constexpr bool kEarly = Tile::kD <= 64;
+    static constexpr bool kCaps = Changes<kProblems>::kCaps, kModified = includes(kProblems, Problems::kModified);
 
     __device__ __forceinline__ bool has_mask() const {
         return kMasks && p_.bias.data && (!kAll || p_.bias.dtype == DType::kBool);
@@ -154,28 +169,45 @@ class ScoreChanges {
 
     /// Softcap. Returns what takes the result to log2 units.
     __device__ __forceinline__ float cap(Scores& s) const {
-        if (!includes(kProblems, Problems::kModified) || p_.softcap == 0.f) return p_.scale * kLog2e;
+        if (!kCaps && (!kModified || p_.softcap == 0.f)) return p_.scale * kLog2e;
         const float to_x = p_.scale / p_.softcap;
         s.each([&](float& x, int, int) { x = ScoreMod<true>::tanh(x * to_x); });
         return p_.softcap * kLog2e;
     }
 
-    /// Scores of keys that the mask hides become -inf.
-    __device__ __forceinline__ void hide(Scores& s) const {
-        if (!kMasks || !hides_) return;
-        s.each([&](float& x, int i, int column) {
-            if (!(seen_[i][column / 32] >> column % 32 & 1)) x = -INFINITY;
-        });
+    /// Whether no |product| of the warp's passes `limit`. NaN does not count: it fails the vote on the sums.
+    __device__ __forceinline__ static bool all_within(const Scores& s, float limit) {
+        float largest[2] = {};
+        s.each_pair([&](float x, float y, int i, int) { largest[i] = fmaxf(largest[i], fmaxf(fabsf(x), fabsf(y))); });
+        return __all_sync(kWarpMask, fmaxf(largest[0], largest[1]) <= limit);
     }
 
-    /// From key 0 to the diagonal, in the warp's first row.
-    __device__ __forceinline__ int first_distance() const {
-        return distance_ + column_ - static_cast<int>(threadIdx.x) % 32 / 4;
+    /// Scores of keys that the mask hides become -inf.
+    __device__ __forceinline__ void hide(Scores& s) const {
+        if constexpr (kMasks) {
+            if (!hides_) return;
+#pragma unroll
+            for (int i = 0; i < 2; ++i)  // in the order of the bits, of which an instruction makes several predicates
+                s.each_in_row(i, [&](float& x, int column) {
+                    if (!(seen_ >> MaskTiles::bit(i, column) & 1)) x = -INFINITY;
+                });
+        }
+    }
+
+    /// Whether there is ALiBi.
+    __device__ __forceinline__ bool slopes() const { return kSlopes && (!kAll || slope_ != 0.f); }
+    /// From the lane's first column of the tile at `key` to the diagonal, in its first row.
+    __device__ __forceinline__ int own_distance(int key) const {
+        return diagonal_ - key + static_cast<int>(threadIdx.x) % 32 / 4 - column_;
+    }
+    /// What ALiBi adds to the lane's scores of a tile of which all keys are on one side of the diagonal.
+    __device__ __forceinline__ void find_offsets(int key) {
+        tile_slope_ = diagonal_ > key ? slope_ : -slope_;
+        first_.each([&](int i, float& x) { x = -tile_slope_ * static_cast<float>(own_distance(key) + 8 * i); });
     }
     /// Whether all 16 rows have all of the tile's keys on one side of them.
     __device__ __forceinline__ bool is_linear(int key) const {
-        const int first = first_distance();
-        return first >= key + Keys - 1 || first + 15 <= key;
+        return diagonal_ >= key + Keys - 1 || diagonal_ + 15 <= key;
     }
 
     /// The score with the bias: -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
@@ -243,14 +275,14 @@ class ScoreChanges {
             }
     }
 
-    /// weigh(), with a term of its own for each score in place of a row's offset.
-    template <class Term>
-    __device__ __forceinline__ static PerRow weigh_with(Scores& s, float factor, Term term) {
+    /// weigh() with score - m of each product from `exponent`.
+    template <class Exponent>
+    __device__ __forceinline__ static PerRow weigh_by(Scores& s, Exponent exponent) {
         PerRow sums;
         sums.each([&](int i, float& sum) {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
-                x = ptx::ex2(fmaf(x, factor, term(i, column)));
+                x = ptx::ex2(exponent(x, i, column));
                 sum += x;
             });
         });
@@ -260,15 +292,20 @@ class ScoreChanges {
     // An instance keeps what it uses
     const ForwardParams& p_;
     const MaskTiles& tiles_;
-    const char* row_[2];  // of the bias, or of the mask's bits
-    const T* tile_;       // of the bias, in shared memory
-    float slope_;         // in log2 units
-    int column_;          // the lane's first
-    int distance_;        // of the lane's first row and column: from the tile at key 0 to the diagonal
+    const SoftCap& soft_cap_;
+    const char* row_[2];    // of the bias
+    const unsigned* bits_;  // of the mask, the lane's
+    const T* tile_;         // of the bias, in shared memory
+    float slope_;           // in log2 units
+    int not_rising_;        // the last key from which a tile's scores do not rise so much
+    float tile_slope_;      // of the tile asked for, by the key, if all keys are on one side of the diagonal
+    PerRow first_;          // what ALiBi then adds in the lane's first column
+    int column_;            // the lane's first
+    int diagonal_;          // the key on it in the warp's first row
     std::uint32_t words_[Keys / 16]
-                        [4];    // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
-    std::uint32_t seen_[2][2];  // the mask's bits of the lane's keys from the first on
-    bool hides_;                // whether they count
+                        [4];  // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
+    unsigned seen_;           // the mask's bits of the lane's scores
+    bool hides_;              // whether they count
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -11,7 +11,7 @@ namespace flash_wmma::wgmma_sm90 {
 /// A tile shape and its launch.
 struct Shape {
     Instance facts;
-    Problems problems;  ///< kPlain; kGeneral: packed sequences and softcap; kPackedDropped; one change of the scores;
+    Problems problems;  ///< kPlain; kGeneral: packed sequences, and softcaps; kPackedDropped; one change of the scores;
                         ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything
     int head_dim_v;     ///< the largest d_v it takes
     int columns;        ///< of V and O that a launch computes

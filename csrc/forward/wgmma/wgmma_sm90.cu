@@ -37,9 +37,9 @@ Problems asked(const ForwardParams& p) {
     if (converts(p)) return plain ? Problems::kConverted : Problems::kConvertedChanged;
     if (p.dropout.rng_state)
         return changes > 0 || wide || p.softcap != 0.f ? Problems::kGeneralChanged : Problems::kPackedDropped;
-    if (changes == 0) return plain ? Problems::kPlain : Problems::kGeneral;
     const Sequences& s = p.sequences;
     const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    if (changes == 0) return plain ? Problems::kPlain : packed || wide ? Problems::kGeneral : Problems::kCapped;
     if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
         return Problems::kGeneralChanged;
     return masked ? Problems::kMasked : biased ? Problems::kBiased : sloped ? Problems::kSloped : Problems::kRanged;

@@ -20,8 +20,8 @@
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
 //
-// Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of more
-// columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
+// Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of
+// more columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
 //
 // block.cuh says what a block is, plan.cuh what it works on and in which order. Items that would leave SMs idle are
 // split over the keys, and a second grid adds up the parts (split.cuh).
@@ -74,6 +74,8 @@ class Producer {
     __device__ __forceinline__ void run() {
         for (Item work = plans_.next(0).work; work.tiles.end > 0; work = plans_.next(0).work) {
             if constexpr (kMasks) list_ = {schedule_.mask, work.sequence.index, work.tile.head, work.tile.first_row};
+            if constexpr (kFromDiagonal)
+                order_ = {p_, work.sequence, work.tile.first_row + Tile::kBr - 1, Tile::kBc, work.tiles};
             int tile = work.tiles.end - 1;
             load_k(work, tile);
             load_q(work);
@@ -86,9 +88,16 @@ class Producer {
 
   private:
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    static constexpr bool kMasks = Changes<kProblems>::kMasks;
+    static constexpr bool kMasks = Changes<kProblems>::kMasks, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
     using Item = Work<Tile>;
     using ValueRows = typename SharedMemory<Tile>::ValueRows;
+
+    /// The K tile at a place of the item's order.
+    __device__ __forceinline__ int at(int place) const {
+        if constexpr (kMasks) return MaskTiles::tile(list_.at(place));
+        else if constexpr (kFromDiagonal) return order_.key(place * Tile::kBc) / Tile::kBc;
+        else return place;
+    }
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copy of the rows from `row` on. Copies of
     /// `more` bytes will follow.
@@ -142,7 +151,7 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
-        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
+        tile = at(tile);
         Slot& slot = smem_.k_slot[k_.stage];
         unsigned bias_bytes = 0;
         if constexpr (Tile::kBias) bias_bytes = sizeof(smem_.bias[0]);
@@ -165,7 +174,7 @@ class Producer {
 
     /// Weights of 0 must not meet other sequences' rows, which may be infinite.
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
-        if constexpr (kMasks) tile = MaskTiles::tile(list_.at(tile));
+        tile = at(tile);
         Slot& slot = smem_.v_slot[v_.stage];
         auto& rows = smem_.v[v_.stage];
         const int row = work.sequence.first_k + tile * Tile::kBc;
@@ -182,7 +191,8 @@ class Producer {
     SharedMemory<Tile>& smem_;
     PlanReader<Tile> plans_;
     const int lane_;
-    TileList list_;  // of the item's tiles, which are places in it
+    TileList list_;       // of the item's tiles, which are places in it
+    FromDiagonal order_;  // likewise
     RingPlace<Tile::kStages> k_, v_;
     RingPlace<Tile::kQStages> q_;
     unsigned patch_parity_ = 0;
@@ -203,10 +213,10 @@ class OwnRanges {
     __device__ __forceinline__ int end(int i) const { return end_[i]; }
     /// The keys that all rows of the warp see.
     __device__ __forceinline__ int all_begin() const {
-        return reduce_lanes(max(begin_[0], begin_[1]), [](int x, int y) { return max(x, y); }, 32);
+        return uniform(reduce_lanes(max(begin_[0], begin_[1]), [](int x, int y) { return max(x, y); }, 32));
     }
     __device__ __forceinline__ int all_end() const {
-        return reduce_lanes(min(end_[0], end_[1]), [](int x, int y) { return min(x, y); }, 32);
+        return uniform(reduce_lanes(min(end_[0], end_[1]), [](int x, int y) { return min(x, y); }, 32));
     }
 
   private:
@@ -300,7 +310,7 @@ class Consumer {
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kModified = includes(kProblems, Problems::kModified);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
-    static constexpr bool kChanges = Changes<kProblems>::kAny;
+    static constexpr bool kChanges = Changes<kProblems>::kAny, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
@@ -574,6 +584,12 @@ class Consumer {
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
         [[maybe_unused]] Entries entries(schedule_, rows);
+        [[maybe_unused]] const auto order = [&] {
+            if constexpr (kFromDiagonal)
+                return FromDiagonal(p_, rows.sequence, rows.first_query / Tile::kBr * Tile::kBr + Tile::kBr - 1, kBc,
+                                    {rows.first_tile - rows.after, rows.first_tile + rows.tiles + rows.before});
+            else return Nothing{};
+        }();
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kDrops)
@@ -582,6 +598,7 @@ class Consumer {
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
+            if constexpr (kFromDiagonal) key = order.key(place);
             if constexpr (Tile::kBias) changes_.find(smem_.bias[k_.stage][group_].panel);
             else if constexpr (kChanges) changes_.ask(key, kMasks && entries.in_part());
             if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
@@ -595,7 +612,8 @@ class Consumer {
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
             if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
-            if constexpr (kChanges) plain = plain && !changes_.rises(key);
+            if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
+            else if constexpr (kChanges) plain = plain && !changes_.rises(key);
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
             if (plain) {
@@ -682,14 +700,15 @@ class Consumer {
     RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
     int rows_left_;  // from row() on in the sequence
-    std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask};
+    std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
+                                                                                  schedule_.soft_cap};
     std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
     std::conditional_t<kDrops, DropoutMask, Nothing> dropout_;
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
 
-/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences and
-/// softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
+/// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
+/// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
 // limit, up to 12 values, which plain instances do not read in the loop over tiles. With kChanged, more of both: the
 // planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
@@ -811,11 +830,22 @@ inline constexpr TableRow kMaskedRows[] = {
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
-/// With key ranges.
-inline constexpr TableRow kRangedRows[] = {
+/// With ALiBi or key ranges, each alone.
+inline constexpr TableRow kOneChangeRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
+    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
+};
+/// With a softcap alone.
+inline constexpr TableRow kCappedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
+    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 96, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
@@ -827,14 +857,6 @@ inline constexpr TableRow kBiasedRows[] = {
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 3, .q_stages = 1, .bias = true}},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1, .bias = true}},
-};
-/// With ALiBi.
-inline constexpr TableRow kSlopedRows[] = {
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
-    {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
 };
 /// With dropout.
 inline constexpr TableRow kDroppedRows[] = {
