@@ -17,8 +17,6 @@ _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch
 
 def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
     """(out, lse), recorded for the gradients of q, k, v, an additive attn_bias, alibi_slopes and sinks."""
-    if torch._C._are_functorch_transforms_active():
-        raise NotImplementedError('torch.func is not supported: kernel="math" is plain torch ops, which have it')
     q, k, v, call = _autocast.cast(q, k, v, call)
     # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
@@ -74,7 +72,6 @@ def _gradients(
     """The gradients of q, k, v, attn_bias, alibi_slopes and sinks."""
     dsinks = lse.new_empty(0)
     if sinks_grad:
-        assert call.sinks is not None
         dsinks = sinks_gradient(dout, dlse, out, lse, call)
     *wide, attn_bias = widened(q, k, v, out, dout, call.attn_bias)
     wide_q, wide_k, wide_v, wide_out, wide_dout = (t for t in wide if t is not None)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import _autocast, _math, _ops
 from ._autograd import once_differentiable
@@ -20,7 +21,9 @@ from ._math import NAMES
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _MAXIMUM = 'return_aux: "max" has no gradient; kernel="math" is plain torch ops, which have it, or detach the maximum'
-_TRANSFORMS = 'return_aux: torch.func is not supported; kernel="math" is plain torch ops, which have every derivative'
+_TRANSFORMS = (
+    'return_aux: no torch.func, no forward mode; kernel="math" is plain torch ops, which have every derivative'
+)
 
 
 def checked_names(return_aux: Any) -> tuple[str, ...]:
@@ -49,7 +52,7 @@ def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: 
     if call.kernel_name == "math":
         with _autocast.suspended(q.device):
             return _math.statistics(*_autocast.cast(q, k, v, call), names)
-    if torch._C._are_functorch_transforms_active():
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         raise NotImplementedError(_TRANSFORMS)
     k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
     q, k, v, call = _autocast.cast(q, k, v, call)
