@@ -298,14 +298,6 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
-        name="wgmma-mask-rows-behind-the-last",
-        path="csrc/forward/wgmma/look_at_mask.cuh",
-        old="if (place / MaskTiles::kWarpRows >= found.slice_runs()",
-        new="if (place >= found.rows",
-        why="a warp's rows behind the last one have no bits, and its choice of a path depends on what memory held",
-        kernels=WGMMA,
-    ),
-    Fault(
         name="wgmma-mask-pairs",
         path="csrc/forward/wgmma/look_at_mask.cuh",
         old="spread(own >> 8) << 2;",
