@@ -308,8 +308,8 @@ FAULTS = [
     Fault(
         name="wgmma-alibi-right",
         path="csrc/forward/wgmma/scores.cuh",
-        old="slope = diagonal_ > key ? slope_ : -slope_;",
-        new="slope = slope_;",
+        old="tile_slope_ = diagonal_ > key ? slope_ : -slope_;",
+        new="tile_slope_ = slope_;",
         why="right of the diagonal the scores rise with the distance",
         kernels=WGMMA,
     ),
@@ -348,8 +348,8 @@ FAULTS = [
     Fault(
         name="wgmma-cap-near-for-far",
         path="csrc/forward/wgmma/scores.cuh",
-        old="if (all_within(s, soft_cap_.near.limit)) return",
-        new="if (all_within(s, soft_cap_.far.limit)) return",
+        old="if (all_within(s, soft_cap_.near.limit))\n",
+        new="if (all_within(s, soft_cap_.far.limit))\n",
         why="two terms serve products that need four",
         kernels=WGMMA,
     ),
