@@ -348,8 +348,8 @@ FAULTS = [
     Fault(
         name="wgmma-cap-near-for-far",
         path="csrc/forward/wgmma/scores.cuh",
-        old="if (all_within(s, soft_cap_.near.limit))",
-        new="if (all_within(s, soft_cap_.far.limit))",
+        old="if (all_within(s, soft_cap_.near.limit))\n",
+        new="if (all_within(s, soft_cap_.far.limit))\n",
         why="two terms serve products that need four",
         kernels=WGMMA,
     ),
