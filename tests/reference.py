@@ -142,6 +142,11 @@ def few(kernel: flash_wmma.Kernel, number: int) -> int:
     return 1 if emulated(kernel) else number
 
 
+def exact_forward(q: Tensor) -> str:
+    """The forward kernel whose lse is as exact as q's type: on a GPU `auto` would convert fp32."""
+    return "simt" if q.is_cuda and q.dtype == torch.float32 else "auto"
+
+
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:
     """What the kernel multiplies. CUDA kernels on tensor cores take float32 inputs as float16, and bfloat16 ones too if
     no instance reads them."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs
-from reference import few, normal
+from reference import exact_forward, few, normal
 from test_backward import MASKS
 from test_varlen import cumulative
 from torch import Tensor
@@ -33,7 +33,7 @@ def gradients(kernel: str, given: list[Tensor], slopes: Tensor, mask: str, **opt
     """Of q, k, v and the slopes, through out and lse, where a query sees a key."""
     *leaves, dout, dlse = given
     leaves = [t.detach().requires_grad_() for t in (*leaves, slopes)]
-    names = {"kernel": "math"} if kernel == "math" else {"backward_kernel": kernel}
+    names = {"kernel": "math"} if kernel == "math" else {"backward_kernel": kernel, "kernel": exact_forward(leaves[0])}
     out, lse = flash_wmma.forward(
         *leaves[:3], alibi_slopes=leaves[3], causal=MASKS[mask].causal, window=MASKS[mask].window, return_lse=True,
         **names, **options,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs
-from reference import PLAIN, Mask, Modification, few, grouped, normal, poisoned_memory
+from reference import PLAIN, Mask, Modification, exact_forward, few, grouped, normal, poisoned_memory
 from test_backward import MASKS
 from test_varlen import cumulative
 from torch import Tensor
@@ -97,7 +97,7 @@ def test_against_float64(backward_target: Target, nq: int, nk: int, d: int, mask
     with poisoned_memory():
         out, lse, aux = flash_wmma.forward(
             q, k, v, causal=MASKS[mask].causal, window=MASKS[mask].window, return_lse=True, return_aux=NAMES,
-            backward_kernel=kernel.name,
+            backward_kernel=kernel.name, kernel=exact_forward(q),
         )  # fmt: skip
     assert list(aux) == list(NAMES)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
@@ -113,7 +113,14 @@ def test_with_changed_scores(backward_target: Target, change: str, mask: str) ->
     q, k, v = inputs(backward_target, nq, nk)
     changes = changes_of(change, kernel.device, nq, nk)
     _, aux = flash_wmma.forward(
-        q, k, v, causal=MASKS[mask].causal, return_aux=NAMES, backward_kernel=kernel.name, **changes._asdict()
+        q,
+        k,
+        v,
+        causal=MASKS[mask].causal,
+        return_aux=NAMES,
+        backward_kernel=kernel.name,
+        kernel=exact_forward(q),
+        **changes._asdict(),
     )
     compare(aux, expected(q.double(), k.double(), MASKS[mask], changes))
 
@@ -130,8 +137,9 @@ def test_packed_is_dense(backward_target: Target, changed: bool) -> None:
     slopes = torch.rand(4, 4, generator=torch.Generator().manual_seed(3)).to(kernel.device) if changed else None
     with poisoned_memory():
         _, aux = flash_wmma.forward_varlen(
-            *rows, *cu, 70, 64, causal="bottom_right", alibi_slopes=slopes, backward_kernel=kernel.name,
-            seqused_k=torch.tensor(used, dtype=torch.int32, device=kernel.device), return_aux=NAMES,
+            *rows, *cu, 70, 64, causal="bottom_right", alibi_slopes=slopes, return_aux=NAMES,
+            backward_kernel=kernel.name, kernel=exact_forward(q),
+            seqused_k=torch.tensor(used, dtype=torch.int32, device=kernel.device),
         )  # fmt: skip
     right = {
         "max": torch.full((4, 150), -math.inf, dtype=torch.double, device=kernel.device),
@@ -159,7 +167,7 @@ def test_rows_far_apart(backward_target: Target) -> None:
     q[:, :, 3] = 0
     if dtype == torch.float32:
         q[:, :, 5] *= 200
-    _, aux = flash_wmma.forward(q, k, v, return_aux=NAMES, backward_kernel=kernel.name)
+    _, aux = flash_wmma.forward(q, k, v, return_aux=NAMES, backward_kernel=kernel.name, kernel=exact_forward(q))
     right = expected(q.double(), k.double(), Mask())
     torch.testing.assert_close(aux["entropy"][:, :, 3].double(), right["entropy"][:, :, 3], rtol=1e-6, atol=1e-6)
     assert float(right["entropy"][0, 0, 3]) == pytest.approx(math.log(70))
@@ -174,7 +182,9 @@ def test_what_is_not_finite_stays_in_its_row(backward_target: Target, value: flo
     kernel, _ = backward_target
     q, k, v = inputs(backward_target, 40, 50)
     q[0, 1, 7, 3] = value
-    _, aux = flash_wmma.forward(q, k, v, return_aux=("max", "entropy"), backward_kernel=kernel.name)
+    _, aux = flash_wmma.forward(
+        q, k, v, return_aux=("max", "entropy"), backward_kernel=kernel.name, kernel=exact_forward(q)
+    )
     right = expected(q.double(), k.double(), Mask())
     others = torch.ones(2, 4, 40, dtype=torch.bool, device=kernel.device)
     others[0, 1, 7] = False
@@ -188,7 +198,10 @@ def test_what_is_not_finite_stays_in_its_row(backward_target: Target, value: flo
 def test_column_sums_are_the_same_in_every_run(backward_target: Target) -> None:
     kernel, _ = backward_target
     q, k, v = inputs(backward_target, 200, 130)
-    results = [flash_wmma.forward(q, k, v, return_aux=NAMES, backward_kernel=kernel.name)[1] for _ in range(3)]
+    results = [
+        flash_wmma.forward(q, k, v, return_aux=NAMES, backward_kernel=kernel.name, kernel=exact_forward(q))[1]
+        for _ in range(3)
+    ]
     for name in NAMES:
         assert torch.equal(results[0][name], results[1][name])
         assert torch.equal(results[0][name], results[2][name])
@@ -253,7 +266,7 @@ def gradients_are_right(kernel: str, leaves: dict[str, Tensor], mask: Mask, **op
     given = {name: t for name, t in leaves.items() if name not in "qk"}
     _, aux = flash_wmma.forward(
         leaves["q"], leaves["k"], leaves["k"], causal=mask.causal, window=mask.window, return_aux=NAMES,
-        backward_kernel=kernel, **given, **options,
+        backward_kernel=kernel, kernel=exact_forward(leaves["q"]), **given, **options,
     )  # fmt: skip
     for names in (("entropy",), ("column_sum",), ("entropy", "column_sum")):
         weights = {"entropy": of_entropy, "column_sum": of_columns}
