@@ -87,7 +87,7 @@ def test_sources_under_rocm(setup_py: ModuleType, rocm_torch: Path, rocm: Path) 
     assert len(simt) == 9  # the ladder's eight and FlashAttention-1's order
     assert by_hipcc == simt | {"csrc/device/runtime.cu", "csrc/reductions/reduce.cu", "csrc/reductions/softmax.cu"} | {
         f"csrc/backward/simt/{name}.cu"
-        for name in ("bwd_simt", *(f"instances/bwd_simt_{part}" for part in ("fused", "keys", "queries")))
+        for name in ("bwd_simt", *(f"instances/bwd_simt_{part}" for part in ("fused", "keys", "queries", "statistics")))
     }
     assert all(rule == "cxx" for source, (rule, _) in compiled.items() if source not in by_hipcc)
     assert {"csrc/cpu/attention.cpp", "csrc/torch/ops_forward.cpp"} <= set(compiled)
