@@ -266,13 +266,13 @@ def test_hidden_tiles_are_not_loaded() -> None:
 @pytest.mark.parametrize("kind", ["tiles", "mask", "fp32", "unaligned", "odd rows"])
 def test_explain_names_the_tile_that_runs(kind: str) -> None:
     """The choice depends on the bias's type, strides and alignment: the copy engine takes some of them."""
-    q, k, v = tensors(300, 200, 64)
-    whole = torch.randn(1, 1, 300, 201).half()
+    q, k, v = tensors(256, 200, 64)
+    whole = torch.randn(1, 1, 256, 201).half()
     bias = {
         "tiles": whole[..., :200].contiguous(),
         "mask": whole[..., :200] > 0,
         "fp32": whole[..., :200].float(),
-        "unaligned": torch.randn(300 * 200 + 1).half()[1:].view(1, 1, 300, 200),
+        "unaligned": torch.randn(256 * 200 + 1).half()[1:].view(1, 1, 256, 200),
         "odd rows": whole[..., :200],
     }[kind]
     with flash_wmma.emulator.settings(arch=90, sm_count=2):
