@@ -149,7 +149,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
 
 /// The shapes: per head dim one, of at most 54 KiB of shared memory.
 inline constexpr simt::TileShape kStatisticsRows[] = {
-    {.d = 64, .lane_columns = 8, .keys = 32, .blocks_per_sm = 3},
+    {.d = 64, .lane_columns = 8, .keys = 32, .blocks_per_sm = 2},
     {.d = 128, .lane_columns = 8, .keys = 32, .blocks_per_sm = 2},
     {.d = 256, .warps = 2, .lane_columns = 8, .keys = 16, .blocks_per_sm = 2},
     {.d = 512, .warps = 1, .lane_columns = 8, .keys = 8, .blocks_per_sm = 2},
