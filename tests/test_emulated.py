@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import shlex
@@ -129,15 +130,21 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
     dtypes = [dtype for dtype in (instance.dtype, torch.float32) if dtype in cuda_kernel.dtypes]
     widths = (instance.head_dim, 128) if "d_v != d" in cuda_kernel.features else (instance.head_dim,)
     sizes = list(itertools.product(devices(instance), widths, (instance.br + 5, instance.br), (1, 2, 4, 8)))
+    nk = 3 * instance.bc + 5
+
+    @functools.cache  # all devices are asked for the same
+    def arguments(
+        dtype: torch.dtype, change: str, dv: int, rows: int, heads: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Modification]:
+        q = normal((1, heads, rows, instance.head_dim), dtype=dtype, seed=1)
+        k = normal((1, 1, nk, instance.head_dim), dtype=dtype, seed=2)
+        return q, k, normal((1, 1, nk, dv), dtype=dtype, seed=3), modification_of(change, q, nk)
+
     for dtype, change in itertools.product(dict.fromkeys(dtypes), CHANGES):
         if not set(CHANGES[change]) <= cuda_kernel.features:
             continue
         for device, dv, rows, heads in sizes:
-            nk = 3 * instance.bc + 5
-            q = normal((1, heads, rows, instance.head_dim), dtype=dtype, seed=1)
-            k = normal((1, 1, nk, instance.head_dim), dtype=dtype, seed=2)
-            v = normal((1, 1, nk, dv), dtype=dtype, seed=3)
-            modification = modification_of(change, q, nk)
+            q, k, v, modification = arguments(dtype, change, dv, rows, heads)
             options = {"causal": mask.causal, "kernel": cuda_kernel.name, **modification._asdict()}
             if change == "dropout":
                 options |= {"dropout_p": 0.5, "rng_state": torch.tensor([3, 0])}
