@@ -42,7 +42,7 @@ def checked_names(return_aux: Any) -> tuple[str, ...]:
 
 
 def widened(q: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """q and the others as the kernel reads them: the one for GPUs, ``bwd_simt``, takes float32 alone."""
+    """q and the others as ``bwd_simt`` reads them, which takes float32 alone."""
     narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
     return [t.float() if narrow and t is not None and t.dtype == q.dtype else t for t in (q, *others)]
 
@@ -56,10 +56,7 @@ def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: 
         raise NotImplementedError(_TRANSFORMS)
     k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
     q, k, v, call = _autocast.cast(q, k, v, call)
-    wide_q, wide_k, wide_bias = widened(q, k, call.attn_bias)
-    assert wide_q is not None
-    assert wide_k is not None
-    differentiable = (wide_q, wide_k, wide_bias, call.alibi_slopes, call.sinks)
+    differentiable = (q, k, call.attn_bias, call.alibi_slopes, call.sinks)
     without = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, rng_state=None, dropout_p=0.0)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
         found = Statistics.apply(*differentiable, lse.detach(), without, names)
@@ -80,6 +77,8 @@ def _count(
     key_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Maxima, entropies, column sums, and the sums over keys of weights times ``key_weights``; empty if not named."""
+    if call.backward_kernel == "bwd_simt":
+        q, k, attn_bias = widened(q, k, attn_bias)  # type: ignore[assignment]
     call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
     return _ops.statistics(q, k, lse, call, names, key_weights)
 
@@ -145,7 +144,10 @@ def _gradients(
     call: Call,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, attn_bias, alibi_slopes and sinks; ``wanted``: of the last three which. Empty if not."""
+    """The gradients of q, k, attn_bias, alibi_slopes and sinks; ``wanted``: of the last three which. Empty if not.
+
+    On a GPU ``bwd_simt`` alone computes them.
+    """
     delta = torch.zeros_like(lse)
     of_sinks = torch.zeros_like(lse)
     if sinks is not None:
@@ -155,11 +157,15 @@ def _gradients(
     if dcolumn_sum is not None:
         delta = delta + _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, (), dcolumn_sum)[3]
     subtrahend = delta if dentropy is None else delta + dentropy
-    zeros = q.new_zeros(8)  # stand for v, out and its gradient
-    call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes)
+    wide_q, wide_k, wide_bias = widened(q, k, attn_bias)
+    assert wide_q is not None
+    assert wide_k is not None
+    zeros = wide_q.new_zeros(8)  # stand for v, out and its gradient
+    call = call._replace(attn_bias=wide_bias, alibi_slopes=alibi_slopes)
     dout, values = zeros.expand(*q.shape[:-1], 8), zeros.expand(*k.shape[:-1], 8)
     bias_grad, slopes_grad, sinks_grad = wanted
-    terms = (-subtrahend, q, k, values, dout, lse, dentropy, dcolumn_sum)
+    terms = (-subtrahend, wide_q, wide_k, values, dout, lse, dentropy, dcolumn_sum)
     dq, dk, _, dbias, dslopes = _ops.backward_with_statistics(dout, *terms, call, bias_grad, slopes_grad)
     dsinks = -(of_sinks * delta).transpose(0, -2).flatten(1).sum(1) if sinks_grad else zeros
-    return dq, dk, dbias, dslopes, dsinks
+    dbias = dbias if attn_bias is None or not bias_grad else dbias.to(attn_bias.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dbias, dslopes, dsinks

@@ -143,8 +143,11 @@ def few(kernel: flash_wmma.Kernel, number: int) -> int:
 
 
 def exact_forward(q: Tensor) -> str:
-    """The forward kernel whose lse is as exact as q's type: on a GPU `auto` would convert fp32."""
-    return "simt" if q.is_cuda and q.dtype == torch.float32 else "auto"
+    """The forward kernel whose lse is that of exact products: on a GPU `auto` would convert fp32, and may sum weights
+    of half inputs that it has rounded."""
+    if not q.is_cuda:
+        return "auto"
+    return "simt" if q.dtype == torch.float32 else "mma_sm75"
 
 
 def operand_dtype(kernel: flash_wmma.Kernel, dtype: torch.dtype) -> torch.dtype:

@@ -9,7 +9,17 @@ from typing import Any
 import pytest
 import torch
 from needs import needs
-from reference import PLAIN, Mask, Modification, exact_forward, few, grouped, normal, poisoned_memory
+from reference import (
+    PLAIN,
+    Mask,
+    Modification,
+    exact_forward,
+    few,
+    grouped,
+    normal,
+    operand_dtype,
+    poisoned_memory,
+)
 from test_backward import MASKS
 from test_varlen import cumulative
 from torch import Tensor
@@ -25,6 +35,14 @@ def expected(
     q: Tensor, k: Tensor, mask: Mask, changes: Modification = PLAIN, scale: float | None = None
 ) -> dict[str, Tensor]:
     """Written out in the inputs' dtype."""
+    row_max, log_weights, weights = expected_weights(q, k, mask, changes, scale)
+    return {"max": row_max, "entropy": -(weights * log_weights).sum(3), "column_sum": weights.sum(2)}
+
+
+def expected_weights(
+    q: Tensor, k: Tensor, mask: Mask, changes: Modification = PLAIN, scale: float | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows' maxima, ln P and P; 0 both where a key is hidden."""
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     nk = k.shape[2]
     scores = changes.apply(q @ grouped(k, q.shape[1]).transpose(2, 3) * scale)
@@ -37,13 +55,15 @@ def expected(
     log_weights = scores.masked_fill(empty, 0).log_softmax(3)[..., :nk]
     hidden = scores[..., :nk].isneginf()
     weights, logs = log_weights.exp().masked_fill(hidden, 0), log_weights.masked_fill(hidden, 0)
-    return {"max": row_max, "entropy": -(weights * logs).sum(3), "column_sum": weights.sum(2)}
+    return row_max, logs, weights
 
 
 def inputs(target: Target, nq: int, nk: int, d: int = 64, hq: int = 4, hk: int = 2, batch: int = 2) -> list[Tensor]:
+    """A kernel that converts them converts them exactly."""
     kernel, dtype = target
     shapes = ((hq, nq, 1), (hk, nk, 2), (hk, nk, 3))
-    return [normal((batch, h, n, d), "contiguous", dtype, kernel.device, seed) for h, n, seed in shapes]
+    made = [normal((batch, h, n, d), "contiguous", dtype, kernel.device, seed) for h, n, seed in shapes]
+    return [t.to(operand_dtype(kernel, dtype)).to(dtype) for t in made]
 
 
 def compare(got: dict[str, Tensor], right: dict[str, Tensor], factor: float = 1.0) -> None:
@@ -85,7 +105,7 @@ CHANGES = ("softcap", "bias", "bool", "alibi", "ranges", "sinks", "all")
 # ------------------------------------------------------------------------------------------------------------- forward
 
 
-@needs("return_aux")
+@needs("return_aux", lambda kernel, d: d <= kernel.head_dims[1])
 @pytest.mark.parametrize("mask", ["dense", "causal", "bottom right", "window"])
 @pytest.mark.parametrize(
     ("nq", "nk", "d"),
@@ -166,7 +186,7 @@ def test_rows_far_apart(backward_target: Target) -> None:
     q, k, v = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs(backward_target, 66, 70))
     q[:, :, 3] = 0
     if dtype == torch.float32:
-        q[:, :, 5] *= 200
+        q[:, :, 5] *= 256
     _, aux = flash_wmma.forward(q, k, v, return_aux=NAMES, backward_kernel=kernel.name, kernel=exact_forward(q))
     right = expected(q.double(), k.double(), Mask())
     torch.testing.assert_close(aux["entropy"][:, :, 3].double(), right["entropy"][:, :, 3], rtol=1e-6, atol=1e-6)
@@ -174,6 +194,53 @@ def test_rows_far_apart(backward_target: Target) -> None:
     torch.testing.assert_close(aux["max"].double(), right["max"], rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(aux["entropy"].double(), right["entropy"], rtol=1e-3, atol=2e-3)
     torch.testing.assert_close(aux["column_sum"].double(), right["column_sum"], rtol=1e-3, atol=2e-3)
+
+
+@needs("return_aux")
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+def test_scale(backward_target: Target, scale: float) -> None:
+    kernel, _ = backward_target
+    q, k, v = inputs(backward_target, 40, 70)
+    _, aux = flash_wmma.forward(
+        q, k, v, causal=True, scale=scale, return_aux=NAMES, backward_kernel=kernel.name, kernel=exact_forward(q)
+    )
+    compare(aux, expected(q.double(), k.double(), Mask(True), scale=scale))
+
+
+@needs("return_aux")
+@pytest.mark.parametrize("change", [None, *CHANGES])
+def test_sums_of_weighted_keys(backward_target: Target, change: str | None) -> None:
+    """What the gradient of column sums needs of each row."""
+    kernel, _ = backward_target
+    nq, nk = 70, 90
+    q, k, v = inputs(backward_target, nq, nk)
+    changes = PLAIN if change is None else changes_of(change, kernel.device, nq, nk)
+    _, lse = flash_wmma.forward(q, k, v, causal=True, return_lse=True, kernel=exact_forward(q), **changes._asdict())
+    weights = torch.randn(2, 4, nk, generator=torch.Generator().manual_seed(8)).to(kernel.device)
+    given = {name: t for name, t in changes._asdict().items() if name != "sinks"}
+    dense = (None, None, None, 0, 0)
+    *none, row_sum = ops.statistics(q, k, lse, "", weights, *dense, window_right=0, kernel_name=kernel.name, **given)
+    assert all(t.numel() == 0 for t in none)
+    *_, right = expected_weights(q.double(), k.double(), Mask(True), changes)
+    compare({"row_sum": row_sum}, {"row_sum": (right * weights[:, :, None].double()).sum(3)})
+
+
+@needs("return_aux", "varlen", "attn_bias")
+def test_a_packed_bias_where_no_row_is(backward_target: Target) -> None:
+    """NaN in the bias of queries and keys that shorter sequences do not have reaches nothing."""
+    kernel, _ = backward_target
+    lengths_q, lengths_k = (40, 70), (70, 35)
+    q, k, v = inputs(backward_target, 110, 105, batch=1)
+    rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    cu = [cumulative(lengths, kernel.device) for lengths in (lengths_q, lengths_k)]
+    bias = torch.zeros(2, 1, 70, 70, device=kernel.device)
+    for b, (nq, nk) in enumerate(zip(lengths_q, lengths_k, strict=True)):
+        bias[b, :, nq:] = bias[b, :, :, nk:] = math.nan
+    names = {"backward_kernel": kernel.name, "kernel": exact_forward(q)}
+    _, aux = flash_wmma.forward_varlen(*rows, *cu, 70, 70, attn_bias=bias, return_aux=NAMES, **names)
+    _, plain = flash_wmma.forward_varlen(*rows, *cu, 70, 70, return_aux=NAMES, **names)
+    for name in NAMES:
+        torch.testing.assert_close(aux[name], plain[name], rtol=1e-5, atol=1e-5)
 
 
 @needs("return_aux")
@@ -442,8 +509,34 @@ def test_compile() -> None:
 
 def test_kernels_without_them_say_so() -> None:
     q = torch.randn(1, 2, 9, 16).half()
-    with pytest.raises(ValueError, match="kernel 'bwd_sm80' cannot run this: does not support return_aux"):
-        flash_wmma.forward(q, q, q, return_aux=("max",), backward_kernel="bwd_sm80")
+    with pytest.raises(ValueError, match="kernel 'bwd_sm90' cannot run this: does not support return_aux"):
+        flash_wmma.forward(q, q, q, return_aux=("max",), backward_kernel="bwd_sm90")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_auto_takes_tensor_cores(cuda: torch.device, dtype: torch.dtype) -> None:
+    """Unless forward multiplied fp32 as it is."""
+    q = torch.randn(1, 2, 90, 64, device=cuda).to(dtype)
+
+    def found(backward_kernel: str, kernel: str = "auto") -> torch.Tensor:
+        options: dict[str, Any] = {"kernel": kernel, "backward_kernel": backward_kernel}
+        return flash_wmma.forward(q, q, q, causal=True, return_aux=("entropy",), **options)[1]["entropy"]
+
+    name = "bwd_sm80" if flash_wmma.device_facts().arch >= 80 else "bwd_sm75"
+    assert torch.equal(found("auto"), found(name))
+    if dtype == torch.float32:
+        assert torch.equal(found("auto", "simt"), found("bwd_simt", "simt"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backward_kernel", ["auto", "bwd_simt"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_gradients_of_halves(cuda: torch.device, dtype: torch.dtype, backward_kernel: str) -> None:
+    """They are computed in fp32."""
+    leaves = {name: torch.randn(2, h, 90, 64, device=cuda).to(dtype) for name, h in (("q", 4), ("k", 2))}
+    leaves["attn_bias"] = torch.randn(4, 90, 90, device=cuda).to(dtype)
+    gradients_are_right(backward_kernel, leaves, MASKS["causal"])
 
 
 @pytest.mark.parametrize(

@@ -48,13 +48,15 @@ __device__ OwnedTile owned_keys(const ForwardParams& p, unsigned block_index = b
     return {rows, head * group, head, tile * Own, seqlen_k - tile * Own};
 }
 
-/// The grid for owned_keys<own>. Throws std::runtime_error if the problem has more tiles than a grid holds.
-inline dim3 owned_keys_grid(const ForwardParams& p, int own) {
+/// The grid for owned_keys<own>, of that many heads. Throws std::runtime_error if the problem has more tiles than a grid
+/// holds.
+inline dim3 owned_keys_grid(const ForwardParams& p, int own, std::int64_t heads) {
     const Sequences& s = p.sequences;
     const std::int64_t tiles =
         s.cu_seqlens_k ? packed_tiles(s.total_k, p.batch, own) : (p.seqlen_k + own - 1) / own * p.batch;
-    if (tiles * p.heads_k > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 key tiles");
-    return dim3(static_cast<unsigned>(tiles * p.heads_k));
+    if (tiles * heads > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 key tiles");
+    return dim3(static_cast<unsigned>(tiles * heads));
 }
+inline dim3 owned_keys_grid(const ForwardParams& p, int own) { return owned_keys_grid(p, own, p.heads_k); }
 
 }  // namespace flash_wmma

@@ -17,6 +17,17 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+/// The larger of two; NaN if one is (max.NaN.f32, from sm_80 on).
+__device__ __forceinline__ float max_nan(float x, float y) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+    float larger;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(x), "f"(y));
+    return larger;
+#else
+    return x > y || x != x ? x : y;
+#endif
+}
+
 /// 0xffff in each half of the result where that half of x, read as fp16, is below that of y; a NaN is not
 /// (set.lt.u32.f16x2).
 __device__ __forceinline__ std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {

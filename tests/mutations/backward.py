@@ -427,8 +427,8 @@ FAULTS = [
     Fault(
         name="pairs-a-key-too-many",
         path="csrc/backward/mma/scores.cuh",
-        old="key >= mask.end(query)) x = 0.f;",
-        new="key > mask.end(query)) x = 0.f;",
+        old="key >= mask.end(query)) x = hidden;",
+        new="key > mask.end(query)) x = hidden;",
         why="a query sees the key behind its last",
         kernels=SM75,
     ),

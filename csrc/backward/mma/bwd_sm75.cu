@@ -1,9 +1,10 @@
 // bwd_sm75: the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh on Turing, and by JIT on anything later:
 // m16n8k8 of half, tiles through registers, at most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its
-// instances, the choice among them, and its row in the registry.
+// instances but those for statistics, the choice among them, and its row in the registry.
 // architectures: 7.5+PTX
 #include "backward/mma/row.cuh"
 #include "backward/mma/shapes.cuh"
+#include "backward/mma/sm75_shapes.h"
 #include "device/sm75.cuh"
 
 namespace flash_wmma::backward {
@@ -45,8 +46,9 @@ const std::vector<Shape> kShapes =
           shapes<Pass::kQueries, kQueriesRows>(), shapes<Pass::kFused, kFusedRows, Problems::kConverted>(),
           shapes<Pass::kKeys, kKeysRows, Problems::kConverted>(),
           shapes<Pass::kQueries, kQueriesRows, Problems::kConverted>()});
+const std::vector<StatisticsShape> kStatisticsShapes = sm75_statistics();
 
-const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes>::row(
+const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes, kStatisticsShapes>::row(
     {.name = "bwd_sm75",
      .summary = "mma.sync m16n8k8, ldmatrix, swizzled tiles, dK and dV in registers, at most 64 KiB of shared memory",
      .min_arch = 75,
@@ -54,7 +56,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes>::row(
      .float32 = true,
      .float16 = true,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
-                 kBiasGradient | kDeterministic,
+                 kBiasGradient | kDeterministic | kStatistics,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);
 

@@ -10,8 +10,9 @@ namespace {
 const std::vector<Shape> kShapes =
     join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(), sm80_half_converted_shapes(),
           sm80_bf16_shapes(), sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
+const std::vector<StatisticsShape> kStatisticsShapes = join({sm80_half_statistics(), sm80_bf16_statistics()});
 
-const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes>::row(
+const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes, kStatisticsShapes>::row(
     {.name = "bwd_sm80",
      .summary = "mma.sync m16n8k16, ldmatrix, swizzled tiles, cp.async ring, dK and dV in registers",
      .min_arch = 80,
@@ -19,7 +20,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes>::row(
      .float32 = true,
      .float16 = true,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
-                 kBiasGradient | kDeterministic,
+                 kBiasGradient | kDeterministic | kStatistics,
      .auto_rank = 30});
 const Registration kRegistration(kInfo);
 

@@ -5,11 +5,12 @@
 #include "device/backward_rows.cuh"
 #include "device/convert.h"
 #include "device/element.cuh"
+#include "device/statistics_shapes.h"
 
 namespace flash_wmma::backward {
 
 /// Input types that the machine does not multiply are converted to half.
-template <class Machine, const std::vector<Shape>& kShapes>
+template <class Machine, const std::vector<Shape>& kShapes, const std::vector<StatisticsShape>& kStatisticsShapes>
 struct TensorCoreRow {
     static bool converts(const BackwardParams& p) { return !reads(kShapes, p.forward.dtype); }
     static const Shape& shape(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
@@ -19,9 +20,11 @@ struct TensorCoreRow {
         return shape(naming_pass(p), p, device).facts;
     }
     static std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
+        if (p.statistics.wanted) return scores_bytes(p) + extents_bytes(p.forward);
         return backward::workspace_bytes(p, converts(p));
     }
     static void launch(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+        if (p.statistics.wanted) return launch_statistics(kStatisticsShapes, problem_of_scores(p, stream), stream);
         const auto shape_of = [&](Pass pass) { return shape(pass, p, device); };
         constexpr bool kConvertsBf16 = !Machine::kMultipliesBf16;
         if (p.forward.dtype == DType::kFloat16) launch_all<Machine, half, false>(p, stream, shape_of);
@@ -30,6 +33,28 @@ struct TensorCoreRow {
     }
     static BackwardKernelInfo row(const KernelFacts& facts) {
         return {with_instances(facts, kShapes), choose, workspace_bytes, launch};
+    }
+
+  private:
+    /// Of the workspace: converted q and k, for statistics. Values have no part in scores.
+    static std::int64_t scores_bytes(const BackwardParams& p) {
+        return converts(p) ? converted_bytes(without_values(p)) : 0;
+    }
+    static ForwardParams without_values(const BackwardParams& p) {
+        ForwardParams scores = p.forward;
+        scores.head_dim_v = 0;
+        scores.workspace = p.workspace;
+        return scores;
+    }
+    /// What statistics are computed from; launches what brings it there.
+    static Problem problem_of_scores(const BackwardParams& p, Stream stream) {
+        Problem problem{p, nullptr, nullptr};
+        if (converts(p)) problem.forward = convert_to_half(without_values(p), stream);
+        if (extents_bytes(p.forward) > 0) {
+            problem.extents = reinterpret_cast<KeyExtent*>(static_cast<char*>(p.workspace) + scores_bytes(p));
+            launch_rows(find_extents<Machine>, problem, stream);
+        }
+        return problem;
     }
 };
 

@@ -31,20 +31,20 @@ struct ScorePlace {
     }
 };
 
-/// Weights of keys that a query does not see become 0.
+/// Weights, or scores, of keys that a query does not see become `hidden`.
 template <class Weights, class Place>
-__device__ __forceinline__ void hide(Weights& p, const Place& place, const BandMask& mask) {
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const BandMask& mask, float hidden = 0.f) {
     p.each([&](float& x, int i, int column) {
         const int query = place.query(i, column), key = place.key(i, column);
-        if (key < mask.begin(query) || key >= mask.end(query)) x = 0.f;
+        if (key < mask.begin(query) || key >= mask.end(query)) x = hidden;
     });
 }
 template <class Weights, class Place>
-__device__ __forceinline__ void hide(Weights& p, const Place& place, const RangedMask& mask) {
-    if (!mask.has_ranges()) return hide(p, place, static_cast<const BandMask&>(mask));
+__device__ __forceinline__ void hide(Weights& p, const Place& place, const RangedMask& mask, float hidden = 0.f) {
+    if (!mask.has_ranges()) return hide(p, place, static_cast<const BandMask&>(mask), hidden);
     const RangedRows rows = mask.rows();
     p.each([&](float& x, int i, int column) {
-        if (rows.hides(place.query(i, column), place.key(i, column))) x = 0.f;
+        if (rows.hides(place.query(i, column), place.key(i, column))) x = hidden;
     });
 }
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward_shapes.h"
+#include "device/statistics_shapes.h"
 
 namespace flash_wmma::backward {
 
@@ -12,5 +13,7 @@ std::vector<Shape> sm80_half_converted_shapes();
 std::vector<Shape> sm80_bf16_shapes();
 std::vector<Shape> sm80_bf16_general_shapes();
 std::vector<Shape> sm80_bf16_split_shapes();
+std::vector<StatisticsShape> sm80_half_statistics();
+std::vector<StatisticsShape> sm80_bf16_statistics();
 
 }  // namespace flash_wmma::backward

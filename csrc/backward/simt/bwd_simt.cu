@@ -40,6 +40,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constan
 }
 
 const std::vector<Shape> kShapes = join({simt_fused_shapes(), simt_keys_shapes(), simt_queries_shapes()});
+const std::vector<StatisticsShape> kStatisticsShapes = simt_statistics_shapes();
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, DType::kFloat32, pass, p.forward, device);
@@ -62,7 +63,7 @@ void launch_bwd_simt(const BackwardParams& p, const DeviceFacts& device, Stream 
     if (extents_bytes(p.forward) > 0)
         problem.extents = reinterpret_cast<KeyExtent*>(static_cast<char*>(p.workspace) + facts_bytes(p));
     if (problem.extents) launch_rows(find_extents<Simt>, problem, stream);
-    if (p.statistics.wanted) return launch_simt_statistics(problem, stream);
+    if (p.statistics.wanted) return launch_statistics(kStatisticsShapes, problem, stream);
     launch_rows(prepare_simt, problem, stream);
     const auto run = [&](Pass pass) { shape_of(pass, p, device).launch(problem, stream); };
     if (p.deterministic) {

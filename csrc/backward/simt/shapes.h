@@ -2,14 +2,13 @@
 #pragma once
 
 #include "backward_shapes.h"
+#include "device/statistics_shapes.h"
 
 namespace flash_wmma::backward {
 
 std::vector<Shape> simt_fused_shapes();
 std::vector<Shape> simt_keys_shapes();
 std::vector<Shape> simt_queries_shapes();
-
-/// Computes BackwardParams::statistics.
-void launch_simt_statistics(const Problem& problem, Stream stream);
+std::vector<StatisticsShape> simt_statistics_shapes();
 
 }  // namespace flash_wmma::backward

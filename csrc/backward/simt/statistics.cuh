@@ -25,9 +25,6 @@ struct StatisticsMemory {
     simt::PaddedRows<Tile, Tile::kStream> stream;
 };
 
-/// The larger of two; NaN if one is.
-__device__ __forceinline__ float larger(float x, float y) { return x > y || x != x ? x : y; }
-
 /// Combines the values of each own query and the lanes that share it, and stores them, unless `numbers` is null.
 template <class Tile, class Combine>
 __device__ __forceinline__ void store_for_queries(float* numbers, const ForwardParams& p, const OwnedTile& own,
@@ -128,7 +125,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
                     sum[i] += weight;
                     return;
                 }
-                maximum[i] = larger(x[i][n], maximum[i]);
+                maximum[i] = ptx::max_nan(x[i][n], maximum[i]);
                 if (weight == 0.f) return;
                 entropy[i] = fmaf(-weight, log_weight, entropy[i]);
                 if (key_weights) sum[i] = fmaf(weight, key_weights[k], sum[i]);
@@ -139,7 +136,7 @@ __global__ void __launch_bounds__(Tile::kThreads, resident(Tile::kBlocksPerSm, T
             store_for_keys<Tile>(asked.column_sum, problem, own, head, sum, 1.f, thread);
         } else {
             const auto add = [](float a, float b) { return a + b; };
-            const auto most = [](float a, float b) { return larger(a, b); };
+            const auto most = [](float a, float b) { return ptx::max_nan(a, b); };
             store_for_queries<Tile>(p.row_max, p, own, maximum, most, thread);
             store_for_queries<Tile>(p.entropy, p, own, entropy, add, thread);
             store_for_queries<Tile>(asked.row_sum, p, own, sum, add, thread);

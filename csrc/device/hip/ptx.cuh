@@ -13,6 +13,9 @@ namespace flash_wmma::ptx {
 /// 2^x; denormal inputs and results flush to zero (v_exp_f32).
 __device__ __forceinline__ float ex2(float x) { return __ocml_native_exp2_f32(x); }
 
+/// The larger of two; NaN if one is.
+__device__ __forceinline__ float max_nan(float x, float y) { return x > y || x != x ? x : y; }
+
 /// x, hidden from the compiler.
 __device__ __forceinline__ int opaque(int x) {
     asm volatile("" : "+v"(x));

@@ -79,6 +79,8 @@ EMULATOR_INLINE float ex2(float x) {
     return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz; NaN stays
 }
 
+EMULATOR_INLINE float max_nan(float x, float y) { return x > y || x != x ? x : y; }
+
 EMULATOR_INLINE std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {
     std::uint32_t below = 0;
     for (int i = 0; i < 2; ++i)

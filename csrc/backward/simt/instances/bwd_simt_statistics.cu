@@ -1,4 +1,4 @@
-// The instances of bwd_simt's statistics, and their launches.
+// The instances of bwd_simt's statistics.
 #include <launch.h>
 
 #include "backward/simt/shapes.h"
@@ -16,26 +16,14 @@ void launch_pass(const Problem& problem, Stream stream) {
                problem);
 }
 
-template <class Tile>
-void launch_tile(const Problem& problem, Stream stream) {
-    const ForwardParams& p = problem.forward;
-    if (p.row_max || p.entropy || problem.statistics.row_sum) launch_pass<Tile, false>(problem, stream);
-    if (problem.statistics.column_sum) launch_pass<Tile, true>(problem, stream);
-}
-
-struct StatisticsShape {
-    int head_dim;
-    void (*launch)(const Problem&, Stream);
-};
-const auto kShapes = of_rows<kStatisticsRows>(
-    [](auto i) { return StatisticsShape{kStatisticsRows[i].d, launch_tile<SimtTile<kStatisticsRows[i]>>}; });
-
 }  // namespace
 
-void launch_simt_statistics(const Problem& problem, Stream stream) {
-    for (const StatisticsShape& shape : kShapes)
-        if (problem.forward.head_dim <= shape.head_dim) return shape.launch(problem, stream);
-    throw std::runtime_error("flash_wmma: no tile of this kernel holds the head dim");
+std::vector<StatisticsShape> simt_statistics_shapes() {
+    return of_rows<kStatisticsRows>([](auto i) {
+        using Tile = SimtTile<kStatisticsRows[i]>;
+        return StatisticsShape{DType::kFloat32, kStatisticsRows[i].d, launch_pass<Tile, false>,
+                               launch_pass<Tile, true>};
+    });
 }
 
 }  // namespace flash_wmma::backward

@@ -1,0 +1,232 @@
+// The statistics of bwd_sm80 and bwd_sm75 (attention.h): two passes over the scores on mma.sync and ldmatrix.
+//
+// Algorithm, with L the forward's log-sum-exp:
+//     S = Q K^T;  x = the score of S;  ln P = x - L
+//     own queries, streamed keys:                       max_j x,  -sum_j P ln P,  sum_j P w_j
+//     own keys, streamed queries of one query head:     sum_i P.
+// Every number belongs to one block, which adds it up in one order: the result is the same in every run.
+//
+// Who owns what: a block has four warps, a warp kWarpRows own rows. These pass through the ring's memory and stay in
+// registers; the streamed rows go through a ring of two tiles. Each warp sees all streamed rows, so nothing but these
+// tiles is in shared memory. A lane keeps numbers of its rows, over its columns; the quad combines them at the end.
+//
+// Bound: at d = 64 products, exponentials and issue slots alike, above that the products. For 128 scores an SM of sm_80
+// takes 8 cycles of products at d = 64, 16 at d = 128, and 8 of exponentials. It issues four instructions a cycle, so
+// that an instruction a score is a cycle. In sm_80's code a score that is visible and not changed takes 8.1 of them for
+// rows and 5.3 for columns at d = 64, 9.3 and 6.6 at d = 128, the products among them.
+#pragma once
+
+#include <launch.h>
+#include <shared_memory.cuh>
+
+#include <algorithm>
+
+#include "backward/mma/products.cuh"
+#include "backward/mma/scores.cuh"
+#include "backward/mma/streamed_tiles.cuh"
+#include "device/score_mod.cuh"
+#include "device/statistics_shapes.h"
+#include "shape_table.h"
+
+namespace flash_wmma::backward {
+
+template <class Tile>
+struct StatisticsMemory {
+    using OwnRows = SwizzledTile<typename Tile::T, Tile::kOwn, Tile::kD>;
+    using StreamRows = SwizzledTile<typename Tile::T, Tile::kStream, Tile::kD>;
+
+    union {
+        StreamRows ring[Tile::kStages];
+        OwnRows passing;  // on its way to registers
+    };
+    float minus_lse[Tile::kStages][Tile::kStream];  // of streamed queries
+};
+
+/// -L of a query in log2 units. -inf if it sees no key or does not exist, so that its P is 0.
+__device__ __forceinline__ float minus_lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
+    if (query >= sequence.seqlen_q) return -INFINITY;
+    const float lse = p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
+    return lse == -INFINITY ? lse : -kLog2e * lse;
+}
+
+/// The factor from products to scores in log2 units, of the groups of a query and of a key.
+__device__ __forceinline__ float score_factor(const ForwardParams& p, const Sequence& sequence, int head, int head_k,
+                                              int query, int key) {
+    const float factor = p.scale * kLog2e;
+    if (!p.exponents.q) return factor;
+    return factor * ptx::ex2(p.exponents.q[q_scale_index(p, sequence, head) + query / kScaleRows] +
+                             p.exponents.k[k_scale_index(p, sequence, head_k) + key / kScaleRows]);
+}
+
+/// Combines the values of each own row over its quad and stores them, times `factor`, to `numbers`, which begins with
+/// the block's first row; `rows` of its rows exist. Nothing if `numbers` is null.
+template <class Tile, class Combine>
+__device__ __forceinline__ void store_numbers(float* numbers, int rows, const RowValues<Tile::kWarpRows>& values,
+                                              float factor, Combine combine, const Thread<Tile>& thread) {
+    values.each([&](int i, float x) {
+        const float all = over_quad(x, combine);
+        const int row = thread.warp_row() + 8 * i + thread.row();
+        if (numbers && thread.column() == 0 && row < rows) numbers[row] = all * factor;
+    });
+}
+
+// spills: sm_80 sm_90: the pass for queries of d = 256 keeps up to five words, the same in all tiles, in local memory.
+template <class Tile, bool kOwnsKeys>
+__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+    statistics_mma(const __grid_constant__ Problem problem) {
+    using T = typename Tile::T;
+    constexpr Pass kPass = kOwnsKeys ? Pass::kKeys : Pass::kQueries;
+    constexpr int kWarpRows = Tile::kWarpRows, kStep = Tile::kStep, kStream = Tile::kStream;
+    static_assert(Tile::kStreamWarps == 1 && Tile::kStages == 2 && Tile::kFirstInRegisters);
+    static_assert(kScaleRows % kWarpRows == 0 && kStream <= Tile::kThreads);
+    const ForwardParams& p = problem.forward;
+    const Statistics& asked = problem.statistics;
+    auto& smem = shared_memory<StatisticsMemory<Tile>>();
+    const Thread<Tile> thread(static_cast<int>(threadIdx.x));
+
+    // A tile of keys has a block for each query head that reads them
+    const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
+    const OwnedTile own =
+        kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, blockIdx.x / heads) : owned_queries<Tile::kOwn, true>(p);
+    if (own.rows <= 0) return;
+    const Sequence& sequence = own.sequence;
+    auto mask = query_mask<true>(problem, sequence, own.head);
+    const StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);  // the same in each of the heads
+    if (range.left == 0) return;  // the ops have written what is told of nothing
+    const int head = own.head + static_cast<int>(blockIdx.x % heads);
+    mask.take(head);
+
+    const int rows = (kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - own.first_row;
+    const int own_row = own.first_row + thread.warp_row();
+    const Rows &of_own = kOwnsKeys ? p.k : p.q, &of_stream = kOwnsKeys ? p.q : p.k;
+    const int first_own = kOwnsKeys ? sequence.first_k : sequence.first_q;
+    const int first_stream = kOwnsKeys ? sequence.first_q : sequence.first_k;
+    const int head_own = kOwnsKeys ? own.head_k : head, head_stream = kOwnsKeys ? head : own.head_k;
+
+    OwnOperand<Tile, true> own_rows;
+    typename Tile::Machine::template Copy<Tile, Tile::kOwn> own_copy(
+        row_of<const T>(of_own, sequence.index, head_own, first_own + own.first_row), of_own.row, p.head_dim);
+    own_copy.start(smem.passing, of_own.row, rows);
+    own_copy.finish(smem.passing);
+    ptx::cp_async_commit();
+    ptx::cp_async_wait<0>();
+    __syncthreads();
+    own_rows.load(smem.passing, thread);
+    __syncthreads();  // the ring takes its place
+
+    typename Tile::Machine::template Copy<Tile, kStream> copy(
+        row_of<const T>(of_stream, sequence.index, head_stream, first_stream + range.at.last), of_stream.row,
+        p.head_dim);
+    [[maybe_unused]] float next_lse;
+    const auto start = [&](int slot, int row) {  // the copies walk from the last tile to the first by themselves
+        copy.start(smem.ring[slot], of_stream.row, (kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k) - row);
+        ptx::cp_async_commit();
+        if constexpr (kOwnsKeys)
+            if (threadIdx.x < kStream) next_lse = minus_lse_of(p, sequence, head, row + static_cast<int>(threadIdx.x));
+    };
+    const auto finish = [&](int slot) {
+        copy.finish(smem.ring[slot]);
+        if constexpr (kOwnsKeys)
+            if (threadIdx.x < kStream) smem.minus_lse[slot][threadIdx.x] = next_lse;
+    };
+
+    RowValues<kWarpRows> minus_lse, maximum, entropy, sum;  // sum: of P, or of P w
+    minus_lse.each([&](int i, float& x) {
+        if constexpr (!kOwnsKeys) x = minus_lse_of(p, sequence, head, own_row + 8 * i + thread.row());
+        maximum[i] = -INFINITY;
+        entropy[i] = sum[i] = 0.f;
+    });
+    const float* const key_weights = asked.key_weights ? asked.key_weights + sequence.index * problem.key_batch +
+                                                             head * problem.key_head + sequence.first_k
+                                                       : nullptr;
+    start(0, range.at.row);
+    finish(0);
+    for (int slot = 0, row = range.at.row; row >= range.at.first; row -= kStream, slot ^= 1) {
+        ptx::cp_async_wait<0>();
+        __syncthreads();  // this tile has landed, the one before has been used
+        if (row > range.at.first) start(slot ^ 1, row - kStream);
+        // A warp whose rows do not exist takes the last row's exponent: groups behind that row have none
+        const int exists = min(own_row, own.first_row + rows - 1);
+        const float from_product =
+            score_factor(p, sequence, head, own.head_k, kOwnsKeys ? row : exists, kOwnsKeys ? exists : row);
+#pragma unroll 1
+        for (int step = 0; step < kStream; step += kStep) {
+            const ScorePlace<Tile, kOwnsKeys> place{own_row, row + step, thread};
+            const auto lse = [&](int i, int column) {
+                return kOwnsKeys ? smem.minus_lse[slot][step + thread.column() + column] : minus_lse[i];
+            };
+            Scores<Tile> s;
+            s.clear();
+            multiply_rows<Tile>(s, own_rows, smem.passing, smem.ring[slot], step, thread);
+            float factor = from_product;
+            if (ScoreMod<true>::active(p)) {
+                Scores<Tile> slope;
+                const ScoreMod<true> mod(p, sequence, QTile{sequence.index, head, own.head_k, 0});
+                mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
+                               [&](int i, int column) -> float& { return s.at(i, column); },
+                               [&](int i, int column) -> float& { return slope.at(i, column); }, from_product,
+                               [&](int i, int column) { return place.query(i, column); },
+                               [&](int i, int column) { return place.key(i, column); });
+                if constexpr (kOwnsKeys)  // a row that does not exist may have met any bias
+                    s.each([&](float& x, int i, int column) {
+                        if (lse(i, column) == -INFINITY) x = 0.f;
+                    });
+                factor = 1.f;
+            }
+            if constexpr (kOwnsKeys) {
+                weigh_scores(s, factor, lse, place, mask);
+                s.each([&](float weight, int i, int) { sum[i] += weight; });
+            } else {
+                s.each([&](float& x, int, int) { x *= factor; });
+                if (!place.all_visible(mask)) hide(s, place, mask, -INFINITY);
+                s.each([&](float& x, int i, int) {
+                    maximum[i] = ptx::max_nan(maximum[i], x);
+                    const float log_weight = x + minus_lse[i];
+                    x = ptx::ex2(log_weight);
+                    if (log_weight != -INFINITY) entropy[i] = fmaf(-x, log_weight, entropy[i]);
+                });
+                if (key_weights)
+                    s.each([&](float weight, int i, int column) {
+                        if (weight != 0.f) sum[i] = fmaf(weight, key_weights[place.key(i, column)], sum[i]);
+                    });
+            }
+        }
+        if (row > range.at.first) finish(slot ^ 1);
+    }
+
+    const auto add = [](float x, float y) { return x + y; };
+    if constexpr (kOwnsKeys) {
+        float* const to = asked.column_sum + sequence.index * problem.key_batch + head * problem.key_head;
+        store_numbers<Tile>(to + sequence.first_k + own.first_row, rows, sum, 1.f, add, thread);
+    } else {
+        const std::int64_t first = sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + own.first_row;
+        const auto at = [&](float* numbers) { return numbers ? numbers + first : nullptr; };
+        const auto most = [](float x, float y) { return ptx::max_nan(x, y); };
+        store_numbers<Tile>(at(p.row_max), rows, maximum, kLn2, most, thread);
+        store_numbers<Tile>(at(p.entropy), rows, entropy, kLn2, add, thread);
+        store_numbers<Tile>(at(asked.row_sum), rows, sum, 1.f, add, thread);
+    }
+}
+
+template <class Tile, bool kOwnsKeys>
+void launch_statistics_pass(const Problem& problem, Stream stream) {
+    const ForwardParams& p = problem.forward;
+    const dim3 grid = kOwnsKeys ? owned_keys_grid(p, Tile::kOwn, p.heads_q) : assignment_grid(p, Tile::kOwn);
+    if (grid.x > 0)
+        launch(statistics_mma<Tile, kOwnsKeys>, {grid, dim3(Tile::kThreads), sizeof(StatisticsMemory<Tile>)}, stream,
+               problem);
+}
+
+/// The shapes of a table of TileShapes, each for any problem, converted inputs too.
+template <class Machine, class T, const auto& kRows>
+std::vector<StatisticsShape> statistics_shapes() {
+    return of_rows<kRows>([](auto i) {
+        using Tile = backward::Tile<Machine, T, kRows[i]>;
+        constexpr int kLeast = std::min(Machine::kSharedMemory, 99 * 1024);  // that a block has on any device
+        static_assert(sizeof(StatisticsMemory<Tile>) <= kLeast);
+        return StatisticsShape{Element<T>::kDType, Tile::kD, launch_statistics_pass<Tile, false>,
+                               launch_statistics_pass<Tile, true>};
+    });
+}
+
+}  // namespace flash_wmma::backward
