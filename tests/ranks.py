@@ -59,6 +59,7 @@ class Problem(NamedTuple):
     scale: float | None = None
     seq_len: bool = True
     """Whether the ranks are told the length."""
+    sinks: bool = False
 
     @property
     def dim(self) -> int:
@@ -75,10 +76,16 @@ class Tensors(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    slopes: Tensor | None
+    sinks: Tensor | None
+
+    def parameters(self) -> list[Tensor]:
+        """What every rank holds, and has a gradient."""
+        return [] if self.sinks is None else [self.sinks]
 
 
-def tensors(problem: Problem, seed: int) -> tuple[Tensors, Tensor | None]:
-    """The whole inputs, the same on every rank, and slopes."""
+def tensors(problem: Problem, seed: int) -> Tensors:
+    """The whole inputs, the same on every rank."""
     torch.manual_seed(seed)
     (hq, hk), (d, dv) = problem.heads, problem.dims
     nq, nk = problem.ends(0)[-1], problem.ends(1)[-1]
@@ -88,10 +95,14 @@ def tensors(problem: Problem, seed: int) -> tuple[Tensors, Tensor | None]:
         return torch.randn(shape).to(problem.dtype)
 
     dlse = torch.randn((hq, nq) if problem.packed else (problem.batch, hq, nq))
-    given = Tensors(make(nq, hq, d), make(nk, hk, d), make(nk, hk, dv), make(nq, hq, dv), dlse)
+    inputs = make(nq, hq, d), make(nk, hk, d), make(nk, hk, dv), make(nq, hq, dv)
     entries = len(problem.lengths) if problem.packed else problem.batch
     slopes = {"": None, "heads": torch.rand(hq), "each": torch.rand(entries, hq)}[problem.slopes]
-    return given, slopes
+    # Of some heads the sinks decide, of others the keys
+    sinks = (
+        torch.randn(hq) + torch.tensor([0.0, 4.0, -4.0, -torch.inf])[torch.arange(hq) % 4] if problem.sinks else None
+    )
+    return Tensors(*inputs, dlse, slopes, sinks)
 
 
 def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
@@ -101,45 +112,46 @@ def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor)
     return total
 
 
-def true(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
-    """out, lse, dq, dk and dv in float64."""
-    leaves = [t.double().requires_grad_() for t in given[:3]]
-    mask = Mask(problem.causal, problem.window)
+def true(problem: Problem, given: Tensors) -> list[Tensor]:
+    """out, lse, dq, dk, dv and the gradients of parameters in float64."""
+    leaves = [t.double().requires_grad_() for t in (*given[:3], *given.parameters())]
+    sinks = leaves[-1] if problem.sinks else None
+    mask, whole = Mask(problem.causal, problem.window), Modification(None, given.slopes, None, problem.softcap, sinks)
     if problem.packed:
         parts = []
         for b, ((q0, q1), (k0, k1)) in enumerate(
             zip(itertools.pairwise(problem.ends(0)), itertools.pairwise(problem.ends(1)), strict=True)
         ):
             rows = (leaves[0][q0:q1], leaves[1][k0:k1], leaves[2][k0:k1])
-            change = Modification(None, slopes, softcap=problem.softcap).entry(b)
-            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, change))
+            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, whole.entry(b)))
         out = torch.cat([part[0].transpose(0, 1) for (part, _) in parts])
         lse = torch.cat([part[0] for (_, part) in parts], 1)
     else:
-        out, lse = attention(*leaves, mask, problem.scale, Modification(None, slopes, softcap=problem.softcap))
+        out, lse = attention(*leaves[:3], mask, problem.scale, whole)
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 
-def options(problem: Problem, slopes: Tensor | None) -> dict[str, Any]:
+def options(problem: Problem, given: Tensors, leaves: list[Tensor]) -> dict[str, Any]:
     return {
         "causal": problem.causal,
         "window": problem.window,
         "softcap": problem.softcap,
-        "alibi_slopes": slopes,
+        "alibi_slopes": given.slopes,
+        "sinks": leaves[-1] if problem.sinks else None,
         "scale": problem.scale,
         "return_lse": True,
     }
 
 
-def alone(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
+def alone(problem: Problem, given: Tensors) -> list[Tensor]:
     """The same by one process."""
-    leaves = [t.clone().requires_grad_() for t in given[:3]]
+    leaves = [t.clone().requires_grad_() for t in (*given[:3], *given.parameters())]
     if problem.packed:
         ends = [torch.tensor(problem.ends(i), dtype=torch.int32) for i in range(2)]
         longest = [max(each[i] for each in problem.lengths) for i in range(2)]
-        out, lse = flash_wmma.forward_varlen(*leaves, *ends, *longest, **options(problem, slopes))
+        out, lse = flash_wmma.forward_varlen(*leaves[:3], *ends, *longest, **options(problem, given, leaves))
     else:
-        out, lse = flash_wmma.forward(*leaves, **options(problem, slopes))
+        out, lse = flash_wmma.forward(*leaves[:3], **options(problem, given, leaves))
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 
@@ -157,23 +169,26 @@ def told(problem: Problem) -> dict[str, Any]:
     return {"seq_len": problem.lengths[0]} if problem.seq_len else {}
 
 
-def together(
-    problem: Problem, given: Tensors, slopes: Tensor | None, attend: Attend, group: Any = None
-) -> list[Tensor]:
-    """This rank's rows of the same, by all ranks."""
+def together(problem: Problem, given: Tensors, attend: Attend, group: Any = None) -> list[Tensor]:
+    """This rank's rows of the same, by all ranks; of parameters the sum of all ranks' gradients."""
     leaves = [shard(problem, t, i, group=group).requires_grad_() for t, i in zip(given[:3], (0, 1, 1), strict=True)]
-    out, lse = attend(*leaves, group, **options(problem, slopes), **told(problem))
+    leaves += [t.clone().requires_grad_() for t in given.parameters()]
+    out, lse = attend(*leaves[:3], group, **options(problem, given, leaves), **told(problem))
     dout, dlse = shard(problem, given.dout, 0, group=group), shard(problem, given.dlse, 0, -1, group)
     assert out.is_contiguous()
     assert out.dtype == problem.dtype
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)]
+    gradients = torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)
+    for gradient in gradients[3:]:
+        dist.all_reduce(gradient, group=group)
+    return [out.detach(), lse.detach(), *gradients]
 
 
 def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: list[Tensor], group: Any = None) -> None:
     """At most four times the error of one process, each result in units of its largest value, and rounding."""
-    for name, mine, whole, exact in zip(("out", "lse", "dq", "dk", "dv"), got, one, expected, strict=True):
+    names = ["out", "lse", "dq", "dk", "dv", *(["dsinks"] if problem.sinks else [])]
+    for name, mine, whole, exact in zip(names, got, one, expected, strict=True):
         of_keys, dim = int(name in ("dk", "dv")), -1 if name == "lse" else None
-        exact_rows = shard(problem, exact, of_keys, dim, group)
+        exact_rows = exact if name == "dsinks" else shard(problem, exact, of_keys, dim, group)
         assert mine.shape == exact_rows.shape, f"{name}: {mine.shape}, not {exact_rows.shape}"
         if exact.numel() == 0:
             continue
@@ -190,9 +205,9 @@ def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: li
 
 
 def run(problem: Problem, attend: Attend, seed: int = 0, group: Any = None) -> None:
-    given, slopes = tensors(problem, seed)
-    got = together(problem, given, slopes, attend, group)
-    compare(problem, got, alone(problem, given, slopes), true(problem, given, slopes), group)
+    given = tensors(problem, seed)
+    got = together(problem, given, attend, group)
+    compare(problem, got, alone(problem, given), true(problem, given), group)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cases
@@ -226,6 +241,12 @@ PROBLEMS: dict[str, Problem] = {
     "more_keys_window": Problem(((21, 50),), causal="bottom_right", window=(6, None)),
     "more_keys_alibi": Problem(((21, 50),), slopes="heads"),
     "more_queries_alibi": Problem(((50, 21),), causal=True, slopes="each"),
+    "sinks": Problem(sinks=True),
+    "sinks_causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16, sinks=True),
+    "sinks_window": Problem(((64, 64),), window=(9, 5), heads=(6, 1), sinks=True),
+    "sinks_more_queries": Problem(((50, 21),), causal="bottom_right", slopes="each", sinks=True),
+    "sinks_one_row": Problem(((1, 1),), causal=True, sinks=True),
+    "sinks_no_key": Problem(((9, 0),), sinks=True),
     "three_rows": Problem(((3, 3),), causal=True),
     "one_row": Problem(((1, 1),), causal=True),
     "no_row": Problem(((0, 0),), causal=True),
@@ -237,6 +258,8 @@ PROBLEMS: dict[str, Problem] = {
     "packed_window": Problem(PACKED, True, causal=True, window=(6, None)),
     "packed_alibi": Problem(PACKED, True, causal=True, slopes="each"),
     "packed_alibi_plain": Problem(PACKED, True, slopes="heads", softcap=4.0),
+    "packed_sinks": Problem(PACKED, True, causal=True, window=(6, None), heads=(9, 3), sinks=True),
+    "packed_cross_sinks": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", sinks=True),
     "packed_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right"),
     "packed_many": Problem(tuple((n % 11, n % 11) for n in range(40)), True, causal=True),
 }
@@ -265,6 +288,7 @@ def random_problem(rng: random.Random) -> Problem:
         rng.random() < 0.5,
         None,
         rng.random() < 0.5,
+        rng.random() < 0.3,
     )
 
 
@@ -292,10 +316,10 @@ def repeated() -> None:
     """The same to the bit, from tensors in other layouts with NaN around them; the inputs' gradients are those of q, k
     and v alone."""
     problem = Problem(((40, 40),), causal=True, window=(17, None))
-    given, slopes = tensors(problem, 1)
+    given = tensors(problem, 1)
     for attend in BOTH:
-        first = together(problem, given, slopes, attend)
-        again = together(problem, given, slopes, attend)
+        first = together(problem, given, attend)
+        again = together(problem, given, attend)
         assert all(map(torch.equal, first, again))
     rows = [shard(problem, t, i) for t, i in zip(given[:3], (0, 1, 1), strict=True)]
     expected = distributed.ring_attention(*rows, causal=True, seq_len=40)
@@ -309,10 +333,10 @@ def one_rank_is_forward() -> None:
     if dist.get_world_size() > 1:
         return
     for name in ("plain", "causal_bf16", "packed_causal_bf16"):
-        given, slopes = tensors(PROBLEMS[name], 4)
+        given = tensors(PROBLEMS[name], 4)
         for attend in BOTH:
-            got = together(PROBLEMS[name], given, slopes, attend)
-            assert all(map(torch.equal, got, alone(PROBLEMS[name], given, slopes))), (name, attend)
+            got = together(PROBLEMS[name], given, attend)
+            assert all(map(torch.equal, got, alone(PROBLEMS[name], given))), (name, attend)
 
 
 def rows() -> None:
@@ -383,6 +407,7 @@ def mismatches() -> None:
             raises(ValueError, differ, call(attend, told=told, causal=False))
             raises(ValueError, differ, call(attend, told=told, window=(5, None)))
             raises(ValueError, differ, call(attend, told=told, softcap=1.0))
+            raises(ValueError, differ, call(attend, told=told, sinks=torch.zeros(4)))
             raises(ValueError, differ, call(attend, told=told, seq_len=23))
         if told or world > 1:  # one rank that is not told may hold any number
             raises(ValueError, "q.shape: got ", call(attend, "rows", told))

@@ -230,7 +230,9 @@ class _Keys:
 # ------------------------------------------------------------------------------------------------- forward and backward
 
 
-def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dim = ring.dim
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
@@ -240,7 +242,7 @@ def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None)
             call, shift = _call(ring, source, job, slopes, q.device)
             out, lse = _ops.forward(take(q, job.q, dim), take(keys, job.k, dim), take(values, job.k, dim), call)
             merged.add(job.q, out, lse if shift is None else lse + shift)
-    return merged.take(q.dtype)
+    return merged.take(q.dtype, sinks)
 
 
 def _backward(
@@ -253,7 +255,8 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place, dim = ring.place, ring.dim
     dq, dk, dv = (Sum(t, dim) for t in (q, k, v))
     going_home: list[tuple[_Travel, Pair]] = []
@@ -307,28 +310,35 @@ def _backward(
     absorb(0)
     for travel in arrived:
         travel.finish()
-    return dq.take(q.dtype), dk.take(k.dtype), dv.take(v.dtype)
+    dsinks = lse.new_empty(0)
+    if sinks is not None:
+        dsinks = _autograd.sinks_gradient(dout, dlse, out, lse, ring.call._replace(sinks=sinks))
+    return dq.take(q.dtype), dk.take(k.dtype), dv.take(v.dtype), dsinks
 
 
 class RingAttention(torch.autograd.Function):
-    """(out, lse) of this rank's queries, both differentiable in q, k and v.
+    """(out, lse) of this rank's queries, both differentiable in q, k, v and sinks.
 
     Backward needs no merging: each call of a kernel is given the LSE over all keys and the final out, so that its
-    weights are those of the whole (FlashAttention-2, algorithm 2), and the gradients of the calls add up.
+    weights are those of the whole (FlashAttention-2, algorithm 2), and the gradients of the calls add up. Sinks are in
+    LSE and out, so that the calls need not know of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(ring, q, k, v, slopes)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, ring: Ring
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(ring, q, k, v, slopes, sinks)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse, slopes)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, slopes = ctx.saved_tensors
+        q, k, v, out, lse, slopes, sinks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        tensors = dout, dlse, q, k, v, out, lse, slopes
-        return *_autograd.once_differentiable(NO_DOUBLE, _backward, ctx.ring, *tensors), None, None
+        tensors = dout, dlse, q, k, v, out, lse, slopes, sinks
+        dq, dk, dv, dsinks = _autograd.once_differentiable(NO_DOUBLE, _backward, ctx.ring, *tensors)
+        return dq, dk, dv, None, dsinks if ctx.needs_input_grad[4] else None, None

@@ -177,10 +177,9 @@ FAULTS = [
     Fault(
         name="merge-hidden-part",
         path=ROWS,
-        old="finite = new_lse.clamp_min(torch.finfo(torch.float32).min)",
-        new="finite = new_lse",
-        why="a query that sees no key is NaN",
-        survives="parts are cut so that a query sees a key of each; only scores of -inf come here",
+        old="of_all.clamp_min(torch.finfo(torch.float32).min)",
+        new="of_all",
+        why="a query that sees no key, and has a sink of -inf, is NaN",
     ),
     Fault(
         name="merge-weight-of-the-old",
@@ -207,9 +206,23 @@ FAULTS = [
     Fault(
         name="merge-empty-part",
         path=ROWS,
-        old="torch.full(lse_shape, -torch.inf, device=device)\n        return self._out",
-        new="torch.zeros(lse_shape, device=device)\n        return self._out",
+        old="            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)\n        if sinks",
+        new="            lse = torch.zeros(lse_shape, device=self._like.device)\n        if sinks",
         why="a rank that sees no key has lse 0",
+    ),
+    Fault(
+        name="merge-sinks",
+        path=ROWS,
+        old="out, lse = out * self._weight(_share(lse, with_sinks)), with_sinks",
+        new="lse = with_sinks",
+        why="sinks take no weight from the keys",
+    ),
+    Fault(
+        name="ring-sinks-dlse",
+        path=RING,
+        old="_autograd.sinks_gradient(dout, dlse, out,",
+        new="_autograd.sinks_gradient(dout, None, out,",
+        why="the gradient of sinks lacks that of lse",
     ),
     # ---------------------------------------------------------------------------------------------------- agreement
     Fault(
@@ -265,9 +278,9 @@ FAULTS = [
     Fault(
         name="ulysses-slopes",
         path=INIT,
-        old="alibi_slopes[..., here[0] : here[-1] + 1].contiguous()",
-        new="alibi_slopes[..., : len(here)].contiguous()",
-        why="every rank takes the slopes of the first heads",
+        old="else t[..., here[0] : here[-1] + 1].contiguous()",
+        new="else t[..., : len(here)].contiguous()",
+        why="every rank takes the slopes and sinks of the first heads",
     ),
     Fault(
         name="unshard-gradient",
