@@ -60,6 +60,7 @@ class Problem(NamedTuple):
     seq_len: bool = True
     """Whether the ranks are told the length."""
     sinks: bool = False
+    dropout: float = 0.0
 
     @property
     def dim(self) -> int:
@@ -78,6 +79,7 @@ class Tensors(NamedTuple):
     dlse: Tensor
     slopes: Tensor | None
     sinks: Tensor | None
+    rng_state: Tensor
 
     def parameters(self) -> list[Tensor]:
         """What every rank holds, and has a gradient."""
@@ -102,7 +104,7 @@ def tensors(problem: Problem, seed: int) -> Tensors:
     sinks = (
         torch.randn(hq) + torch.tensor([0.0, 4.0, -4.0, -torch.inf])[torch.arange(hq) % 4] if problem.sinks else None
     )
-    return Tensors(*inputs, dlse, slopes, sinks)
+    return Tensors(*inputs, dlse, slopes, sinks, torch.randint(-(2**63), 2**63 - 1, (2,)))
 
 
 def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
@@ -116,6 +118,10 @@ def true(problem: Problem, given: Tensors) -> list[Tensor]:
     """out, lse, dq, dk, dv and the gradients of parameters in float64."""
     leaves = [t.double().requires_grad_() for t in (*given[:3], *given.parameters())]
     sinks = leaves[-1] if problem.sinks else None
+    entries = len(problem.lengths) if problem.packed else problem.batch
+    longest = [max((each[i] for each in problem.lengths), default=0) for i in range(2)]
+    kept = flash_wmma.dropout_mask(given.rng_state, problem.dropout, entries, problem.heads[0], *longest)
+    factors = kept / (1 - problem.dropout)
     mask, whole = Mask(problem.causal, problem.window), Modification(None, given.slopes, None, problem.softcap, sinks)
     if problem.packed:
         parts = []
@@ -123,11 +129,12 @@ def true(problem: Problem, given: Tensors) -> list[Tensor]:
             zip(itertools.pairwise(problem.ends(0)), itertools.pairwise(problem.ends(1)), strict=True)
         ):
             rows = (leaves[0][q0:q1], leaves[1][k0:k1], leaves[2][k0:k1])
-            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, whole.entry(b)))
+            its = factors[b : b + 1, :, : q1 - q0, : k1 - k0]
+            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, whole.entry(b), its))
         out = torch.cat([part[0].transpose(0, 1) for (part, _) in parts])
         lse = torch.cat([part[0] for (_, part) in parts], 1)
     else:
-        out, lse = attention(*leaves[:3], mask, problem.scale, whole)
+        out, lse = attention(*leaves[:3], mask, problem.scale, whole, factors)
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 
@@ -138,6 +145,8 @@ def options(problem: Problem, given: Tensors, leaves: list[Tensor]) -> dict[str,
         "softcap": problem.softcap,
         "alibi_slopes": given.slopes,
         "sinks": leaves[-1] if problem.sinks else None,
+        "dropout_p": problem.dropout,
+        "rng_state": given.rng_state,
         "scale": problem.scale,
         "return_lse": True,
     }
@@ -247,6 +256,14 @@ PROBLEMS: dict[str, Problem] = {
     "sinks_more_queries": Problem(((50, 21),), causal="bottom_right", slopes="each", sinks=True),
     "sinks_one_row": Problem(((1, 1),), causal=True, sinks=True),
     "sinks_no_key": Problem(((9, 0),), sinks=True),
+    "dropout": Problem(dropout=0.3),
+    "dropout_even": Problem(((192, 192),), batch=1, causal=True, dropout=0.5),
+    "dropout_causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16, dropout=0.1),
+    "dropout_window": Problem(((75, 75),), window=(19, 5), heads=(6, 1), dropout=0.8, softcap=3.0),
+    "dropout_more_queries": Problem(((50, 21),), causal="bottom_right", slopes="each", dropout=0.3),
+    "dropout_alibi_window": Problem(((64, 64),), window=(9, 30), slopes="heads", dropout=0.3, sinks=True),
+    "dropout_one_row": Problem(((1, 1),), causal=True, dropout=0.5),
+    "dropout_no_row": Problem(((0, 0),), causal=True, dropout=0.5),
     "three_rows": Problem(((3, 3),), causal=True),
     "one_row": Problem(((1, 1),), causal=True),
     "no_row": Problem(((0, 0),), causal=True),
@@ -260,6 +277,9 @@ PROBLEMS: dict[str, Problem] = {
     "packed_alibi_plain": Problem(PACKED, True, slopes="heads", softcap=4.0),
     "packed_sinks": Problem(PACKED, True, causal=True, window=(6, None), heads=(9, 3), sinks=True),
     "packed_cross_sinks": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", sinks=True),
+    "packed_dropout": Problem(PACKED, True, causal=True, window=(16, None), heads=(9, 3), dropout=0.4),
+    "packed_dropout_alibi": Problem(PACKED, True, slopes="each", dropout=0.4, sinks=True),
+    "packed_dropout_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", dropout=0.4),
     "packed_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right"),
     "packed_many": Problem(tuple((n % 11, n % 11) for n in range(40)), True, causal=True),
 }
@@ -289,6 +309,7 @@ def random_problem(rng: random.Random) -> Problem:
         None,
         rng.random() < 0.5,
         rng.random() < 0.3,
+        rng.choice([0.0, 0.0, 0.2, 0.7]),
     )
 
 
@@ -328,11 +349,38 @@ def repeated() -> None:
         assert torch.equal(distributed.ring_attention(*moved, causal=True, seq_len=40), expected), layout
 
 
+def states() -> None:
+    """The first rank's state counts, given or drawn, and every rank's generator moves on alike."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    n = 29
+    torch.manual_seed(3)
+    whole = torch.randn(3, 2, 4, n, 16)
+    mine = distributed.shard_sequence(whole, dim=3)
+    for attend in BOTH:
+        state = torch.tensor([5, 7]) + rank
+        got = attend(*mine, seq_len=n, dropout_p=0.5, rng_state=state)
+        expected = flash_wmma.forward(*whole, dropout_p=0.5, rng_state=torch.tensor([5, 7]))
+        close(distributed.unshard_sequence(got, dim=2), expected)
+        assert state.tolist() == [5 + rank, 7 + rank]
+        torch.manual_seed(0)
+        expected = flash_wmma.forward(*whole, dropout_p=0.5)
+        after = torch.rand(1)
+        torch.manual_seed(rank)
+        got = attend(*mine, seq_len=n, dropout_p=0.5)
+        close(distributed.unshard_sequence(got, dim=2), expected)
+        if rank == 0:
+            assert torch.equal(torch.rand(1), after)
+        assert not torch.equal(attend(*mine, seq_len=n, dropout_p=0.5), got) or got.numel() == 0
+        torch.manual_seed(0)
+        attend(*mine, seq_len=n, dropout_p=0.5)
+        assert torch.equal(torch.rand(1), after), f"rank {rank} of {world}"
+
+
 def one_rank_is_forward() -> None:
     """To the bit: nothing is merged."""
     if dist.get_world_size() > 1:
         return
-    for name in ("plain", "causal_bf16", "packed_causal_bf16"):
+    for name in ("plain", "causal_bf16", "packed_causal_bf16", "dropout_even"):
         given = tensors(PROBLEMS[name], 4)
         for attend in BOTH:
             got = together(PROBLEMS[name], given, attend)
@@ -408,6 +456,7 @@ def mismatches() -> None:
             raises(ValueError, differ, call(attend, told=told, window=(5, None)))
             raises(ValueError, differ, call(attend, told=told, softcap=1.0))
             raises(ValueError, differ, call(attend, told=told, sinks=torch.zeros(4)))
+            raises(ValueError, differ, call(attend, told=told, dropout_p=0.1))
             raises(ValueError, differ, call(attend, told=told, seq_len=23))
         if told or world > 1:  # one rank that is not told may hold any number
             raises(ValueError, "q.shape: got ", call(attend, "rows", told))
@@ -610,6 +659,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in PROBLEMS.items()},
     **{f"ulysses-{name}": of(problem, BOTH[1]) for name, problem in PROBLEMS.items()},
     "repeated": repeated,
+    "states": states,
     "one_rank_is_forward": one_rank_is_forward,
     "rows": rows,
     "derivatives": derivatives,

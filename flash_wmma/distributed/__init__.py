@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _autocast, _checks
+from .. import _autocast, _checks, _dropout
 from .._attention import attend
 from .._call import Call as KernelCall
 from .._call import Causal, Lengths, Window, call_of
 from .._errors import raise_library_error, refuse
-from ._agree import Call, Place, agree, describe, place_of
+from ._agree import Call, Place, agree, describe, of_the_first, place_of
 from ._layout import held, positions, rows
 from ._plan import Band
 from ._ring import Ring, RingAttention
@@ -225,14 +225,16 @@ class _Given:
         slopes, sinks = call.alibi_slopes, call.sinks
         _checks.slopes(slopes, q, len(self.lengths) if self.lengths is not None else q.shape[0])
         _checks.sink_logits(sinks, q)
+        _dropout.probability(dropout_p=call.dropout_p)
+        _dropout.check_state(call.rng_state, q.device)
         if torch.is_grad_enabled():
             _checks.no_gradient(alibi_slopes=slopes)
         shape = None if slopes is None else tuple(slopes.shape)
         given = (*self.tensors, sinks)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
         options |= {"scale": call.scale, "band": call.band, "softcap": call.softcap, "alibi_slopes": shape}
-        options |= {"sinks": sinks is not None, "deterministic": call.deterministic, "gradients": recorded}
-        options["seq_len"] = total
+        options |= {"sinks": sinks is not None, "dropout_p": call.dropout_p, "deterministic": call.deterministic}
+        options |= {"gradients": recorded, "seq_len": total}
         if self.lengths is not None:
             options["lengths"] = _summary(self.lengths)
         self.text = describe(name, q, k, v, dim, **options)
@@ -251,9 +253,20 @@ def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place) -> N
         refuse(f"{name}.shape", f"{n} rows", f"the {expected} rows that shard_sequence gives rank {place.rank}")
 
 
-def _band(call: KernelCall, alibi: bool) -> Band:
+def _band(call: KernelCall) -> Band:
     left, right, bottom_right = call.band
-    return Band(None if left < 0 else left, None if right < 0 else right, bottom_right, alibi)
+    alibi, dropout = call.alibi_slopes is not None, call.dropout_p > 0
+    return Band(None if left < 0 else left, None if right < 0 else right, bottom_right, alibi, dropout)
+
+
+def _with_state(given: _Given, place: Place) -> KernelCall:
+    """The call with the state of dropout's generator that all ranks use. Every rank draws one, so that generators that
+    went together still do."""
+    call, q = given.call, given.tensors[0]
+    if call.dropout_p == 0:
+        return call._replace(rng_state=None)
+    mine = _dropout.draw(q.device) if call.rng_state is None else call.rng_state
+    return call._replace(rng_state=of_the_first(place, mine))
 
 
 def ring_attention(
@@ -268,6 +281,8 @@ def ring_attention(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     seq_len: int | tuple[int, int] | None = None,
@@ -290,6 +305,10 @@ def ring_attention(
         causal, scale, window, softcap: as for :func:`flash_wmma.forward`, of places in the whole sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, the same on every rank.
         sinks: (Hq), as for :func:`flash_wmma.forward`, the same on every rank.
+        dropout_p: as for :func:`flash_wmma.forward`. Which weights are dropped is what one process would drop with the
+            same state, whatever the number of ranks.
+        rng_state: (2,), int64, on q's device, of which that of the first rank counts; default: drawn from torch's
+            generator there. The first rank sends the state to the others in every call.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: compute gradients that are bitwise the same from run to run, as for :func:`flash_wmma.forward`.
         seq_len: rows of the whole sequence, or (queries, keys). By default the ranks exchange how many rows each holds,
@@ -315,15 +334,25 @@ def ring_attention(
 
     def make() -> tuple[Call, _Given]:
         _checks.flag(return_lse=return_lse)
-        call = call_of(causal, scale, window, None, alibi_slopes, softcap, deterministic=deterministic, sinks=sinks)
+        call = call_of(
+            causal,
+            scale,
+            window,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            deterministic=deterministic,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
+        )
         given = _Given("ring_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k)
         return given.asked, given
 
     total, given = agree(place, make)
     lengths = given.lengths if given.lengths is not None else (total,)
-    band = _band(given.call, alibi_slopes is not None)
-    ring = Ring(place, lengths, band, given.packed, given.call._replace(alibi_slopes=None, sinks=None))
-    tensors = *given.tensors, given.call.alibi_slopes, given.call.sinks
+    call = _with_state(given, place)
+    ring = Ring(place, lengths, _band(call), given.packed, call._replace(alibi_slopes=None, sinks=None))
+    tensors = *given.tensors, call.alibi_slopes, call.sinks
     out, lse = _library_errors(lambda: RingAttention.apply(*tensors, ring))
     return (out, lse) if return_lse else out
 
@@ -340,6 +369,8 @@ def ulysses_attention(
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     seq_len: int | tuple[int, int] | None = None,
@@ -366,7 +397,17 @@ def ulysses_attention(
 
     def make() -> tuple[Call, _Given]:
         _checks.flag(return_lse=return_lse)
-        call = call_of(causal, scale, window, None, alibi_slopes, softcap, deterministic=deterministic, sinks=sinks)
+        call = call_of(
+            causal,
+            scale,
+            window,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            deterministic=deterministic,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
+        )
         options = {"return_lse": return_lse}
         given = _Given("ulysses_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k, **options)
         heads = given.tensors[0].shape[1]
@@ -392,7 +433,9 @@ def ulysses_attention(
         None if t is None else t[..., here[0] : here[-1] + 1].contiguous()
         for t in (given.call.alibi_slopes, given.call.sinks)
     )
-    call = given.call._replace(alibi_slopes=slopes, sinks=sinks)
+    call = _with_state(given, place)._replace(alibi_slopes=slopes, sinks=sinks)
+    if call.dropout_p > 0:
+        call = call._replace(dropout_origin=torch.tensor([0, here[0], 0, 0]))
     if given.packed:
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=whole_q.device)

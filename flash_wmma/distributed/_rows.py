@@ -34,6 +34,16 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return x.index_select(dim, index(ranges, x.device))
 
 
+def padded(x: Tensor, n: int, dim: int) -> Tensor:
+    """x with n rows of zeros before it."""
+    return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim), n, 0)) if n else x
+
+
+def behind(x: Tensor, n: int, dim: int) -> Tensor:
+    """x without its first n rows."""
+    return x.narrow(dim, n, x.shape[dim] - n) if n else x
+
+
 def add(total: Tensor, ranges: Ranges, value: Tensor, dim: int) -> None:
     """Adds to those rows of ``total``."""
     if len(ranges) <= FEW:
