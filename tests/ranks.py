@@ -192,7 +192,23 @@ def together(problem: Problem, given: Tensors, attend: Attend, group: Any = None
     return [out.detach(), lse.detach(), *gradients]
 
 
-def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: list[Tensor], group: Any = None) -> None:
+def size_of_dsinks(problem: Problem, given: Tensors, out: Tensor, lse: Tensor) -> float:
+    """The largest sum of its terms' sizes: rows cancel, and out is rounded before."""
+    assert given.sinks is not None
+    sizes = (out * given.dout).abs().sum(-1)
+    weights = (given.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
+    of_rows = weights * (sizes.t() if problem.packed else sizes)
+    return float(of_rows.sum(1 if problem.packed else (0, 2)).max())
+
+
+def compare(
+    problem: Problem,
+    given: Tensors,
+    got: list[Tensor],
+    one: list[Tensor],
+    expected: list[Tensor],
+    group: Any = None,
+) -> None:
     """At most four times the error of one process, each result in units of its largest value, and rounding."""
     names = ["out", "lse", "dq", "dk", "dv", *(["dsinks"] if problem.sinks else [])]
     for name, mine, whole, exact in zip(names, got, one, expected, strict=True):
@@ -206,6 +222,8 @@ def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: li
         unit = float(exact.masked_fill(hidden, 0).abs().max()) or 1.0
         if name == "lse":
             unit = max(unit, 1.0)
+        if name == "dsinks":
+            unit = max(unit, size_of_dsinks(problem, given, *expected[:2]))
         error = (mine.double() - exact_rows).masked_fill(exact_rows.isneginf(), 0).abs()
         allowed = (whole.double() - exact).masked_fill(hidden, 0).abs().max()
         allowed = 4 * float(allowed) / unit + (1e-5 if problem.dtype == torch.float32 or name == "lse" else 2e-3)
@@ -216,7 +234,7 @@ def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: li
 def run(problem: Problem, attend: Attend, seed: int = 0, group: Any = None) -> None:
     given = tensors(problem, seed)
     got = together(problem, given, attend, group)
-    compare(problem, got, alone(problem, given), true(problem, given), group)
+    compare(problem, given, got, alone(problem, given), true(problem, given), group)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cases
