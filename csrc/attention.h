@@ -112,6 +112,13 @@ struct Sequences {
     std::int32_t page_size, num_pages;  ///< rows of a page, and pages of the cache; page_size 0: no cache
 };
 
+/// Where the first weight of a call lies in the whole whose mask it has part of. The queries and keys before it are
+/// multiples of 16, so that the eight weights of a call of Philox are those of the whole (dropout.h).
+struct DropoutOrigin {
+    std::int64_t entry, head;  ///< batch entry or sequence
+    std::uint32_t query, key;
+};
+
 /// Dropout on the attention weights: O = (P M / (1 - p)) V with a mask M of zeros and ones (dropout.h), and l and lse
 /// of all weights. The state is a tensor of two numbers, so that graphs can replay a call. Null: none.
 struct Dropout {
@@ -119,7 +126,7 @@ struct Dropout {
     float probability;    ///< p, below 1
     std::uint32_t limit;  ///< of the numbers, and below it which are kept: dropout.h, make_dropout
     std::uint32_t turn;
-    std::int64_t first_entry;  ///< what the mask counts this call's batch entries or sequences from
+    DropoutOrigin origin;
 };
 
 /// Partial results of a split over the keys, fp32: o (splits, B, Hq, Nq, d_v) unnormalised, lse (splits, B, Hq, Nq).

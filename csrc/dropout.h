@@ -47,12 +47,12 @@ struct DropoutColumn {
 
 /// The dropout of a call. A word of `limit` has the limit twice. `turn` is 0 if numbers below it are kept, otherwise
 /// all ones.
-constexpr Dropout make_dropout(const std::uint64_t* rng_state, float probability) {
+constexpr Dropout make_dropout(const std::uint64_t* rng_state, float probability, const DropoutOrigin& origin = {}) {
     const auto dropped = static_cast<std::uint32_t>(probability * 65536.f + 0.5f);
     const bool keeps_below = dropped > 0x8000;
     const std::uint32_t below = !keeps_below ? dropped : dropped < 0xffff ? 0x10000 - dropped : 1;
     const std::uint32_t limit = below <= 0x7c00 ? 0xfc00 - below : below - 0x7c01;
-    return {rng_state, probability, limit * 0x10001, keeps_below ? 0 : ~0u, 0};
+    return {rng_state, probability, limit * 0x10001, keeps_below ? 0 : ~0u, origin};
 }
 
 /// The state of a call: the keys of Philox's first round.
@@ -78,20 +78,30 @@ struct DropoutState {
 [[gnu::always_inline]] constexpr int dropout_row(int query) { return query / 16 * 8 + query % 8; }
 [[gnu::always_inline]] constexpr int dropout_column(int key) { return key / 16 * 4 + key % 8 / 2; }
 
+/// How many of these rows and columns lie before a call's first one.
+[[gnu::always_inline]] constexpr int rows_before(const DropoutOrigin& origin) {
+    return static_cast<int>(origin.query / 2);
+}
+[[gnu::always_inline]] constexpr int columns_before(const DropoutOrigin& origin) {
+    return static_cast<int>(origin.key / 4);
+}
+
 /// The numbers of the weights of a head.
 class DropoutMask {
   public:
     DropoutMask() = default;
-    [[gnu::always_inline]] constexpr DropoutMask(const DropoutState& state, std::int64_t entry, std::int64_t head)
+    /// entry, head: of the call.
+    [[gnu::always_inline]] constexpr DropoutMask(const DropoutState& state, const DropoutOrigin& origin,
+                                                 std::int64_t entry, std::int64_t head)
         : state_(state) {
-        const std::uint64_t x = kX * static_cast<std::uint32_t>(head), y = kY * static_cast<std::uint32_t>(entry);
+        const std::uint64_t x = kX * static_cast<std::uint32_t>(origin.head + head);
+        const std::uint64_t y = kY * static_cast<std::uint32_t>(origin.entry + entry);
         u0_ = high(y) ^ k0(0), u1_ = low(y) ^ k0(1), u2_ = high(x) ^ k1(0), u3_ = low(x) ^ k1(1);
     }
-    /// entry: of the call.
     [[gnu::always_inline]] constexpr DropoutMask(const Dropout& dropout, std::int64_t entry, std::int64_t head)
-        : DropoutMask(DropoutState(dropout), dropout.first_entry + entry, head) {}
+        : DropoutMask(DropoutState(dropout), dropout.origin, entry, head) {}
 
-    /// index: dropout_row(query) and dropout_column(key).
+    /// index: dropout_row(query) and dropout_column(key) of the whole.
     [[gnu::always_inline]] constexpr DropoutRow row(int index) const {
         const std::uint64_t x = kX * (static_cast<std::uint32_t>(index) ^ u0_);
         const std::uint64_t y = kY * (high(x) ^ u3_);
@@ -111,7 +121,7 @@ class DropoutMask {
         }
         return {{c0, c1, c2, c3}};
     }
-    /// That of one weight.
+    /// That of one weight of the whole.
     [[gnu::always_inline]] constexpr std::uint32_t number(int query, int key) const {
         const DropoutNumbers eight = numbers(row(dropout_row(query)), column(dropout_column(key)));
         // Halves known at compile time keep the numbers in registers

@@ -55,7 +55,7 @@ def sinks_gradient(dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor, 
     """The gradient of sinks: minus the sum over a head's rows of the sink's weight, ``exp(sink - lse)``, times delta,
     ``rowsum(out * dout) - dlse``. The same from run to run."""
     delta = (out * dout.float()).sum(-1)
-    if call.lengths is not None:
+    if out.dim() == 3:  # packed
         delta = delta.transpose(0, 1)
     if dlse is not None:
         delta = delta - dlse

@@ -61,6 +61,9 @@ class Call(NamedTuple):
     sinks: Tensor | None = None
     rng_state: Tensor | None = None
     dropout_p: float = 0.0
+    dropout_origin: Tensor | None = None
+    """(entry, head, query, key) of the first weight in the whole whose mask the call has part of, int64 on the CPU; of
+    queries and keys multiples of 16."""
     num_splits: int = 1
     batch_invariant: bool = False
     kernel_name: str = "auto"
@@ -165,7 +168,7 @@ def call_of(
         bottom_right = bottom_right or aligned
     if sinks is not None and getattr(sinks, "dtype", None) in (torch.float16, torch.bfloat16):
         sinks = sinks.float()  # which is what the ops take
-    num_splits = 1
+    dropout_origin, num_splits = None, 1
     return _new(  # Call(...) takes twice the time
         Call,
         (
@@ -181,6 +184,7 @@ def call_of(
             sinks,
             rng_state,
             dropout_p,
+            dropout_origin,
             num_splits,
             batch_invariant,
             kernel,

@@ -75,18 +75,18 @@ def dropout_mask(rng_state: Tensor, dropout_p: float, batch: int, heads: int, se
     """
     probability(dropout_p=dropout_p)
     check_state(rng_state, rng_state.device if isinstance(rng_state, Tensor) else torch.device("cpu"))
-    return part_of_mask(rng_state, dropout_p, range(batch), heads, range(seqlen_q), seqlen_k)
+    return part_of_mask(rng_state, dropout_p, range(batch), range(heads), range(seqlen_q), range(seqlen_k))
 
 
 def part_of_mask(
-    rng_state: Tensor, dropout_p: float, entries: range, heads: int, queries: range, seqlen_k: int
+    rng_state: Tensor, dropout_p: float, entries: range, heads: range, queries: range, keys: range
 ) -> Tensor:
-    """The part of :func:`dropout_mask` that belongs to these batch entries and queries."""
+    """The part of :func:`dropout_mask` that belongs to these batch entries, query heads, queries and keys."""
 
     def numbers(dim: int, n: range) -> Tensor:
         return torch.arange(n.start, n.stop, device=rng_state.device).view(*(-1 if i == dim else 1 for i in range(4)))
 
-    entry, head, query, key = map(numbers, range(4), (entries, range(heads), queries, range(seqlen_k)))
+    entry, head, query, key = map(numbers, range(4), (entries, heads, queries, keys))
     of_keys, of_queries = key // 16 * 4 + key % 8 // 2, query // 16 * 8 + query % 8
     words = _philox((head, of_queries, entry, of_keys), rng_state[0] ^ rng_state[1] * (0x9E3779B97F4A7C15 - 2**64))
     half = key // 8 % 2 * 2 + query // 8 % 2

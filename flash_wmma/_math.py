@@ -81,8 +81,12 @@ def dense(
     nk = k.shape[2]
     weights = scores.softmax(dim=3).masked_fill(empty, 0)[..., :nk]
     if call.dropout_p and call.rng_state is not None:
-        entries = range(first_entry, first_entry + q.shape[0])
-        kept = part_of_mask(call.rng_state, call.dropout_p, entries, q.shape[1], queries, nk)
+        origin = [0] * 4 if call.dropout_origin is None else call.dropout_origin.tolist()
+        firsts = first_entry, 0, queries.start, 0
+        sizes = q.shape[0], q.shape[1], len(queries), nk
+        begins = [at + first for at, first in zip(origin, firsts, strict=True)]
+        part = (range(begin, begin + size) for begin, size in zip(begins, sizes, strict=True))
+        kept = part_of_mask(call.rng_state, call.dropout_p, *part)
         weights = weights.masked_fill(~kept, 0) / (1 - call.dropout_p)
     out = weights @ v.to(weights.dtype).repeat_interleave(q.shape[1] // max(k.shape[1], 1), dim=1)
     lse = scores.logsumexp(dim=3).masked_fill(empty[..., 0], -math.inf)

@@ -85,7 +85,7 @@ def backward_with_statistics(
     asked = call.deterministic
     deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
     changes = (call.attn_bias, call.alibi_slopes, call.key_ranges, call.softcap, call.rng_state, call.dropout_p)
-    rest = (call.scale, *call.band, *changes, bias_grad, slopes_grad, deterministic)
+    rest = (call.scale, *call.band, *changes, call.dropout_origin, bias_grad, slopes_grad, deterministic)
     given = (dout, dlse, q, k, v, out, lse, dentropy, dcolumn_sum, *_tables(call))
     try:
         found = _backward_with_statistics(*given, *rest, call.backward_kernel, call.kernel_name)
@@ -130,6 +130,7 @@ def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tupl
         call.sinks,
         call.rng_state,
         call.dropout_p,
+        call.dropout_origin,
         bias_grad,
         deterministic,
         call.backward_kernel,

@@ -59,6 +59,8 @@ class Problem(NamedTuple):
     scale: float | None = None
     seq_len: bool = True
     """Whether the ranks are told the length."""
+    sinks: bool = False
+    dropout: float = 0.0
 
     @property
     def dim(self) -> int:
@@ -75,10 +77,17 @@ class Tensors(NamedTuple):
     v: Tensor
     dout: Tensor
     dlse: Tensor
+    slopes: Tensor | None
+    sinks: Tensor | None
+    rng_state: Tensor
+
+    def parameters(self) -> list[Tensor]:
+        """What every rank holds, and has a gradient."""
+        return [] if self.sinks is None else [self.sinks]
 
 
-def tensors(problem: Problem, seed: int) -> tuple[Tensors, Tensor | None]:
-    """The whole inputs, the same on every rank, and slopes."""
+def tensors(problem: Problem, seed: int) -> Tensors:
+    """The whole inputs, the same on every rank."""
     torch.manual_seed(seed)
     (hq, hk), (d, dv) = problem.heads, problem.dims
     nq, nk = problem.ends(0)[-1], problem.ends(1)[-1]
@@ -88,10 +97,14 @@ def tensors(problem: Problem, seed: int) -> tuple[Tensors, Tensor | None]:
         return torch.randn(shape).to(problem.dtype)
 
     dlse = torch.randn((hq, nq) if problem.packed else (problem.batch, hq, nq))
-    given = Tensors(make(nq, hq, d), make(nk, hk, d), make(nk, hk, dv), make(nq, hq, dv), dlse)
+    inputs = make(nq, hq, d), make(nk, hk, d), make(nk, hk, dv), make(nq, hq, dv)
     entries = len(problem.lengths) if problem.packed else problem.batch
     slopes = {"": None, "heads": torch.rand(hq), "each": torch.rand(entries, hq)}[problem.slopes]
-    return given, slopes
+    # Of some heads the sinks decide, of others the keys
+    sinks = (
+        torch.randn(hq) + torch.tensor([0.0, 4.0, -4.0, -torch.inf])[torch.arange(hq) % 4] if problem.sinks else None
+    )
+    return Tensors(*inputs, dlse, slopes, sinks, torch.randint(-(2**63), 2**63 - 1, (2,)))
 
 
 def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor) -> Tensor:
@@ -101,45 +114,53 @@ def loss(problem: Problem, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor)
     return total
 
 
-def true(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
-    """out, lse, dq, dk and dv in float64."""
-    leaves = [t.double().requires_grad_() for t in given[:3]]
-    mask = Mask(problem.causal, problem.window)
+def true(problem: Problem, given: Tensors) -> list[Tensor]:
+    """out, lse, dq, dk, dv and the gradients of parameters in float64."""
+    leaves = [t.double().requires_grad_() for t in (*given[:3], *given.parameters())]
+    sinks = leaves[-1] if problem.sinks else None
+    entries = len(problem.lengths) if problem.packed else problem.batch
+    longest = [max((each[i] for each in problem.lengths), default=0) for i in range(2)]
+    kept = flash_wmma.dropout_mask(given.rng_state, problem.dropout, entries, problem.heads[0], *longest)
+    factors = kept / (1 - problem.dropout)
+    mask, whole = Mask(problem.causal, problem.window), Modification(None, given.slopes, None, problem.softcap, sinks)
     if problem.packed:
         parts = []
         for b, ((q0, q1), (k0, k1)) in enumerate(
             zip(itertools.pairwise(problem.ends(0)), itertools.pairwise(problem.ends(1)), strict=True)
         ):
             rows = (leaves[0][q0:q1], leaves[1][k0:k1], leaves[2][k0:k1])
-            change = Modification(None, slopes, softcap=problem.softcap).entry(b)
-            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, change))
+            its = factors[b : b + 1, :, : q1 - q0, : k1 - k0]
+            parts.append(attention(*(t.transpose(0, 1)[None] for t in rows), mask, problem.scale, whole.entry(b), its))
         out = torch.cat([part[0].transpose(0, 1) for (part, _) in parts])
         lse = torch.cat([part[0] for (_, part) in parts], 1)
     else:
-        out, lse = attention(*leaves, mask, problem.scale, Modification(None, slopes, softcap=problem.softcap))
+        out, lse = attention(*leaves[:3], mask, problem.scale, whole, factors)
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 
-def options(problem: Problem, slopes: Tensor | None) -> dict[str, Any]:
+def options(problem: Problem, given: Tensors, leaves: list[Tensor]) -> dict[str, Any]:
     return {
         "causal": problem.causal,
         "window": problem.window,
         "softcap": problem.softcap,
-        "alibi_slopes": slopes,
+        "alibi_slopes": given.slopes,
+        "sinks": leaves[-1] if problem.sinks else None,
+        "dropout_p": problem.dropout,
+        "rng_state": given.rng_state,
         "scale": problem.scale,
         "return_lse": True,
     }
 
 
-def alone(problem: Problem, given: Tensors, slopes: Tensor | None) -> list[Tensor]:
+def alone(problem: Problem, given: Tensors) -> list[Tensor]:
     """The same by one process."""
-    leaves = [t.clone().requires_grad_() for t in given[:3]]
+    leaves = [t.clone().requires_grad_() for t in (*given[:3], *given.parameters())]
     if problem.packed:
         ends = [torch.tensor(problem.ends(i), dtype=torch.int32) for i in range(2)]
         longest = [max(each[i] for each in problem.lengths) for i in range(2)]
-        out, lse = flash_wmma.forward_varlen(*leaves, *ends, *longest, **options(problem, slopes))
+        out, lse = flash_wmma.forward_varlen(*leaves[:3], *ends, *longest, **options(problem, given, leaves))
     else:
-        out, lse = flash_wmma.forward(*leaves, **options(problem, slopes))
+        out, lse = flash_wmma.forward(*leaves[:3], **options(problem, given, leaves))
     return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
 
 
@@ -157,23 +178,42 @@ def told(problem: Problem) -> dict[str, Any]:
     return {"seq_len": problem.lengths[0]} if problem.seq_len else {}
 
 
-def together(
-    problem: Problem, given: Tensors, slopes: Tensor | None, attend: Attend, group: Any = None
-) -> list[Tensor]:
-    """This rank's rows of the same, by all ranks."""
+def together(problem: Problem, given: Tensors, attend: Attend, group: Any = None) -> list[Tensor]:
+    """This rank's rows of the same, by all ranks; of parameters the sum of all ranks' gradients."""
     leaves = [shard(problem, t, i, group=group).requires_grad_() for t, i in zip(given[:3], (0, 1, 1), strict=True)]
-    out, lse = attend(*leaves, group, **options(problem, slopes), **told(problem))
+    leaves += [t.clone().requires_grad_() for t in given.parameters()]
+    out, lse = attend(*leaves[:3], group, **options(problem, given, leaves), **told(problem))
     dout, dlse = shard(problem, given.dout, 0, group=group), shard(problem, given.dlse, 0, -1, group)
     assert out.is_contiguous()
     assert out.dtype == problem.dtype
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)]
+    gradients = torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)
+    for gradient in gradients[3:]:
+        dist.all_reduce(gradient, group=group)
+    return [out.detach(), lse.detach(), *gradients]
 
 
-def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: list[Tensor], group: Any = None) -> None:
+def size_of_dsinks(problem: Problem, given: Tensors, out: Tensor, lse: Tensor) -> float:
+    """The largest sum of its terms' sizes: rows cancel, and out is rounded before."""
+    assert given.sinks is not None
+    sizes = (out * given.dout).abs().sum(-1)
+    weights = (given.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0)
+    of_rows = weights * (sizes.t() if problem.packed else sizes)
+    return float(of_rows.sum(1 if problem.packed else (0, 2)).max())
+
+
+def compare(
+    problem: Problem,
+    given: Tensors,
+    got: list[Tensor],
+    one: list[Tensor],
+    expected: list[Tensor],
+    group: Any = None,
+) -> None:
     """At most four times the error of one process, each result in units of its largest value, and rounding."""
-    for name, mine, whole, exact in zip(("out", "lse", "dq", "dk", "dv"), got, one, expected, strict=True):
+    names = ["out", "lse", "dq", "dk", "dv", *(["dsinks"] if problem.sinks else [])]
+    for name, mine, whole, exact in zip(names, got, one, expected, strict=True):
         of_keys, dim = int(name in ("dk", "dv")), -1 if name == "lse" else None
-        exact_rows = shard(problem, exact, of_keys, dim, group)
+        exact_rows = exact if name == "dsinks" else shard(problem, exact, of_keys, dim, group)
         assert mine.shape == exact_rows.shape, f"{name}: {mine.shape}, not {exact_rows.shape}"
         if exact.numel() == 0:
             continue
@@ -182,6 +222,8 @@ def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: li
         unit = float(exact.masked_fill(hidden, 0).abs().max()) or 1.0
         if name == "lse":
             unit = max(unit, 1.0)
+        if name == "dsinks":
+            unit = max(unit, size_of_dsinks(problem, given, *expected[:2]))
         error = (mine.double() - exact_rows).masked_fill(exact_rows.isneginf(), 0).abs()
         allowed = (whole.double() - exact).masked_fill(hidden, 0).abs().max()
         allowed = 4 * float(allowed) / unit + (1e-5 if problem.dtype == torch.float32 or name == "lse" else 2e-3)
@@ -190,9 +232,9 @@ def compare(problem: Problem, got: list[Tensor], one: list[Tensor], expected: li
 
 
 def run(problem: Problem, attend: Attend, seed: int = 0, group: Any = None) -> None:
-    given, slopes = tensors(problem, seed)
-    got = together(problem, given, slopes, attend, group)
-    compare(problem, got, alone(problem, given, slopes), true(problem, given, slopes), group)
+    given = tensors(problem, seed)
+    got = together(problem, given, attend, group)
+    compare(problem, given, got, alone(problem, given), true(problem, given), group)
 
 
 # ------------------------------------------------------------------------------------------------------------ the cases
@@ -226,6 +268,20 @@ PROBLEMS: dict[str, Problem] = {
     "more_keys_window": Problem(((21, 50),), causal="bottom_right", window=(6, None)),
     "more_keys_alibi": Problem(((21, 50),), slopes="heads"),
     "more_queries_alibi": Problem(((50, 21),), causal=True, slopes="each"),
+    "sinks": Problem(sinks=True),
+    "sinks_causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16, sinks=True),
+    "sinks_window": Problem(((64, 64),), window=(9, 5), heads=(6, 1), sinks=True),
+    "sinks_more_queries": Problem(((50, 21),), causal="bottom_right", slopes="each", sinks=True),
+    "sinks_one_row": Problem(((1, 1),), causal=True, sinks=True),
+    "sinks_no_key": Problem(((9, 0),), sinks=True),
+    "dropout": Problem(dropout=0.3),
+    "dropout_even": Problem(((192, 192),), batch=1, causal=True, dropout=0.5),
+    "dropout_causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16, dropout=0.1),
+    "dropout_window": Problem(((75, 75),), window=(19, 5), heads=(6, 1), dropout=0.8, softcap=3.0),
+    "dropout_more_queries": Problem(((50, 21),), causal="bottom_right", slopes="each", dropout=0.3),
+    "dropout_alibi_window": Problem(((64, 64),), window=(9, 30), slopes="heads", dropout=0.3, sinks=True),
+    "dropout_one_row": Problem(((1, 1),), causal=True, dropout=0.5),
+    "dropout_no_row": Problem(((0, 0),), causal=True, dropout=0.5),
     "three_rows": Problem(((3, 3),), causal=True),
     "one_row": Problem(((1, 1),), causal=True),
     "no_row": Problem(((0, 0),), causal=True),
@@ -237,6 +293,11 @@ PROBLEMS: dict[str, Problem] = {
     "packed_window": Problem(PACKED, True, causal=True, window=(6, None)),
     "packed_alibi": Problem(PACKED, True, causal=True, slopes="each"),
     "packed_alibi_plain": Problem(PACKED, True, slopes="heads", softcap=4.0),
+    "packed_sinks": Problem(PACKED, True, causal=True, window=(6, None), heads=(9, 3), sinks=True),
+    "packed_cross_sinks": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", sinks=True),
+    "packed_dropout": Problem(PACKED, True, causal=True, window=(16, None), heads=(9, 3), dropout=0.4),
+    "packed_dropout_alibi": Problem(PACKED, True, slopes="each", dropout=0.4, sinks=True),
+    "packed_dropout_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", dropout=0.4),
     "packed_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right"),
     "packed_many": Problem(tuple((n % 11, n % 11) for n in range(40)), True, causal=True),
 }
@@ -265,6 +326,8 @@ def random_problem(rng: random.Random) -> Problem:
         rng.random() < 0.5,
         None,
         rng.random() < 0.5,
+        rng.random() < 0.3,
+        rng.choice([0.0, 0.0, 0.2, 0.7]),
     )
 
 
@@ -292,10 +355,10 @@ def repeated() -> None:
     """The same to the bit, from tensors in other layouts with NaN around them; the inputs' gradients are those of q, k
     and v alone."""
     problem = Problem(((40, 40),), causal=True, window=(17, None))
-    given, slopes = tensors(problem, 1)
+    given = tensors(problem, 1)
     for attend in BOTH:
-        first = together(problem, given, slopes, attend)
-        again = together(problem, given, slopes, attend)
+        first = together(problem, given, attend)
+        again = together(problem, given, attend)
         assert all(map(torch.equal, first, again))
     rows = [shard(problem, t, i) for t, i in zip(given[:3], (0, 1, 1), strict=True)]
     expected = distributed.ring_attention(*rows, causal=True, seq_len=40)
@@ -304,15 +367,42 @@ def repeated() -> None:
         assert torch.equal(distributed.ring_attention(*moved, causal=True, seq_len=40), expected), layout
 
 
+def states() -> None:
+    """The first rank's state counts, given or drawn, and every rank's generator moves on alike."""
+    world, rank = dist.get_world_size(), dist.get_rank()
+    n = 29
+    torch.manual_seed(3)
+    whole = torch.randn(3, 2, 4, n, 16)
+    mine = distributed.shard_sequence(whole, dim=3)
+    for attend in BOTH:
+        state = torch.tensor([5, 7]) + rank
+        got = attend(*mine, seq_len=n, dropout_p=0.5, rng_state=state)
+        expected = flash_wmma.forward(*whole, dropout_p=0.5, rng_state=torch.tensor([5, 7]))
+        close(distributed.unshard_sequence(got, dim=2), expected)
+        assert state.tolist() == [5 + rank, 7 + rank]
+        torch.manual_seed(0)
+        expected = flash_wmma.forward(*whole, dropout_p=0.5)
+        after = torch.rand(1)
+        torch.manual_seed(rank)
+        got = attend(*mine, seq_len=n, dropout_p=0.5)
+        close(distributed.unshard_sequence(got, dim=2), expected)
+        if rank == 0:
+            assert torch.equal(torch.rand(1), after)
+        assert not torch.equal(attend(*mine, seq_len=n, dropout_p=0.5), got) or got.numel() == 0
+        torch.manual_seed(0)
+        attend(*mine, seq_len=n, dropout_p=0.5)
+        assert torch.equal(torch.rand(1), after), f"rank {rank} of {world}"
+
+
 def one_rank_is_forward() -> None:
     """To the bit: nothing is merged."""
     if dist.get_world_size() > 1:
         return
-    for name in ("plain", "causal_bf16", "packed_causal_bf16"):
-        given, slopes = tensors(PROBLEMS[name], 4)
+    for name in ("plain", "causal_bf16", "packed_causal_bf16", "dropout_even"):
+        given = tensors(PROBLEMS[name], 4)
         for attend in BOTH:
-            got = together(PROBLEMS[name], given, slopes, attend)
-            assert all(map(torch.equal, got, alone(PROBLEMS[name], given, slopes))), (name, attend)
+            got = together(PROBLEMS[name], given, attend)
+            assert all(map(torch.equal, got, alone(PROBLEMS[name], given))), (name, attend)
 
 
 def rows() -> None:
@@ -383,6 +473,8 @@ def mismatches() -> None:
             raises(ValueError, differ, call(attend, told=told, causal=False))
             raises(ValueError, differ, call(attend, told=told, window=(5, None)))
             raises(ValueError, differ, call(attend, told=told, softcap=1.0))
+            raises(ValueError, differ, call(attend, told=told, sinks=torch.zeros(4)))
+            raises(ValueError, differ, call(attend, told=told, dropout_p=0.1))
             raises(ValueError, differ, call(attend, told=told, seq_len=23))
         if told or world > 1:  # one rank that is not told may hold any number
             raises(ValueError, "q.shape: got ", call(attend, "rows", told))
@@ -585,6 +677,7 @@ CASES: dict[str, Callable[[], None]] = {
     **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in PROBLEMS.items()},
     **{f"ulysses-{name}": of(problem, BOTH[1]) for name, problem in PROBLEMS.items()},
     "repeated": repeated,
+    "states": states,
     "one_rank_is_forward": one_rank_is_forward,
     "rows": rows,
     "derivatives": derivatives,

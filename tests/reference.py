@@ -99,10 +99,16 @@ PLAIN = Modification()
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask = DENSE, scale: float | None = None, modification: Modification = PLAIN
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Mask = DENSE,
+    scale: float | None = None,
+    modification: Modification = PLAIN,
+    factors: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention written out, in the dtype of its inputs. A query that sees no key: out 0, lse -inf or its head's sink,
-    which is a last key without a value."""
+    which is a last key without a value. ``factors``: what dropout multiplies the weights by."""
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
     k, v = grouped(k, q.shape[1]), grouped(v, q.shape[1])
     visible = mask.visible(q.shape[2], k.shape[2], q.device)
@@ -114,7 +120,10 @@ def attention(
     empty = scores.isneginf().all(dim=3)
     scores = scores.masked_fill(empty[..., None], 0)  # whose gradient would be NaN
     weights = scores.softmax(dim=3).masked_fill(empty[..., None], 0)
-    return weights[..., : k.shape[2]] @ v, scores.logsumexp(dim=3).masked_fill(empty, -math.inf)
+    weights = weights[..., : k.shape[2]]
+    return (weights if factors is None else weights * factors) @ v, scores.logsumexp(dim=3).masked_fill(
+        empty, -math.inf
+    )
 
 
 def emulated(kernel: flash_wmma.Kernel) -> bool:

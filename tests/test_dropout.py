@@ -26,6 +26,8 @@ from test_varlen import cumulative
 from torch import Tensor
 
 import flash_wmma
+from flash_wmma import _attention
+from flash_wmma._call import Call
 from flash_wmma._library import ops
 
 Target = tuple[flash_wmma.Kernel, torch.dtype]
@@ -138,6 +140,61 @@ def test_the_same_mask(target: Target, p: float) -> None:
         out[mask].float(), torch.full_like(out[mask], 1 / nk / (1 - p)).float(), rtol=2e-2, atol=0
     )
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(nk)), rtol=1e-5, atol=1e-5)
+
+
+ORIGIN = (3, 5, 32, 48)
+"""Of a call in a whole: entry, head, query, key."""
+
+
+def part_of_mask(p: float, *sizes: int) -> Tensor:
+    whole = [first + size for first, size in zip(ORIGIN, sizes, strict=True)]
+    return flash_wmma.dropout_mask(state(), p, *whole)[tuple(slice(first, None) for first in ORIGIN)]
+
+
+@needs("dropout")
+@pytest.mark.parametrize("p", [0.3, 0.8])
+def test_a_part_of_a_whole(target: Target, p: float) -> None:
+    """A call that is told where it lies in a whole has that part of the whole's mask."""
+    kernel, dtype = target
+    nq, nk = 70, 64
+    q, k, _ = inputs(target, nq, nk, 64, 4, 2)
+    v = torch.eye(nk, dtype=dtype, device=kernel.device).expand(2, 2, nk, nk).contiguous()
+    out, _ = ops.forward(
+        torch.zeros_like(q), k, v, rng_state=state(kernel.device), dropout_p=p, dropout_origin=torch.tensor(ORIGIN),
+        kernel_name=kernel.name,
+    )  # fmt: skip
+    assert torch.equal(out.cpu() != 0, part_of_mask(p, 2, 4, nq, nk))
+
+
+@needs("dropout")
+def test_gradients_of_a_part_of_a_whole(backward_target: Target) -> None:
+    """With equal weights and a one-hot dO, dV is the mask."""
+    kernel, dtype = backward_target
+    n, p = 64, 0.3
+    q, k, v = inputs(backward_target, n, n, n, 2, 2)
+    out, lse = torch.zeros_like(v), torch.full((2, 2, n), math.log(n), device=kernel.device)
+    dout = torch.eye(n, dtype=dtype, device=kernel.device).expand(2, 2, n, n).contiguous()
+    _, _, dv, _ = ops.backward(
+        dout, None, torch.zeros_like(q), k, v, out, lse, rng_state=state(kernel.device), dropout_p=p,
+        dropout_origin=torch.tensor(ORIGIN), kernel_name=kernel.name,
+    )  # fmt: skip
+    assert torch.equal(dv.cpu() != 0, part_of_mask(p, 2, 2, n, n).transpose(2, 3))
+
+
+def test_a_part_of_a_whole_by_torch_ops() -> None:
+    """The same, which derivatives of derivatives need."""
+    q, k, v = torch.randn(3, 2, 4, 40, 16)
+    call = Call(rng_state=state(), dropout_p=0.4, dropout_origin=torch.tensor(ORIGIN))
+    expected, _ = _attention.attend(q, k, v, call)
+    out, _ = _attention.attend(q, k, v, call._replace(kernel_name="math"))
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("origin", [(0, 0, 8, 0), (0, 0, 0, 1), (0, -1, 0, 0), (0, 0, 2**40, 0), (0, 0, 0)])
+def test_a_wrong_origin(origin: tuple[int, ...]) -> None:
+    x = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(RuntimeError, match="dropout_origin"):
+        ops.forward(x, x, x, rng_state=state(), dropout_p=0.5, dropout_origin=torch.tensor(origin))
 
 
 @needs("dropout", has_mask)

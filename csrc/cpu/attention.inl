@@ -370,10 +370,11 @@ inline void keep_row(const ForwardParams& p, std::int64_t batch, PackedRow row, 
                      float* kept) {
     const DropoutMask mask(p.dropout, batch, row.head);
     const int query = static_cast<int>(row.query);
-    const DropoutRow of_query = mask.row(dropout_row(query));
+    const DropoutRow of_query = mask.row(rows_before(p.dropout.origin) + dropout_row(query));
     for (int key = first / 16 * 16; key < first + n; key += 16)
         for (int pair = 0; pair < 8; pair += 2) {
-            const DropoutNumbers numbers = mask.numbers(of_query, mask.column(dropout_column(key + pair)));
+            const DropoutNumbers numbers =
+                mask.numbers(of_query, mask.column(columns_before(p.dropout.origin) + dropout_column(key + pair)));
             for (int i = 0; i < 4; ++i) {
                 const int j = key + pair + i / 2 * 8 + i % 2;
                 if (j >= first && j < first + n) {

@@ -34,7 +34,7 @@ BackwardParams entry_of(const BackwardParams& all, std::int64_t b) {
     } else {
         ForwardParams& one = p.forward;
         one.batch = 1;
-        one.dropout.first_entry += b;
+        one.dropout.origin.entry += b;
         for (Rows* t : {&one.q, &one.k, &one.v}) t->data = moved(t->data, b * t->batch, f.dtype);
         for (Rows* t : {&one.o, &p.dout, &p.dq, &p.dk, &p.dv}) t->data = moved(t->data, b * t->batch, f.out_dtype);
         one.lse += b * f.lse_batch;

@@ -63,7 +63,7 @@ inline ForwardParams sequence(const ForwardParams& all, std::int64_t b) {
     ForwardParams p = all;
     p.sequences = {};
     p.batch = 1;
-    p.dropout.first_entry += b;
+    p.dropout.origin.entry += b;
     take_keys(p, all, b);
     std::int64_t q = b * p.q.batch, o = b * p.o.batch;
     if (s.cu_seqlens_q) {

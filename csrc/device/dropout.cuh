@@ -15,7 +15,8 @@ struct KeptPart {
 
 /// Whether one weight is kept. A call, so that it takes its registers only where there is dropout.
 __device__ __noinline__ inline bool keeps_weight(const Dropout& dropout, DropoutMask mask, int query, int key) {
-    return keeps(dropout, mask.number(query, key));
+    return keeps(dropout, mask.number(static_cast<int>(dropout.origin.query) + query,
+                                      static_cast<int>(dropout.origin.key) + key));
 }
 
 }  // namespace flash_wmma

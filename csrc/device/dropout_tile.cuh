@@ -27,7 +27,8 @@ template <int RowTiles, int KeyTiles>
 __device__ __forceinline__ void drop(std::uint32_t (&weights)[RowTiles][KeyTiles][4], const Dropout& dropout,
                                      const DropoutMask& mask, int query, int key) {
     const int lane = static_cast<int>(threadIdx.x) % 32;
-    const int first_row = query / 2 + lane / 4, first_column = key / 4 + lane % 4;
+    const int first_row = rows_before(dropout.origin) + query / 2 + lane / 4;
+    const int first_column = columns_before(dropout.origin) + key / 4 + lane % 4;
     DropoutRow rows[RowTiles];
 #pragma unroll
     for (int r = 0; r < RowTiles; ++r) rows[r] = mask.row(first_row + 8 * r);
@@ -63,8 +64,8 @@ class KeptTile {
     /// From `query` and `key` on, multiples of 16.
     __device__ __forceinline__ KeptTile(const Dropout& dropout, const DropoutMask& mask, int query, int key) {
         const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4, pair = lane % 4;
-        const int first_row = query / 2 + (kRowsAreKeys ? 2 * pair + row % 2 : row);
-        const int first_column = key / 4 + (kRowsAreKeys ? row / 2 : pair);
+        const int first_row = rows_before(dropout.origin) + query / 2 + (kRowsAreKeys ? 2 * pair + row % 2 : row);
+        const int first_column = columns_before(dropout.origin) + key / 4 + (kRowsAreKeys ? row / 2 : pair);
 #pragma unroll
         for (std::uint32_t& word : words_) word = 0;
 #pragma unroll

@@ -177,6 +177,19 @@ const float* sinks_of(const Tensor& t, const ForwardParams& p, const Operand& q,
     return static_cast<const float*>(sinks.data);
 }
 
+/// Entry, head, query and key: (4), int64, on the CPU.
+DropoutOrigin origin_of(const Tensor& t) {
+    const Operand origin(t, "dropout_origin");
+    if (origin.dtype != aoti_torch_dtype_int64()) invalid("dropout_origin.dtype: allowed: int64");
+    if (origin.device_type != codes().cpu) invalid("dropout_origin.device: allowed: cpu");
+    if (origin.dim != 1 || origin.sizes[0] != 4) origin.refuse("(4)");
+    const auto number = [&](int i) { return static_cast<const int64_t*>(origin.data)[i * origin.strides[0]]; };
+    for (int i = 0; i < 4; ++i)
+        if (number(i) < 0 || number(i) > kMaxSeqlen || (i >= 2 && number(i) % 16))
+            invalid("dropout_origin: allowed: numbers from 0 to 2^30, of queries and keys multiples of 16");
+    return {number(0), number(1), static_cast<uint32_t>(number(2)), static_cast<uint32_t>(number(3))};
+}
+
 /// The state (2), int64; `kept` holds the copy if one was needed.
 Dropout dropout_of(const Options& o, const Operand& q, OptionalTensor& kept) {
     if (!(o.dropout_p >= 0 && o.dropout_p < 1)) invalid("dropout_p: allowed: 0 to 1, not 1 itself");
@@ -187,7 +200,8 @@ Dropout dropout_of(const Options& o, const Operand& q, OptionalTensor& kept) {
     if (state.dtype != aoti_torch_dtype_int64()) invalid("rng_state.dtype: allowed: int64");
     if (!state.same_device(q)) invalid("rng_state.device differs from q's");
     if (state.dim != 1 || state.sizes[0] != 2) state.refuse("(2)");
-    return make_dropout(static_cast<const uint64_t*>(state.data), static_cast<float>(o.dropout_p));
+    const DropoutOrigin origin = o.dropout_origin ? origin_of(*o.dropout_origin) : DropoutOrigin{};
+    return make_dropout(static_cast<const uint64_t*>(state.data), static_cast<float>(o.dropout_p), origin);
 }
 
 /// Ranges (B or 1, Hq or 1, Nq, 2), packed (Hq or 1, total_q, 2), int32, by strides.

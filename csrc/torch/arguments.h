@@ -132,7 +132,7 @@ class Written {
 
 /// The arguments that all ops share, apart from q, k and v.
 struct Options {
-    const OptionalTensor &attn_bias, &alibi_slopes, &key_ranges, &sinks, &rng_state;
+    const OptionalTensor &attn_bias, &alibi_slopes, &key_ranges, &sinks, &rng_state, &dropout_origin;
     std::optional<double> scale;
     int64_t window_left, window_right;
     bool bottom_right;

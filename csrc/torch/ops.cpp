@@ -13,6 +13,8 @@
 // (-1, 0). bottom_right aligns the band to the last key instead of the first. scale: default 1/sqrt(d). out_bnhd: out
 // is (B, H, N, d) in shape and (B, N, H, d) in memory. No argument is keyword-only and the common ones come first: each
 // argument that is passed costs a tenth of a microsecond per call, by keyword some tenths.
+// dropout_origin: (entry, head, query, key) of the first weight in the whole whose mask the call has part of, int64 on
+// the CPU; of queries and keys multiples of 16.
 // bias_grad: dbias is wanted, and has attn_bias's shape and dtype; otherwise dbias is empty.
 // forward_kernel: the kernel_name that forward was given; "auto" converts only what forward's kernel converted.
 // kernel_name, not kernel: torch's Inductor passes an op's keywords on to a function with a parameter called kernel.
@@ -21,12 +23,14 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "forward(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, bool out_bnhd=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
+        "Tensor? dropout_origin=None, "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
         "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, "
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
+        "Tensor? dropout_origin=None, "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
     // q (B, Hq, Nq, d), or packed with cu_seqlens_q; caches (pages, Hk, page_size, d), of which page_table (B, n) names
     // each sequence's; without one, sequence b has page b. num_splits: about so many parts of the keys; 0: the kernel
@@ -42,7 +46,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
-        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
+        "bias_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
     m.def(
@@ -50,7 +55,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
-        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
+        "bias_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
     // backward, dense or with cu_seqlens packed, with more: dentropy (as lse) and dcolumn_sum ((B, Hq, Nk), packed
@@ -60,7 +66,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? dentropy, Tensor? dcolumn_sum, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
         "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, "
-        "float softcap=0., Tensor? rng_state=None, float dropout_p=0., bool bias_grad=False, bool slopes_grad=False, "
+        "float softcap=0., Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
+        "bias_grad=False, bool slopes_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias, Tensor dslopes)");
     // Of the weights P = exp(x - lse): row_max of the scores x, entropy = -sum_j P ln P, column_sum = sum_i P, and

@@ -12,7 +12,8 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
                                    bool bottom_right, bool out_bnhd, const OptionalTensor& attn_bias,
                                    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
                                    const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
-                                   int64_t num_splits, bool batch_invariant, const std::string& kernel_name);
+                                   const OptionalTensor& dropout_origin, int64_t num_splits, bool batch_invariant,
+                                   const std::string& kernel_name);
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
@@ -21,8 +22,8 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
                                           bool bottom_right, const OptionalTensor& attn_bias,
                                           const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges,
                                           double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
-                                          double dropout_p, int64_t num_splits, bool batch_invariant,
-                                          const std::string& kernel_name);
+                                          double dropout_p, const OptionalTensor& dropout_origin, int64_t num_splits,
+                                          bool batch_invariant, const std::string& kernel_name);
 
 std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& k_cache, const Tensor& v_cache,
                                           const Tensor& cache_seqlens, const OptionalTensor& page_table,
@@ -40,8 +41,9 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
                    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, std::optional<double> scale,
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
-                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool bias_grad,
-                   bool deterministic, const std::string& kernel_name, const std::string& forward_kernel);
+                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                   const OptionalTensor& dropout_origin, bool bias_grad, bool deterministic,
+                   const std::string& kernel_name, const std::string& forward_kernel);
 
 Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor,
                           const Tensor& k_tensor, const Tensor& v_tensor, const Tensor& out, const Tensor& lse,
@@ -50,8 +52,8 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                           const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
                           const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
-                          bool bias_grad, bool deterministic, const std::string& kernel_name,
-                          const std::string& forward_kernel);
+                          const OptionalTensor& dropout_origin, bool bias_grad, bool deterministic,
+                          const std::string& kernel_name, const std::string& forward_kernel);
 
 /// dq, dk, dv, dbias, dslopes.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
@@ -61,8 +63,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
     const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
     int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
     const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
-    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool slopes_grad, bool deterministic,
-    const std::string& kernel_name, const std::string& forward_kernel);
+    const OptionalTensor& rng_state, double dropout_p, const OptionalTensor& dropout_origin, bool bias_grad,
+    bool slopes_grad, bool deterministic, const std::string& kernel_name, const std::string& forward_kernel);
 
 /// row_max, entropy, column_sum, row_sum.
 std::tuple<Tensor, Tensor, Tensor, Tensor> statistics(

@@ -256,10 +256,11 @@ Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor&
                    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, std::optional<double> scale,
                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
-                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p, bool bias_grad,
-                   bool deterministic, const std::string& kernel_name, const std::string& forward_kernel) {
+                   const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                   const OptionalTensor& dropout_origin, bool bias_grad, bool deterministic,
+                   const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, dropout_origin, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options);
     return run_plain<4>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel, kNone, kNone});
@@ -272,10 +273,10 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
                           const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
                           const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
-                          bool bias_grad, bool deterministic, const std::string& kernel_name,
-                          const std::string& forward_kernel) {
+                          const OptionalTensor& dropout_origin, bool bias_grad, bool deterministic,
+                          const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, dropout_origin, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
     return run_plain<3>(call, {dout, dlse, out, lse, bias_grad, deterministic, forward_kernel, kNone, kNone});
@@ -288,10 +289,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
     const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k, std::optional<double> scale,
     int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
     const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
-    const OptionalTensor& rng_state, double dropout_p, bool bias_grad, bool slopes_grad, bool deterministic,
-    const std::string& kernel_name, const std::string& forward_kernel) {
+    const OptionalTensor& rng_state, double dropout_p, const OptionalTensor& dropout_origin, bool bias_grad,
+    bool slopes_grad, bool deterministic, const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   rng_state, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   rng_state, dropout_origin, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     const Given given{dout,          dlse,           out,      lse,         bias_grad,
                       deterministic, forward_kernel, dentropy, dcolumn_sum, slopes_grad};
@@ -307,7 +308,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> statistics(
     const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
     const std::string& kernel_name, const std::string& forward_kernel) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   kNone, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   kNone,   kNone, kNone,      scale,
                           window_left, window_right, bottom_right, softcap, 0.,    kernel_name};
     return dense_or_packed(
         q, k, k, options, cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k,

@@ -43,9 +43,10 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
                                    bool bottom_right, bool out_bnhd, const OptionalTensor& attn_bias,
                                    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
                                    const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
-                                   int64_t num_splits, bool batch_invariant, const std::string& kernel_name) {
+                                   const OptionalTensor& dropout_origin, int64_t num_splits, bool batch_invariant,
+                                   const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, dropout_origin, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options);
     const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
@@ -59,10 +60,10 @@ std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& 
                                           bool bottom_right, const OptionalTensor& attn_bias,
                                           const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges,
                                           double softcap, const OptionalTensor& sinks, const OptionalTensor& rng_state,
-                                          double dropout_p, int64_t num_splits, bool batch_invariant,
-                                          const std::string& kernel_name) {
+                                          double dropout_p, const OptionalTensor& dropout_origin, int64_t num_splits,
+                                          bool batch_invariant, const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
-    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, scale,
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, dropout_origin, scale,
                           window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
     CheckedCall call(q, k, v, options, {cu_seqlens_q, cu_seqlens_k, seqused_k, max_seqlen_q, max_seqlen_k});
     const std::array<int64_t, 3> out{q.sizes[0], q.sizes[1], v.sizes[2]};
@@ -79,7 +80,7 @@ std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& 
                                           const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_cache, "k_cache"), v(v_cache, "v_cache");
     const OptionalTensor none;
-    const Options options{attn_bias,   alibi_slopes, none,         sinks,   none, scale,
+    const Options options{attn_bias,   alibi_slopes, none,         sinks,   none, none,       scale,
                           window_left, window_right, bottom_right, softcap, 0.,   kernel_name};
     CheckedCall call(q, k, v, options, {cache_seqlens, page_table, cache_leftpad, cu_seqlens_q, max_seqlen_q});
     if (num_splits < 0) invalid("num_splits: allowed: 0 or more");

@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _autocast, _checks
+from .. import _autocast, _checks, _dropout
+from .._attention import attend
 from .._call import Call as KernelCall
-from .._call import Causal, Window, call_of
+from .._call import Causal, Lengths, Window, call_of
 from .._errors import raise_library_error, refuse
-from .._forward import forward, forward_varlen
-from ._agree import Call, Place, agree, describe, place_of
+from ._agree import Call, Place, agree, describe, of_the_first, place_of
 from ._layout import held, positions, rows
 from ._plan import Band
 from ._ring import Ring, RingAttention
@@ -189,7 +189,6 @@ class _Given:
         place: Place,
         tensors: tuple[Tensor, Tensor, Tensor],
         call: KernelCall,
-        slopes: Tensor | None,
         seq_len: Any,
         cu_seqlens: Any,
         cu_seqlens_k: Any,
@@ -223,13 +222,19 @@ class _Given:
             if len(both) != 2:
                 refuse("seq_len", repr(seq_len), "None, an int or a pair (of queries, of keys)")
             total = _length(both[0]), _length(both[1])
+        slopes, sinks = call.alibi_slopes, call.sinks
         _checks.slopes(slopes, q, len(self.lengths) if self.lengths is not None else q.shape[0])
+        _checks.sink_logits(sinks, q)
+        _dropout.probability(dropout_p=call.dropout_p)
+        _dropout.check_state(call.rng_state, q.device)
         if torch.is_grad_enabled():
             _checks.no_gradient(alibi_slopes=slopes)
         shape = None if slopes is None else tuple(slopes.shape)
-        recorded = torch.is_grad_enabled() and any(t.requires_grad for t in self.tensors)
+        given = (*self.tensors, sinks)
+        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
         options |= {"scale": call.scale, "band": call.band, "softcap": call.softcap, "alibi_slopes": shape}
-        options |= {"deterministic": call.deterministic, "gradients": recorded, "seq_len": total}
+        options |= {"sinks": sinks is not None, "dropout_p": call.dropout_p, "deterministic": call.deterministic}
+        options |= {"gradients": recorded, "seq_len": total}
         if self.lengths is not None:
             options["lengths"] = _summary(self.lengths)
         self.text = describe(name, q, k, v, dim, **options)
@@ -248,9 +253,20 @@ def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place) -> N
         refuse(f"{name}.shape", f"{n} rows", f"the {expected} rows that shard_sequence gives rank {place.rank}")
 
 
-def _band(call: KernelCall, alibi: bool) -> Band:
+def _band(call: KernelCall) -> Band:
     left, right, bottom_right = call.band
-    return Band(None if left < 0 else left, None if right < 0 else right, bottom_right, alibi)
+    alibi, dropout = call.alibi_slopes is not None, call.dropout_p > 0
+    return Band(None if left < 0 else left, None if right < 0 else right, bottom_right, alibi, dropout)
+
+
+def _with_state(given: _Given, place: Place) -> KernelCall:
+    """The call with the state of dropout's generator that all ranks use. Every rank draws one, so that generators that
+    went together still do."""
+    call, q = given.call, given.tensors[0]
+    if call.dropout_p == 0:
+        return call._replace(rng_state=None)
+    mine = _dropout.draw(q.device) if call.rng_state is None else call.rng_state
+    return call._replace(rng_state=of_the_first(place, mine))
 
 
 def ring_attention(
@@ -264,6 +280,9 @@ def ring_attention(
     window: Window | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     seq_len: int | tuple[int, int] | None = None,
@@ -273,9 +292,10 @@ def ring_attention(
     """:func:`flash_wmma.forward` over a sequence whose rows the ranks hold as :func:`shard_sequence` gives them.
 
     Keys and values travel between the ranks while a rank computes; only rows that a rank's queries see are sent. The
-    parts are merged in float32. out and lse are differentiable in q, k and v, once, in reverse mode: the gradients are
-    those of the sum of all ranks' losses. Every rank must make the call, and run its backward, in the same order as the
-    others.
+    parts are merged in float32. out and lse are differentiable in q, k, v and sinks, once, in reverse mode: the
+    gradients are those of the sum of all ranks' losses. The gradient of sinks on a rank is the share of the rank's
+    queries, to be summed over the ranks as that of any parameter that each rank holds. Every rank must make the call,
+    and run its backward, in the same order as the others.
 
     Args:
         q: (B, Hq, n, d), this rank's rows, or packed (n, Hq, d). As for :func:`flash_wmma.forward` otherwise.
@@ -284,6 +304,11 @@ def ring_attention(
         group: the ranks that hold the sequence together; ``None``: all.
         causal, scale, window, softcap: as for :func:`flash_wmma.forward`, of places in the whole sequence.
         alibi_slopes: (Hq) or (B, Hq), float32, the same on every rank.
+        sinks: (Hq), as for :func:`flash_wmma.forward`, the same on every rank.
+        dropout_p: as for :func:`flash_wmma.forward`. Which weights are dropped is what one process would drop with the
+            same state, whatever the number of ranks.
+        rng_state: (2,), int64, on q's device, of which that of the first rank counts; default: drawn from torch's
+            generator there. The first rank sends the state to the others in every call.
         return_lse: also return the logarithm of the softmax's denominator.
         deterministic: compute gradients that are bitwise the same from run to run, as for :func:`flash_wmma.forward`.
         seq_len: rows of the whole sequence, or (queries, keys). By default the ranks exchange how many rows each holds,
@@ -309,15 +334,26 @@ def ring_attention(
 
     def make() -> tuple[Call, _Given]:
         _checks.flag(return_lse=return_lse)
-        call = call_of(causal, scale, window, None, None, softcap, deterministic=deterministic)
-        given = _Given("ring_attention", place, (q, k, v), call, alibi_slopes, seq_len, cu_seqlens, cu_seqlens_k)
+        call = call_of(
+            causal,
+            scale,
+            window,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            deterministic=deterministic,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
+        )
+        given = _Given("ring_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k)
         return given.asked, given
 
     total, given = agree(place, make)
     lengths = given.lengths if given.lengths is not None else (total,)
-    band = _band(given.call, alibi_slopes is not None)
-    ring = Ring(place, lengths, band, given.packed, given.call)
-    out, lse = _library_errors(lambda: RingAttention.apply(*given.tensors, alibi_slopes, ring))
+    call = _with_state(given, place)
+    ring = Ring(place, lengths, _band(call), given.packed, call._replace(alibi_slopes=None, sinks=None))
+    tensors = *given.tensors, call.alibi_slopes, call.sinks
+    out, lse = _library_errors(lambda: RingAttention.apply(*tensors, ring))
     return (out, lse) if return_lse else out
 
 
@@ -332,6 +368,9 @@ def ulysses_attention(
     window: Window | None = None,
     alibi_slopes: Tensor | None = None,
     softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    rng_state: Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool | None = None,
     seq_len: int | tuple[int, int] | None = None,
@@ -345,7 +384,8 @@ def ulysses_attention(
         q, k, v: as for :func:`ring_attention`, with at least as many query heads as ranks; the heads need not divide
             evenly. Heads of k and v that several ranks need are sent to each.
 
-    All else is as for :func:`ring_attention`.
+    All else is as for :func:`ring_attention`, but that the gradient of sinks on a rank is that of its heads and 0 for
+    the others: the sum over the ranks is the same.
 
     Returns, raises:
         As :func:`ring_attention`.
@@ -357,11 +397,19 @@ def ulysses_attention(
 
     def make() -> tuple[Call, _Given]:
         _checks.flag(return_lse=return_lse)
-        call = call_of(causal, scale, window, None, None, softcap, deterministic=deterministic)
-        options = {"return_lse": return_lse}
-        given = _Given(
-            "ulysses_attention", place, (q, k, v), call, alibi_slopes, seq_len, cu_seqlens, cu_seqlens_k, **options
+        call = call_of(
+            causal,
+            scale,
+            window,
+            alibi_slopes=alibi_slopes,
+            softcap=softcap,
+            deterministic=deterministic,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            rng_state=rng_state,
         )
+        options = {"return_lse": return_lse}
+        given = _Given("ulysses_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k, **options)
         heads = given.tensors[0].shape[1]
         if heads < place.world:
             refuse("q.shape", f"{heads} heads", f"at least one for each of the {place.world} ranks")
@@ -381,21 +429,23 @@ def ulysses_attention(
     if read is not None:
         each = torch.tensor(read, device=whole_k.device)
         whole_k, whole_v = whole_k.index_select(1, each), whole_v.index_select(1, each)
-    slopes = None if alibi_slopes is None else alibi_slopes[..., here[0] : here[-1] + 1].contiguous()
-    options: dict[str, Any] = {"causal": causal, "scale": scale, "window": window, "alibi_slopes": slopes}
-    options |= {"softcap": softcap, "deterministic": deterministic}
+    slopes, sinks = (
+        None if t is None else t[..., here[0] : here[-1] + 1].contiguous()
+        for t in (given.call.alibi_slopes, given.call.sinks)
+    )
+    call = _with_state(given, place)._replace(alibi_slopes=slopes, sinks=sinks)
+    if call.dropout_p > 0:
+        call = call._replace(dropout_origin=torch.tensor([0, here[0], 0, 0]))
     if given.packed:
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=whole_q.device)
             for each in (of_q, of_k)
         )
         longest_q, longest_k = max(of_q, default=0), max(of_k, default=0)
-        out, lse = forward_varlen(
-            whole_q, whole_k, whole_v, cu_q, cu_k, longest_q, longest_k, return_lse=True, **options
-        )
-        lse = lse.t() if return_lse else lse
-    else:
-        out, lse = forward(whole_q, whole_k, whole_v, return_lse=True, **options)
+        call = call._replace(lengths=Lengths(cu_q, cu_k, None, longest_q, longest_k), only_band=False)
+    out, lse = attend(whole_q, whole_k, whole_v, call)
+    if given.packed:
+        lse = lse.t()
     mine: Tensor = ScatterRows.apply(out, queries)
     if not return_lse:
         return mine

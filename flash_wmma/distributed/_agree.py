@@ -130,6 +130,13 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
     return lengths, beside
 
 
+def of_the_first(place: Place, x: Tensor) -> Tensor:
+    """The first rank's x, on every rank."""
+    x = x.clone(memory_format=torch.contiguous_format)
+    dist.broadcast(x, place.peer(0), group=place.group)
+    return x
+
+
 def _refuse(place: Place, call: Call, error: Exception | None) -> NoReturn:
     """Says on every rank what differs."""
     texts: list[Any] = [None] * place.world

@@ -26,6 +26,8 @@ class Band(NamedTuple):
     bottom_right: bool = False
     """The last query's place is the last key's, else the first query's is the first key's."""
     alibi: bool = False
+    dropout: bool = False
+    """Which weights are dropped depends on places: the rows of a tile follow each other in the sequence."""
 
 
 Lengths = tuple[tuple[int, int], ...]
@@ -47,6 +49,9 @@ class Tile(NamedTuple):
     """As the ops take them: -1 bounds nothing."""
     side: int
     """0 without ALiBi; 1 or -1: no query lies before, or behind, a key that it sees; 2: the kernel's own ALiBi."""
+    i0: int
+    j0: int
+    """The places in the sequence of the first query and the first key."""
 
     @property
     def plain(self) -> bool:
@@ -55,7 +60,7 @@ class Tile(NamedTuple):
 
 
 class Job(NamedTuple):
-    """Tiles of different sequences that one call computes."""
+    """Tiles of different sequences that one call computes; with dropout one tile."""
 
     tiles: tuple[Tile, ...]
     q: Ranges
@@ -164,12 +169,14 @@ def _sequence(
                         left if left < area.i1 - area.i0 - 1 else -1,
                         right if right < area.j1 - area.j0 - 1 else -1,
                         side,
+                        area.i0,
+                        area.j0,
                     )
                 )
             needed.append((row_k + begin - j0, row_k + end - j0))
             sent += end - begin
         row_k += j1 - j0
-    return _joined(sorted(tiles)), needed
+    return _joined(sorted(tiles), band.dropout), needed
 
 
 def _causal(a: Tile, b: Tile, c: Tile) -> Tile | None:
@@ -194,14 +201,21 @@ def _pair_joined(a: Tile, b: Tile) -> Tile | None:
     return None
 
 
-def _joined(tiles: list[Tile]) -> list[Tile]:
+def _in_place(whole: Tile, *parts: Tile) -> bool:
+    """Whether rows that follow each other in the whole do so in the sequence."""
+    moved = {(tile.i0 - tile.q0, tile.j0 - tile.k0) for tile in (whole, *parts)}
+    return len(moved) == 1
+
+
+def _joined(tiles: list[Tile], in_place: bool) -> list[Tile]:
     """The same scores in fewer tiles, in the order of their queries and keys."""
-    if len(tiles) == 3 and (whole := _causal(*tiles)):
+    if len(tiles) == 3 and (whole := _causal(*tiles)) and (not in_place or _in_place(whole, *tiles)):
         return [whole]
     for a in tiles:
         for b in tiles:
-            if a is not b and (both := _pair_joined(a, b)):
-                return _joined(sorted([both, *(tile for tile in tiles if tile is not a and tile is not b)]))
+            if a is not b and (both := _pair_joined(a, b)) and (not in_place or _in_place(both, a, b)):
+                rest = [tile for tile in tiles if tile is not a and tile is not b]
+                return _joined(sorted([both, *rest]), in_place)
     return tiles
 
 
@@ -209,7 +223,7 @@ def _joined(tiles: list[Tile]) -> list[Tile]:
 def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> Pair:
     """What the queries of one rank need of the keys of another, or of its own."""
     message: list[tuple[int, int]] = []
-    jobs: dict[tuple[int, int, int, int], list[Tile]] = {}
+    jobs: dict[tuple[int, ...], list[Tile]] = {}
     first_q = first_k = sent = 0
     for number, length in enumerate(lengths):
         tiles, needed = _sequence(number, length, world, (q_rank, k_rank), band, first_q, first_k)
@@ -217,7 +231,8 @@ def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> 
         for tile in tiles:
             kind = tile.left, tile.right, tile.side
             nth = seen[kind] = seen.get(kind, -1) + 1
-            jobs.setdefault((*kind, nth), []).append(tile._replace(k0=tile.k0 + sent, k1=tile.k1 + sent))
+            own = (number,) if band.dropout else ()
+            jobs.setdefault((*kind, nth, *own), []).append(tile._replace(k0=tile.k0 + sent, k1=tile.k1 + sent))
         message += needed
         sent += sum(end - begin for begin, end in needed)
         first_q += held(length[0], world, q_rank)

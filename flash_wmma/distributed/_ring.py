@@ -9,6 +9,7 @@ that computed with them.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -20,11 +21,14 @@ from .. import _autograd, _ops
 from .._call import Call
 from .._call import Lengths as Tables
 from ._agree import Place
-from ._layout import Ranges, positions
+from ._layout import Ranges, count, positions
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import NO_DOUBLE, Merged, Sum, add, take
+from ._rows import NO_DOUBLE, Merged, Sum, add, behind, padded, take
 
 Requests = list[Any]
+
+MULTIPLE = 16
+"""Of the places where dropout's mask of a call can begin."""
 
 
 class Ring(NamedTuple):
@@ -35,7 +39,7 @@ class Ring(NamedTuple):
     band: Band
     packed: bool
     call: Call
-    """scale, softcap and deterministic of every call of a kernel."""
+    """scale, softcap, dropout and deterministic of every call of a kernel."""
 
     @property
     def dim(self) -> int:
@@ -57,15 +61,14 @@ class Ring(NamedTuple):
 
 
 @functools.lru_cache(256)
-def _tables(job: Job, device: torch.device) -> Tables:
+def _tables(job: Job, padding: _Padding, device: torch.device) -> Tables:
     """The lengths of a job of packed sequences."""
-    at_q, at_k = [0], [0]
-    for tile in job.tiles:
-        at_q.append(at_q[-1] + tile.q1 - tile.q0)
-        at_k.append(at_k[-1] + tile.k1 - tile.k0)
-    longest = max(t.q1 - t.q0 for t in job.tiles), max(t.k1 - t.k0 for t in job.tiles)
-    cu_q, cu_k = (torch.tensor(at, dtype=torch.int32, device=device) for at in (at_q, at_k))
-    return Tables(cu_q, cu_k, None, *longest)
+    of_q = [padding.queries + tile.q1 - tile.q0 for tile in job.tiles]
+    of_k = [padding.keys + tile.k1 - tile.k0 for tile in job.tiles]
+    cu_q, cu_k = (
+        torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in (of_q, of_k)
+    )
+    return Tables(cu_q, cu_k, None, max(of_q), max(of_k))
 
 
 class _Distances(NamedTuple):
@@ -102,28 +105,69 @@ def _distances(ring_key: tuple[Lengths, int, int, int, Band], job: Job, device: 
     return _Distances(*(t.to(device) for t in (keys, torch.cat(queries), torch.cat(tiles), sequences)))
 
 
-def _call(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torch.device) -> tuple[Call, Tensor | None]:
-    """The call of a kernel, and what has to be added to its lse."""
-    tables = _tables(job, device) if ring.packed else None
-    call = ring.call._replace(
-        window_left=job.left, window_right=job.right, bottom_right=False, lengths=tables, only_band=False
-    )
+class _Padding(NamedTuple):
+    """How many rows before its own a call has. The added queries see nothing, and the added keys are seen by none: with
+    them the places of the first query and key are multiples of 16, where dropout's mask can begin."""
+
+    queries: int = 0
+    keys: int = 0
+
+
+NOTHING = _Padding()
+
+
+@functools.lru_cache(64)
+def _ranges(job: Job, padding: _Padding, packed: bool, device: torch.device) -> Tensor:
+    """The keys that each query of a job sees, as key_ranges of a padded call."""
+    nq, nk, left, right = count(job.q), count(job.k), job.left, job.right
+    query = torch.arange(nq)
+    first = (query - left).clamp(0, nk) if left >= 0 else torch.zeros_like(query)
+    end = (query + right + 1).clamp(0, nk) if right >= 0 else torch.full_like(query, nk)
+    ranges = torch.stack((first, end), -1) + padding.keys
+    ranges = torch.nn.functional.pad(ranges, (0, 0, padding.queries, 0)).to(device, torch.int32)
+    return ranges[None] if packed else ranges[None, None]
+
+
+class _Part(NamedTuple):
+    """A job as a call of a kernel."""
+
+    call: Call
+    padding: _Padding = NOTHING
+    shift: Tensor | None = None
+    """What has to be added to its lse."""
+
+
+def _part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torch.device) -> _Part:
+    call, padding = ring.call._replace(window_left=job.left, window_right=job.right, bottom_right=False), NOTHING
+    if ring.band.dropout:
+        (tile,) = job.tiles
+        padding = _Padding(tile.i0 % MULTIPLE, tile.j0 % MULTIPLE)
+        entry = tile.sequence if ring.packed else 0
+        origin = torch.tensor([entry, 0, tile.i0 - padding.queries, tile.j0 - padding.keys])
+        call = call._replace(dropout_origin=origin)
+        if padding != NOTHING:
+            ranges = _ranges(job, padding, ring.packed, device)
+            call = call._replace(window_left=-1, window_right=-1, key_ranges=ranges)
+    tables = _tables(job, padding, device) if ring.packed else None
+    call = call._replace(lengths=tables, only_band=False)
     if slopes is None or job.side == PLAIN:
-        return call._replace(only_band=tables is None and call.softcap == 0), None
+        plain = tables is None and call.softcap == 0 and not ring.band.dropout
+        return _Part(call._replace(only_band=plain), padding)
     per_entry = slopes.dim() == 2
     if job.side == ALIGNED:
         if per_entry and ring.packed:
             slopes = slopes[torch.tensor([t.sequence for t in job.tiles], device=device)]
-        return call._replace(alibi_slopes=slopes), None
+        return _Part(call._replace(alibi_slopes=slopes), padding)
     key = ring.lengths, ring.place.world, ring.place.rank, k_rank, ring.band
     far = _distances(key, job, device)
     exact = slopes.double()
     if not ring.packed:
         bias = (exact[..., None] * far.keys[0]).float()[..., None, :]
-        return call._replace(attn_bias=bias), (exact[..., None] * far.queries).float()
+        bias = padded(bias, padding.keys, bias.dim() - 1)
+        return _Part(call._replace(attn_bias=bias), padding, (exact[..., None] * far.queries).float())
     of_tiles = exact[far.sequences] if per_entry else exact.expand(len(job.tiles), -1)
-    bias = (of_tiles[:, :, None] * far.keys[:, None]).float()[:, :, None]
-    return call._replace(attn_bias=bias), (of_tiles[far.tiles] * far.queries[:, None]).float().t()
+    bias = padded((of_tiles[:, :, None] * far.keys[:, None]).float()[:, :, None], padding.keys, 3)
+    return _Part(call._replace(attn_bias=bias), padding, (of_tiles[far.tiles] * far.queries[:, None]).float().t())
 
 
 # ------------------------------------------------------------------------------------------------------------- messages
@@ -230,17 +274,22 @@ class _Keys:
 # ------------------------------------------------------------------------------------------------- forward and backward
 
 
-def _forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None) -> tuple[Tensor, Tensor]:
+def _forward(
+    ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     dim = ring.dim
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
     merged = Merged(out_shape, lse_shape, dim, q)
     for _, source, needed, keys, values in _Keys(ring, k, v):
         for job in needed.jobs:
-            call, shift = _call(ring, source, job, slopes, q.device)
-            out, lse = _ops.forward(take(q, job.q, dim), take(keys, job.k, dim), take(values, job.k, dim), call)
+            call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
+            of_q = padded(take(q, job.q, dim), more_q, dim)
+            of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
+            out, lse = _ops.forward(of_q, of_k, of_v, call)
+            out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
             merged.add(job.q, out, lse if shift is None else lse + shift)
-    return merged.take(q.dtype)
+    return merged.take(q.dtype, sinks)
 
 
 def _backward(
@@ -253,7 +302,8 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     slopes: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place, dim = ring.place, ring.dim
     dq, dk, dv = (Sum(t, dim) for t in (q, k, v))
     going_home: list[tuple[_Travel, Pair]] = []
@@ -273,20 +323,25 @@ def _backward(
         total = None if needed.once or not needed.rows else _zeros(k, v, needed.rows, dim)
         sent = None if total is None else total.memory
         for job in needed.jobs:
-            call, shift = _call(ring, source, job, slopes, q.device)
-            of_lse = take(lse, job.q, lse.dim() - 1)
+            call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
+            of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
+            of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
+            of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
+            assert of_lse is not None
+            of_lse = of_lse if shift is None else of_lse - shift
             of_q, of_k, of_v, _ = _autograd.gradients(
-                take(dout, job.q, dim),
-                None if dlse is None else take(dlse, job.q, dlse.dim() - 1),
-                take(q, job.q, dim),
-                take(keys, job.k, dim),
-                take(values, job.k, dim),
-                take(out, job.q, dim),
-                of_lse if shift is None else of_lse - shift,
+                of_dout,
+                None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),
+                of_q,
+                of_k,
+                of_v,
+                of_out,
+                padded(of_lse, more_q, of_lse.dim() - 1),
                 False,
                 call,
             )
-            dq.add(job.q, of_q)
+            of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
+            dq.add(job.q, behind(of_q, more_q, dim))
             if total is not None:
                 add(total.k, job.k, of_k, dim)
                 add(total.v, job.k, of_v, dim)
@@ -307,28 +362,35 @@ def _backward(
     absorb(0)
     for travel in arrived:
         travel.finish()
-    return dq.take(q.dtype), dk.take(k.dtype), dv.take(v.dtype)
+    dsinks = lse.new_empty(0)
+    if sinks is not None:
+        dsinks = _autograd.sinks_gradient(dout, dlse, out, lse, ring.call._replace(sinks=sinks))
+    return dq.take(q.dtype), dk.take(k.dtype), dv.take(v.dtype), dsinks
 
 
 class RingAttention(torch.autograd.Function):
-    """(out, lse) of this rank's queries, both differentiable in q, k and v.
+    """(out, lse) of this rank's queries, both differentiable in q, k, v and sinks.
 
     Backward needs no merging: each call of a kernel is given the LSE over all keys and the final out, so that its
-    weights are those of the whole (FlashAttention-2, algorithm 2), and the gradients of the calls add up.
+    weights are those of the whole (FlashAttention-2, algorithm 2), and the gradients of the calls add up. Sinks are in
+    LSE and out, so that the calls need not know of them.
     """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, ring: Ring) -> tuple[Tensor, Tensor]:
-        out, lse = _forward(ring, q, k, v, slopes)
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, ring: Ring
+    ) -> tuple[Tensor, Tensor]:
+        out, lse = _forward(ring, q, k, v, slopes, sinks)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, lse, slopes)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks)
         ctx.set_materialize_grads(False)
         return out, lse
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> Any:
-        q, k, v, out, lse, slopes = ctx.saved_tensors
+        q, k, v, out, lse, slopes, sinks = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        tensors = dout, dlse, q, k, v, out, lse, slopes
-        return *_autograd.once_differentiable(NO_DOUBLE, _backward, ctx.ring, *tensors), None, None
+        tensors = dout, dlse, q, k, v, out, lse, slopes, sinks
+        dq, dk, dv, dsinks = _autograd.once_differentiable(NO_DOUBLE, _backward, ctx.ring, *tensors)
+        return dq, dk, dv, None, dsinks if ctx.needs_input_grad[4] else None, None

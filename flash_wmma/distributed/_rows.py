@@ -34,6 +34,16 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return x.index_select(dim, index(ranges, x.device))
 
 
+def padded(x: Tensor, n: int, dim: int) -> Tensor:
+    """x with n rows of zeros before it."""
+    return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim), n, 0)) if n else x
+
+
+def behind(x: Tensor, n: int, dim: int) -> Tensor:
+    """x without its first n rows."""
+    return x.narrow(dim, n, x.shape[dim] - n) if n else x
+
+
 def add(total: Tensor, ranges: Ranges, value: Tensor, dim: int) -> None:
     """Adds to those rows of ``total``."""
     if len(ranges) <= FEW:
@@ -69,6 +79,11 @@ class Sum:
     def take(self, dtype: torch.dtype) -> Tensor:
         """The sum, 0 where nothing was added."""
         return torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+
+
+def _share(lse: Tensor, of_all: Tensor) -> Tensor:
+    """The weight of a part; of one that sees no key 0, even if no part sees any."""
+    return (lse - of_all.clamp_min(torch.finfo(torch.float32).min)).exp_()
 
 
 class Merged:
@@ -119,15 +134,19 @@ class Merged:
     def _both(self, old_out: Tensor, old_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
         """(out, lse) of both parts; the former in the memory of old_out if that is fp32."""
         new_lse = torch.logaddexp(old_lse, lse)
-        finite = new_lse.clamp_min(torch.finfo(torch.float32).min)  # -inf - -inf is no weight
-        old_weight, weight = (self._weight((part - finite).exp_()) for part in (old_lse, lse))
+        old_weight, weight = (self._weight(_share(part, new_lse)) for part in (old_lse, lse))
         scaled = old_out.mul_(old_weight) if old_out.dtype == torch.float32 else old_out * old_weight
         return scaled.add_(out * weight), new_lse
 
-    def take(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(out, lse); 0 and -inf where no part was."""
-        if self._out is None:
+    def take(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """(out, lse); 0 and -inf where no part was. ``sinks``: (H), the logit of a key without value that every row
+        sees, which no part has."""
+        out, lse = self._out, self._lse
+        if out is None:
             out_shape, lse_shape = self._shapes
-            device = self._like.device
-            return torch.zeros(out_shape, dtype=dtype, device=device), torch.full(lse_shape, -torch.inf, device=device)
-        return self._out.to(dtype).contiguous(), self._lse.contiguous()
+            out = torch.zeros(out_shape, dtype=dtype, device=self._like.device)
+            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)
+        if sinks is not None:
+            with_sinks = torch.logaddexp(lse, sinks[:, None])
+            out, lse = out * self._weight(_share(lse, with_sinks)), with_sinks
+        return out.to(dtype).contiguous(), lse.contiguous()

@@ -113,8 +113,8 @@ FAULTS = [
     Fault(
         name="ring-shift-in-backward",
         path=RING,
-        old="of_lse if shift is None else of_lse - shift,",
-        new="of_lse,",
+        old="            of_lse = of_lse if shift is None else of_lse - shift\n",
+        new="",
         why="weights are recomputed without the queries' term of ALiBi",
     ),
     Fault(
@@ -127,15 +127,15 @@ FAULTS = [
     Fault(
         name="ring-dlse",
         path=RING,
-        old="None if dlse is None else take(dlse, job.q, dlse.dim() - 1),",
+        old="None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),",
         new="None,",
         why="the gradient of lse is dropped",
     ),
     Fault(
         name="ring-softcap",
         path=RING,
-        old="_replace(only_band=tables is None and call.softcap == 0), None",
-        new="_replace(only_band=tables is None), None",
+        old="plain = tables is None and call.softcap == 0 and not ring.band.dropout",
+        new="plain = tables is None and not ring.band.dropout",
         why="softcap is ignored",
     ),
     Fault(
@@ -177,10 +177,9 @@ FAULTS = [
     Fault(
         name="merge-hidden-part",
         path=ROWS,
-        old="finite = new_lse.clamp_min(torch.finfo(torch.float32).min)",
-        new="finite = new_lse",
-        why="a query that sees no key is NaN",
-        survives="parts are cut so that a query sees a key of each; only scores of -inf come here",
+        old="of_all.clamp_min(torch.finfo(torch.float32).min)",
+        new="of_all",
+        why="a query that sees no key, and has a sink of -inf, is NaN",
     ),
     Fault(
         name="merge-weight-of-the-old",
@@ -207,9 +206,66 @@ FAULTS = [
     Fault(
         name="merge-empty-part",
         path=ROWS,
-        old="torch.full(lse_shape, -torch.inf, device=device)\n        return self._out",
-        new="torch.zeros(lse_shape, device=device)\n        return self._out",
+        old="            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)\n        if sinks",
+        new="            lse = torch.zeros(lse_shape, device=self._like.device)\n        if sinks",
         why="a rank that sees no key has lse 0",
+    ),
+    Fault(
+        name="merge-sinks",
+        path=ROWS,
+        old="out, lse = out * self._weight(_share(lse, with_sinks)), with_sinks",
+        new="lse = with_sinks",
+        why="sinks take no weight from the keys",
+    ),
+    Fault(
+        name="ring-sinks-dlse",
+        path=RING,
+        old="_autograd.sinks_gradient(dout, dlse, out,",
+        new="_autograd.sinks_gradient(dout, None, out,",
+        why="the gradient of sinks lacks that of lse",
+    ),
+    # ------------------------------------------------------------------------------------------------------- dropout
+    Fault(
+        name="plan-dropout-joined",
+        path=PLAN,
+        old="_joined(sorted(tiles), band.dropout)",
+        new="_joined(sorted(tiles), False)",
+        why="a call has rows from two places, and the mask of those behind the first ones",
+    ),
+    Fault(
+        name="ring-dropout-entry",
+        path=RING,
+        old="entry = tile.sequence if ring.packed else 0",
+        new="entry = 0",
+        why="all packed sequences have the first one's mask",
+    ),
+    Fault(
+        name="ring-padding-is-seen",
+        path=RING,
+        old="    ranges = torch.stack((first, end), -1) + padding.keys\n",
+        new="    ranges = torch.stack((first * 0, end + padding.keys), -1)\n",
+        why="queries see the zeros before their keys",
+    ),
+    Fault(
+        name="ring-padding-window",
+        path=RING,
+        old="    end = (query + right + 1).clamp(0, nk)",
+        new="    end = (query + right).clamp(0, nk)",
+        why="the last key that a query sees is hidden where rows are padded",
+    ),
+    Fault(
+        name="ulysses-dropout-heads",
+        path=INIT,
+        old="dropout_origin=torch.tensor([0, here[0], 0, 0])",
+        new="dropout_origin=torch.tensor([0, 0, 0, 0])",
+        why="every rank has the mask of the first heads",
+    ),
+    Fault(
+        name="agree-state-of-each",
+        path=AGREE,
+        old="    dist.broadcast(x, place.peer(0), group=place.group)\n",
+        new="",
+        why="every rank has the mask of its own state",
     ),
     # ---------------------------------------------------------------------------------------------------- agreement
     Fault(
@@ -265,9 +321,9 @@ FAULTS = [
     Fault(
         name="ulysses-slopes",
         path=INIT,
-        old="alibi_slopes[..., here[0] : here[-1] + 1].contiguous()",
-        new="alibi_slopes[..., : len(here)].contiguous()",
-        why="every rank takes the slopes of the first heads",
+        old="else t[..., here[0] : here[-1] + 1].contiguous()",
+        new="else t[..., : len(here)].contiguous()",
+        why="every rank takes the slopes and sinks of the first heads",
     ),
     Fault(
         name="unshard-gradient",

@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
                 if constexpr (kGeneral)
                     if (drops) {  // dropped weights are marked by their sign
-                        const DropoutMask weights(dropout, p.dropout.first_entry + sequence.index, at.head);
+                        const DropoutMask weights(dropout, p.dropout.origin, sequence.index, at.head);
                         KeptTile<kOwnsKeys, Tile::kWarpRows, kStep>(p.dropout, weights,
                                                                     kOwnsKeys ? place.stream : place.own,
                                                                     kOwnsKeys ? place.own : place.stream)

@@ -35,7 +35,7 @@ class ItemDropout<Tile, true> {
     __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int first_query,
                                                                        int warp_key) {
         head_ += first_query == item.start;
-        const DropoutMask mask(state_, dropout_.first_entry + item.sequence.index, head_);
+        const DropoutMask mask(state_, dropout_.origin, item.sequence.index, head_);
         return {dropout_, mask, first_query, item.first_key + warp_key};
     }
 

@@ -78,7 +78,7 @@ class Dropping {
         if constexpr (kTakes) {
             const Dropout& dropout = work.p.dropout;
             drops_ = kAlways || dropout.rng_state;
-            if (drops_) mask_ = {dropout_state(dropout), dropout.first_entry + work.sequence.index, work.tile.head};
+            if (drops_) mask_ = {dropout_state(dropout), dropout.origin, work.sequence.index, work.tile.head};
         }
     }
     __device__ __forceinline__ void before_exchange(Scores<Tile>& s, const Work<Tile>& work, int key) const {

@@ -593,8 +593,7 @@ class Consumer {
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
         if constexpr (kDrops)
-            if (drops())
-                dropout_ = {dropout_state(p_.dropout), p_.dropout.first_entry + rows.sequence.index, rows.head};
+            if (drops()) dropout_ = {dropout_state(p_.dropout), p_.dropout.origin, rows.sequence.index, rows.head};
         for (int place = first;; place -= kBc) {
             int key = place;
             if constexpr (kMasks) key = entries.key();
