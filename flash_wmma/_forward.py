@@ -163,7 +163,8 @@ def forward(
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
         NotImplementedError: a derivative is asked for that no kernel has: of return_aux's maximum, a second one of
-            packed sequences, of return_aux or of alibi_slopes; ``kernel="math"`` has them.
+            packed sequences, of return_aux or of alibi_slopes, one of return_aux under ``torch.func`` (which has its
+            vmap alone); ``kernel="math"`` has them.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
