@@ -101,7 +101,7 @@ def forward(
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
     return_aux: Aux = (),
-) -> Any:
+) -> Tensor | tuple[Any, ...]:
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
@@ -284,7 +284,7 @@ def forward_varlen(
     deterministic: bool | None = None,
     return_aux: Aux = (),
     validate: bool = False,
-) -> Any:
+) -> Tensor | tuple[Any, ...]:
     """:func:`forward` for sequences of different lengths, packed one after the other without padding.
 
     Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the rows cu_seqlens_k[b] to
