@@ -24,7 +24,8 @@ enum class Problems : unsigned {
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kConvertedChanged = kGeneralChanged | kConverted,
-    kAny = kGeneral | kConverted,  ///< but no cache
+    kAny = kGeneral | kConverted,                   ///< but no cache
+    kUndropped = kPacked | kModified | kConverted,  ///< of kAny what has no dropout (nvcc wants a name for each set)
     kAll = kAny | kCached,
 };
 

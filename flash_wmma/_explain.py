@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _autocast, _checks
-from ._call import Causal, Window, call_of
+from ._call import Call, Causal, Window, call_of
 from ._device import DeviceFacts
 from ._device import device_facts as facts_of
 from ._errors import refuse
@@ -138,7 +138,18 @@ def explain(
         bias_shape = None if attn_bias is None else attn_bias.shape
         if refusal(q.shape, k.shape, v.shape, bias_shape, grouped) == "":
             q, k, v, attn_bias, _ = folded(q, k, v, attn_bias, grouped)
-    call = call_of(causal, scale, window, attn_bias, alibi_slopes, softcap, kernel, batch_invariant, sinks=sinks)
+    call = call_of(
+        causal,
+        scale,
+        window,
+        attn_bias,
+        alibi_slopes,
+        softcap,
+        kernel,
+        batch_invariant,
+        key_ranges=key_ranges,
+        sinks=sinks,
+    )
     q, k, v, call = _autocast.cast(q, k, v, call)
     is_packed = q.dim() == 3 and not of_sdpa
     dtypes = _checks.MATH_DTYPES if kernel == "math" else _checks.DTYPES
@@ -169,30 +180,7 @@ def explain(
     emulated = kernel != "auto" and kernel_named(kernel, "forward").device == "cuda" and on_cpu
     if emulated:
         device_facts = _emulated_facts()
-    sizes = {
-        "batch": batch,
-        "heads_q": q.shape[1],
-        "heads_k": k.shape[1],
-        "seqlen_q": seqlen_q,
-        "seqlen_k": seqlen_k,
-        "head_dim": q.shape[-1],
-        "head_dim_v": v.shape[-1],
-        "total_q": q.shape[0],
-        "total_k": k.shape[0],
-    }
-    problem = Problem(
-        dtype=str(q.dtype).removeprefix("torch."),
-        sizes=sizes,
-        band=call.band,
-        packed=is_packed,
-        attn_bias=_bias_facts(call.attn_bias),
-        alibi_slopes=alibi_slopes is not None,
-        key_ranges=key_ranges is not None,
-        softcap=softcap,
-        sinks=sinks is not None,
-        dropout=bool(dropout_p),
-        batch_invariant=batch_invariant,
-    )
+    problem = _problem(q, k, v, call, is_packed, (batch, seqlen_q, seqlen_k), dropout=bool(dropout_p))
     answer = choose(kernel, problem, device_facts)
     backward_device = device_facts
     if backward_kernel != "auto" and kernel_named(backward_kernel, "backward").device == "cuda" and on_cpu:
@@ -229,6 +217,37 @@ def _is_beyond_forward(q: Tensor, k: Tensor, v: Tensor, attn_bias: Tensor | None
         return True
     bias_shape = None if attn_bias is None else attn_bias.shape
     return q.dim() != 4 and refusal(q.shape, k.shape, v.shape, bias_shape, enable_gqa) != ""
+
+
+def _problem(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, packed: bool, sizes: tuple[int, int, int], dropout: bool
+) -> Problem:
+    """What the registry is asked about a call whose arguments are good. ``sizes``: how many sequences, and the most
+    queries and keys of one."""
+    batch, seqlen_q, seqlen_k = sizes
+    return Problem(
+        dtype=str(q.dtype).removeprefix("torch."),
+        sizes={
+            "batch": batch,
+            "heads_q": q.shape[1],
+            "heads_k": k.shape[1],
+            "seqlen_q": seqlen_q,
+            "seqlen_k": seqlen_k,
+            "head_dim": q.shape[-1],
+            "head_dim_v": v.shape[-1],
+            "total_q": q.shape[0],
+            "total_k": k.shape[0],
+        },
+        band=call.band,
+        packed=packed,
+        attn_bias=_bias_facts(call.attn_bias),
+        alibi_slopes=call.alibi_slopes is not None,
+        key_ranges=call.key_ranges is not None,
+        softcap=call.softcap,
+        sinks=call.sinks is not None,
+        dropout=dropout,
+        batch_invariant=call.batch_invariant,
+    )
 
 
 def _bias_facts(attn_bias: Tensor | None) -> BiasFacts | None:

@@ -101,7 +101,7 @@ def forward(
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
     return_aux: Aux = (),
-) -> Any:
+) -> Tensor | tuple[Any, ...]:
     """Exact attention, ``softmax(q kᵀ · scale + bias) v``, by the tiled online softmax of FlashAttention-2.
 
     The score matrix is never stored: memory grows with N, not with N². Scores, softmax and accumulation are float32.
@@ -163,7 +163,8 @@ def forward(
         TypeError: an argument is of a wrong type.
         ValueError: shapes, dtypes or devices do not go together, the kernel is unknown, or it cannot run this.
         NotImplementedError: a derivative is asked for that no kernel has: of return_aux's maximum, a second one of
-            packed sequences, of return_aux or of alibi_slopes; ``kernel="math"`` has them.
+            packed sequences, of return_aux or of alibi_slopes, one of return_aux under ``torch.func`` (which has its
+            vmap alone); ``kernel="math"`` has them.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: a CUDA kernel on CPU tensors: it could not be compiled, or a check failed.
 
@@ -283,7 +284,7 @@ def forward_varlen(
     deterministic: bool | None = None,
     return_aux: Aux = (),
     validate: bool = False,
-) -> Any:
+) -> Tensor | tuple[Any, ...]:
     """:func:`forward` for sequences of different lengths, packed one after the other without padding.
 
     Sequence b is the rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the rows cu_seqlens_k[b] to

@@ -17,12 +17,14 @@ from . import _autocast, _math, _ops
 from ._autograd import once_differentiable
 from ._call import Call
 from ._errors import refuse
+from ._fold import fold_of
 from ._math import NAMES
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _MAXIMUM = 'return_aux: "max" has no gradient; kernel="math" is plain torch ops, which have it, or detach the maximum'
 _TRANSFORMS = (
-    'return_aux: no torch.func, no forward mode; kernel="math" is plain torch ops, which have every derivative'
+    "return_aux: of torch.func there is vmap alone, outside of torch.compile, and no forward mode; "
+    'kernel="math" is plain torch ops, which have every transform'
 )
 
 
@@ -52,17 +54,28 @@ def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: 
     if call.kernel_name == "math":
         with _autocast.suspended(q.device):
             return _math.statistics(*_autocast.cast(q, k, v, call), names)
-    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+    mapped = torch._C._are_functorch_transforms_active()
+    if forward_ad._current_level >= 0 or (mapped and not _vmap_alone()):
         raise NotImplementedError(_TRANSFORMS)
     k = k.view_as(k) if k is q else k  # torch.compile takes no tensor twice
     q, k, v, call = _autocast.cast(q, k, v, call)
     differentiable = (q, k, call.attn_bias, call.alibi_slopes, call.sinks)
     without = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, rng_state=None, dropout_p=0.0)
-    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+    if mapped:
+        found = Mapped.apply(*differentiable, lse.detach(), without, names)
+    elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
         found = Statistics.apply(*differentiable, lse.detach(), without, names)
     else:
         found = _count(*differentiable, lse, without, names)
     return {name: found[NAMES.index(name)] for name in names}
+
+
+def _vmap_alone() -> bool:
+    """Whether all active transforms are vmap. torch.compile, which traces them otherwise, has none of them here."""
+    if torch.compiler.is_compiling():
+        return False
+    functorch = torch._C._functorch
+    return all(level.key() == functorch.TransformType.Vmap for level in functorch.get_interpreter_stack() or ())
 
 
 def _count(
@@ -106,12 +119,16 @@ class Statistics(torch.autograd.Function):
     ) -> tuple[Tensor, ...]:
         """``call`` comes without the tensors before it."""
         row_max, entropy, column_sum, _ = _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, names)
-        ctx.call, tensors = call.split()
-        ctx.save_for_backward(q, k, attn_bias, alibi_slopes, sinks, lse, entropy, *tensors)
-        ctx.set_materialize_grads(False)
+        Statistics._save(ctx, (q, k, attn_bias, alibi_slopes, sinks, lse), entropy, call)
         if torch.compiler.is_compiling():  # whose backward is given zeros where there is no gradient
             ctx.mark_non_differentiable(row_max)
         return row_max, entropy, column_sum
+
+    @staticmethod
+    def _save(ctx: Any, arguments: Sequence[Tensor | None], entropy: Tensor, call: Call) -> None:
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(*arguments, entropy, *tensors)
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, dmax: Tensor | None, dentropy: Tensor | None, dcolumn_sum: Tensor | None) -> Any:
@@ -129,6 +146,39 @@ class Statistics(torch.autograd.Function):
             None,
             None,
         )
+
+
+class Mapped(Statistics):
+    """The same under vmap, which makes one call of the mapped ones."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return _count(*arguments)[:3]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, results: tuple[Tensor, ...]) -> None:
+        *arguments, call, _ = inputs
+        Statistics._save(ctx, arguments, results[1], call)
+
+    @staticmethod
+    def vmap(info: Any, dims: Any, *arguments: Any) -> Any:
+        q, k, attn_bias, alibi_slopes, sinks, lse, call, names = arguments
+        call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
+        mapped = dims[6]._replace(attn_bias=dims[2], alibi_slopes=dims[3], sinks=dims[4])
+        fold = fold_of(info, q, dims[0], call, mapped)
+        call = fold.call(call, mapped)
+        found = Mapped.apply(
+            *(fold.tensor(t, dim, fold.rows) for t, dim in zip((q, k), dims, strict=False)),
+            call.attn_bias,
+            call.alibi_slopes,
+            call.sinks,
+            fold.tensor(lse, dims[5], fold.lse),
+            call._replace(attn_bias=None, alibi_slopes=None, sinks=None),
+            names,
+        )
+        wanted = [name in names for name in NAMES]
+        each = (fold.unfolded(t, fold.lse, fold.full) if there else t for t, there in zip(found, wanted, strict=True))
+        return tuple(each), tuple(fold.lse if there else None for there in wanted)
 
 
 def _gradients(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import math
 import re
+import sys
 from typing import Any
 
+import dropout_statistics
 import pytest
 import torch
 from needs import needs
@@ -98,15 +100,43 @@ def test_kept_fraction(p: float) -> None:
 @pytest.mark.parametrize("step", [(0, 0, 0, 1), (0, 0, 0, 8), (0, 0, 1, 0), (0, 0, 8, 0), (0, 1, 0, 0), (1, 0, 0, 0)])
 def test_neighbours_are_independent(step: tuple[int, ...], p: float) -> None:
     """Chi-square of the four outcomes of a pair, against 1 in 10,000 (one degree of freedom: 15.1)."""
-    one = other = large_mask(p)
-    for dim, n in enumerate(step):
-        if n:
-            one = one.narrow(dim, 0, one.shape[dim] - n)
-            other = other.narrow(dim, n, other.shape[dim] - n)
-    both = float((one & other).double().mean())
-    first, second = float(one.double().mean()), float(other.double().mean())
-    variance = first * (1 - first) * second * (1 - second)
-    assert one.numel() * (both - first * second) ** 2 / variance < 15.1
+    assert dropout_statistics.chi_square(large_mask(p), step)[0] < 15.1
+
+
+SMALL = (2, 2, 48, 48)
+
+
+def statistics(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> tuple[int, str]:
+    """The program dropout_statistics.py on a few small masks: its exit status and what it prints."""
+    monkeypatch.setattr(dropout_statistics, "SHAPE", SMALL)
+    monkeypatch.setattr(sys, "argv", ["dropout_statistics.py", "--weights", "40000", "--p", "0.5", "--device", "cpu"])
+    return dropout_statistics.main(), capsys.readouterr().out
+
+
+def test_statistics_of_good_masks(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    status, text = statistics(capsys, monkeypatch)
+    assert status == 0
+    assert "p = 0.5: 4.61e+04 weights" in text
+    assert text.count("of 5 masks") == len(dropout_statistics.NEIGHBOURS)
+
+
+@pytest.mark.parametrize("fault", ["fraction", *range(4)])
+def test_statistics_of_bad_masks(
+    fault: str | int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fiftieth more is kept, or every fifth weight is like its neighbour in one dimension."""
+    generator = torch.Generator().manual_seed(0)
+
+    def bad(*_: object) -> Tensor:
+        mask = torch.rand(SMALL, generator=generator) < (0.52 if fault == "fraction" else 0.5)
+        if isinstance(fault, int):
+            mask = torch.where(torch.rand(SMALL, generator=generator) < 0.2, mask.roll(1, fault), mask)
+        return mask
+
+    monkeypatch.setattr(flash_wmma, "dropout_mask", bad)
+    status, text = statistics(capsys, monkeypatch)
+    assert status == 1
+    assert text.endswith("failed\n")
 
 
 def test_states_differ() -> None:

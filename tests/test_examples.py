@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 
@@ -54,6 +55,43 @@ def test_train_tiny_gpt_fails_where_losses_differ() -> None:
     command = [sys.executable, EXAMPLES / "train_tiny_gpt.py", "--device", "cpu", "--steps", "1", "--batch", "2"]
     done = subprocess.run([*command, "--width", "32", "--tolerance", "-1"], capture_output=True, check=False)
     assert done.returncode == 1
+
+
+@pytest.mark.parametrize("model", ["gpt-oss", "gemma"])
+def test_train_tiny_blocks(model: str) -> None:
+    """A few steps, of texts longer than the window."""
+    command = [sys.executable, EXAMPLES / "train_tiny_blocks.py", "--device", "cpu", "--steps", "22", "--batch", "2"]
+    done = subprocess.run([*command, "--model", model], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    head, *speeds, names, first, later, last, end = done.stdout.splitlines()
+    assert head.startswith(f"{model}: Heads(")
+    assert [line.split()[0] for line in speeds] == names.split()[1:] == ["flash_wmma", "eager", "float64"]
+    rows = [[float(x) for x in line.split()] for line in (first, later, last)]
+    assert [row[0] for row in rows] == [0, 20, 21]
+    for losses in zip(*(row[1:] for row in rows), strict=True):
+        assert losses[-1] < losses[0] - 0.2
+    assert end.startswith("largest difference ")
+    assert end.endswith("allowed 1.0e-04")
+
+
+@pytest.mark.parametrize("fault", ["window", "softcap", "sinks"])
+def test_train_tiny_blocks_fails_where_losses_differ(
+    fault: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One key fewer, no softcap, no sinks."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import train_tiny_blocks as example
+
+    def wrong(*qkv: torch.Tensor, **options: Any) -> torch.Tensor:
+        changed = {"window": (126, 0), "softcap": 0.0, "sinks": None}[fault]
+        return example.eager(*qkv, **{**options, fault: changed})
+
+    monkeypatch.setitem(example.RUNS, "flash_wmma", wrong)
+    model = "gemma" if fault == "softcap" else "gpt-oss"
+    command = ["train_tiny_blocks.py", "--device", "cpu", "--steps", "12", "--batch", "2", "--model", model]
+    monkeypatch.setattr(sys, "argv", command)
+    assert example.main() == 1
+    assert "largest difference" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("size", ["1", "5", "64"])

@@ -293,6 +293,89 @@ def test_packed(sinks: int | None, bias: int | None) -> None:
                 close(t.select(dim, i), e)
 
 
+AUX = ("max", "entropy", "column_sum")
+
+
+@pytest.mark.parametrize("mask", MASKS)
+def test_vmap_of_return_aux(mask: str) -> None:
+    """Each call's are those of the call by itself."""
+    name, tensor, dim = MASKS[mask]
+    q, k, v = inputs((0, None, 0))
+
+    def one(q: Tensor, v: Tensor, tensor: Tensor) -> tuple[Tensor, ...]:
+        out, lse, aux = forward(q, k, v, window=(5, 4), return_lse=True, return_aux=AUX, **{name: tensor})
+        assert tuple(aux) == AUX
+        return out, lse, *aux.values()
+
+    got = vmap(one, in_dims=(0, 0, dim))(q, v, tensor)
+    for i in range(W):
+        close(tuple(t[i] for t in got), one(q[i], v[i], tensor if dim is None else tensor.select(dim, i)))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_gradients_of_mapped_return_aux(packed: bool) -> None:
+    """Outside of vmap, of tensors that each call has and of those that all share; some names alone."""
+    if packed:
+        cu_q, cu_k = (torch.tensor(n, dtype=torch.int32) for n in ((0, 4, 9), (0, 9, NK)))
+        q, k = normal(W, NQ, HQ, D), normal(NK, HK, D, seed=1)
+
+        def attend(q: Tensor, k: Tensor, **options: Any) -> Any:
+            return forward_varlen(q, k, k, cu_q, cu_k, 5, 9, **options)
+    else:
+        q, k, _ = inputs((0, None, None))
+
+        def attend(q: Tensor, k: Tensor, **options: Any) -> Any:
+            return forward(q, k, k, **options)
+
+    leaves = [t.requires_grad_() for t in (q, k, normal(W, HQ, seed=8), normal(HQ, seed=9).abs(), normal(W, NK))]
+
+    def one(q: Tensor, k: Tensor, sinks: Tensor, slopes: Tensor, bias: Tensor) -> Tensor:
+        options: dict[str, Any] = {"alibi_slopes": slopes, "sinks": sinks} if packed else {"attn_bias": bias}
+        _, aux = attend(q, k, return_aux=("entropy", "column_sum"), **options)
+        return aux["entropy"].sin().sum() + aux["column_sum"].square().sum()  # type: ignore[no-any-return]
+
+    total = vmap(one, in_dims=(0, None, 0, None, 0))(*leaves).sum()
+    each = sum(one(leaves[0][i], leaves[1], leaves[2][i], leaves[3], leaves[4][i]) for i in range(W))
+    wanted = leaves[:4] if packed else [*leaves[:2], leaves[4]]
+    assert isinstance(each, Tensor)
+    close(torch.autograd.grad(total, wanted), torch.autograd.grad(each, wanted))
+
+
+def test_nested_vmap_of_return_aux() -> None:
+    """And a call in it that nothing is mapped of."""
+    q, k, v = normal(2, W, B, HQ, NQ, D), normal(W, B, HK, NK, D), normal(2, B, HK, NK, D)
+
+    def one(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        return forward(q, k, v, return_aux=("column_sum",))[1]["column_sum"]
+
+    got = vmap(vmap(one, in_dims=(0, 0, None)), in_dims=(0, None, 0))(q, k, v)
+    for i in range(2):
+        for j in range(W):
+            close(got[i, j], one(q[i, j], k[j], v[i]))
+    alone = one(q[0, 0], k[0], v[0])
+    close(vmap(lambda x: x * one(q[0, 0], k[0], v[0]))(torch.arange(3.0)), torch.stack((0 * alone, alone, 2 * alone)))
+
+
+def test_return_aux_under_other_transforms() -> None:
+    """A refusal names plain torch ops, which have them."""
+    q = normal(W, B, HQ, NQ, D)
+
+    def value(q: Tensor, kernel: str = "auto") -> Tensor:
+        return forward(q, q, q, return_aux=("entropy",), kernel=kernel)[1]["entropy"].sum()  # type: ignore[no-any-return]
+
+    for transformed in (
+        grad(lambda q: value(q[0])),
+        vmap(grad(value)),
+        grad(lambda q: vmap(value)(q).sum()),
+        lambda q: jvp(value, (q[0],), (q[1],))[1],
+        lambda q: jvp(vmap(value), (q,), (q,))[1],
+        torch.compile(vmap(value), backend="eager", fullgraph=True),
+    ):
+        with pytest.raises((NotImplementedError, torch._dynamo.exc.Unsupported), match="there is vmap alone"):
+            transformed(q)
+    vmap(grad(functools.partial(value, kernel="math")))(q)
+
+
 def test_mapped_lengths_are_refused() -> None:
     q, k = normal(W, 10, HQ, D), normal(10, HK, D)
     lengths = torch.tensor([[0, 4, 9]] * W, dtype=torch.int32)

@@ -13,6 +13,7 @@ import torch
 from programs import FOLDER
 from reference import Mask, Modification, attention
 
+import flash_wmma
 from flash_wmma.emulator import Program
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "benchmark"))
@@ -96,6 +97,14 @@ def test_opaque_route_of_wmma_v3_with_everything() -> None:
         one = [t[:, :, s].double() for t, s in ((q, rows), (k, keys), (v, keys))]
         modification = Modification(bias[None, :, :nq, :nk].double(), slopes, softcap=3.0)
         close(out[:, :, rows], lse[:, :, rows], attention(*one, Mask("bottom_right"), None, modification))
+
+
+def test_opaque_route_of_wmma_v3_with_dropout() -> None:
+    state, p = torch.tensor([5, 7]), 0.3
+    q, k, v, out, lse = opaque("dropped", 70, 100, state, p)
+    rows = [t.double() for t in (q, k, v)]
+    options = {"causal": "bottom_right", "dropout_p": p, "rng_state": state, "return_lse": True, "kernel": "math"}
+    close(out, lse, flash_wmma.forward(*rows, **options))
 
 
 @pytest.mark.parametrize("swept", tiles.SWEEPS)

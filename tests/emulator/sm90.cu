@@ -61,8 +61,8 @@ const Entry kBox("box", run_box);
 
 enum class Left { kMemory, kTransposed, kRegisters };
 
-/// d[thread][i] = the product of A, 64 x 64 by rows or by columns from memory, or a[thread][step][4] as registers of it,
-/// and B, 64 rows along k of n (kMajor K: n rows along n of k), plus c.
+/// d[thread][i] = the product of A, 64 x 64 by rows or by columns from memory, or a[thread][step][4] as registers of
+/// it, and B, 64 rows along k of n (kMajor K: n rows along n of k), plus c.
 template <class T, int N, Left kLeft, Major kMajor>
 struct Operands {
     static constexpr int kPanels = kMajor == Major::K ? 1 : (N + kSide - 1) / kSide;
@@ -543,8 +543,8 @@ struct MatricesMemory {
     alignas(16) std::uint16_t tile[256];
 };
 
-/// out[i]: element i of the shared memory behind a store of four matrices. Their elements are numbers from 0 on, by rows;
-/// lane l names the place of row l ^ 5.
+/// out[i]: element i of the shared memory behind a store of four matrices. Their elements are numbers from 0 on, by
+/// rows; lane l names the place of row l ^ 5.
 template <Matrices kFault>
 __global__ void matrices(float* out) {
     auto& smem = shared_memory<MatricesMemory>();

@@ -48,10 +48,19 @@ void general(half* q, half* k, half* v, half* o, float* lse, int heads_q, int he
     p.bias = {bias, DType::kFloat16, 0, longest_q * longest_k, longest_k, 1};
     p.alibi_slopes = slopes;
     p.softcap = softcap;
+    attend<Problems::kUndropped>(p);
+}
+
+/// Causal, with that probability; `state` is (2,) of int64.
+void dropped(half* q, half* k, half* v, half* o, float* lse, int heads_q, int heads_k, int nq, int nk,
+             const void* state, float probability) {
+    ForwardParams p = params(q, k, v, o, lse, heads_q, heads_k, nq, nk);
+    p.dropout = make_dropout(static_cast<const std::uint64_t*>(state), probability);
     attend<Problems::kAny>(p);
 }
 
 const Entry kCausal("causal", causal);
 const Entry kGeneral("general", general);
+const Entry kDropped("dropped", dropped);
 
 }  // namespace

@@ -8,6 +8,7 @@ NUMBERS = "csrc/dropout.h"
 TILE = "csrc/device/dropout_tile.cuh"
 DROPOUT = ("dropout",)
 SIMT = ("simt",)
+V3 = ("wmma_v3",)
 SM80 = ("mma_sm80",)
 WGMMA = ("wgmma_sm90",)
 BWD_SIMT = ("bwd_simt",)
@@ -91,6 +92,65 @@ FAULTS = [
         why="kept weights are not divided by 1 - p",
         kernels=SIMT,
         tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-scale",
+        path="csrc/forward/wmma/v3_block.cuh",
+        old="kDrops ? kept_scale(work.p.dropout) : 1.f;",
+        new="kDrops ? 1.f : 1.f;",
+        why="kept weights are not divided by 1 - p",
+        kernels=V3,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-warp-rows",
+        path="csrc/forward/wmma/wmma_v3.cuh",
+        old="(work.p.dropout, mask, work.tile.row(warp_row).query, key)",
+        new="(work.p.dropout, mask, work.tile.row(0).query, key)",
+        why="all warps have the first one's mask",
+        kernels=V3,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-column-half",
+        path="csrc/forward/wmma/wmma_v3.cuh",
+        old="column / 8 % 2 * 2 + column % 2)",
+        new="column % 2)",
+        why="half of the columns are never dropped",
+        kernels=V3,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-exact-tiles",
+        path="csrc/forward/wmma/wmma_v3.cuh",
+        old="""\
+        });
+        drop_weights(s, work, dropout_mask, warp_row, key);
+""",
+        new="""\
+        });
+""",
+        why="the tiles with an exact maximum drop nothing",
+        kernels=V3,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-entry",
+        path="csrc/forward/wmma/v3_block.cuh",
+        old="p.dropout.first_entry + sequence.index, tile.head};",
+        new="p.dropout.first_entry, tile.head};",
+        why="all batch entries have the first one's mask",
+        kernels=V3,
+        tests=DROPOUT,
+    ),
+    Fault(
+        name="dropout-v3-opaque",
+        path="csrc/forward/wmma/v3_opaque.cuh",
+        old="query, key + first_column + i);",
+        new="query, key + i);",
+        why="on hardware whose fragments are laid out otherwise both lanes of a row have the first one's mask",
+        kernels=V3,
+        tests=("tiles",),
     ),
     Fault(
         name="dropout-mma-warp-rows",

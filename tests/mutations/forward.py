@@ -882,8 +882,8 @@ FAULTS = [
     Fault(
         name="v3-output-unit",
         path="csrc/forward/wmma/v3_block.cuh",
-        old="none ? 0.f : rescale * (exp2f(unit.exponent) / l);",
-        new="none ? 0.f : rescale * (1.f / l);",
+        old="none ? 0.f : rescale * kept * (exp2f(unit.exponent) / l);",
+        new="none ? 0.f : rescale * kept * (1.f / l);",
         why="O of converted values is left in the unit 2^u",
         kernels=V3,
     ),

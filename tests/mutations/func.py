@@ -30,6 +30,22 @@ FAULTS = [
         tests=TESTS,
     ),
     Fault(
+        name="vmap-return-aux-unmapped-lse",
+        path="flash_wmma/_statistics.py",
+        old="fold.tensor(lse, dims[5], fold.lse),",
+        new="fold.tensor(lse, dims[5], fold.rows),",
+        why="LSEs of packed sequences are laid out as rows of q",
+        tests=TESTS,
+    ),
+    Fault(
+        name="vmap-return-aux-every-transform",
+        path="flash_wmma/_statistics.py",
+        old="if forward_ad._current_level >= 0 or (mapped and not _vmap_alone()):",
+        new="if forward_ad._current_level >= 0:",
+        why="derivatives under torch.func are let through to ops that have none",
+        tests=TESTS,
+    ),
+    Fault(
         name="vmap-slopes-of-entries",
         path=FOLD,
         old="own=of_entries or self.into_heads",

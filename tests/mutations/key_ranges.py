@@ -225,7 +225,7 @@ FAULTS = [
     Fault(
         name="ranges-not-explained",
         path="flash_wmma/_explain.py",
-        old="key_ranges=key_ranges is not None,",
+        old="key_ranges=call.key_ranges is not None,",
         new="key_ranges=False,",
         why="explain names a kernel that cannot run it",
     ),

@@ -439,7 +439,7 @@ FAULTS = [
     Fault(
         name="explain-without-softcap",
         path=EXPLAIN,
-        old="""        softcap=softcap,
+        old="""        softcap=call.softcap,
         sinks=""",
         new="""        softcap=0.0,
         sinks=""",
@@ -448,7 +448,7 @@ FAULTS = [
     Fault(
         name="explain-not-batch-invariant",
         path=EXPLAIN,
-        old="""        batch_invariant=batch_invariant,
+        old="""        batch_invariant=call.batch_invariant,
     )""",
         new="""        batch_invariant=False,
     )""",

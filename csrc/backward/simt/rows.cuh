@@ -1,5 +1,5 @@
-// What the kernels of bwd_simt.cuh and statistics.cuh share: a block's tile, the rows that it streams over, their copies
-// to shared memory, and sums for each own key.
+// What the kernels of bwd_simt.cuh and statistics.cuh share: a block's tile, the rows that it streams over, their
+// copies to shared memory, and sums for each own key.
 #pragma once
 
 #include <algorithm>

@@ -11,8 +11,9 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that share
-/// a row swap words until each has 16 neighbouring bytes, or once, for 8; fp32: each has 8. O is multiplied by `factor`.
+/// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that
+/// share a row swap words until each has 16 neighbouring bytes, or once, for 8; fp32: each has 8. O is multiplied by
+/// `factor`.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,

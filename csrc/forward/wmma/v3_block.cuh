@@ -8,6 +8,7 @@
 
 #include "attention.h"
 #include "device/constants.cuh"
+#include "device/dropout_tile.cuh"
 #include "device/key_mask.cuh"
 #include "device/score_mod.cuh"
 #include "device/sink.cuh"
@@ -119,6 +120,7 @@ template <class Tile, Problems kProblems>
 struct Work {
     using T = typename Tile::T;
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kDrops = includes(kProblems, Problems::kDropped);  // these run problems with dropout alone
     const ForwardParams& p;
     Sequence sequence;
     QTile tile;
@@ -136,6 +138,12 @@ struct Work {
     __device__ auto place() const {
         if constexpr (kPacked) return sequence;
         else return tile.batch;
+    }
+
+    /// Which weights of the head dropout keeps; without meaning unless kDrops.
+    __device__ DropoutMask dropout_mask() const {
+        if constexpr (kDrops) return {dropout_state(p.dropout), p.dropout.first_entry + sequence.index, tile.head};
+        else return {};
     }
 
     /// Scale of the scores of Q's rows [row, row + kWarpRows), before K's exponent.
@@ -203,15 +211,16 @@ __device__ __forceinline__ void clear(OAccumulators<Tile>& o) {
         for (int c = 0; c < Tile::kD / 16; ++c) wmma::fill_fragment(o[r][c], 0.f);
 }
 
-/// Stores a row's final 1/l, times O's unit, and LSE, from its sum l and reference m (log2 units): 0 and the sink
-/// (without sinks -inf) if the row saw no key.
+/// Stores a row's final 1/l, times O's unit and dropout's 1 / (1 - p), and LSE, from its sum l and reference m (log2
+/// units): 0 and the sink (without sinks -inf) if the row saw no key.
 template <class Tile, Problems kProblems>
 __device__ void finish_row(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem, const ValueUnit& unit, int row,
                            float m, float l) {
     const auto [query, head] = work.tile.row(row);
     const bool none = l == 0.f;
     const float rescale = take_sink(work.p, head, m, l);
-    smem.inverse_l[row] = none ? 0.f : rescale * (exp2f(unit.exponent) / l);
+    const float kept = Work<Tile, kProblems>::kDrops ? kept_scale(work.p.dropout) : 1.f;
+    smem.inverse_l[row] = none ? 0.f : rescale * kept * (exp2f(unit.exponent) / l);
     if (query < work.sequence.seqlen_q)
         work.p.lse[lse_index(work.p, work.place(), head, query)] = l == 0.f ? -INFINITY : (m + log2f(l)) * kLn2;
 }

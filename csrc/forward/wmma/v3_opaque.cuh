@@ -24,6 +24,7 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
     const float q_scale = work.query_scale(warp_row);
     auto& [k, v, warps] = smem.opaque;
     auto& scratch = warps[threadIdx.x / 32];
+    const DropoutMask dropout_mask = work.dropout_mask();
 
     ValueUnit unit(work.v_exp);
     float m[Tile::kRowTiles], l[Tile::kRowTiles];  // of row lane / 2; both lanes of the pair hold the whole sum
@@ -74,7 +75,10 @@ __device__ __noinline__ void attend_opaque(const ForwardParams& p) {
             const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(m[r] - base);
             for (int i = 0; i < 8; ++i) {
                 const float weight = ptx::ex2(score[i] + value.weight - base);
-                scratch.p[row][first_column + i] = Element<T>::from(weight);
+                bool kept = true;
+                if constexpr (Work<Tile, kProblems>::kDrops)
+                    kept = keeps_weight(p.dropout, dropout_mask, query, key + first_column + i);
+                scratch.p[row][first_column + i] = Element<T>::from(kept ? weight : 0.f);
                 sum += weight;
             }
             sum += __shfl_xor_sync(kWarpMask, sum, 1);

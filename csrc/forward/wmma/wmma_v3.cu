@@ -21,7 +21,8 @@ inline constexpr TableRow kTuringRows[] = {
 /// Every shape of this build, by head dim, the largest tile first.
 const std::vector<Shape> kShapes = [] {
     std::vector<Shape> all = join({shapes<half, kPlain, kCommonRows>(75), shapes<half, kPlain, kTuringRows>(75)});
-    for (auto* more : {sm80_half_shapes, sm80_bf16_shapes, half_general_shapes, sm80_bf16_general_shapes})
+    for (auto* more : {sm80_half_shapes, sm80_bf16_shapes, half_general_shapes, sm80_bf16_general_shapes,
+                       half_dropped_shapes, sm80_bf16_dropped_shapes})
         if (more)
             for (const Shape& shape : more()) all.push_back(shape);
     std::stable_sort(all.begin(), all.end(), [](const Shape& a, const Shape& b) {
@@ -38,7 +39,7 @@ const KernelInfo kInfo = Tiled<kShapes, /*kConverts=*/true>::row(
      .bf16_min_arch = sm80_bf16_shapes ? 80 : 0,
      .float32 = true,
      .float16 = true,
-     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kSinks,
+     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks,
      .auto_rank = 10});
 const Registration kRegistration(kInfo);
 

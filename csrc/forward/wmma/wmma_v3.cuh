@@ -9,7 +9,8 @@
 //   * the softmax is exact per row, in registers: a row's scores lie in the four lanes of a quad;
 //   * P goes from one product to the next in registers: element i of an accumulator and element i of a matrix_a
 //     fragment are the same place of the 16x16 tile (and for half, which holds every place twice, element i + 8);
-//   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in instances that take it).
+//   * a bias, ALiBi or a soft cap meets each score in its register (ScoreMod, in instances that take it), and dropout
+//     each weight (KeptTile, in instances of its own).
 // Hardware with another layout takes attend_opaque (v3_opaque.cuh), which works with any.
 //
 // Lagged maximum: m need not be the true maximum, only close enough that P fits T. The first tile and masked tiles set
@@ -130,6 +131,19 @@ __device__ __forceinline__ float weights_of_row(Accumulator (&s)[Tile::kBc / 16]
     return sum;
 }
 
+/// Drops weights that have been summed, in instances that take dropout.
+template <class Tile, Problems kProblems>
+__device__ __forceinline__ void drop_weights(Accumulator (&p)[Tile::kRowTiles][Tile::kBc / 16],
+                                             const Work<Tile, kProblems>& work, const DropoutMask& mask, int warp_row,
+                                             int key) {
+    if constexpr (Work<Tile, kProblems>::kDrops)
+        KeptTile<false, Tile::kWarpRows, Tile::kBc>(work.p.dropout, mask, work.tile.row(warp_row).query, key)
+            .each([&](int i, int column, bool kept) {
+                float& x = p[i / 2][column / 16].x[element_of_row(i % 2, column / 8 % 2 * 2 + column % 2)];
+                x = kept ? x : 0.f;
+            });
+}
+
 /// The main loop for the known fragment layout: softmax and P in registers.
 template <class Tile, Problems kProblems>
 __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, SharedMemory<Tile>& smem,
@@ -149,6 +163,7 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
     const int all_begin = keys.all_begin, all_end = keys.all_end;
 
     LaggedSoftmax<Tile::kWarpRows> softmax;
+    const DropoutMask dropout_mask = work.dropout_mask();
 
     // The second product runs one tile behind the first, so that it overlaps with the next tile's softmax.
     ValueUnit unit(work.v_exp);
@@ -185,6 +200,7 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
                 sum = weights_of_row<Tile>(s[i / 2], i % 2, factor, value.weight - softmax.m[i]);
                 moderate &= fabsf(softmax.m[i]) < kModerate;
             });
+            drop_weights(s, work, dropout_mask, warp_row, key);
             hand_over<Tile>(weights, s);
             if (__all_sync(kWarpMask, moderate && softmax.template fits<typename Tile::T>(sums))) {
                 softmax.l.each([&](int i, float& l) { l = fmaf(sums[i], ptx::ex2(-value.weight), l); });
@@ -215,6 +231,7 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
             const float rescale_o = rescale * ptx::ex2(value.rescale);
             each_in_row(o[r], h, [&](float& x, int) { x *= rescale_o; });
         });
+        drop_weights(s, work, dropout_mask, warp_row, key);
         hand_over<Tile>(weights, s);
     }
 
@@ -226,9 +243,9 @@ __device__ __forceinline__ void attend(const Work<Tile, kProblems>& work, Shared
     });
 }
 
-// spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general one of d = 256 alone) keep up to a
-// dozen loop-invariant values (addresses, bounds) in local memory, written once a block and read a few times a tile;
-// tiles that avoid it are slower (docs/tuning).
+// spills: sm_75 sm_80 sm_90: the tiles at the register limit (on sm_75 the general ones of d = 256 alone) keep up to a
+// dozen loop-invariant values (addresses, bounds; with dropout on sm_75 three dozen) in local memory, written once a
+// block and read a few times a tile; tiles that avoid it are slower (docs/tuning).
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(const __grid_constant__ ForwardParams p) {
     using T = typename Tile::T;
@@ -308,7 +325,8 @@ inline constexpr TableRow kWideRows[] = {
     {{.d = 256, .keys = 32, .q_in_registers = false, .blocks_per_sm = 1}},
 };
 
-/// For packed sequences and ScoreMods, on every architecture: one per range of d, since `auto` prefers another kernel.
+/// For packed sequences, ScoreMods and dropout, on every architecture: one per range of d, since `auto` prefers another
+/// kernel.
 inline constexpr TableRow kGeneralRows[] = {
     {{.d = 64, .keys = 64, .q_in_registers = true, .blocks_per_sm = 2}},
     {{.d = 128, .keys = 32, .q_in_registers = true, .blocks_per_sm = 2}},

@@ -3,6 +3,6 @@
 
 namespace flash_wmma::wmma_v3 {
 
-std::vector<Shape> half_general_shapes() { return shapes<half, Problems::kAny, kGeneralRows>(75); }
+std::vector<Shape> half_general_shapes() { return shapes<half, Problems::kUndropped, kGeneralRows>(75); }
 
 }  // namespace flash_wmma::wmma_v3

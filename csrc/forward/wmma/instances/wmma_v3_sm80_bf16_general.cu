@@ -4,6 +4,6 @@
 
 namespace flash_wmma::wmma_v3 {
 
-std::vector<Shape> sm80_bf16_general_shapes() { return shapes<bf16, Problems::kAny, kGeneralRows>(80); }
+std::vector<Shape> sm80_bf16_general_shapes() { return shapes<bf16, Problems::kUndropped, kGeneralRows>(80); }
 
 }  // namespace flash_wmma::wmma_v3
