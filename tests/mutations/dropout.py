@@ -137,8 +137,8 @@ FAULTS = [
     Fault(
         name="dropout-v3-entry",
         path="csrc/forward/wmma/v3_block.cuh",
-        old="p.dropout.first_entry + sequence.index, tile.head};",
-        new="p.dropout.first_entry, tile.head};",
+        old="p.dropout.origin, sequence.index, tile.head};",
+        new="p.dropout.origin, 0, tile.head};",
         why="all batch entries have the first one's mask",
         kernels=V3,
         tests=DROPOUT,

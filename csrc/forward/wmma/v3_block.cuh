@@ -142,7 +142,7 @@ struct Work {
 
     /// Which weights of the head dropout keeps; without meaning unless kDrops.
     __device__ DropoutMask dropout_mask() const {
-        if constexpr (kDrops) return {dropout_state(p.dropout), p.dropout.first_entry + sequence.index, tile.head};
+        if constexpr (kDrops) return {dropout_state(p.dropout), p.dropout.origin, sequence.index, tile.head};
         else return {};
     }
 
