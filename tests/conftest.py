@@ -6,10 +6,12 @@ emulator.
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import fcntl
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -17,7 +19,7 @@ import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -41,14 +43,38 @@ EMULATED_CONVERTED_CASES = 8
 """The same for gradients of inputs that the kernel converts: what is special about them has tests of its own."""
 EMULATED_RUNG_CASES = 1
 """The same for each of the early rungs of the ladder on CUDA cores, which have little to go wrong."""
-QUICK = 4
-"""With --quick, one case in so many of a test; at least one."""
+
+
+class Part(NamedTuple):
+    """Of a test's cases every ``of``-th, beginning with one of the first ``of``; at least one case."""
+
+    number: int
+    of: int
+
+
+QUICK = Part(1, 4)
+
+
+def part_of(text: str) -> Part:
+    """What --part names: K/N, 1 <= K <= N."""
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    part = Part(*map(int, match.groups())) if match else Part(0, 0)
+    if not 1 <= part.number <= part.of:
+        raise argparse.ArgumentTypeError(f"got {text}, allowed: K/N with 1 <= K <= N")
+    return part
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--every-combination", action="store_true", help="of parameters, instead of every pair")
     parser.addoption(
-        "--quick", action="store_true", help=f"of each test one case in {QUICK}, for each kernel and dtype"
+        "--part",
+        type=part_of,
+        default=Part(1, 1),
+        metavar="K/N",
+        help="of each test's cases every N-th; K, from 1 to N, says which",
+    )
+    parser.addoption(
+        "--quick", action="store_const", dest="part", const=QUICK, help=f"--part={QUICK.number}/{QUICK.of}"
     )
     parser.addoption("--kernel", action="append", default=[], help="test that kernel alone; may be repeated")
 
@@ -256,7 +282,7 @@ def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype;
-    ``--every-combination``: all. None of them is one that is marked `long`. ``--quick``: one in QUICK."""
+    ``--every-combination``: all. None of them is one that is marked `long`. ``--part``: some of these."""
     cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
     for item in items:
         kernel, dtype = target_of(case_of(item))
@@ -268,21 +294,20 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         count = len(same) if config.getoption("--every-combination") else min(len(same), at_most)
         chosen = {same[i * len(same) // count] for i in range(count)}
         left_out |= {item for item in same if item not in chosen or item.get_closest_marker("long")}
-    if config.getoption("--quick"):
-        left_out.update(not_quick([item for item in items if item not in left_out]))
+    left_out.update(other_parts([item for item in items if item not in left_out], config.getoption("--part")))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 
 
-def not_quick(items: list[pytest.Item]) -> Iterator[pytest.Item]:
-    """All but one case in QUICK of each test. Which one comes first depends on the test's name, so that tests with a
-    case for each kernel do not all take the same kernels."""
+def other_parts(items: list[pytest.Item], part: Part) -> Iterator[pytest.Item]:
+    """The cases of each test that are not in the part. Which one comes first depends on the test's name, so that tests
+    with a case for each kernel do not all take the same kernels."""
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
         tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
     for name, cases in tests.items():
-        first = zlib.crc32(name.encode()) % min(QUICK, len(cases))
-        yield from (case for i, case in enumerate(cases) if i % QUICK != first)
+        first = (zlib.crc32(name.encode()) + part.number - 1) % min(part.of, len(cases))
+        yield from (case for i, case in enumerate(cases) if i % part.of != first)
 
 
 @pytest.fixture

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
+import conftest
 import pytest
 
 import flash_wmma
@@ -141,6 +145,7 @@ def test_hub(checkout: Path) -> None:
         ("-x --color=no", "--quick -x --color=no"),
         ("--full", ""),
         ("-x --full --color=no", "-x --color=no"),
+        ("--part=2/3", "--part=2/3"),
         ("-k simt", "-k simt"),
         ("--kernel cpu", "--kernel cpu"),
         ("flash_wmma/_version.py::test_it", "flash_wmma/_version.py::test_it"),
@@ -166,18 +171,34 @@ def collected(*arguments: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if "::" in line]
 
 
-def test_quick_runs_a_quarter_of_every_test() -> None:
-    """Of few cases, one; of tests with a case for each kernel, others in each test."""
-    whole = collected("tests/test_errors.py", "tests/test_torch.py")
-    quick = collected("tests/test_errors.py", "tests/test_torch.py", "--quick")
+def test_parts_hold_every_case() -> None:
+    """Each part has cases of every test, other parts others where there are enough; --quick is the first quarter. Of
+    tests with a case for each kernel, a part takes others in each test."""
+    files = "tests/test_errors.py", "tests/test_torch.py"
+    whole = collected(*files)
+
+    def part_of(number: int) -> list[str]:
+        items: Any = [SimpleNamespace(nodeid=node) for node in whole]
+        others = {item.nodeid for item in conftest.other_parts(items, conftest.Part(number, 4))}
+        return [node for node in whole if node not in others]
+
+    parts = [part_of(number) for number in (1, 2, 3, 4)]
 
     def cases(nodes: list[str]) -> Counter[str]:
         return Counter(node.partition("[")[0] for node in nodes)
 
-    assert quick == [node for node in whole if node in set(quick)]
-    assert cases(quick).keys() == cases(whole).keys()
-    for test, count in cases(whole).items():
-        assert max(1, count // 4) <= cases(quick)[test] <= -(-count // 4)
-    kernels = {node.partition("[")[2].split("-")[0].split(".")[0] for node in quick}
+    assert collected(*files, "--quick") == parts[0]
+    assert set().union(*parts) == set(whole)
+    for part in parts:
+        assert cases(part).keys() == cases(whole).keys()
+        for test, count in cases(whole).items():
+            assert max(1, count // 4) <= cases(part)[test] <= -(-count // 4)
+    kernels = {node.partition("[")[2].split("-")[0].split(".")[0] for node in parts[0]}
     known = {kernel.name for kernel in flash_wmma.kernels()}
     assert len(kernels & known) > len(known) / 2, "not the same quarter of the kernels in each test"
+
+
+@pytest.mark.parametrize("part", ["3", "0/2", "3/2", "1/0"])
+def test_wrong_part(part: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError, match=rf"got {part}, allowed: K/N with 1 <= K <= N"):
+        conftest.part_of(part)

@@ -822,7 +822,7 @@ def test_varlen_with_pages(size: int, window: tuple[int, int]) -> None:
 def test_serving(target: Target, request: pytest.FixtureRequest) -> None:
     """Each step is checked for NaN, which are all that is not in use, and a sample against float64 (serving.py)."""
     kernel, dtype = target
-    steps = 12 if emulated(kernel) else 300 if request.config.getoption("--quick") else 10_000
+    steps = 12 if emulated(kernel) else 10_000 if request.config.getoption("--part").of <= 2 else 300
     where = serving.Where(kernel.name, kernel.device, dtype, serving.tolerance(dtype, kernel.min_arch > 0))
     events = serving.simulate(where, steps, every=1 if emulated(kernel) else 10)
     assert emulated(kernel) or (events.forks > 5 and events.goes > 5)

@@ -135,8 +135,11 @@ def test_modified_scores(target: Target, kind: str) -> None:
     k, v = (packed(sum(lengths[1]), 2, 64, dtype, kernel.device, s) for s in (2, 3))
     batch, nq, nk = len(lengths[0]), max(lengths[0]), max(lengths[1])
     generator = torch.Generator().manual_seed(4)
+    bias = torch.randn(batch, 4, nq, nk, generator=generator)
+    for b, (n, m) in enumerate(zip(*lengths, strict=True)):
+        bias[b, :, n:] = bias[b, ..., m:] = math.nan  # for queries and keys that the sequence does not have
     modification = {
-        "attn_bias": Modification(torch.randn(batch, 4, nq, nk, generator=generator).to(kernel.device)),
+        "attn_bias": Modification(bias.to(kernel.device)),
         "bool": Modification((torch.rand(batch, 1, 1, nk, generator=generator) > 0.3).to(kernel.device)),
         "alibi_slopes": Modification(None, torch.rand(batch, 4, generator=generator).to(kernel.device)),
         "softcap": Modification(softcap=3.0),

@@ -30,7 +30,7 @@ template <>
 class ScoreMod<true> {
   public:
     __device__ ScoreMod(const ForwardParams& params, const Sequence& sequence, const QTile& tile)
-        : p(params), offset_(sequence.seqlen_k - sequence.seqlen_q) {
+        : p(params), last_query_(sequence.seqlen_q - 1), offset_(sequence.seqlen_k - sequence.seqlen_q) {
         const Bias& b = p.bias;
         const int bytes = b.dtype == DType::kFloat32 ? 4 : b.dtype == DType::kBool ? 1 : 2;
         const std::int64_t first = sequence.index * b.batch + tile.head * b.head;
@@ -79,7 +79,8 @@ class ScoreMod<true> {
 
     /// The same for products in any arrangement: each(f) calls f(i, n) for all of them, x(i, n) is the product of
     /// query(i, n) and key(i, n), and slope(i, n) becomes the derivative of the score by the scaled product, if there
-    /// is a softcap.
+    /// is a softcap. A query past the end of its sequence gets the bias of the last: of the rows behind a short packed
+    /// sequence a NaN or an infinity would reach the gradients of the keys.
     template <class Each, class X, class Slope, class Query, class Key>
     __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {
@@ -93,11 +94,11 @@ class ScoreMod<true> {
             each([&](int i, int n) { x(i, n) *= scale; });
         }
         if (bias_) {
-            const int last_query = static_cast<int>(p.seqlen_q) - 1, last_key = static_cast<int>(p.seqlen_k) - 1;
+            const int last_key = static_cast<int>(p.seqlen_k) - 1;
             const auto add = [&](auto type) {
                 const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
                 each([&](int i, int n) {
-                    const std::int64_t q = min(query(i, n), last_query), k = min(key(i, n), last_key);
+                    const std::int64_t q = min(query(i, n), last_query_), k = min(key(i, n), last_key);
                     x(i, n) = biased(x(i, n), bias[q * p.bias.query + k * p.bias.key]);
                 });
             };
@@ -124,6 +125,7 @@ class ScoreMod<true> {
     const ForwardParams& p;
     const char* bias_;  // of this head
     float slope_;       // in log2 units
+    int last_query_;    // of the sequence
     int offset_;
     bool paired_;  // whether keys 2 n and 2 n + 1 are one aligned load
 
