@@ -93,13 +93,13 @@ class Fold(NamedTuple):
         return dbias.sum_to_size(self.size, *(1,) * (dbias.dim() - 1 - len(each)), *each).reshape(self.size, *each)
 
 
-def fold_of(info: Any, q: Tensor, mapped_q: Dim, call: Call, mapped: Any) -> Fold:
+def fold_of(size: int, q: Tensor, mapped_q: Dim, call: Call, mapped: Any) -> Fold:
     """``mapped`` has the dimensions of the call's tensors."""
     packed = call.lengths is not None
-    if packed and any(dim is not None for dim in mapped.lengths):
+    if packed and any(dim is not None for dim in mapped.lengths[:3]):
         refuse("cu_seqlens_q, cu_seqlens_k, seqused_k", "lengths over which vmap maps", "one for all mapped calls")
     into_heads = packed or mapped.sinks is not None
     shape = list(q.shape)
     if mapped_q is not None:
         del shape[mapped_q]
-    return Fold(info.batch_size, packed, into_heads, shape[1 if into_heads else 0])
+    return Fold(size, packed, into_heads, shape[1 if into_heads else 0])

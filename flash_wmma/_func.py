@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
 from . import _autocast, _autograd, _ops, _tangent
@@ -20,14 +21,37 @@ from ._errors import refuse
 from ._fold import ONE_STATE, fold_of
 
 
-def _with(attn_bias: Any, alibi_slopes: Any, sinks: Any, call: Call) -> Call:
-    """The call with the tensors of floats, as :func:`_without` gives them."""
-    return call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
+def _floats(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The tensors of floats, which transforms must see."""
+    return call.attn_bias, call.alibi_slopes, call.sinks
 
 
-def _without(call: Call) -> tuple[Tensor | None, Tensor | None, Tensor | None, Call]:
-    """The tensors of floats, which transforms must see, and the call without them."""
-    return call.attn_bias, call.alibi_slopes, call.sinks, _with(None, None, None, call)
+class _Rest:
+    """A call without its tensors, as an argument of a Function. torch takes tuples apart, at some 5 µs an element and
+    transform; this it takes as it is."""
+
+    __slots__ = ("call",)
+
+    def __init__(self, call: Call) -> None:
+        self.call = call
+
+
+def _with(attn_bias: Any, alibi_slopes: Any, sinks: Any, *others: Any) -> Call:
+    """The call of the arguments that :func:`_without` gives, or with what vmap says of its tensors."""
+    *rest, call = others
+    if not rest:
+        return call.call  # type: ignore[no-any-return]
+    key_ranges, *rest = rest
+    return call.call.joined([attn_bias, alibi_slopes, key_ranges, sinks, *rest])  # type: ignore[no-any-return]
+
+
+def _without(call: Call) -> tuple[Any, ...]:
+    """A Function's arguments: the tensors of floats, the other tensors if there are any at all, and the rest."""
+    bare, tensors = call.split()
+    if not tensors:
+        return None, None, None, _Rest(call)
+    attn_bias, alibi_slopes, key_ranges, sinks, *others = tensors
+    return attn_bias, alibi_slopes, sinks, key_ranges, *others, _Rest(bare)
 
 
 def _seen_from_outside(jvp: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,8 +67,7 @@ def _seen_from_outside(jvp: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Attention(torch.autograd.Function):
-    """:class:`flash_wmma._autograd.Attention`, for transforms. Its arguments end with the call without its tensors of
-    floats, which stand before it."""
+    """:class:`flash_wmma._autograd.Attention`, for transforms. Its arguments are q, k, v and :func:`_without`'s."""
 
     @staticmethod
     def forward(q: Tensor, k: Tensor, v: Tensor, *masks: Any) -> tuple[Tensor, Tensor]:
@@ -54,6 +77,7 @@ class Attention(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, results: tuple[Tensor, Tensor]) -> None:
         q, k, v, *masks = inputs
         ctx.call, tensors = _with(*masks).split()
+        ctx.others = len(masks) - 3
         ctx.save_for_backward(q, k, v, *results, *tensors)
         ctx.save_for_forward(q, k, v, *results, *tensors)
         ctx.set_materialize_grads(False)
@@ -68,11 +92,11 @@ class Attention(torch.autograd.Function):
         *made, dsinks = _gradients(dout, dlse, q, k, v, out, lse, bias_grad, call, sinks_grad)
         dslopes = None
         if slopes_grad:
-            arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
+            arguments = q, k, v, *_floats(call)
             blocks = Blocks(arguments, call)
             given = dout, torch.zeros_like(lse) if dlse is None else dlse
             (dslopes,) = blocks.vjp(blocks.attend, arguments, [4], given, blocks.dims, (2, 2))
-        return *made, dslopes, dsinks, None
+        return *made, dslopes, dsinks, *(None,) * ctx.others
 
     @staticmethod
     @_seen_from_outside
@@ -80,22 +104,26 @@ class Attention(torch.autograd.Function):
         q, k, v, out, lse, *tensors = saved
         call = ctx.call.joined(tensors)
         if _tangent.has_kernels(q, v, moved, call):
-            dq, dk, dv, _, _, dsinks, _ = moved
-            return _tangent.tangents(q, k, v, out, lse, dq, dk, dv, dsinks, call, Attention.apply, Gradients.apply)
-        arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
+            dq, dk, dv, _, _, dsinks = moved[:6]
+            return _tangent.tangents(q, k, v, out, lse, dq, dk, dv, dsinks, call, _attend, _gradients)
+        arguments = q, k, v, *_floats(call)
         blocks = Blocks(arguments, call)
         dout, dlse = blocks.jvp(blocks.attend, arguments, moved[:6], blocks.dims, (2, 2))
         return dout.to(out.dtype), dlse
 
     @staticmethod
     def vmap(info: Any, mapped: Any, *arguments: Any) -> Any:
-        *qkv, call = (*arguments[:3], _with(*arguments[3:]))
-        dims = _with(*mapped[3:])
-        fold = fold_of(info, qkv[0], mapped[0], call, dims)
-        q, k, v = (fold.tensor(t, dim, fold.rows) for t, dim in zip(qkv, mapped, strict=False))
-        out, lse = Attention.apply(q, k, v, *_without(fold.call(call, dims)))
-        out, lse = fold.unfolded(out, fold.rows, fold.full), fold.unfolded(lse, fold.lse, fold.full)
-        return (out, lse), (fold.rows, fold.lse)
+        return _folded(info.batch_size, mapped, arguments)
+
+
+def _folded(size: int, mapped: Any, arguments: Any) -> tuple[tuple[Tensor, Tensor], tuple[int, int]]:
+    """One call of ``size`` mapped ones, of :class:`Attention`'s arguments and where they are mapped."""
+    call, dims = _with(*arguments[3:]), _with(*mapped[3:-1], arguments[-1])
+    fold = fold_of(size, arguments[0], mapped[0], call, dims)
+    q, k, v = (fold.tensor(t, dim, fold.rows) for t, dim in zip(arguments[:3], mapped, strict=False))
+    out, lse = _attend(q, k, v, fold.call(call, dims))
+    out, lse = fold.unfolded(out, fold.rows, fold.full), fold.unfolded(lse, fold.lse, fold.full)
+    return (out, lse), (fold.rows, fold.lse)
 
 
 class Gradients(torch.autograd.Function):
@@ -120,7 +148,7 @@ class Gradients(torch.autograd.Function):
         """Those that it is differentiated in, and in which dimension they and the results have queries."""
         dout, dlse, q, k, v, lse, *tensors = saved
         call = ctx.call.joined(tensors)
-        arguments = q, k, v, call.attn_bias, call.alibi_slopes, call.sinks
+        arguments = q, k, v, *_floats(call)
         blocks = Blocks(arguments, call)
         dlse = torch.zeros_like(lse) if dlse is None else dlse
         results = (2, None, None, blocks.bias_dim)[: 4 if blocks.added else 3]
@@ -142,24 +170,24 @@ class Gradients(torch.autograd.Function):
             for i, (c, t) in enumerate(zip(cotangents, tensors[2 : 2 + len(results)], strict=False))
         ]
         wanted = [i for i, t in enumerate(tensors) if t is not None and ctx.needs_input_grad[i]]
-        made: list[Tensor | None] = [None] * 12
+        made: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
         for i, t in zip(wanted, blocks.vjp(blocks.gradients, tensors, wanted, given, dims, results), strict=True):
             made[i] = t.to(tensors[i].dtype)
         return tuple(made)
 
     @staticmethod
     def vmap(info: Any, mapped: Sequence[Any], *arguments: Any) -> Any:
-        dout, dlse, q, k, v, *_, out, lse, bias_grad = arguments
-        call, m = _with(*arguments[5:9]), _with(*mapped[5:9])
-        fold = fold_of(info, q, mapped[2], call, m)
+        dout, dlse, q, k, v, *masks, out, lse, bias_grad = arguments
+        call, m = _with(*masks), _with(*mapped[5:-4], masks[-1])
+        fold = fold_of(info.batch_size, q, mapped[2], call, m)
         heads_k = fold.full if not fold.into_heads else fold.first(k, mapped[3]).shape[2]
         dq, dk, dv, dbias = Gradients.apply(
             fold.tensor(dout, mapped[0], fold.rows),
             None if dlse is None else fold.tensor(dlse, mapped[1], fold.lse),
             *(fold.tensor(t, dim, fold.rows) for t, dim in zip((q, k, v), mapped[2:5], strict=True)),
             *_without(fold.call(call, m, own_bias=bias_grad)),
-            fold.tensor(out, mapped[9], fold.rows),
-            fold.tensor(lse, mapped[10], fold.lse),
+            fold.tensor(out, mapped[-3], fold.rows),
+            fold.tensor(lse, mapped[-2], fold.lse),
             bias_grad,
         )
         dq = fold.unfolded(dq, fold.rows, fold.full)
@@ -219,7 +247,31 @@ def _is_mapped(t: Any) -> bool:
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    return Attention.apply(q, k, v, *_without(call))  # type: ignore[no-any-return]
+    """By what is active now: what no derivative is asked of goes past a Function, which would only cost the host."""
+    functorch = torch._C._functorch
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed and functorch.peek_interpreter_stack().key() == functorch.TransformType.Vmap:
+        return _vmapped(q, k, v, call)
+    if transformed or forward_ad._current_level >= 0:
+        return Attention.apply(q, k, v, *_without(call))  # type: ignore[no-any-return]
+    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *_floats(call)))
+    return _autograd.attend(q, k, v, call) if recorded else _ops.forward(q, k, v, call)
+
+
+def _vmapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """The innermost transform is vmap: as torch maps a Function, in a third of its time."""
+    functorch, interpreter = torch._C._functorch, retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    arguments = (
+        functorch._unwrap_batched(t, level) if isinstance(t, Tensor) else (t, None) for t in (q, k, v, *_without(call))
+    )
+    values, mapped = zip(*arguments, strict=True)
+    with interpreter.lower():
+        if all(dim is None for dim in mapped):
+            return _attend(q, k, v, call)
+        results, dims = _folded(interpreter.batch_size(), mapped, values)  # type: ignore[attr-defined]
+    out, lse = (functorch._add_batch_dim(t, dim, level) for t, dim in zip(results, dims, strict=True))
+    return out, lse
 
 
 def _taken_as_it_is() -> None:

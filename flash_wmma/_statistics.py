@@ -165,7 +165,7 @@ class Mapped(Statistics):
         q, k, attn_bias, alibi_slopes, sinks, lse, call, names = arguments
         call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
         mapped = dims[6]._replace(attn_bias=dims[2], alibi_slopes=dims[3], sinks=dims[4])
-        fold = fold_of(info, q, dims[0], call, mapped)
+        fold = fold_of(info.batch_size, q, dims[0], call, mapped)
         call = fold.call(call, mapped)
         found = Mapped.apply(
             *(fold.tensor(t, dim, fold.rows) for t, dim in zip((q, k), dims, strict=False)),

@@ -64,23 +64,22 @@ def tangents(
     dsinks: Tensor | None,
     call: Call,
     attend: Callable[..., tuple[Tensor, Tensor]],
-    gradients: Callable[..., tuple[Tensor, ...]],
+    gradients: Callable[..., Any],
 ) -> tuple[Tensor, Tensor]:
     """(out', lse'), given the tangents of q, k, v and sinks; None: 0. ``attend`` and ``gradients`` are the functions of
     ``_func``."""
     d = q.shape[-1]
     scale = 1 / math.sqrt(max(d, 1)) if call.scale is None else call.scale
-    masks = call.attn_bias, call.alibi_slopes, call.sinks
-    rest = call._replace(attn_bias=None, alibi_slopes=None, sinks=None, scale=scale)
+    call = call._replace(scale=scale)
     dout, dlse = torch.zeros_like(out), torch.zeros_like(lse)
     if dv is not None:
-        dout = attend(q, k, dv, *masks, rest)[0]
+        dout = attend(q, k, dv, call)[0]
     if dq is not None or dk is not None:
         dq, dk = (torch.zeros_like(t) if moved is None else moved for t, moved in ((q, dq), (k, dk)))
         values, cotangents = torch.cat((k, dk), -1), torch.cat((dq, q), -1)
-        mean = attend(q, k, values, *masks, rest)[0]
+        mean = attend(q, k, values, call)[0]
         wide_q, wide_k = torch.cat((q, q.new_zeros(*q.shape[:-1], v.shape[-1])), -1), torch.cat((k, v), -1)
-        made = gradients(cotangents, None, wide_q, wide_k, values, *masks, rest, mean, lse, False)[0]
+        made = gradients(cotangents, None, wide_q, wide_k, values, mean, lse, False, call, False)[0]
         dout = dout + made[..., d:]
         moved_lse = scale * (mean.float() * cotangents).sum(-1)
         dlse = moved_lse.transpose(0, 1) if call.lengths is not None else moved_lse

@@ -223,7 +223,7 @@ def test_a_part_of_a_whole_by_torch_ops() -> None:
 @pytest.mark.parametrize("origin", [(0, 0, 8, 0), (0, 0, 0, 1), (0, -1, 0, 0), (0, 0, 2**40, 0), (0, 0, 0)])
 def test_a_wrong_origin(origin: tuple[int, ...]) -> None:
     x = torch.zeros(1, 1, 4, 8)
-    with pytest.raises(RuntimeError, match="dropout_origin"):
+    with pytest.raises((RuntimeError, ValueError), match="dropout_origin"):  # which of the two depends on torch
         ops.forward(x, x, x, rng_state=state(), dropout_p=0.5, dropout_origin=torch.tensor(origin))
 
 

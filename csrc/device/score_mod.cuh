@@ -30,7 +30,9 @@ template <>
 class ScoreMod<true> {
   public:
     __device__ ScoreMod(const ForwardParams& params, const Sequence& sequence, const QTile& tile)
-        : p(params), last_query_(sequence.seqlen_q - 1), offset_(sequence.seqlen_k - sequence.seqlen_q) {
+        : p(params),
+          last_query_(min(sequence.seqlen_q, static_cast<int>(params.seqlen_q)) - 1),
+          offset_(sequence.seqlen_k - sequence.seqlen_q) {
         const Bias& b = p.bias;
         const int bytes = b.dtype == DType::kFloat32 ? 4 : b.dtype == DType::kBool ? 1 : 2;
         const std::int64_t first = sequence.index * b.batch + tile.head * b.head;
@@ -125,7 +127,7 @@ class ScoreMod<true> {
     const ForwardParams& p;
     const char* bias_;  // of this head
     float slope_;       // in log2 units
-    int last_query_;    // of the sequence
+    int last_query_;    // of the sequence, as far as the call says that it goes
     int offset_;
     bool paired_;  // whether keys 2 n and 2 n + 1 are one aligned load
 
