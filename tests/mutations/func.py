@@ -84,7 +84,7 @@ FAULTS = [
     Fault(
         name="vmap-mapped-lengths",
         path=FOLD,
-        old="if packed and any(dim is not None for dim in mapped.lengths):",
+        old="if packed and any(dim is not None for dim in mapped.lengths[:3]):",
         new="if False:",
         why="lengths of each mapped call reach an op that takes one",
         tests=TESTS,
