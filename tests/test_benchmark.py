@@ -34,6 +34,7 @@ benchmark = importlib.import_module("benchmark")
 builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
 contenders = importlib.import_module("harness.contenders")
+costs = importlib.import_module("costs")
 decode = importlib.import_module("decode")
 forward = importlib.import_module("forward")
 ladder = importlib.import_module("ladder")
@@ -766,6 +767,18 @@ def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+@pytest.mark.parametrize("row", costs.ROWS)
+def test_costs(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both calls of a pair give the same, but for what sinks and tangents are there to change."""
+    for name, value in {"TOKENS": 64, "LENGTH": 8, "LONG": 16}.items():
+        monkeypatch.setattr(costs, name, value)
+    calls = costs.Calls(flash_wmma, torch.device("cpu"), torch.float32, 512)
+    with_it, without = (call() for call in costs.ROWS[row](calls))
+    assert with_it.shape == without.shape
+    if row not in ("sinks", "jvp"):
+        torch.testing.assert_close(with_it, without)
+
+
 def test_forward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
     assert forward.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
