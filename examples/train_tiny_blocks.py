@@ -105,8 +105,10 @@ def compared(name: str, batches: list[Tensor], arguments: argparse.Namespace) ->
     losses = {}
     print(f"{name}: {like}, window {WINDOW}, {arguments.dtype} on {arguments.device}")
     for run, attend in RUNS.items():
+        attention = partial(Attention, like=like, attend=attend)
+        train(attention, batches[:1], sizes)  # loads kernels
         begin = time.perf_counter()
-        losses[run] = train(partial(Attention, like=like, attend=attend), batches, sizes)
+        losses[run] = train(attention, batches, sizes)
         tokens = arguments.steps * arguments.batch * arguments.length
         print(f"{run:10} {tokens / (time.perf_counter() - begin):8.0f} tokens/s", flush=True)
     print("  step", *(f"{run:>11}" for run in RUNS))
