@@ -330,13 +330,18 @@ def sequences(given: Lengths, total_q: int, total_k: int) -> None:
                 refuse("seqused_k", f"{used} at {b}", f"0 to the keys of the sequence, {keys[b]}")
 
 
-def no_gradient(**named: Tensor | None) -> None:
-    """These tensors must not require grad: no kernel computes their gradients."""
+def no_gradient(
+    why: str = "no kernel computes",
+    instead: str = ', or kernel="math", plain torch ops, which have its gradient',
+    /,
+    **named: Tensor | None,
+) -> None:
+    """These tensors must not require grad: ``why`` says who does not compute their gradients, ``instead`` who does."""
     for name, t in named.items():
         if t is not None and t.requires_grad:
             raise NotImplementedError(
-                f"{name}: got a tensor that requires grad, which no kernel computes; call under torch.no_grad(), pass "
-                f'{name}.detach(), or kernel="math", plain torch ops, which have its gradient'
+                f"{name}: got a tensor that requires grad, which {why}; call under torch.no_grad(), pass "
+                f"{name}.detach(){instead}"
             )
 
 

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
 from torch.autograd import forward_ad
 
-from . import _autocast, _autograd, _ops, _tangent
+from . import _autocast, _autograd, _ops, _slopes, _tangent
 from ._blocks import Blocks
-from ._call import Call
+from ._call import Call, Lengths
 from ._errors import refuse
 from ._fold import ONE_STATE, fold_of
 
@@ -233,6 +233,8 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call, drawn: bool) -> tuple[Te
         if forward_ad._current_level >= 0:
             torch._dynamo.graph_break(msg="flash_wmma: forward-mode differentiation is not traced")
         _taken_as_it_is()
+        lengths = None if call.lengths is None else tuple(call.lengths)
+        return _traced(q, k, v, lengths, *call._replace(lengths=None))
     return _attend(q, k, v, call)
 
 
@@ -254,8 +256,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
         return _vmapped(q, k, v, call)
     if transformed or forward_ad._current_level >= 0:
         return Attention.apply(q, k, v, *_without(call))  # type: ignore[no-any-return]
-    recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (q, k, v, *_floats(call)))
-    return _autograd.attend(q, k, v, call) if recorded else _ops.forward(q, k, v, call)
+    recorded = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (q, k, v, *_floats(call))]
+    if recorded[4]:  # the slopes
+        if call.lengths is not None:
+            return _slopes.attend(q, k, v, call)
+        return Attention.apply(q, k, v, *_without(call))  # type: ignore[no-any-return]
+    return _autograd.attend(q, k, v, call) if any(recorded) else _ops.forward(q, k, v, call)
 
 
 def _vmapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
@@ -274,9 +280,14 @@ def _vmapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
     return out, lse
 
 
+def _traced(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...] | None, *fields: Any) -> tuple[Tensor, Tensor]:
+    """:func:`_attend`, of arguments that a graph can hold."""
+    return _attend(q, k, v, Call(*fields)._replace(lengths=None if lengths is None else Lengths(*lengths)))
+
+
 def _taken_as_it_is() -> None:
-    """Has torch.compile take ``_attend`` into its graph untraced: it does not know a Function's rules for vmap."""
-    torch.compiler.allow_in_graph(_attend)  # type: ignore[no-untyped-call]
+    """Has torch.compile take ``_traced`` into its graph untraced: it does not know a Function's rules for vmap."""
+    torch.compiler.allow_in_graph(_traced)  # type: ignore[no-untyped-call]
 
 
 # As torch.compiler.assume_constant_result does, which would import torch._dynamo: called while torch.compile traces.

@@ -4,7 +4,7 @@
 
 Each state of the generator gives a mask of 8 batch entries, 8 heads, 512 queries and 512 keys, until there are as many
 weights as wanted: by default 10^9 on a GPU, 5 10^7 on the CPU. The fraction may miss 1 - p by five standard deviations
-and half of the 1/65536 to which p is rounded: less than 10^-4 from 3 10^8 weights on. The pairs of neighbours, 1.4 10^7
+and half of the 1/65536 to which p is rounded: less than 10^-4 from 8 10^8 weights on. The pairs of neighbours, 1.4 10^7
 in each mask or more, are counted by what becomes of the two weights. The chi-squares of all masks must have a sum that
 independent weights exceed with a probability of 10^-5 or more. Exit status 1 if anything was wrong.
 """

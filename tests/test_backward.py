@@ -432,9 +432,11 @@ def test_packed_with_all_options(backward_target: BackwardTarget, deterministic:
 
 
 @needs("varlen", "attn_bias")
+@pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("foreign", [math.nan, math.inf])
-def test_bias_behind_short_sequences(backward_target: BackwardTarget, foreign: float) -> None:
-    """What a bias holds for queries and keys that a short sequence does not have reaches no gradient."""
+def test_bias_behind_short_sequences(backward_target: BackwardTarget, foreign: float, causal: bool) -> None:
+    """What a bias holds for queries and keys that a short sequence does not have, or that a mask hides, reaches no
+    gradient."""
     kernel, dtype = backward_target
     ends_q, ends_k, device = [0, 3, 40], [0, 64, 104], kernel.device
     lengths = [torch.tensor(t, dtype=torch.int32, device=device) for t in (ends_q, ends_k)]
@@ -443,11 +445,16 @@ def test_bias_behind_short_sequences(backward_target: BackwardTarget, foreign: f
     q, k, v, dout = (as_multiplied(t, operand).to(dtype)[0].transpose(0, 1) for t in flat[:4])
     bias = normal((2, 2, 37, 64), device=device, seed=5)
     bias[0, :, 3:] = bias[1, ..., 40:] = foreign
+    mask = Mask(causal)
+    if causal:
+        bias.masked_fill_(~mask.visible(37, 64, device), foreign)
     rest = (q, k, v, *lengths, 37, 64)
-    out, lse = flash_wmma.forward_varlen(*rest, attn_bias=bias, return_lse=True, kernel=forward_kernel(kernel))
+    options: dict[str, Any] = {"attn_bias": bias, "kernel": forward_kernel(kernel)}
+    out, lse = flash_wmma.forward_varlen(*rest, causal=causal, return_lse=True, **options)
     options = {"attn_bias": bias, "kernel_name": kernel.name}
+    where = (*lengths, None, 37, 64, None, *band(causal, None))
     with poisoned_memory():
-        gradients = ops.backward_varlen(dout, None, q, k, v, out, lse, *lengths, None, 37, 64, None, **options)[:3]
+        gradients = ops.backward_varlen(dout, None, q, k, v, out, lse, *where, **options)[:3]
     for b in range(2):
         rows, keys = slice(*ends_q[b : b + 2]), slice(*ends_k[b : b + 2])
         one, found = (
@@ -455,7 +462,7 @@ def test_bias_behind_short_sequences(backward_target: BackwardTarget, foreign: f
             for tensors in ((q, k, v, dout), gradients)
         )
         entry = Modification(bias[b : b + 1, :, : one[0].shape[2], : one[1].shape[2]])
-        judge(kernel, Inputs(*one, None), found, DENSE, entry)
+        judge(kernel, Inputs(*one, None), found, mask, entry)
 
 
 @needs("deterministic")

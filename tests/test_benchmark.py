@@ -766,7 +766,6 @@ def test_forward_refuses_sizes_that_do_not_divide(monkeypatch: pytest.MonkeyPatc
     assert "--lengths: got 1000, allowed are divisors of 16384" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("row", costs.ROWS)
 def test_costs(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both calls of a pair give the same, but for what sinks and tangents are there to change."""
@@ -779,6 +778,7 @@ def test_costs(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
         torch.testing.assert_close(with_it, without)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_forward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
     assert forward.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err

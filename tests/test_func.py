@@ -758,6 +758,20 @@ def test_compile_leaves_forward_mode_to_eager_code() -> None:
         torch.compile(value, fullgraph=True, backend="aot_eager")(q, q)
 
 
+@pytest.mark.parametrize("name", ["q", "k", "v", "attn_bias", "alibi_slopes", "sinks"])
+def test_recorded_gradient_of_a_mapped_call(name: str) -> None:
+    """Autograd's, outside of vmap, where that tensor alone requires a gradient."""
+    names = ("q", "k", "v", "attn_bias", "alibi_slopes", "sinks")
+    tensors = dict(zip(names, (*inputs((0, 0, 0)), normal(NQ, NK), normal(HQ).abs(), normal(HQ)), strict=True))
+    found = []
+    for attend, given in ((forward, tensors), (plain, {n: t.double() for n, t in tensors.items()})):
+        leaves = given | {name: given[name].detach().requires_grad_()}
+        one = loss(attend, *names[3:], causal=True)
+        total = vmap(one, in_dims=(0, 0, 0, None, None, None))(*leaves.values()).sum()
+        found.append(torch.autograd.grad(total, leaves[name])[0])
+    close(*found)
+
+
 @pytest.mark.parametrize("mapped", [False, True])
 def test_gradient_of_slopes(mapped: bool) -> None:
     q, k, v = inputs((0, 0, 0) if mapped else (None, None, None))

@@ -225,6 +225,22 @@ def test_sums_of_weighted_keys(backward_target: Target, change: str | None) -> N
     compare({"row_sum": row_sum}, {"row_sum": (right * weights[:, :, None].double()).sum(3)})
 
 
+@needs("return_aux")
+def test_weighted_keys_of_a_row_that_is_nan(backward_target: Target) -> None:
+    """Nothing is read behind the weights, and other rows are as they were."""
+    kernel, _ = backward_target
+    q, k, _ = inputs(backward_target, 5, 17)
+    weights = torch.randn(2, 4, 17, device=kernel.device)
+    q[:, :, 2] = math.nan
+    scores = q.double() @ k.double().repeat_interleave(q.shape[1] // k.shape[1], 1).mT / math.sqrt(q.shape[3])
+    lse = scores.logsumexp(-1).float()
+    *_, row_sum = ops.statistics(q, k, lse, "", weights, None, None, None, 0, 0, kernel_name=kernel.name)
+    expected = (scores.softmax(-1) * weights[:, :, None].double()).sum(3)
+    assert row_sum[:, :, 2].isnan().all()
+    rest = [0, 1, 3, 4]
+    compare({"row_sum": row_sum[:, :, rest]}, {"row_sum": expected[:, :, rest]})
+
+
 @needs("return_aux", "varlen", "attn_bias")
 def test_a_packed_bias_where_no_row_is(backward_target: Target) -> None:
     """NaN in the bias of queries and keys that shorter sequences do not have reaches nothing."""

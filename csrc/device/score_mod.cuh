@@ -81,8 +81,8 @@ class ScoreMod<true> {
 
     /// The same for products in any arrangement: each(f) calls f(i, n) for all of them, x(i, n) is the product of
     /// query(i, n) and key(i, n), and slope(i, n) becomes the derivative of the score by the scaled product, if there
-    /// is a softcap. A query past the end of its sequence gets the bias of the last: of the rows behind a short packed
-    /// sequence a NaN or an infinity would reach the gradients of the keys.
+    /// is a softcap. A query past the end of its sequence gets no bias: a NaN or an infinity would reach the gradients of
+    /// the keys.
     template <class Each, class X, class Slope, class Query, class Key>
     __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {
@@ -100,8 +100,10 @@ class ScoreMod<true> {
             const auto add = [&](auto type) {
                 const auto* bias = reinterpret_cast<const decltype(type)*>(bias_);
                 each([&](int i, int n) {
-                    const std::int64_t q = min(query(i, n), last_query_), k = min(key(i, n), last_key);
-                    x(i, n) = biased(x(i, n), bias[q * p.bias.query + k * p.bias.key]);
+                    const int row = query(i, n);
+                    const std::int64_t q = min(row, last_query_), k = min(key(i, n), last_key);
+                    const float score = biased(x(i, n), bias[q * p.bias.query + k * p.bias.key]);
+                    if (row <= last_query_) x(i, n) = score;
                 });
             };
             switch (p.bias.dtype) {

@@ -46,18 +46,18 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
-        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
-        "bias_grad=False, "
-        "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, "
+        "bool bias_grad=False, bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> "
+        "(Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
     m.def(
         "backward_varlen(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, SymInt max_seqlen_q, SymInt max_seqlen_k, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., "
-        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
-        "bias_grad=False, "
-        "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
+        "Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, "
+        "bool bias_grad=False, bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> "
+        "(Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
     // backward, dense or with cu_seqlens packed, with more: dentropy (as lse) and dcolumn_sum ((B, Hq, Nk), packed
     // (Hq, total_k)), whose parts of delta are in dlse; dslopes, shaped as dcolumn_sum, is to be summed over keys.
@@ -66,8 +66,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? dentropy, Tensor? dcolumn_sum, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_k, "
         "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, SymInt window_right=-1, "
         "bool bottom_right=False, Tensor? attn_bias=None, Tensor? alibi_slopes=None, Tensor? key_ranges=None, "
-        "float softcap=0., Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool "
-        "bias_grad=False, bool slopes_grad=False, "
+        "float softcap=0., Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, "
+        "bool bias_grad=False, bool slopes_grad=False, "
         "bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias, Tensor dslopes)");
     // Of the weights P = exp(x - lse): row_max of the scores x, entropy = -sum_j P ln P, column_sum = sum_i P, and

@@ -228,7 +228,7 @@ class _Given:
         _dropout.probability(dropout_p=call.dropout_p)
         _dropout.check_state(call.rng_state, q.device)
         if torch.is_grad_enabled():
-            _checks.no_gradient(alibi_slopes=slopes)
+            _checks.no_gradient("ranks do not compute together", "", alibi_slopes=slopes)
         shape = None if slopes is None else tuple(slopes.shape)
         given = (*self.tensors, sinks)
         recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
@@ -435,7 +435,7 @@ def ulysses_attention(
     )
     call = _with_state(given, place)._replace(alibi_slopes=slopes, sinks=sinks)
     if call.dropout_p > 0:
-        call = call._replace(dropout_origin=torch.tensor([0, here[0], 0, 0]))
+        call = call._replace(dropout_origin=torch.tensor([0, here[0], 0, 0], device="cpu"))
     if given.packed:
         cu_q, cu_k = (
             torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=whole_q.device)

@@ -120,7 +120,7 @@ NOTHING = _Padding()
 def _ranges(job: Job, padding: _Padding, packed: bool, device: torch.device) -> Tensor:
     """The keys that each query of a job sees, as key_ranges of a padded call."""
     nq, nk, left, right = count(job.q), count(job.k), job.left, job.right
-    query = torch.arange(nq)
+    query = torch.arange(nq, device="cpu")
     first = (query - left).clamp(0, nk) if left >= 0 else torch.zeros_like(query)
     end = (query + right + 1).clamp(0, nk) if right >= 0 else torch.full_like(query, nk)
     ranges = torch.stack((first, end), -1) + padding.keys
@@ -143,7 +143,7 @@ def _part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torc
         (tile,) = job.tiles
         padding = _Padding(tile.i0 % MULTIPLE, tile.j0 % MULTIPLE)
         entry = tile.sequence if ring.packed else 0
-        origin = torch.tensor([entry, 0, tile.i0 - padding.queries, tile.j0 - padding.keys])
+        origin = torch.tensor([entry, 0, tile.i0 - padding.queries, tile.j0 - padding.keys], device="cpu")
         call = call._replace(dropout_origin=origin)
         if padding != NOTHING:
             ranges = _ranges(job, padding, ring.packed, device)

@@ -256,8 +256,8 @@ FAULTS = [
     Fault(
         name="ulysses-dropout-heads",
         path=INIT,
-        old="dropout_origin=torch.tensor([0, here[0], 0, 0])",
-        new="dropout_origin=torch.tensor([0, 0, 0, 0])",
+        old="dropout_origin=torch.tensor([0, here[0], 0, 0]",
+        new="dropout_origin=torch.tensor([0, 0, 0, 0]",
         why="every rank has the mask of the first heads",
     ),
     Fault(

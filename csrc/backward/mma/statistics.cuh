@@ -167,10 +167,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                [&](int i, int column) -> float& { return slope.at(i, column); }, from_product,
                                [&](int i, int column) { return place.query(i, column); },
                                [&](int i, int column) { return place.key(i, column); });
-                if constexpr (kOwnsKeys)  // a row that does not exist may have met any bias
-                    s.each([&](float& x, int i, int column) {
-                        if (lse(i, column) == -INFINITY) x = 0.f;
-                    });
                 factor = 1.f;
             }
             if constexpr (kOwnsKeys) {
@@ -185,9 +181,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                     x = ptx::ex2(log_weight);
                     if (log_weight != -INFINITY) entropy[i] = fmaf(-x, log_weight, entropy[i]);
                 });
-                if (key_weights)
+                if (key_weights)  // of a row whose LSE is NaN hidden keys have weights too, which are NaN
                     s.each([&](float weight, int i, int column) {
-                        if (weight != 0.f) sum[i] = fmaf(weight, key_weights[place.key(i, column)], sum[i]);
+                        const int key = min(place.key(i, column), sequence.seqlen_k - 1);
+                        if (weight != 0.f) sum[i] = fmaf(weight, key_weights[key], sum[i]);
                     });
             }
         }
