@@ -52,7 +52,7 @@ class Part(NamedTuple):
     of: int
 
 
-QUICK = Part(1, 4)
+QUICK = Part(1, 8)
 
 
 def part_of(text: str) -> Part:

@@ -172,17 +172,17 @@ def collected(*arguments: str) -> list[str]:
 
 
 def test_parts_hold_every_case() -> None:
-    """Each part has cases of every test, other parts others where there are enough; --quick is the first quarter. Of
+    """Each part has cases of every test, other parts others where there are enough; --quick is the first eighth. Of
     tests with a case for each kernel, a part takes others in each test."""
     files = "tests/test_errors.py", "tests/test_torch.py"
-    whole = collected(*files)
+    whole, of = collected(*files), conftest.QUICK.of
 
     def part_of(number: int) -> list[str]:
         items: Any = [SimpleNamespace(nodeid=node) for node in whole]
-        others = {item.nodeid for item in conftest.other_parts(items, conftest.Part(number, 4))}
+        others = {item.nodeid for item in conftest.other_parts(items, conftest.Part(number, of))}
         return [node for node in whole if node not in others]
 
-    parts = [part_of(number) for number in (1, 2, 3, 4)]
+    parts = [part_of(number) for number in range(1, of + 1)]
 
     def cases(nodes: list[str]) -> Counter[str]:
         return Counter(node.partition("[")[0] for node in nodes)
@@ -192,10 +192,10 @@ def test_parts_hold_every_case() -> None:
     for part in parts:
         assert cases(part).keys() == cases(whole).keys()
         for test, count in cases(whole).items():
-            assert max(1, count // 4) <= cases(part)[test] <= -(-count // 4)
+            assert max(1, count // of) <= cases(part)[test] <= -(-count // of)
     kernels = {node.partition("[")[2].split("-")[0].split(".")[0] for node in parts[0]}
     known = {kernel.name for kernel in flash_wmma.kernels()}
-    assert len(kernels & known) > len(known) / 2, "not the same quarter of the kernels in each test"
+    assert len(kernels & known) > len(known) / 2, "not the same eighth of the kernels in each test"
 
 
 @pytest.mark.parametrize("part", ["3", "0/2", "3/2", "1/0"])

@@ -440,10 +440,12 @@ def test_one_long_sequence_among_many(target: Target) -> None:
 
 
 @needs(CACHE, splits, natural)
-def test_many_parts_of_a_row(target: Target) -> None:
-    """More parts than a thread reads at once, some without a visible key; one row's keys are all NaN."""
-    cache = paged(target, (1800, 0), 16, heads=1, d=128)
-    q = queries(target, 2, 5, 1, 128)
+@pytest.mark.parametrize("empty", [1, 9])
+def test_many_parts_of_a_row(target: Target, empty: int) -> None:
+    """Lanes that share a row's parts, and, beside many empty sequences, one that reads more than it can at once. Some
+    parts have no visible key; one row's keys are all NaN."""
+    cache = paged(target, (1800, *[0] * empty), 16, heads=1, d=128)
+    q = queries(target, 1 + empty, 5, 1, 128)
     q[0, 4] = math.nan
     for sm_count in multiprocessors(target[0], 17):
         with on(sm_count):

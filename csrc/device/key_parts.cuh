@@ -6,7 +6,8 @@
 // after the other. The vectors of O come first (8 columns each), then one of m and l (PartRows, merge_parts).
 //
 // What blocks leave for another grid lies in global memory row by row, so that rows that do not exist cost nothing and
-// that each thread of the grid merges four columns of a row by itself (StoredPart, MergedVector).
+// that a thread of the grid merges four columns of a row, or a few lanes do, each some of the parts (StoredPart,
+// MergedVector).
 #pragma once
 
 #include <ptx.cuh>
@@ -127,41 +128,63 @@ class StoredPart {
     float* first_;
 };
 
-/// Four columns of a row, of parts 0, 1, ... at(i) below `parts` together: a few are under way at once. Without a part
-/// m is -inf, l and O are 0.
+/// Four columns of a row, of several parts together. Without a part m is -inf, l and O are 0.
 struct MergedVector {
     float m = -INFINITY, l = 0.f, o[4] = {};
 
+    /// The parts at(first), at(first + step), ... below `parts`: a few are under way at once.
     template <class At>
-    __device__ __forceinline__ MergedVector(int parts, int row, int column, At at) {
-        constexpr int kAtOnce = 16;
-        for (int first = 0; first < parts; first += kAtOnce) {
+    __device__ __forceinline__ MergedVector(int first, int step, int parts, int row, int column, At at) {
+        constexpr int kAtOnce = 8;
+        for (; first < parts; first += kAtOnce * step) {
             float2 facts[kAtOnce];
             float4 x[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                facts[i] = make_float2(-INFINITY, 0.f), x[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-                if (first + i < parts) facts[i] = at(first + i).facts(row), x[i] = at(first + i).o(row, column);
+                const int part = first + i * step;
+                const auto found = at(min(part, parts - 1));  // no branch between the loads
+                facts[i] = found.facts(row), x[i] = found.o(row, column);
+                if (part >= parts) facts[i] = make_float2(-INFINITY, 0.f);
             }
             float top = m;
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, facts[i].x);
-            const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(m - base);
-            m = top, l *= rescale;
-#pragma unroll
-            for (float& value : o) value *= rescale;
+            const float base = rescale_to(top);
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
                 // Without a visible key O may be 0 * NaN of v. If all scores are NaN, so is l
                 const bool sees = facts[i].x != -INFINITY;
-                const float weight = sees ? ptx::ex2(facts[i].x - base) : 1.f;
-                l = fmaf(facts[i].y, weight, l);
                 const float values[4] = {x[i].x, x[i].y, x[i].z, x[i].w};
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                    if (sees) o[e] = fmaf(values[e], weight, o[e]);
+                add(facts[i].y, values, sees ? ptx::ex2(facts[i].x - base) : 1.f, sees);
             }
         }
+    }
+
+    /// What the warp's lanes have whose numbers differ by multiples of `distance`, a power of two: in all of them.
+    __device__ __forceinline__ void over_lanes(int distance) {
+        for (; distance < 32; distance *= 2) {
+            const auto of_other = [&](float x) { return __shfl_xor_sync(kWarpMask, x, distance); };
+            const float other_m = of_other(m), other_l = of_other(l);
+            const float other_o[4] = {of_other(o[0]), of_other(o[1]), of_other(o[2]), of_other(o[3])};
+            const float base = rescale_to(fmaxf(m, other_m));
+            add(other_l, other_o, ptx::ex2(other_m - base), true);
+        }
+    }
+
+  private:
+    /// Makes m this one. Returns the m that weights are relative to.
+    __device__ __forceinline__ float rescale_to(float top) {
+        const float base = top == -INFINITY ? 0.f : top, rescale = ptx::ex2(m - base);
+        m = top, l *= rescale;
+#pragma unroll
+        for (float& value : o) value *= rescale;
+        return base;
+    }
+    __device__ __forceinline__ void add(float part_l, const float (&part_o)[4], float weight, bool sees) {
+        l = fmaf(part_l, weight, l);
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+            if (sees) o[e] = fmaf(part_o[e], weight, o[e]);
     }
 };
 

@@ -38,16 +38,24 @@ struct Split {
     int parts = 0;         ///< of an item at most, if every unit is a part; 0: a block's run within an item is
     int records = 0;       ///< if every unit is no part: of items, or of the blocks if there are fewer
     bool by_item = false;  ///< whether they are of items
+    int lanes_shift = 0;   ///< log2 of the lanes that share an item's parts in the second grid
 };
 
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
-constexpr int kMergeThreads = 64;  // of a block of the second grid: each has four columns of a row
+constexpr int kMergeThreads = 64;  // of a block of the second grid
+constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
 struct alignas(16) Record {
     int parts, block, first_q, seqlen_q;
     GroupedTile tile;
 };
+
+/// log2 of the lanes of the second grid that share an item's parts, if an item has so many.
+inline int merging_lanes_shift(std::int64_t parts) {
+    constexpr std::int64_t kMost = 8;  // lanes: with more, too many blocks for an SM beside those of the first grid
+    return std::bit_width(static_cast<unsigned>(std::clamp<std::int64_t>(parts / kPartsOfLane, 1, kMost))) - 1;
+}
 
 /// Blocks that the device holds at once.
 template <class Tile>
@@ -74,6 +82,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
         split.blocks = static_cast<int>(std::min(items * parts, resident));
         split.unit_shift = std::countr_zero(kUnitTiles);
         split.parts = static_cast<int>(parts);
+        split.lanes_shift = merging_lanes_shift(parts);
         return split;
     }
     const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
@@ -82,6 +91,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     split.blocks = static_cast<int>(std::min({wanted, resident, items * tiles}));
     split.by_item = !p.sequences.cu_seqlens_q && items < split.blocks;
     split.records = static_cast<int>(split.by_item ? items : split.blocks);
+    split.lanes_shift = merging_lanes_shift(split.blocks / items);  // if the lengths are equal
     return split;
 }
 
@@ -352,16 +362,19 @@ class Walk {
     std::int64_t place_ = kWhole;
 };
 
-/// The second grid: a thread merges four columns of a row of an item, whose parts lie at the record, or in the item's
-/// places.
+/// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the record, or in
+/// the item's places.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
     using T = typename Tile::T;
     constexpr int kVectors = Tile::kD / 4;  // of a row
     change_grids();
-    const int number = static_cast<int>(blockIdx.x), at = static_cast<int>(blockIdx.y * kMergeThreads + threadIdx.x);
+    const int shift = 5 - split.lanes_shift, of_warp = 1 << shift;  // vectors of a warp
+    const int thread = static_cast<int>(blockIdx.y * kMergeThreads + threadIdx.x), lane = thread % 32;
+    const int at = (thread / 32 << shift) + (lane & (of_warp - 1)), first_part = lane >> shift;
     const int row = at / kVectors, column = at % kVectors * 4;
+    const int number = static_cast<int>(blockIdx.x);
     Sequence s{};
     GroupedTile tile;
     int parts, block = 0;
@@ -375,11 +388,14 @@ __global__ void __launch_bounds__(kMergeThreads)
         s.index = found.tile.batch, s.first_q = found.first_q, s.seqlen_q = found.seqlen_q, tile = found.tile;
         parts = found.parts, block = found.block;
     }
-    if (parts < 2 || row >= Tile::kBr || row >= s.seqlen_q * tile.group - tile.first_row) return;
+    if (parts < 2) return;
+    const bool exists = row < min(Tile::kBr, s.seqlen_q * tile.group - tile.first_row);
+    const std::int64_t place = split.parts ? std::int64_t{number} * split.parts : 2 * block;
+    MergedVector all(first_part, 1 << split.lanes_shift, exists ? parts : 0, row, column,
+                     [&](int i) { return stored_part<Tile>(p, place + (split.parts ? i : 2 * i + (i == 0))); });
+    all.over_lanes(of_warp);
+    if (!exists || first_part > 0) return;
     const auto [query, head] = tile.row(row);
-    const MergedVector all(parts, row, column, [&](int i) {
-        return stored_part<Tile>(p, split.parts ? std::int64_t{number} * split.parts + i : 2 * (block + i) + (i == 0));
-    });
     const RowEnd end(p, head, all.m, all.l, 1.f);
     if (column == 0) p.lse[lse_index(p, s, head, query)] = end.lse;
     if (column < p.head_dim_v)
@@ -394,8 +410,10 @@ void launch_merge(const ForwardParams& p, const DeviceFacts& device, const Split
     if (split.blocks == 0 || (split.blocks == 1 && split.parts == 0)) return;
     const std::int64_t blocks = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.records;
     const std::int64_t rows = std::min<std::int64_t>(Tile::kBr, p.seqlen_q * (p.heads_q / p.heads_k));
-    const std::int64_t slices = (rows * (Tile::kD / 4) + kMergeThreads - 1) / kMergeThreads;
-    LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(slices)), dim3(kMergeThreads)};
+    const std::int64_t threads = rows * (Tile::kD / 4) << split.lanes_shift;
+    LaunchConfig config{
+        dim3(static_cast<unsigned>(blocks), static_cast<unsigned>((threads + kMergeThreads - 1) / kMergeThreads)),
+        dim3(kMergeThreads)};
     config.programmatic = may_launch_programmatically(device);
     launch(merge<Tile>, config, stream, p, split);
 }
