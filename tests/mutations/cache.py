@@ -396,8 +396,8 @@ FAULTS = [
     Fault(
         name="rows-behind-merged",
         path=SPLIT,
-        old=" || row >= s.seqlen_q * tile.group - tile.first_row)",
-        new=")",
+        old="row < min(Tile::kBr, s.seqlen_q * tile.group - tile.first_row);",
+        new="row < Tile::kBr;",
         why="rows that do not exist are merged and stored",
         kernels=MMA,
         tests=CACHE,
