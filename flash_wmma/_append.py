@@ -1,78 +1,76 @@
-"""The op that appends keys and values to a cache, in place, and rotary embedding.
+"""The op that appends keys and values to a cache, in place, with the rotation of what is new.
 
-Both are plain torch ops that wait for nothing, so that a CUDA graph holds them.
+On CUDA tensors it is one launch of csrc/cache/append.cu, which waits for nothing, so that a CUDA graph holds it. On CPU
+tensors it is made of torch's ops.
 """
 
 from __future__ import annotations
 
-from typing import Optional
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-
-def _place(
-    cache: Tensor, page_table: Tensor | None, batch: int, sequence: Tensor, at: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(page, row, valid) of the rows ``at`` of the sequences, of which there are ``batch``. What is not in the cache is
-    not valid."""
-    pages, _, rows = cache.shape[:3]
-    held = rows if page_table is None else rows * page_table.shape[1]
-    valid = (at >= 0) & (at < held) & (sequence < batch)
-    sequence, at = sequence.clamp_max(batch - 1), at.clamp(0, held - 1)
-    page = sequence if page_table is None else page_table[sequence, at // rows].long()
-    valid = valid & (page >= 0) & (page < pages)
-    return page.clamp(0, pages - 1), at % rows, valid
+from ._errors import raise_library_error
+from ._library import NAMESPACE, ops
 
 
-@torch.library.custom_op("flash_wmma::append_kv", mutates_args=("k_cache", "v_cache"))
-def _append_kv(
+class Rotation(NamedTuple):
+    """Rotary embedding (https://arxiv.org/abs/2104.09864) of new keys and their queries, as the op takes it."""
+
+    q: Tensor
+    """(B, Hq, N, d), or packed (total, Hq, d)."""
+    cu_seqlens_q: Tensor | None
+    cos: Tensor
+    """(rows, r / 2): the angles of each place; places are clamped to the rows."""
+    sin: Tensor
+    seqlens: Tensor | None
+    """(B): the place of each sequence's first new key and query, if not cache_seqlens."""
+    queries_advance: bool
+    """Query i is i places behind the first; otherwise all are at the first."""
+    interleaved: bool
+    """Dimensions 2 i and 2 i + 1 are a pair, instead of i and i + r / 2."""
+
+
+def append_kv(
     k_cache: Tensor,
     v_cache: Tensor,
     k: Tensor,
     v: Tensor,
     cache_seqlens: Tensor,
-    page_table: Optional[Tensor],  # noqa: UP045 (torch.library reads the annotation)
-    cu_seqlens_k: Optional[Tensor],  # noqa: UP045
-) -> None:
-    """k, v (B, Hk, n, d), or packed (total, Hk, d) with cu_seqlens_k; caches (pages, Hk, page_size, d)."""
-    if cu_seqlens_k is None:
-        batch, n = k.shape[0], k.shape[2]
-        sequence = torch.arange(batch, device=k.device).repeat_interleave(n, output_size=batch * n)
-        offset = torch.arange(n, device=k.device).repeat(batch)
-        k, v = (t.transpose(1, 2).flatten(0, 1) for t in (k, v))
-    else:
-        batch = cu_seqlens_k.shape[0] - 1
-        row = torch.arange(k.shape[0], device=k.device)
-        sequence = torch.searchsorted(cu_seqlens_k[1:].contiguous(), row, right=True)
-        offset = row - cu_seqlens_k[sequence.clamp_max(max(batch - 1, 0))]
-    held = k_cache.shape[2] if page_table is None else k_cache.shape[2] * page_table.shape[1]
-    if k.shape[0] == 0 or batch == 0 or held == 0 or k_cache.shape[0] == 0:
-        return
-    at = cache_seqlens[sequence.clamp_max(batch - 1)] + offset
-    page, row, valid = _place(k_cache, page_table, batch, sequence, at)
-    # A row that has no place is replaced by the first one that has: the same value twice in the same place. If none
-    # has, the cache's own value is written. So no mask has to come to the host.
-    first, some = valid.int().argmax(), valid.any()
-    source = torch.where(valid, torch.arange(k.shape[0], device=k.device), first)
-    page, row = page[source], row[source]
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        values = torch.where(some, new[source], cache[page, :, row])
-        cache.index_put_((page[:, None], torch.arange(new.shape[1], device=k.device), row[:, None]), values)
+    page_table: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    rotation: Rotation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """(q rotated, the new lengths). k, v (B, Hk, n, d), or packed (total, Hk, d) with cu_seqlens_k; caches (pages, Hk,
+    page_size, d)."""
+    try:
+        return ops.append_kv.default(  # type: ignore[no-any-return]
+            k_cache, v_cache, k, v, cache_seqlens, page_table, cu_seqlens_k, *(rotation or ())
+        )
+    except (RuntimeError, ValueError) as error:
+        raise_library_error(error)
+        raise
 
 
-append_kv = torch.ops.flash_wmma.append_kv.default
-"""The op."""
+# ------------------------------------------------------------------------------------------------------- on CPU tensors
 
 
-def rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
-    """x (..., N, H, d) with its first dimensions rotated (https://arxiv.org/abs/2104.09864), in float32.
+def _token(x: Tensor, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows of x (B, H, n, d), or packed, as (tokens, H, d); the sequence of each and its place in it. What lies
+    behind the last packed sequence counts as the last one's."""
+    if cu_seqlens is None:
+        batch, n = x.shape[0], x.shape[2]
+        sequence = torch.arange(batch, device=x.device).repeat_interleave(n, output_size=batch * n)
+        return x.transpose(1, 2).flatten(0, 1), sequence, torch.arange(n, device=x.device).repeat(batch)
+    row = torch.arange(x.shape[0], device=x.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True)
+    sequence = sequence.clamp_max(max(cu_seqlens.shape[0] - 2, 0))
+    return x, sequence, row - cu_seqlens[sequence]
 
-    Args:
-        cos, sin: (rows, r / 2): the angles of each place.
-        places: (..., N), clamped to the rows.
-        interleaved: dimensions 2 i and 2 i + 1 are a pair, instead of i and i + r / 2.
-    """
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bool) -> Tensor:
+    """x (tokens, H, d) with its first dimensions rotated, in float32."""
     half = cos.shape[1]
     places = places.clamp(0, cos.shape[0] - 1)
     c, s = (t[places].float().unsqueeze(-2) for t in (cos, sin))
@@ -84,3 +82,75 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor, places: Tensor, interleaved: bo
         a, b = turned[..., :half], turned[..., half:]
         turned = torch.cat((a * c - b * s, a * s + b * c), dim=-1)
     return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def _append_kv_cpu(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
+    rotary_sin: Tensor | None = None,
+    rotary_seqlens: Tensor | None = None,
+    queries_advance: bool = False,
+    interleaved: bool = False,
+) -> tuple[Tensor, Tensor]:
+    new = k.shape[2] if cu_seqlens_k is None else cu_seqlens_k.diff()
+    seqlens = (cache_seqlens.long() + new).clamp_max(2**31 - 1).int()
+    turned = k.new_empty(0)
+    batch = cache_seqlens.shape[0]
+    if batch == 0:
+        return turned if q is None else q.clone(), seqlens
+    k, sequence, offset = _token(k, cu_seqlens_k)
+    v, _, _ = _token(v, cu_seqlens_k)
+    if rotary_cos is not None and rotary_sin is not None:
+        start = cache_seqlens if rotary_seqlens is None else rotary_seqlens
+        k = _rotated(k, rotary_cos, rotary_sin, start[sequence] + offset, interleaved)
+        if q is not None:
+            rows, of, ahead = _token(q, cu_seqlens_q)
+            places = start[of] + (ahead if queries_advance else 0)
+            turned = _rotated(rows, rotary_cos, rotary_sin, places, interleaved)
+            if cu_seqlens_q is None:
+                turned = turned.unflatten(0, (batch, q.shape[2])).transpose(1, 2)
+
+    # A row has a place in the cache if its sequence has room for it and its page exists
+    pages, _, rows_of_page = k_cache.shape[:3]
+    held = rows_of_page if page_table is None else rows_of_page * page_table.shape[1]
+    at = cache_seqlens.long()[sequence] + offset
+    end = None if cu_seqlens_k is None else cu_seqlens_k[sequence + 1] - cu_seqlens_k[sequence]
+    has_place = (at >= 0) & (at < held) & (offset >= 0) & (True if end is None else offset < end)
+    sequence, at, k, v = sequence[has_place], at[has_place], k[has_place], v[has_place]
+    page = sequence if page_table is None else page_table[sequence, at // rows_of_page].long()
+    exists = (page >= 0) & (page < pages)
+    page, row = page[exists], at[exists] % rows_of_page
+    for cache, rows in ((k_cache, k), (v_cache, v)):
+        cache.transpose(1, 2)[page, row] = rows[exists]
+    return turned, seqlens
+
+
+def _append_kv_fake(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: Tensor,
+    page_table: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    q: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor]:
+    if q is None:
+        turned = k.new_empty(0)
+    else:
+        turned = torch.empty_like(q.transpose(1, 2) if q.dim() == 4 else q, memory_format=torch.contiguous_format)
+    return turned.transpose(1, 2) if turned.dim() == 4 else turned, torch.empty_like(cache_seqlens)
+
+
+torch.library.impl(f"{NAMESPACE}::append_kv", "CPU", _append_kv_cpu)
+torch.library.register_fake(f"{NAMESPACE}::append_kv", _append_kv_fake)

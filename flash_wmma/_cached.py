@@ -238,6 +238,23 @@ def append_kv(
         TypeError, ValueError: with the argument's name.
     """
     _checks.flag(validate=validate)
+    append(k_cache, v_cache, k, v, cache_seqlens, block_table, cache_batch_idx, cu_seqlens_k, validate)
+
+
+def append(
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cache_seqlens: int | Tensor,
+    block_table: Tensor | None,
+    cache_batch_idx: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    validate: bool,
+    rotation: _append.Rotation | None = None,
+) -> tuple[Tensor, Tensor]:
+    """append_kv, rotated; checks all but the rotation. Returns the rotated queries, (0) without any, and the lengths
+    with the new keys, at most 2^31 - 1. No gradients are recorded."""
     _checks.tensors(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
@@ -269,7 +286,28 @@ def append_kv(
         refuse("block_table.device", table.device, f"k's, {k.device}")
     if validate:
         _check_room(k, k_cache, seqlens, table, cu_seqlens_k, held)
-    _append.append_kv(k_cache, v_cache, k, v, seqlens, table, cu_seqlens_k)
+    if rotation is not None:
+        _check_rotated(rotation, k, batch)
+    given = (t.detach() for t in (k_cache, v_cache, k, v))
+    return _append.append_kv(*given, seqlens, table, cu_seqlens_k, rotation)
+
+
+def _check_rotated(rotation: _append.Rotation, k: Tensor, batch: int) -> None:
+    """The queries that are rotated beside k."""
+    q, cu_seqlens_q = rotation.q, rotation.cu_seqlens_q
+    if q.dtype != k.dtype:
+        refuse("q.dtype", q.dtype, f"k's, {k.dtype}")
+    if q.device != k.device:
+        refuse("q.device", q.device, f"k's, {k.device}")
+    if q.shape[-1] != k.shape[-1]:
+        refuse("q.shape", tuple(q.shape), f"k's head dim, {k.shape[-1]}")
+    if cu_seqlens_q is None:
+        if q.shape[0] != batch:
+            refuse("q.shape", tuple(q.shape), f"k's batch, {batch}")
+        return
+    _checks.int32(k, cu_seqlens_q=cu_seqlens_q)
+    if cu_seqlens_q.shape[0] != batch + 1:
+        refuse("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), f"({batch + 1},), since k has {batch} sequences")
 
 
 def _check_room(

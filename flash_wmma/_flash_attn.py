@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import _append, _checks
+from . import _checks
+from ._append import Rotation
 from ._attention import attend
-from ._cached import append_kv, attend_cached, cache_of, check_splits, lengths_of, table_of
+from ._cached import append, attend_cached, cache_of, check_splits, lengths_of, table_of
 from ._call import Lengths, call_of
 from ._dropout import probability
 from ._errors import refuse
@@ -390,18 +391,6 @@ def _rotary_tables(cos: Tensor, sin: Tensor, q: Tensor, held: int) -> None:
             refuse(f"{name}.device", t.device, f"q's, {q.device}")
 
 
-def _places(start: Tensor, x: Tensor, cu_seqlens: Tensor | None, advance: bool) -> Tensor:
-    """The place of each row of x, (B, n, H, d) or packed (total, H, d), in its sequence, whose first is at ``start``.
-    Without ``advance`` all rows of a sequence have that place."""
-    if cu_seqlens is None:
-        offset = torch.arange(x.shape[1], device=x.device) if advance else torch.zeros_like(start[:1])
-        return (start[:, None] + offset).expand(x.shape[0], x.shape[1])
-    row = torch.arange(x.shape[0], device=x.device)
-    last = max(cu_seqlens.shape[0] - 2, 0)
-    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True).clamp_max(last)
-    return start[sequence] + (row - cu_seqlens[sequence] if advance else 0)
-
-
 def flash_attn_with_kvcache(
     q: Tensor,
     k_cache: Tensor,
@@ -504,25 +493,25 @@ def flash_attn_with_kvcache(
     n = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
     seqlens = lengths_of(held if cache_seqlens is None else cache_seqlens, k_pages, table, batch, n)
     _checks.int32(q, batch=batch, cache_seqlens=seqlens, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
+    dense = cu_seqlens_q is None
+    if dense:
+        q = q.transpose(1, 2)
     if k is not None and v is not None:
-        k, v = k.detach(), v.detach()
         packed = cu_seqlens_k_new is not None
         for name, t in (("k", k), ("v", v)):
             if t.dim() != (3 if packed else 4):
                 refuse(f"{name}.shape", tuple(t.shape), "(total, H, d)" if packed else "(B, N, H, d)")
-        if rotary_cos is not None and rotary_sin is not None:
-            _rotary_tables(rotary_cos, rotary_sin, q, held)
-            interleaved = _flag("rotary_interleaved", rotary_interleaved)
-            start = seqlens if rotary_seqlens is None else rotary_seqlens
-            advance = causal or window is not None
-            places = _places(start, q, cu_seqlens_q, advance)
-            q = _append.rotated(q, rotary_cos, rotary_sin, places, interleaved)
-            places = _places(start, k, cu_seqlens_k_new, True)
-            k = _append.rotated(k, rotary_cos, rotary_sin, places, interleaved)
         if not packed:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
-        append_kv(k_pages, v_pages, k, v, seqlens, block_table=table, cu_seqlens_k=cu_seqlens_k_new, validate=validate)
-        seqlens = seqlens + (n if cu_seqlens_k_new is None else _differences(cu_seqlens_k_new))
+        rotation = None
+        if rotary_cos is not None and rotary_sin is not None:
+            _rotary_tables(rotary_cos, rotary_sin, q, held)
+            interleaved, advance = _flag("rotary_interleaved", rotary_interleaved), causal or window is not None
+            rotation = Rotation(q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, advance, interleaved)
+        turned, seqlens = append(
+            k_pages, v_pages, k, v, seqlens, table, None, cu_seqlens_k_new, _flag("validate", validate), rotation
+        )
+        q = q if rotation is None else turned
     call = call_of(
         causal=causal,
         scale=softmax_scale,
@@ -535,7 +524,6 @@ def flash_attn_with_kvcache(
         validate=_flag("validate", validate),
     )
     cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits)
-    dense = cu_seqlens_q is None
-    result, lse = attend_cached(q.transpose(1, 2) if dense else q, k_pages, v_pages, cache, call)
+    result, lse = attend_cached(q, k_pages, v_pages, cache, call)
     result = _written(result.transpose(1, 2) if dense else result, out)
     return (result, lse) if with_lse else result

@@ -78,6 +78,7 @@ CPU_TESTS = (
 OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
+    "csrc/cache/": ("kvcache",),
     "csrc/reductions/": ("reductions",),
     "csrc/emulator/": EMULATOR_TESTS,
     "csrc/cpu/": CPU_TESTS,

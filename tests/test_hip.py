@@ -85,7 +85,12 @@ def test_sources_under_rocm(setup_py: ModuleType, rocm_torch: Path, rocm: Path) 
     by_hipcc = {source for source, (rule, _) in compiled.items() if rule == "hipcc"}
     simt = {f"csrc/forward/simt/{p.name}" for p in (ROOT / "csrc" / "forward").glob("simt/simt*.cu")}
     assert len(simt) == 9  # the ladder's eight and FlashAttention-1's order
-    assert by_hipcc == simt | {"csrc/device/runtime.cu", "csrc/reductions/reduce.cu", "csrc/reductions/softmax.cu"} | {
+    assert by_hipcc == simt | {
+        "csrc/device/runtime.cu",
+        "csrc/cache/append.cu",
+        "csrc/reductions/reduce.cu",
+        "csrc/reductions/softmax.cu",
+    } | {
         f"csrc/backward/simt/{name}.cu"
         for name in ("bwd_simt", *(f"instances/bwd_simt_{part}" for part in ("fused", "keys", "queries", "statistics")))
     }

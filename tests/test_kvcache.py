@@ -7,6 +7,7 @@ import math
 import random
 from typing import Any, NamedTuple
 
+import appending
 import pytest
 import serving
 import torch
@@ -561,10 +562,11 @@ def places(table: Tensor | None, size: int, b: int, i: int) -> tuple[int, int]:
     return (b, i) if table is None else (int(table[b, i // size]), i % size)
 
 
+@pytest.mark.parametrize("where", appending.WHERE)
 @pytest.mark.parametrize("layout", ["head first", "row first", "margins"])
 @pytest.mark.parametrize("with_pages", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
-def test_append(layout: str, with_pages: bool, packed: bool) -> None:
+def test_append(where: str, layout: str, with_pages: bool, packed: bool) -> None:
     """Exactly the rows that have a place are written: not those behind the capacity, and none on a page that does not
     exist."""
     size, batch = (4, 5) if with_pages else (12, 5)
@@ -583,30 +585,127 @@ def test_append(layout: str, with_pages: bool, packed: bool) -> None:
                     page, row = places(table, size, b, i)
                     cache[page, :, row] = new[cu[b] + t]
     given = [t if packed else t.unflatten(0, (batch, 3)).transpose(1, 2) for t in news]
-    before = [bits(t) for t in given]
-    ends = int32(cu) if packed else None
-    append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends)
-    for cache, right in zip(caches, expected, strict=True):
-        assert torch.equal(cache, right)
-    assert all(torch.equal(bits(t), b) for t, b in zip(given, before, strict=True))
-    with pytest.raises(
-        ValueError, match=r"cache_seqlens: got 11 at 1 and \d new keys, allowed: at most the capacity, 12"
-    ):
-        append_kv(*caches, *given, int32(seqlens), block_table=table, cu_seqlens_k=ends, validate=True)
-    fits = int32([0, 1, 3, 6, 5])
-    wrong = pytest.raises(ValueError, match=r"block_table: got 99 at \(2, 1\)")
-    with wrong if with_pages else contextlib.nullcontext():
-        append_kv(*caches, *given, fits, block_table=table, cu_seqlens_k=ends, validate=True)
+    with appending.on(where) as device:
+        caches = [like(t, device) for t in caches]
+        given = [t.to(device) for t in given]
+        before = [bits(t) for t in given]
+        on_pages = None if table is None else table.to(device)
+        ends = int32(cu, device) if packed else None
+        append_kv(*caches, *given, int32(seqlens, device), block_table=on_pages, cu_seqlens_k=ends)
+        for cache, right in zip(caches, expected, strict=True):
+            assert torch.equal(cache.cpu(), right)
+        assert all(torch.equal(bits(t), b) for t, b in zip(given, before, strict=True))
+        with pytest.raises(
+            ValueError, match=r"cache_seqlens: got 11 at 1 and \d new keys, allowed: at most the capacity, 12"
+        ):
+            lengths = int32(seqlens, device)
+            append_kv(*caches, *given, lengths, block_table=on_pages, cu_seqlens_k=ends, validate=True)
+        fits = int32([0, 1, 3, 6, 5], device)
+        wrong = pytest.raises(ValueError, match=r"block_table: got 99 at \(2, 1\)")
+        with wrong if with_pages else contextlib.nullcontext():
+            append_kv(*caches, *given, fits, block_table=on_pages, cu_seqlens_k=ends, validate=True)
 
 
-def test_append_without_a_place_changes_nothing() -> None:
-    caches = [torch.randn(3, 2, 4, 8) for _ in range(2)]
-    before = [t.clone() for t in caches]
-    append_kv(*caches, *torch.randn(2, 3, 2, 1, 8), int32([4, 2**31 - 1, -1]))
-    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
-    append_kv(*caches, *torch.randn(2, 3, 2, 0, 8), int32([0, 0, 0]))
-    append_kv(torch.zeros(0, 2, 4, 8), torch.zeros(0, 2, 4, 8), *torch.randn(2, 0, 2, 1, 8), int32([]))
-    assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+def like(t: Tensor, device: str) -> Tensor:
+    """t on a device, with its strides."""
+    return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=device).copy_(t)
+
+
+@pytest.mark.parametrize("where", appending.WHERE)
+def test_append_without_a_place_changes_nothing(where: str) -> None:
+    with appending.on(where) as device:
+        caches = [torch.randn(3, 2, 4, 8, device=device) for _ in range(2)]
+        before = [t.clone() for t in caches]
+        append_kv(*caches, *torch.randn(2, 3, 2, 1, 8, device=device), int32([4, 2**31 - 1, -1], device))
+        assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+        append_kv(*caches, *torch.randn(2, 3, 2, 0, 8, device=device), int32([0, 0, 0], device))
+        none = torch.zeros(2, 0, 2, 4, 8, device=device)
+        append_kv(*none, *torch.randn(2, 0, 2, 1, 8, device=device), int32([], device))
+        no_rows = torch.zeros(2, 3, 2, 0, 8, device=device)
+        append_kv(*no_rows, *torch.randn(2, 3, 2, 1, 8, device=device), int32([0, 0, 0], device))
+        no_pages = torch.zeros(2, 0, 2, 4, 8, device=device)
+        table = torch.zeros(3, 2, dtype=torch.int32, device=device)
+        append_kv(*no_pages, *torch.randn(2, 3, 2, 1, 8, device=device), int32([0, 0, 0], device), block_table=table)
+        assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
+
+
+@pytest.mark.parametrize("where", appending.WHERE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_append_many(where: str, dtype: torch.dtype) -> None:
+    """More tokens than blocks, as bits: NaN of any payload and infinities come through."""
+    n, batch = 2100, 2
+    whole = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    with appending.on(where) as device:
+        new = torch.randint(-(2**15), 2**15, (2, batch, 1, n, 8), device=device).to(whole)
+        caches = torch.zeros(2, batch, 1, n + 3, 8, dtype=whole, device=device)
+        append_kv(*caches.view(dtype), *new.view(dtype), int32([1, 2], device))
+        for b in range(batch):
+            assert torch.equal(caches[:, b, :, b + 1 : n + b + 1], new[:, b])
+            assert not caches[:, b, :, : b + 1].any()
+            assert not caches[:, b, :, n + b + 1 :].any()
+
+
+ROWS = {
+    "whole": (32, 0, 16),
+    "part": (32, 0, 8),
+    "odd d": (27, 0, 13),
+    "unaligned": (32, 1, 16),
+    "odd pairs": (32, 0, 5),
+}
+"""Head dim, elements before the first row, pairs."""
+
+
+@pytest.mark.parametrize("where", appending.WHERE)
+@pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_append_rotated(where: str, rows: tuple[int, int, int], interleaved: bool, dtype: torch.dtype) -> None:
+    """Rows of whole vectors and others; places beyond the tables take their last row; the new lengths."""
+    d, offset, pairs = rows
+    batch, heads, n, held = 3, 2, 2, 6
+    starts, lengths = [0, 9, 3], [0, 2, 5]
+
+    def numbers(*shape: int) -> Tensor:
+        """With NaN around them."""
+        memory = torch.full((math.prod(shape) + offset + 9,), math.nan).to(dtype)
+        values = memory[offset : offset + math.prod(shape)].view(shape)
+        return values.copy_(torch.randn(shape))
+
+    q, k, v = numbers(batch, n, 3, d), numbers(batch, n, heads, d), numbers(batch, n, heads, d)
+    angle = torch.rand(5, pairs) * 6
+    cos, sin = numbers(5, pairs).copy_(angle.cos()), numbers(5, pairs).copy_(angle.sin())
+    caches = torch.zeros(2, batch, heads, held, d, dtype=dtype)
+    with appending.on(where) as device:
+        on = caches.to(device)
+        rotation = flash_wmma._append.Rotation(
+            q.to(device).transpose(1, 2), None, cos.to(device), sin.to(device), int32(starts, device), True, interleaved
+        )
+        given = (like(t.transpose(1, 2), device) for t in (k, v))
+        turned_q, seqlens = flash_wmma._append.append_kv(*on, *given, int32(lengths, device), None, None, rotation)
+    assert seqlens.tolist() == [n + length for length in lengths]
+    eps = torch.finfo(dtype).eps
+    for b in range(batch):
+        at = (starts[b] + torch.arange(n)).clamp_max(4)
+        right_q, right_k = (
+            torch.cat([turned(x[i][None], cos, sin, int(at[i]), interleaved) for i in range(n)]) for x in (q[b], k[b])
+        )
+        torch.testing.assert_close(turned_q[b].transpose(0, 1).cpu().double(), right_q, atol=4 * eps, rtol=4 * eps)
+        for i in range(n):
+            if lengths[b] + i < held:
+                caches[0, b, :, lengths[b] + i], caches[1, b, :, lengths[b] + i] = right_k[i].to(dtype), v[b, i]
+    torch.testing.assert_close(on[0].cpu(), caches[0], atol=8 * eps, rtol=8 * eps)
+    assert torch.equal(on[1].cpu(), caches[1])
+
+
+@pytest.mark.skipif(appending.WHERE[1] == "emulated", reason="needs a CUDA device")
+def test_append_to_elements_apart() -> None:
+    """A cache and new rows whose elements are not adjacent."""
+    caches = torch.zeros(2, 3, 2, 16, 6, device="cuda").transpose(3, 4)
+    new = torch.randn(2, 3, 2, 16, 1, device="cuda").transpose(3, 4)
+    append_kv(*caches, *new, int32([0, 5, 3], "cuda"))
+    for b, at in enumerate((0, 5, 3)):
+        assert torch.equal(caches[:, b, :, at], new[:, b, :, 0])
+    assert int(caches.count_nonzero()) == new.numel()
 
 
 # ------------------------------------------------------------------------------ flash-attn's properties, written anew
@@ -684,9 +783,10 @@ def kv_cases() -> list[KvCase]:
     return cases
 
 
+@pytest.mark.parametrize("where", appending.WHERE)
 @pytest.mark.parametrize("case", kv_cases(), ids=lambda case: f"{case.size}-{case.new}-{case.queries}-{case.place}")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_with_kvcache(case: KvCase, dtype: torch.dtype) -> None:
+def test_with_kvcache(where: str, case: KvCase, dtype: torch.dtype) -> None:
     """The cache is what it should be, bit for bit where nothing is rotated, and so is the result."""
     batch, d, held = 4, 32, 64
     heads_q, heads_k = case.heads
@@ -736,7 +836,11 @@ def test_with_kvcache(case: KvCase, dtype: torch.dtype) -> None:
         at = [places(table, rows, b, i) for i in range(leftpad[b], end)]
         keys, values = (torch.stack([t[place] for place in at]) if at else t[0, :0] for t in (right_k, right_v))
         expected.append(attention64(own_q.to(dtype), keys, values, **{**case.options, "alibi_slopes": slopes}))
-    out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, validate=True, **given)
+    with appending.on(where) as device:
+        q, k, v, k_cache, v_cache = (None if t is None else t.to(device) for t in (q, k, v, k_cache, v_cache))
+        given = {name: x.to(device) if isinstance(x, Tensor) else x for name, x in given.items()}
+        out, lse = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, return_softmax_lse=True, validate=True, **given)
+    k_cache, v_cache, out = k_cache.cpu(), v_cache.cpu(), out.cpu()
     assert torch.equal(v_cache, right_v)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(k_cache, right_k, atol=8 * eps, rtol=0 if not case.rotary else 8 * eps)
@@ -747,18 +851,24 @@ def test_with_kvcache(case: KvCase, dtype: torch.dtype) -> None:
     torch.testing.assert_close(out.double(), torch.stack(expected), atol=16 * eps, rtol=0)
 
 
-def test_with_kvcache_packed() -> None:
+@pytest.mark.parametrize("where", appending.WHERE)
+def test_with_kvcache_packed(where: str) -> None:
     """FlashAttention-3's cu_seqlens_q and cu_seqlens_k_new: each sequence as by itself."""
+    with appending.on(where) as device:
+        check_packed(device)
+
+
+def check_packed(device: str) -> None:
     lengths, counts = [11, 0, 30], [2, 5, 1]
-    cu = int32([0, 2, 7, 8])
-    k_cache, v_cache = torch.randn(2, 12, 8, 2, 32)
-    table = torch.randperm(12)[:12].view(3, 4).int()
-    q, k, v = torch.randn(8, 4, 32), torch.randn(8, 2, 32), torch.randn(8, 2, 32)
-    angle = torch.rand(40, 16)
+    cu = int32([0, 2, 7, 8], device)
+    k_cache, v_cache = torch.randn(2, 12, 8, 2, 32, device=device)
+    table = torch.randperm(12)[:12].view(3, 4).int().to(device)
+    q, (k, v) = torch.randn(8, 4, 32, device=device), torch.randn(2, 8, 2, 32, device=device)
+    angle = torch.rand(40, 16, device=device)
     shared: dict[str, Any] = {"causal": True, "rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
     caches = k_cache.clone(), v_cache.clone()
     lens = {"cu_seqlens_q": cu, "cu_seqlens_k_new": cu, "max_seqlen_q": 5, "page_table": table}
-    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=int32(lengths), **lens, **shared)
+    out = flash_attn_with_kvcache(q, *caches, k, v, cache_seqlens=int32(lengths, device), **lens, **shared)
     assert isinstance(out, Tensor)
     begin = 0
     for b, n in enumerate(counts):
@@ -944,6 +1054,16 @@ WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     ),
     "out": ({"out": torch.zeros(2, 1, 4, 8)}, ValueError, r"out: got \(2, 1, 4, 8\)"),
     "q packed": ({"cu_seqlens_q": int32([0, 1, 2])}, ValueError, r"q\.shape: got \(2, 1, 4, 16\), allowed: \(total, H"),
+    "q dtype": (
+        {
+            "q": torch.zeros(2, 1, 4, 16).half(),
+            "rotary_cos": torch.ones(8, 4).half(),
+            "rotary_sin": torch.ones(8, 4).half(),
+        },
+        ValueError,
+        r"q\.dtype: got torch\.float16, allowed: k's, torch\.float32",
+    ),
+    "q head dim": ({"q": torch.zeros(2, 1, 4, 24)}, ValueError, r"q\.shape: got .* allowed: k's head dim, 16"),
 }
 
 
@@ -981,6 +1101,12 @@ def test_opcheck() -> None:
     caches = call["k_cache"], call["v_cache"]
     torch.library.opcheck(append, (*caches, *new, call["cache_seqlens"], call["block_table"], None))
     torch.library.opcheck(append, (*caches, *torch.randn(2, 5, 2, 16), int32([0, 4]), None, int32([0, 2, 5])))
+    angle = torch.randn(2, 16, 4)
+    torch.library.opcheck(
+        append, (*caches, *new, call["cache_seqlens"], call["block_table"], None, call["q"], None, *angle)
+    )
+    packed_q = torch.randn(5, 4, 16), int32([0, 1, 5])
+    torch.library.opcheck(append, (*caches, *new, int32([0, 4]), None, None, *packed_q, *angle, int32([1, 2]), True))
 
 
 def test_compiled_step() -> None:

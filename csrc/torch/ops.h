@@ -34,6 +34,14 @@ std::tuple<Tensor, Tensor> forward_cached(const Tensor& q_tensor, const Tensor& 
                                           double softcap, const OptionalTensor& sinks, bool batch_invariant,
                                           const std::string& kernel_name);
 
+/// q rotated, the new lengths. On CUDA tensors.
+std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cache, const Tensor& k_tensor,
+                                     const Tensor& v_tensor, const Tensor& cache_seqlens,
+                                     const OptionalTensor& page_table, const OptionalTensor& cu_seqlens_k,
+                                     const OptionalTensor& q_tensor, const OptionalTensor& cu_seqlens_q,
+                                     const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
+                                     const OptionalTensor& rotary_seqlens, bool queries_advance, bool interleaved);
+
 /// dq, dk, dv, dbias.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 

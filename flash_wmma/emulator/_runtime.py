@@ -81,15 +81,15 @@ def take_profile() -> str:
     return text.decode()
 
 
+def _bytes_from(t: Tensor) -> int:
+    """Of its storage, from its first element on. A part of an empty tensor may begin behind the storage's end."""
+    return max(0, t.untyped_storage().nbytes() - t.storage_offset() * t.element_size())
+
+
 def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
     """Sets settings and memory of the next launches: (name, tensor, whether it may be written)."""
     emulator().flash_wmma_emulator_configure(ctypes.byref(Config.of(current())))
-    rows = [
-        Buffer(
-            name.encode(), t.data_ptr(), t.untyped_storage().nbytes() - t.storage_offset() * t.element_size(), writable
-        )
-        for name, t, writable in buffers
-    ]
+    rows = [Buffer(name.encode(), t.data_ptr(), _bytes_from(t), writable) for name, t, writable in buffers]
     emulator().flash_wmma_emulator_buffers((Buffer * len(rows))(*rows), len(rows))
 
 
