@@ -39,9 +39,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import flash_wmma
 from harness import timing
-from harness.sweep import HIDDEN, TOKENS
+from harness.sweep import HIDDEN, PACKED_LENGTHS, TOKENS
 
-LENGTHS = (4096, 1, 2048, 17, 1024, 3000, 512, 255, 1500, 3835, 96)  # their sum is TOKENS
 DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 TOLERANCE = {torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
@@ -156,17 +155,17 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
             ours = functools.partial(forward, q, k, v, **{argument: given})
             yield Row(f"{name}, N=2048", peer, ours, theirs, same=False, needs=argument)
     packed = [torch.randn(TOKENS, heads, head_dim, device="cuda", dtype=dtype) for _ in range(3)]
-    offsets = torch.tensor((0, *LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    offsets = torch.tensor((0, *PACKED_LENGTHS), device="cuda", dtype=torch.int32).cumsum(0, dtype=torch.int32)
     yield Row(
         "varlen, 1 to 4096",
         "FA2 varlen",
         lambda: flash_wmma.forward_varlen(
-            *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
+            *packed, offsets, offsets, max(PACKED_LENGTHS), max(PACKED_LENGTHS), kernel=kernel, causal=causal
         ),
-        lambda: flash2_packed(*packed, offsets, max(LENGTHS), causal),
+        lambda: flash2_packed(*packed, offsets, max(PACKED_LENGTHS), causal),
         needs="varlen",
     )
-    numbers = torch.repeat_interleave(torch.arange(len(LENGTHS), device="cuda"), offsets.diff())[None]
+    numbers = torch.repeat_interleave(torch.arange(len(PACKED_LENGTHS), device="cuda"), offsets.diff())[None]
     ranges = flash_wmma.document_ranges(document_ids=numbers)
     row = [t.transpose(0, 1)[None] for t in packed]
     yield Row(
@@ -174,7 +173,7 @@ def rows(kernel: str, dtype: torch.dtype, head_dim: int, causal: bool) -> Iterat
         "itself, varlen",
         lambda: forward(*row, key_ranges=ranges)[0].transpose(0, 1),
         lambda: flash_wmma.forward_varlen(
-            *packed, offsets, offsets, max(LENGTHS), max(LENGTHS), kernel=kernel, causal=causal
+            *packed, offsets, offsets, max(PACKED_LENGTHS), max(PACKED_LENGTHS), kernel=kernel, causal=causal
         ),
         needs="key_ranges",
     )

@@ -116,7 +116,7 @@ def _append_kv_cpu(
             places = start[of] + (ahead if queries_advance else 0)
             turned = _rotated(rows, rotary_cos, rotary_sin, places, interleaved)
             if cu_seqlens_q is None:
-                turned = turned.unflatten(0, (batch, q.shape[2])).transpose(1, 2)
+                turned = turned.view(batch, q.shape[2], *turned.shape[1:]).transpose(1, 2)
 
     # A row has a place in the cache if its sequence has room for it and its page exists
     pages, _, rows_of_page = k_cache.shape[:3]

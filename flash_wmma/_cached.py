@@ -288,8 +288,8 @@ def append(
         _check_room(k, k_cache, seqlens, table, cu_seqlens_k, held)
     if rotation is not None:
         _check_rotated(rotation, k, batch)
-    given = (t.detach() for t in (k_cache, v_cache, k, v))
-    return _append.append_kv(*given, seqlens, table, cu_seqlens_k, rotation)
+    caches, new = (k_cache.detach(), v_cache.detach()), (k.detach(), v.detach())
+    return _append.append_kv(*caches, *new, seqlens, table, cu_seqlens_k, rotation)
 
 
 def _check_rotated(rotation: _append.Rotation, k: Tensor, batch: int) -> None:

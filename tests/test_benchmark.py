@@ -30,6 +30,7 @@ FOLDER = Path(__file__).resolve().parents[1] / "benchmark"
 sys.path.insert(0, str(FOLDER))
 accuracy = importlib.import_module("harness.accuracy")
 backward = importlib.import_module("backward")
+backward_features = importlib.import_module("backward_features")
 benchmark = importlib.import_module("benchmark")
 builds = importlib.import_module("builds")
 calibrate = importlib.import_module("calibrate")
@@ -815,6 +816,50 @@ def test_backward_sees_a_nan_in_any_gradient():
 def test_backward_needs_a_gpu(capsys: pytest.CaptureFixture[str]):
     assert backward.main([]) == 2
     assert "no CUDA device" in capsys.readouterr().err
+
+
+SMALL_FEATURES = (
+    *("--device", "cpu", "--dtype", "fp32", "--hidden", "128", "--head-dims", "16", "--lengths", "16", "1", "8", "7"),
+    *("--repeats", "2"),
+)
+
+
+def test_backward_features_on_a_cpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    numbers = tmp_path / "backward_features.json"
+    assert backward_features.main([*SMALL_FEATURES, "--kernels", "auto", "none", "--json", str(numbers)]) == 1
+    out, err = capsys.readouterr()
+    lines = (
+        "deterministic over not, N = 32",
+        "GQA 8:1 over 8 times the K and V heads, N = 16",
+        "packed over padded, 4 x 16",
+        "packed over as many tokens, 2 x 16",
+    )
+    assert all(out.count(line) == 1 for line in lines)
+    assert err.count("backward_kernel: got 'none'") == 3 * 2
+    rows = json.loads(numbers.read_text())["rows"]
+    assert {(f"{row['name']} over {row['over']}", row["causal"]) for row in rows} == {
+        (line, causal) for line in lines for causal in (False, True)
+    }
+    for row in rows:
+        samples = zip(row["samples_ms"], row["over_samples_ms"], strict=True)
+        assert (row["kernel"], row["head_dim"], row["right"]) == ("auto", 16, True)
+        assert row["speed"] == pytest.approx(statistics.median(over / ms for ms, over in samples))
+
+
+def test_backward_features_see_wrong_gradients(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(backward_features.Setting, "attend_packed", lambda self, q, k, v: q + k + v)
+    assert backward_features.main([*SMALL_FEATURES]) == 1
+    wrong = [line.partition(": off by ")[0] for line in capsys.readouterr().err.splitlines() if "off by" in line]
+    assert wrong == ["auto, d = 16, packed, causal: False", "auto, d = 16, packed, causal: True"]
+
+
+def test_backward_features_refuse_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert backward_features.main([*SMALL_FEATURES, "--lengths", "5", "4"]) == 2
+    assert "--lengths: got a sum of 9, allowed are multiples of twice the longest" in capsys.readouterr().err
+    assert backward_features.main([*SMALL_FEATURES, "--head-dims", "32"]) == 2
+    assert "--head-dims: got 32, allowed are at most --hidden / 8, 16" in capsys.readouterr().err
 
 
 # --------------------------------------------------------------------------------------------------------- calibrate

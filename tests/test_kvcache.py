@@ -848,7 +848,8 @@ def test_with_kvcache(where: str, case: KvCase, dtype: torch.dtype) -> None:
         assert torch.equal(k_cache, right_k)
     assert out.shape == q.shape
     assert lse.shape == (batch, heads_q, case.queries)
-    torch.testing.assert_close(out.double(), torch.stack(expected), atol=16 * eps, rtol=0)
+    of_result = torch.finfo(torch.float16).eps if where == "cuda" else eps  # a kernel there converts fp32
+    torch.testing.assert_close(out.double(), torch.stack(expected), atol=16 * of_result, rtol=0)
 
 
 @pytest.mark.parametrize("where", appending.WHERE)

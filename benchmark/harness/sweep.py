@@ -23,6 +23,8 @@ from .report import ABSENT, Table, progress
 from .timing import Method, Timing
 
 TOKENS, HIDDEN = 16384, 2048
+PACKED_LENGTHS = (4096, 1, 2048, 17, 1024, 3000, 512, 255, 1500, 3835, 96)
+"""Lengths of packed sequences; their sum is TOKENS."""
 PEERS = ("sdpa_flash", "sdpa_cudnn")
 FORWARD_KERNELS = ("wgmma_sm90", "mma_sm80", "mma_sm75", "wmma_v3")
 BACKWARD_KERNELS = ("bwd_sm90", "bwd_sm90 deterministic", "bwd_sm80", "bwd_sm80 deterministic", "bwd_sm75")
@@ -39,12 +41,13 @@ def ratio(cell: Cell, other: Cell) -> float | None:
     return mine.speedup_over(theirs) if mine.samples and theirs.samples else None
 
 
+def both(values: Sequence[float | None], form: str) -> str:
+    """The values not causal and causal in a cell."""
+    return " / ".join(ABSENT if value is None else form.format(value) for value in values)
+
+
 def tables(found: Sequence[tuple[Row, Row]], names: Sequence[str], title: str) -> list[Table]:
     """The tables of each problem's rows, not causal and causal."""
-
-    def both(values: Sequence[float | None], form: str) -> str:
-        return " / ".join(ABSENT if value is None else form.format(value) for value in values)
-
     speeds, ratios = [], []
     for pair in found:
         shape = [str(pair[0].problem.head_dim), str(pair[0].problem.length)]

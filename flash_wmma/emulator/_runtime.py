@@ -83,7 +83,7 @@ def take_profile() -> str:
 
 def _bytes_from(t: Tensor) -> int:
     """Of its storage, from its first element on. A part of an empty tensor may begin behind the storage's end."""
-    return max(0, t.untyped_storage().nbytes() - t.storage_offset() * t.element_size())
+    return max(0, int(t.untyped_storage().nbytes()) - int(t.storage_offset()) * t.element_size())
 
 
 def configure(buffers: Sequence[tuple[str, Tensor, bool]]) -> None:
