@@ -5,6 +5,10 @@
 // begins or ends inside an item: its blocks store parts, which a second grid merges. A block finds its run by itself
 // from the lengths; the grids depend on shapes and the device alone, so that one CUDA graph serves all lengths.
 //
+// Where a head's rows are short, neighbouring blocks form a team: they walk in step through the same keys, each for a
+// head of its own of as many neighbouring heads. In a cache whose rows of all heads lie side by side they so read
+// adjacent memory at about the same time, which the memory's banks reward. All heads of a sequence have equal items.
+//
 // The second grid plans nothing: the block in which an item begins leaves a record of where the item's parts are.
 //
 // `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There
@@ -34,6 +38,7 @@ namespace flash_wmma::mma {
 struct Split {
     int group = 0;         ///< query heads of a key/value head
     int blocks = 0;        ///< that share the items; 0: each block has an item to itself
+    int team_shift = 0;    ///< log2 of the blocks of a team, each of which has a head to itself
     int unit_shift = 0;    ///< log2 of the K tiles that stay together
     int parts = 0;         ///< of an item at most, if every unit is a part; 0: a block's run within an item is
     int records = 0;       ///< if every unit is no part: of items, or of the blocks if there are fewer
@@ -44,6 +49,7 @@ struct Split {
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
+constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
 struct alignas(16) Record {
@@ -55,6 +61,24 @@ struct alignas(16) Record {
 inline int merging_lanes_shift(std::int64_t parts) {
     constexpr std::int64_t kMost = 8;  // lanes: with more, too many blocks for an SM beside those of the first grid
     return std::bit_width(static_cast<unsigned>(std::clamp<std::int64_t>(parts / kPartsOfLane, 1, kMost))) - 1;
+}
+
+/// Nearly `most` blocks, among which items of equal lengths can be shared so that no block begins in the middle of one
+/// and goes on with another: it would wait for its first copies twice. Where there are none, `most`.
+inline std::int64_t even_blocks(std::int64_t items, std::int64_t most) {
+    constexpr std::int64_t kLeast = 90;                   // percent: memory binds, and does not need the last SMs
+    const std::int64_t each = (items + most - 1) / most;  // items of a block
+    const std::int64_t even = items < most ? most / items * items : items % each == 0 ? items / each : 0;
+    return 100 * even >= kLeast * most ? even : most;
+}
+
+/// log2 of the blocks of a team, of so many blocks in all.
+template <class Tile>
+int team_shift_of(std::int64_t heads, std::int64_t blocks) {
+    constexpr std::int64_t kMost = kTeamBytes / (Tile::kD * static_cast<int>(sizeof(typename Tile::T)));
+    int shift = 0;
+    while (heads % (2 << shift) == 0 && (2 << shift) <= std::min(kMost, blocks)) ++shift;
+    return shift;
 }
 
 /// Blocks that the device holds at once.
@@ -72,6 +96,10 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, resident = resident_blocks<Tile>(device);
     const int hint = p.partials.num_splits;
     Split split{.group = static_cast<int>(p.heads_q / p.heads_k)};
+    const auto share = [&](std::int64_t blocks) {  // whole teams
+        split.team_shift = team_shift_of<Tile>(p.heads_k, blocks);
+        split.blocks = static_cast<int>(blocks >> split.team_shift << split.team_shift);
+    };
     if (hint == 1 || tiles == 1) return split;
     if (p.batch_invariant) {
         constexpr unsigned kUnitTiles = kUnitKeys / Tile::kBc;
@@ -79,7 +107,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
         const std::int64_t parts = (tiles + kUnitTiles - 1) / kUnitTiles;
         if (parts == 1) return split;
         if (items * parts > kMost) throw std::runtime_error("flash_wmma: more than 2^31 - 1 parts of 512 keys");
-        split.blocks = static_cast<int>(std::min(items * parts, resident));
+        share(std::min(items * parts, resident));
         split.unit_shift = std::countr_zero(kUnitTiles);
         split.parts = static_cast<int>(parts);
         split.lanes_shift = merging_lanes_shift(parts);
@@ -87,8 +115,8 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     }
     const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
     if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return split;
-    const std::int64_t wanted = hint > 0 ? items * hint : resident;
-    split.blocks = static_cast<int>(std::min({wanted, resident, items * tiles}));
+    const std::int64_t wanted = hint > 0 ? items * hint : even_blocks(items, resident);
+    share(std::min({wanted, resident, items * tiles}));
     split.by_item = !p.sequences.cu_seqlens_q && items < split.blocks;
     split.records = static_cast<int>(split.by_item ? items : split.blocks);
     split.lanes_shift = merging_lanes_shift(split.blocks / items);  // if the lengths are equal
@@ -123,17 +151,21 @@ __device__ __forceinline__ Record& record(const ForwardParams& p, const Split& s
     return reinterpret_cast<Record*>(behind)[number];
 }
 
-/// A unit's place: the `unit`-th of a Q tile. Sequence p.batch: as for cached_sequence.
+/// A unit's place: the `unit`-th of a Q tile, of a head of the `heads`-th heads that a team works on. Sequence p.batch:
+/// as for cached_sequence.
 struct Place {
-    int sequence, head_k, tile, unit;
+    int sequence, heads, tile, unit;
 };
 
-/// The items of the sequences, and their units.
+/// The items of the sequences, and their units: those of one head for each block of a team.
 template <class Tile>
 class Items {
   public:
     __device__ Items(const ForwardParams& params, const Split& split)
-        : p_(params), shift_(split.unit_shift), group_(split.group) {}
+        : p_(params),
+          shift_(split.unit_shift),
+          group_(split.group),
+          heads_(static_cast<int>(params.heads_k) >> split.team_shift) {}
 
     /// Of a Q tile.
     __device__ int units(const Sequence& s, int tile) const {
@@ -150,8 +182,8 @@ class Items {
         at.unit = 0;
         if (++at.tile < q_tiles(s)) return;
         at.tile = 0;
-        if (++at.head_k < p_.heads_k) return;
-        at.head_k = 0;
+        if (++at.heads < heads_) return;
+        at.heads = 0;
         while (at.sequence < p_.batch && q_tiles(s = cached_sequence(p_, ++at.sequence)) == 0) continue;
     }
 
@@ -165,29 +197,30 @@ class Items {
     }
 
     const ForwardParams& p_;
-    int shift_, group_;
+    int shift_, group_, heads_;
 };
 
-/// Each block's run of the units of all items. The first runs are the longer ones, by a unit.
+/// Each team's run of the units of all items. The first runs are the longer ones, by a unit.
 struct Share {
-    int used = 0;  ///< blocks with a run
+    int used = 0;  ///< teams with a run
     int run = 0, longer = 0;
 
     Share() = default;
     __device__ Share(int total, const Split& split) {
-        used = min(split.blocks, total);  // if every unit is a part, it changes no bit how many blocks share them
+        // If every unit is a part, it changes no bit how many share them
+        used = min(split.blocks >> split.team_shift, total);
         run = static_cast<int>(static_cast<unsigned>(total) / static_cast<unsigned>(max(used, 1)));
         longer = total - run * used;
     }
-    __device__ int units(int block) const { return run + (block < longer); }
-    /// The first of a block's units.
-    __device__ int begin(int block) const { return block * run + min(block, longer); }
-    /// Blocks from that one on among which so many units are.
-    __device__ int blocks_with(int units, int block) const {
-        const int in_longer = max(longer - block, 0) * (run + 1);
+    __device__ int units(int team) const { return run + (team < longer); }
+    /// The first of a team's units.
+    __device__ int begin(int team) const { return team * run + min(team, longer); }
+    /// Teams from that one on among which so many units are.
+    __device__ int teams_with(int units, int team) const {
+        const int in_longer = max(longer - team, 0) * (run + 1);
         const bool beyond = units > in_longer;
         const int each = beyond ? run : run + 1, rest = beyond ? units - in_longer : units;
-        return (beyond ? max(longer - block, 0) : 0) + (rest + each - 1) / each;
+        return (beyond ? max(longer - team, 0) : 0) + (rest + each - 1) / each;
     }
 };
 
@@ -203,7 +236,7 @@ class Runs : public Items<Tile> {
 #pragma unroll 1
         for (int i = first; i < end; ++i) {
             sequence_ = cached_sequence(p_, i), of_head_ = this->units_of_head(sequence_);
-            own += static_cast<int>(p_.heads_k) * of_head_;
+            own += this->heads_ * of_head_;
         }
         upto_ = sum_upto(own);
         before_ = upto_ - own;
@@ -227,17 +260,16 @@ class Runs : public Items<Tile> {
                    of_owner(sequence_.seqlen_q), of_owner(sequence_.seqlen_k)};
         if (each_ > 1) {
             const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
-            index = search(owner * each_, end, rest, [&](int i) {
-                return static_cast<int>(p_.heads_k) * this->units_of_head(cached_sequence(p_, i));
-            });
+            index = search(owner * each_, end, rest,
+                           [&](int i) { return this->heads_ * this->units_of_head(cached_sequence(p_, i)); });
             s = cached_sequence(p_, index), of_head = this->units_of_head(s);
         }
-        const int head_k = static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head));
-        rest -= head_k * of_head;
+        const int heads = static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head));
+        rest -= heads * of_head;
         const int count = this->q_tiles(s);
-        if (count == 1) return {{index, head_k, 0, rest}, s, of_head};
+        if (count == 1) return {{index, heads, 0, rest}, s, of_head};
         const int tile = search(0, count, rest, [&](int t) { return this->units(s, t); });
-        return {{index, head_k, tile, rest}, s, this->units(s, tile)};
+        return {{index, heads, tile, rest}, s, this->units(s, tile)};
     }
 
   private:
@@ -289,12 +321,12 @@ class Walk {
         }
         const Runs<Tile> runs(p_, split_);
         share_ = runs.share;
-        if (block() >= share_.used) {
+        if (team() >= share_.used) {
             if (split_.records && !split_.by_item && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
             return false;
         }
-        const auto found = runs.find(share_.begin(block()));
-        at_ = found.at, all_ = found.units, left_ = share_.units(block());
+        const auto found = runs.find(share_.begin(team()));
+        at_ = found.at, all_ = found.units, left_ = share_.units(team());
         reach(found.sequence);
         return true;
     }
@@ -325,8 +357,8 @@ class Walk {
     /// Leaves the record of the item that the run begins, for the second grid. One thread of a block.
     __device__ void leave_record() const {
         if (!leaves_record()) return;
-        const int behind = all_ - units_;  // units in other blocks, if the run begins the item
-        const int parts = at_.unit == 0 && behind ? 1 + share_.blocks_with(behind, block() + 1) : 0;
+        const int behind = all_ - units_;  // units in other teams, if the run begins the item
+        const int parts = at_.unit == 0 && behind ? 1 + share_.teams_with(behind, team() + 1) : 0;
         const Sequence& s = assigned_.sequence;
         record<Tile>(p_, split_, split_.by_item ? number() : block()) = {parts, block(), s.first_q, s.seqlen_q,
                                                                          assigned_.tile};
@@ -334,9 +366,12 @@ class Walk {
 
   private:
     __device__ static int block() { return static_cast<int>(blockIdx.x); }
+    __device__ int team() const { return block() >> split_.team_shift; }
+    /// The block's own of the heads at at_.
+    __device__ int head_k() const { return (at_.heads << split_.team_shift) + block() - (team() << split_.team_shift); }
     /// Of the item.
     __device__ int number() const {
-        return static_cast<int>(cached_block<Tile::kBr>(p_, at_.sequence, at_.head_k, at_.tile));
+        return static_cast<int>(cached_block<Tile::kBr>(p_, at_.sequence, head_k(), at_.tile));
     }
     /// Each record is left once: an item's where it begins, a block's with its last run.
     __device__ bool leaves_record() const {
@@ -345,7 +380,7 @@ class Walk {
 
     /// Takes what the block has of the item at at_, in sequence s.
     __device__ void reach(const Sequence& s) {
-        assigned_ = {s, {s.index, at_.head_k, split_.group, at_.tile * Tile::kBr}};
+        assigned_ = {s, {s.index, head_k(), split_.group, at_.tile * Tile::kBr}};
         units_ = min(left_, split_.parts ? 1 : all_ - at_.unit);
         if (units_ == all_) place_ = kWhole;
         else if (split_.parts) place_ = std::int64_t{number()} * split_.parts + at_.unit;
@@ -362,8 +397,8 @@ class Walk {
     std::int64_t place_ = kWhole;
 };
 
-/// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the record, or in
-/// the item's places.
+/// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the record,
+/// or in the item's places.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
@@ -390,9 +425,11 @@ __global__ void __launch_bounds__(kMergeThreads)
     }
     if (parts < 2) return;
     const bool exists = row < min(Tile::kBr, s.seqlen_q * tile.group - tile.first_row);
+    // Part i is of the i-th team from the item's first on; it is the last run of the first one's block
     const std::int64_t place = split.parts ? std::int64_t{number} * split.parts : 2 * block;
+    const int next = split.parts ? 1 : 2 << split.team_shift, last_run = split.parts ? 0 : 1;
     MergedVector all(first_part, 1 << split.lanes_shift, exists ? parts : 0, row, column,
-                     [&](int i) { return stored_part<Tile>(p, place + (split.parts ? i : 2 * i + (i == 0))); });
+                     [&](int i) { return stored_part<Tile>(p, place + i * next + (i == 0 ? last_run : 0)); });
     all.over_lanes(of_warp);
     if (!exists || first_part > 0) return;
     const auto [query, head] = tile.row(row);
