@@ -1,5 +1,5 @@
-// How fast an H200 brings a key/value cache to its SMs: a kernel that loads and does nothing else, the bound of a decode
-// step (docs/tuning/decode.md).
+// How fast an H200 brings a key/value cache to its SMs: a kernel that loads and does nothing else, the bound of a
+// decode step (docs/tuning/decode.md).
 //
 //     nvcc -O3 -std=c++20 -arch=sm_90a benchmark/cache_loads.cu -o cache_loads && ./cache_loads
 //

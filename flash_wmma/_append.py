@@ -1,6 +1,6 @@
 """The op that appends keys and values to a cache, in place, with the rotation of what is new.
 
-On CUDA tensors it is one launch of csrc/cache/append.cu, which waits for nothing, so that a CUDA graph holds it. On CPU
+On CUDA tensors it is a launch of csrc/cache/append.cu, which waits for nothing, so that a CUDA graph holds it. On CPU
 tensors it is made of torch's ops.
 """
 
@@ -45,12 +45,18 @@ def append_kv(
     """(q rotated, the new lengths). k, v (B, Hk, n, d), or packed (total, Hk, d) with cu_seqlens_k; caches (pages, Hk,
     page_size, d)."""
     try:
-        return ops.append_kv.default(  # type: ignore[no-any-return]
+        found = ops.append_kv.default(
             k_cache, v_cache, k, v, cache_seqlens, page_table, cu_seqlens_k, *(rotation or ())
         )
     except (RuntimeError, ValueError) as error:
         raise_library_error(error)
         raise
+    if k.device.type == "cuda" and not torch.compiler.is_compiling():
+        # The kernel writes what autograd may have saved: torch counts writes by its own ops alone
+        for cache in (k_cache, v_cache):
+            if not cache.is_inference():
+                torch.autograd.graph.increment_version(cache)
+    return found  # type: ignore[no-any-return]
 
 
 # ------------------------------------------------------------------------------------------------------- on CPU tensors
@@ -105,7 +111,7 @@ def _append_kv_cpu(
     turned = k.new_empty(0)
     batch = cache_seqlens.shape[0]
     if batch == 0:
-        return turned if q is None else q.clone(), seqlens
+        return turned if q is None or rotary_cos is None else q.clone(), seqlens
     k, sequence, offset = _token(k, cu_seqlens_k)
     v, _, _ = _token(v, cu_seqlens_k)
     if rotary_cos is not None and rotary_sin is not None:
@@ -142,10 +148,12 @@ def _append_kv_fake(
     page_table: Tensor | None,
     cu_seqlens_k: Tensor | None,
     q: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    rotary_cos: Tensor | None = None,
     *_: object,
     **__: object,
 ) -> tuple[Tensor, Tensor]:
-    if q is None:
+    if q is None or rotary_cos is None:
         turned = k.new_empty(0)
     else:
         turned = torch.empty_like(q.transpose(1, 2) if q.dim() == 4 else q, memory_format=torch.contiguous_format)

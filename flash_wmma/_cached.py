@@ -221,7 +221,8 @@ def append_kv(
     """Writes new keys and values behind those that a cache holds, in place.
 
     Key i of sequence b becomes row cache_seqlens[b] + i of the sequence. Rows that the cache has no place for, behind
-    its capacity or on a page that does not exist, are not written. The call does not wait for the device.
+    its capacity or on a page that does not exist, are not written. The call does not wait for the device, and records
+    no gradients, whatever requires one.
 
     Args:
         k_cache: (B, Hk, N, d), or with block_table (pages, Hk, page_size, d), as for :func:`forward_cached`.
@@ -264,6 +265,8 @@ def append(
     for name, t, cache in (("k", k, k_cache), ("v", v, v_cache)):
         if t.dim() != dim:
             refuse(f"{name}.shape", tuple(t.shape), "(B, H, N, d)" if dim == 4 else "(total, H, d)")
+        if t.dtype not in _checks.DTYPES:
+            refuse(f"{name}.dtype", t.dtype, ", ".join(map(str, _checks.DTYPES)))
         if t.dtype != cache.dtype:
             refuse(f"{name}.dtype", t.dtype, f"the cache's, {cache.dtype}")
         if t.device != cache.device or cache.device != k_cache.device:

@@ -383,8 +383,12 @@ def _rotary_tables(cos: Tensor, sin: Tensor, q: Tensor, held: int) -> None:
         if t.dim() != 2 or t.shape != cos.shape or 2 * t.shape[1] > q.shape[-1]:
             allowed = f"(rows, r / 2), r at most the head dim {q.shape[-1]}, the same for cos and sin"
             refuse(f"{name}.shape", tuple(t.shape), allowed)
-        if t.shape[0] < held:
-            refuse(f"{name}.shape", tuple(t.shape), f"at least {held} rows, as many as the cache holds of a sequence")
+        if t.shape[0] < max(held, 1):
+            refuse(
+                f"{name}.shape",
+                tuple(t.shape),
+                f"at least {max(held, 1)} rows, as many as the cache holds of a sequence",
+            )
         if t.dtype != q.dtype:
             refuse(f"{name}.dtype", t.dtype, f"q's, {q.dtype}")
         if t.device != q.device:
@@ -490,28 +494,15 @@ def flash_attn_with_kvcache(
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.numel() - 1
     table = table_of(block_table, cache_batch_idx, q, batch)
     held = _checks.capacity(k_pages, table, batch)
-    n = 0 if k is None or cu_seqlens_k_new is not None else k.shape[1]
-    seqlens = lengths_of(held if cache_seqlens is None else cache_seqlens, k_pages, table, batch, n)
-    _checks.int32(q, batch=batch, cache_seqlens=seqlens, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
-    dense = cu_seqlens_q is None
-    if dense:
-        q = q.transpose(1, 2)
+    packed, n = cu_seqlens_k_new is not None, 0
     if k is not None and v is not None:
-        packed = cu_seqlens_k_new is not None
+        _checks.tensors(k=k, v=v)
         for name, t in (("k", k), ("v", v)):
             if t.dim() != (3 if packed else 4):
                 refuse(f"{name}.shape", tuple(t.shape), "(total, H, d)" if packed else "(B, N, H, d)")
-        if not packed:
-            k, v = k.transpose(1, 2), v.transpose(1, 2)
-        rotation = None
-        if rotary_cos is not None and rotary_sin is not None:
-            _rotary_tables(rotary_cos, rotary_sin, q, held)
-            interleaved, advance = _flag("rotary_interleaved", rotary_interleaved), causal or window is not None
-            rotation = Rotation(q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, advance, interleaved)
-        turned, seqlens = append(
-            k_pages, v_pages, k, v, seqlens, table, None, cu_seqlens_k_new, _flag("validate", validate), rotation
-        )
-        q = q if rotation is None else turned
+        n = 0 if packed else k.shape[1]
+    seqlens = lengths_of(held if cache_seqlens is None else cache_seqlens, k_pages, table, batch, n)
+    _checks.int32(q, batch=batch, cache_seqlens=seqlens, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)
     call = call_of(
         causal=causal,
         scale=softmax_scale,
@@ -523,6 +514,21 @@ def flash_attn_with_kvcache(
         out_bnhd=cu_seqlens_q is None,
         validate=_flag("validate", validate),
     )
+    dense = cu_seqlens_q is None
+    if dense:
+        q = q.transpose(1, 2)
+    if k is not None and v is not None:
+        if not packed:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+        rotation = None
+        if rotary_cos is not None and rotary_sin is not None:
+            _rotary_tables(rotary_cos, rotary_sin, q, held)
+            interleaved, advance = _flag("rotary_interleaved", rotary_interleaved), causal or window is not None
+            rotation = Rotation(q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, advance, interleaved)
+        turned, seqlens = append(
+            k_pages, v_pages, k, v, seqlens, table, None, cu_seqlens_k_new, _flag("validate", validate), rotation
+        )
+        q = q if rotation is None else turned
     cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits)
     result, lse = attend_cached(q, k_pages, v_pages, cache, call)
     result = _written(result.transpose(1, 2) if dense else result, out)

@@ -67,7 +67,7 @@ def emulated(
         places = cache_seqlens if rotation.seqlens is None else rotation.seqlens
         queries = tokens(q, cu_seqlens_q is not None)
         options = (int(rotation.interleaved), int(rotation.queries_advance))
-    table = (0, 1) if page_table is None else page_table.shape
+    table = (0, -1) if page_table is None else page_table.shape
     sizes = (batch, q.shape[1], k_cache.shape[1], k_cache.shape[3], v_cache.shape[3])
     sizes = (*sizes, *queries, *tokens(k, cu_seqlens_k is not None), table[1], k_cache.shape[0], k_cache.shape[2])
     sizes = (*sizes, *(cos.shape if rotation else (0, 0)), *options)

@@ -29,9 +29,11 @@ from reference import (
     head_error,
     normal,
     on_a_cpu,
+    on_a_gpu,
     operand_dtype,
     poisoned_memory,
     surrounded,
+    with_tensor_cores,
 )
 from torch import Tensor
 
@@ -476,6 +478,19 @@ def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -
     for _ in range(few(kernel, 5)):
         again = compute(kernel, given, DENSE, modification, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+@needs(on_a_gpu, with_tensor_cores, "deterministic")
+@pytest.mark.parametrize(("heads", "n"), [((16, 2), 4096), ((32, 8), 8192)])
+def test_deterministic_with_many_blocks(backward_target: BackwardTarget, heads: tuple[int, int], n: int) -> None:
+    """Grouped heads under a causal mask: blocks that are far ahead of others, and others that wait for them."""
+    kernel, dtype = backward_target
+    q, k, v = (torch.randn(2, h, n, 128, device=kernel.device, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flash_wmma.forward(*leaves, causal=True, deterministic=True, backward_kernel=kernel.name)
+    dout = torch.randn_like(out)
+    first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
 def test_large_and_small_rows(backward_target: BackwardTarget) -> None:

@@ -624,6 +624,8 @@ def test_append_without_a_place_changes_nothing(where: str) -> None:
         no_rows = torch.zeros(2, 3, 2, 0, 8, device=device)
         append_kv(*no_rows, *torch.randn(2, 3, 2, 1, 8, device=device), int32([0, 0, 0], device))
         no_pages = torch.zeros(2, 0, 2, 4, 8, device=device)
+        none_held = torch.zeros(3, 0, dtype=torch.int32, device=device)
+        append_kv(*caches, *torch.randn(2, 3, 2, 1, 8, device=device), int32([0, 0, 0], device), block_table=none_held)
         table = torch.zeros(3, 2, dtype=torch.int32, device=device)
         append_kv(*no_pages, *torch.randn(2, 3, 2, 1, 8, device=device), int32([0, 0, 0], device), block_table=table)
         assert all(torch.equal(t, b) for t, b in zip(caches, before, strict=True))
@@ -1026,6 +1028,15 @@ WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v alone": ({"k": None}, TypeError, r"k: got None, allowed: both k and v"),
     "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: "),
     "k dtype": ({"k": torch.zeros(2, 1, 2, 16).half()}, ValueError, r"k\.dtype: got torch\.float16"),
+    "no rank": ({"k": torch.zeros(16)}, ValueError, r"k\.shape: got \(16,\), allowed: \(B, N, H, d\)"),
+    "no tensor": ({"k": [1]}, TypeError, r"k: got list, allowed: torch\.Tensor"),
+    "cache dtype": (
+        {name: torch.zeros(2, 8, 2, 16).bool() for name in ("k_cache", "v_cache")}
+        | {name: torch.zeros(2, 1, 2, 16).bool() for name in "kv"}
+        | {"rotary_cos": None, "rotary_sin": None},
+        ValueError,
+        r"k\.dtype: got torch\.bool",
+    ),
     "v shape": ({"v": torch.zeros(2, 2, 2, 16)}, ValueError, r"v\.shape: "),
     "no lengths": ({"cache_seqlens": None}, TypeError, r"cache_seqlens: got None"),
     "no room": ({"cache_seqlens": 8}, ValueError, r"cache_seqlens: got 8, allowed: 0 to 7"),

@@ -1,16 +1,16 @@
 // Appends to a key/value cache: rotates the new keys (RoPE) and the queries that go with them, and writes keys and
 // values to their places, in one launch.
 //
-// A block takes one token after the other: first the queries, which it rotates and writes to a tensor of their own, then
-// the new keys and values. Its threads share the token's heads. A thread takes a unit of a row: 16 bytes, or, where a
-// row is rotated, two times 16 bytes whose elements form pairs. Rows whose sizes or addresses are no multiples of 16
-// bytes have units of one element, or two.
+// A block takes one token after the other: first the queries, which it rotates and writes to a tensor of their own,
+// then the new keys and values. Its threads share the token's heads. A thread takes a unit of a row: 16 bytes, or,
+// where a row is rotated, two times 16 bytes whose elements form pairs. Rows whose sizes or addresses are no multiples
+// of 16 bytes have units of one element, or two.
 //
 // A thread finds the token's sequence and place by itself: neighbours read the same few numbers, and no barrier waits
 // for them. A token without a place is left out, so that the host need not know the lengths.
 //
-// Bound: HBM, one read and one write of what is new; for a step of generation, the latency of four dependent loads
-// (length, page, element, store).
+// Bound: HBM, one read and one write of what is new; for a step of generation, the latency of a length, a page and an
+// element, one after the other.
 #include "cache/append.h"
 
 #include <launch.h>
@@ -63,13 +63,14 @@ struct Place {
 
 __device__ Place place_of(const AppendParams& p, const Token& key) {
     const std::int64_t at = p.cache_seqlens[key.sequence] + key.at;
-    const std::int64_t end = p.page_table ? p.page_size * p.table_columns : p.page_size;
+    const bool has_table = p.table_columns >= 0;
+    const std::int64_t end = has_table ? p.page_size * p.table_columns : p.page_size;
     // Behind the end of the last packed sequence there may be rows of nobody
     const bool own = key.at >= 0 && (!p.keys.cu_seqlens || key.row < p.keys.cu_seqlens[key.sequence + 1]);
     if (!own || at < 0 || at >= end) return {false, 0, 0};
     const std::int64_t run = at / p.page_size;
     const std::int64_t page =
-        p.page_table ? p.page_table[key.sequence * p.page_table_stride + run] : std::int64_t{key.sequence};
+        has_table ? p.page_table[key.sequence * p.table_columns + run] : std::int64_t{key.sequence};
     return {page >= 0 && page < p.num_pages, page, at - run * p.page_size};
 }
 

@@ -16,9 +16,9 @@ struct Tokens {
 };
 
 /// Rotary embedding (https://arxiv.org/abs/2104.09864): elements a and b of a pair become a cos - b sin and
-/// a sin + b cos. Row r of the tables, of `rows`, is the place r; places are clamped to the rows. The pairs are elements
-/// 2 i and 2 i + 1 if `interleaved`, else i and i + half; elements from 2 * half on stay as they are. half is 0 if
-/// nothing is rotated.
+/// a sin + b cos. Row r of the tables, of `rows`, is the place r; places are clamped to the rows. The pairs are
+/// elements 2 i and 2 i + 1 if `interleaved`, else i and i + half; elements from 2 * half on stay as they are. half is
+/// 0 if nothing is rotated.
 struct Rotary {
     const void *cos, *sin;  ///< of the tensors' dtype
     std::int64_t cos_row, sin_row, rows;
@@ -41,10 +41,10 @@ struct AppendParams {
     Rows k_cache, v_cache;  ///< `batch` is the stride of pages
 
     /// Key i of sequence b is written to row cache_seqlens[b] + i of the sequence. Row r of a sequence is row
-    /// r % page_size of page page_table[b * page_table_stride + r / page_size]; without a table, of page b. What lies
-    /// beyond `table_columns` pages or has another page than 0 to num_pages - 1 is not written.
+    /// r % page_size of page page_table[b * table_columns + r / page_size]; without a table (table_columns below 0), of
+    /// page b. What lies beyond the table or has another page than 0 to num_pages - 1 is not written.
     const std::int32_t *cache_seqlens, *page_table;
-    std::int64_t page_table_stride, table_columns, num_pages, page_size;
+    std::int64_t table_columns, num_pages, page_size;
 
     Rotary rotary;          ///< of q and k
     std::int32_t* seqlens;  ///< (B), written: cache_seqlens and the new keys together, at most 2^31 - 1

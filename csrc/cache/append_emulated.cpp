@@ -24,7 +24,7 @@ void run(int dtype, const std::int64_t* sizes, const std::int64_t* strides, cons
     p.head_dim = number(), p.head_dim_v = number();
     p.queries.count = next(), p.queries.per_sequence = next(), p.queries.cu_seqlens = cu_seqlens_q;
     p.keys.count = next(), p.keys.per_sequence = next(), p.keys.cu_seqlens = cu_seqlens_k;
-    p.table_columns = p.page_table_stride = next(), p.num_pages = next(), p.page_size = next();
+    p.table_columns = next(), p.num_pages = next(), p.page_size = next();
     p.rotary = {cos, sin, 0, 0, next(), number(), false, false, places};
     p.rotary.cos_row = p.rotary.sin_row = p.rotary.half;
     p.rotary.interleaved = number() != 0, p.rotary.queries_advance = number() != 0;

@@ -42,9 +42,10 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? attn_bias=None, Tensor? alibi_slopes=None, float softcap=0., Tensor? sinks=None, bool "
         "batch_invariant=False, "
         "str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
-    // k and v (B, Hk, n, d), or packed (total, Hk, d) with cu_seqlens_k, behind the rows that a cache holds. With
-    // rotary_cos and rotary_sin (rows, r / 2) k is rotated by the places from rotary_seqlens on (else cache_seqlens), and
-    // so is q, if queries_advance, or by its sequence's first place. Returns q rotated ((0) without) and the new lengths.
+    // Writes k and v (B, Hk, n, d), or packed (total, Hk, d) with cu_seqlens_k, behind the rows that a cache holds.
+    // With rotary_cos and rotary_sin (rows, r / 2) k is rotated by the places from rotary_seqlens on (else
+    // cache_seqlens), and q too: by these if queries_advance, else all queries of a sequence by its first place.
+    // Returns q rotated, (0) without, and the new lengths.
     m.def(
         "append_kv(Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor k, Tensor v, Tensor cache_seqlens, "
         "Tensor? page_table, Tensor? cu_seqlens_k, Tensor? q=None, Tensor? cu_seqlens_q=None, "
@@ -87,7 +88,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, "
         "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., str kernel_name=\"auto\", "
         "str forward_kernel=\"auto\") -> (Tensor row_max, Tensor entropy, Tensor column_sum, Tensor row_sum)");
-    // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py), as append_kv is (flash_wmma/_append.py).
+    // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py), of
+    // which append_kv is made there too (flash_wmma/_append.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");
     m.def("row_max(Tensor x) -> Tensor");

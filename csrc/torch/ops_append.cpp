@@ -56,7 +56,12 @@ Tokens tokens_of(const Operand& t, const std::int32_t* cu_seqlens) {
     return {t.sizes[0] * t.sizes[2], t.sizes[2], nullptr};
 }
 
-int64_t length_of(const OptionalTensor& t) { return t ? Operand(*t, "cu_seqlens").sizes[0] : 0; }
+/// Sequences of packed tokens.
+int64_t sequences_of(const Tensor& cu_seqlens_k) {
+    const Operand cu(cu_seqlens_k, "cu_seqlens_k");
+    check(cu.dim == 1 && cu.sizes[0] > 0, cu, "(B + 1)");
+    return cu.sizes[0] - 1;
+}
 
 }  // namespace
 
@@ -72,6 +77,8 @@ std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cach
     const Operand ks(k_cache, "k_cache"), vs(v_cache, "v_cache"), k(k_tensor, "k"), v(v_tensor, "v");
     AppendParams p{};
     p.dtype = k.element_type("float32, float16, bfloat16");
+    if (p.dtype == DType::kBool) invalid("k.dtype: got bool, allowed: float32, float16, bfloat16");
+    p.table_columns = -1;
     check(ks.dim == 4 && vs.dim == 4, ks, "(pages, H, page_size, d), as v_cache");
     check(k.dim == (cu_seqlens_k ? 3 : 4) && v.dim == k.dim, k, cu_seqlens_k ? "(total, H, d)" : "(B, H, N, d)");
     for (int64_t i = 0; i + 1 < 4; ++i) {
@@ -83,22 +90,21 @@ std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cach
                   cache->dtype == k.dtype && t->same_device(k) && cache->same_device(k),
               *t, "heads, head dim, dtype and device of its cache, " + cache->shape());
 
-    const int64_t batch = cu_seqlens_k ? length_of(cu_seqlens_k) - 1 : k.sizes[0];
-    OptionalTensor kept[5];
+    const int64_t batch = cu_seqlens_k ? sequences_of(*cu_seqlens_k) : k.sizes[0];
+    OptionalTensor kept[4], table;
     p.batch = static_cast<std::int32_t>(batch);
     p.heads_k = static_cast<std::int32_t>(ks.sizes[1]);
     p.head_dim = static_cast<int>(ks.sizes[3]), p.head_dim_v = static_cast<int>(vs.sizes[3]);
     p.cache_seqlens = numbers(cache_seqlens, "cache_seqlens", batch, k, kept[0]);
     p.keys = tokens_of(k, numbers(cu_seqlens_k, "cu_seqlens_k", batch + 1, k, kept[1]));
     p.num_pages = ks.sizes[0], p.page_size = ks.sizes[2];
-    OptionalTensor table;
     if (page_table) {
         table = torch::stable::contiguous(*page_table);
         const Operand x(*table, "page_table");
         check(x.dim == 2 && x.sizes[0] == batch && x.dtype == codes().int32 && x.same_device(k), x,
               "(B, n), int32, on k's device");
         p.page_table = static_cast<const std::int32_t*>(x.data);
-        p.page_table_stride = p.table_columns = x.sizes[1];
+        p.table_columns = x.sizes[1];
     }
     const Adjacent k_rows(k), v_rows(v);
     WrittenCache k_written(ks), v_written(vs);

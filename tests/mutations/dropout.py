@@ -245,8 +245,8 @@ FAULTS = [
     Fault(
         name="dropout-sm90-heads",
         path="csrc/backward/wgmma/consumer.cuh",
-        old="head_ += first_query == item.start;",
-        new="head_ += head_ < item.head;",
+        old="        next_.template advance<Tile>(item);\n",
+        new="",
         why="all query heads that share keys have the first one's mask",
         kernels=BWD_SM90,
         tests=DROPOUT,
@@ -254,8 +254,8 @@ FAULTS = [
     Fault(
         name="dropout-sm90-warp-keys",
         path="csrc/backward/wgmma/bwd_sm90.cuh",
-        old="kept = dropout_.next(work, of_tile.first_query, this->warp_key());",
-        new="kept = dropout_.next(work, of_tile.first_query, 0);",
+        old="kept = dropout_.next(work, this->warp_key());",
+        new="kept = dropout_.next(work, 0);",
         why="all warps have the first one's mask",
         kernels=BWD_SM90,
         tests=DROPOUT,

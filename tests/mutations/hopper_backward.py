@@ -148,11 +148,29 @@ FAULTS = [
     ),
     # ------------------------------------------------------------------------------------------------------- its items
     Fault(
+        name="bwd-sm90-turn-ends-unseen",
+        path=FOLDER + "order.cuh",
+        old="ptx::barrier_wait(&smem.turn_seen[n % 2], n / 2 % 2 ^ 1);",
+        new="ptx::barrier_wait(&smem.turn_slot[n % 2].empty, n / 2 % 2 ^ 1);",
+        why="consumers run ahead of the warp that passes turns, which then waits for one that is over: a hang",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+        survives="the emulator's warps take turns too evenly; test_deterministic_with_many_blocks hangs on a GPU",
+    ),
+    Fault(
         name="bwd-sm90-head-turns-early",
         path=BLOCK,
-        old="head += row == item.start;",
-        new="head += row == item.first;",
-        why="the next head begins where the tiles do, not where the item does",
+        old="if (head == item.start_head) row =",
+        new="if (head == item.head) row =",
+        why="a block whose first head is not the group's goes on to the next tile before it has done all heads",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-head-of-the-group",
+        path=BLOCK,
+        old="head = head + 1 == item.head + item.heads ? item.head : head + 1;",
+        new="head = head + 1 == item.head + item.heads ? item.start_head : head + 1;",
+        why="heads before a block's first are left out, and others done twice",
         kernels=KERNEL,
     ),
     Fault(

@@ -60,6 +60,11 @@ struct KeyTile {
 /// each head all tiles once, in the order start, start + step, ..., last, first, ... So blocks of a head begin at
 /// different tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
 ///
+/// With heads_together(), and several query heads that share the keys, it is tile by tile: each tile of all heads, from
+/// start_head on. Blocks begin at different heads of the same tile or of neighbouring ones, and all walk down from the
+/// last tile: so what one block reads and adds to is in the L2 cache for the others, though some have fewer tiles than
+/// others (causal). At d = 64 the additions bind, and come too close: a tenth slower.
+///
 /// If the additions have an order (order.cuh), start is first. With a band that is bounded on the right (causal) the
 /// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
 /// queries, is the sequence's first item. Otherwise a block would wait at its first tile for all items before.
@@ -67,10 +72,16 @@ struct Item {
     Sequence sequence;
     KeyTile keys;
     BandMask mask;
-    int first_key, head;           // head: the first query head that reads the keys
+    int first_key;
+    int head, heads, start_head;   // the query heads that read the keys: the first, how many, which is worked on first
     int first, last, start, step;  // first rows of tiles of queries, and from one to the next
     int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
 };
+
+template <class Tile>
+constexpr bool heads_together() {
+    return Tile::kD > 64;
+}
 
 template <Pass kPass>
 __device__ __forceinline__ bool runs_backwards(const ForwardParams& p) {
@@ -128,18 +139,24 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     const bool used = end > begin && own.first_row >= 0 && own.first_row < s.seqlen_k;
     const int tiles = used ? (last - first) / kStep + 1 : 0;
     const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
-    const int turned =
-        used && kPass != Pass::kOrdered ? static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks) : 0;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
+    const bool turns = used && kPass != Pass::kOrdered, together = turns && heads > 1 && heads_together<Tile>();
+    const bool down = backwards || together;
+    int turned = 0;
+    if (together) turned = min(block / heads, tiles - 1);
+    else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
+    const int step = down ? -kStep : kStep, from = down ? last : first;
     return {s,
             {s.index, own.head_k, s.first_k + own.first_row, own.rows},
             mask,
             own.first_row,
             own.head,
-            backwards ? last : first,
-            backwards ? first : last,
-            (backwards ? last : first) + kStep * turned,
-            backwards ? -kStep : kStep,
+            heads,
+            own.head + (together ? block % heads : 0),
+            from,
+            down ? first : last,
+            from + step * turned,
+            step,
             tiles * heads};
 }
 
@@ -159,14 +176,21 @@ __device__ __forceinline__ std::int64_t dq_step(const Problem& problem, int grou
 struct QueryPlace {
     int head, row;
 
+    template <class Tile>
     __device__ __forceinline__ void advance(const Item& item) {
-        row = row == item.last ? item.first : row + item.step;
-        head += row == item.start;
+        const int next_row = row == item.last ? item.first : row + item.step;
+        if constexpr (heads_together<Tile>()) {
+            head = head + 1 == item.head + item.heads ? item.head : head + 1;
+            if (head == item.start_head) row = next_row;
+        } else {
+            row = next_row;
+            head += row == item.start;
+        }
     }
 };
 
 /// When a block may add its dQ of a tile of queries, if the additions have an order.
-struct Turn {
+struct alignas(16) Turn {
     unsigned* count;  // of the items that have added theirs; null: there are no more tiles
     unsigned place;   // of this item: it adds when so many have
 };
@@ -196,6 +220,7 @@ struct SharedMemory {
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
+    ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
 };
 
 /// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.

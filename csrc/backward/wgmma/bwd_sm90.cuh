@@ -124,7 +124,7 @@ class Consumer : ConsumerWarp<Tile> {
         [[maybe_unused]] Kept kept;
         if constexpr (kDrops) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
             await_facts(tile);
-            kept = dropout_.next(work, of_tile.first_query, this->warp_key());
+            kept = dropout_.next(work, this->warp_key());
             await_facts(tile);
         }
         ptx::wgmma_wait<1>();

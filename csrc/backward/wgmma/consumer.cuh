@@ -29,20 +29,19 @@ class ItemDropout<Tile, true> {
     __device__ __forceinline__ explicit ItemDropout(const Dropout& dropout)
         : dropout_(dropout), state_(dropout_state(dropout)) {}
 
-    __device__ __forceinline__ void begin(const Item& item) { head_ = item.head - 1; }
-    /// Of the item's next tile, which begins at this query, and of the keys of a warp. A head's tiles begin at the
-    /// item's first (Item).
-    __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int first_query,
-                                                                       int warp_key) {
-        head_ += first_query == item.start;
-        const DropoutMask mask(state_, dropout_.origin, item.sequence.index, head_);
-        return {dropout_, mask, first_query, item.first_key + warp_key};
+    __device__ __forceinline__ void begin(const Item& item) { next_ = {item.start_head, item.start}; }
+    /// Of the item's next tile and of the keys of a warp.
+    __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int warp_key) {
+        const QueryPlace at = next_;
+        next_.template advance<Tile>(item);
+        const DropoutMask mask(state_, dropout_.origin, item.sequence.index, at.head);
+        return {dropout_, mask, at.row, item.first_key + warp_key};
     }
 
   private:
     const Dropout& dropout_;
     const DropoutState state_;
-    int head_ = 0;
+    QueryPlace next_{};
 };
 
 /// A warp of a consumer, with 16 of the block's keys.

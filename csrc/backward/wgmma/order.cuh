@@ -49,15 +49,17 @@ __device__ __forceinline__ void await_turns(SharedMemory<Tile>& smem) {
     each_turn(smem, [&](unsigned n, const Turn& turn) {
         while (ptx::load_acquire(turn.count) != turn.place) {
         }
-        Slot& slot = smem.turn_slot[n % 2];
-        ptx::barrier_wait(&slot.empty, n / 2 % 2 ^ 1);
-        ptx::barrier_arrive(&slot.full);
+        // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this one,
+        // which it would then never see
+        ptx::barrier_wait(&smem.turn_seen[n % 2], n / 2 % 2 ^ 1);
+        ptx::barrier_arrive(&smem.turn_slot[n % 2].full);
     });
 }
 template <class Tile>
 __device__ __forceinline__ void pass_turns(SharedMemory<Tile>& smem) {
     each_turn(smem, [&](unsigned n, const Turn& turn) {
         ptx::barrier_wait(&smem.turn_slot[n % 2].empty, n / 2 % 2);
+        ptx::barrier_arrive(&smem.turn_seen[n % 2]);
         ptx::add_release(turn.count, 1);
     });
 }
@@ -75,6 +77,7 @@ template <class Tile>
 __device__ __forceinline__ void prepare_order(SharedMemory<Tile>& smem, unsigned adders) {
     prepare_slots(smem.known_turn, 1, 2);
     prepare_slots(smem.turn_slot, 1, adders);
+    for (auto& barrier : smem.turn_seen) ptx::barrier_init(&barrier, 1);
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -67,8 +67,8 @@ class Producer {
         keys_.advance();
         load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
         values_.advance();
-        QueryPlace at{item.head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.advance(item), place_.advance()) {
+        QueryPlace at{item.start_head, item.start};
+        for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
             load_facts(item, at);
             load_tile(item, at);
         }

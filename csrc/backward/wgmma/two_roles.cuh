@@ -135,7 +135,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
         [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
         if constexpr (kDrops)  // beside the products
-            kept = dropout_.next(work, of_tile.first_query, this->warp_key());
+            kept = dropout_.next(work, this->warp_key());
         ptx::wgmma_wait<1>();
         const bool hides = of_tile.hides;
         this->weigh(s_, of_query);

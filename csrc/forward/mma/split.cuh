@@ -5,9 +5,9 @@
 // begins or ends inside an item: its blocks store parts, which a second grid merges. A block finds its run by itself
 // from the lengths; the grids depend on shapes and the device alone, so that one CUDA graph serves all lengths.
 //
-// Where a head's rows are short, neighbouring blocks form a team: they walk in step through the same keys, each for a
-// head of its own of as many neighbouring heads. In a cache whose rows of all heads lie side by side they so read
-// adjacent memory at about the same time, which the memory's banks reward. All heads of a sequence have equal items.
+// Neighbouring blocks form a team: they have runs of the same keys, each for a head of its own of as many neighbouring
+// heads. In a cache whose rows of all heads lie side by side they so read adjacent memory at about the same time, which
+// is what memory likes. Elsewhere it costs nothing: all heads of a sequence have equal items.
 //
 // The second grid plans nothing: the block in which an item begins leaves a record of where the item's parts are.
 //
@@ -49,6 +49,7 @@ struct Split {
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
+constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
@@ -66,10 +67,9 @@ inline int merging_lanes_shift(std::int64_t parts) {
 /// Nearly `most` blocks, among which items of equal lengths can be shared so that no block begins in the middle of one
 /// and goes on with another: it would wait for its first copies twice. Where there are none, `most`.
 inline std::int64_t even_blocks(std::int64_t items, std::int64_t most) {
-    constexpr std::int64_t kLeast = 90;                   // percent: memory binds, and does not need the last SMs
     const std::int64_t each = (items + most - 1) / most;  // items of a block
     const std::int64_t even = items < most ? most / items * items : items % each == 0 ? items / each : 0;
-    return 100 * even >= kLeast * most ? even : most;
+    return 100 * even >= kLeastBlocks * most ? even : most;
 }
 
 /// log2 of the blocks of a team, of so many blocks in all.
@@ -98,7 +98,9 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     Split split{.group = static_cast<int>(p.heads_q / p.heads_k)};
     const auto share = [&](std::int64_t blocks) {  // whole teams
         split.team_shift = team_shift_of<Tile>(p.heads_k, blocks);
-        split.blocks = static_cast<int>(blocks >> split.team_shift << split.team_shift);
+        const auto in_teams = [&] { return blocks >> split.team_shift << split.team_shift; };
+        while (100 * in_teams() < kLeastBlocks * blocks) --split.team_shift;
+        split.blocks = static_cast<int>(in_teams());
     };
     if (hint == 1 || tiles == 1) return split;
     if (p.batch_invariant) {
@@ -397,8 +399,8 @@ class Walk {
     std::int64_t place_ = kWhole;
 };
 
-/// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the record,
-/// or in the item's places.
+/// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the
+/// record, or in the item's places.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
