@@ -699,6 +699,16 @@ def test_append_rotated(where: str, rows: tuple[int, int, int], interleaved: boo
     assert torch.equal(on[1].cpu(), caches[1])
 
 
+@pytest.mark.parametrize("device", [where for where in appending.WHERE if where != "emulated"])
+def test_append_is_seen_by_autograd(device: str) -> None:
+    """What was computed from a cache before has no gradients any more: they would need its old values."""
+    cache = torch.randn(2, 2, 4, 8, device=device, requires_grad=True)
+    square = cache.square().sum()
+    append_kv(cache, torch.zeros_like(cache), *torch.randn(2, 2, 2, 1, 8, device=device), int32([0, 3], device))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        square.backward()  # type: ignore[no-untyped-call]
+
+
 @pytest.mark.skipif(appending.WHERE[1] == "emulated", reason="needs a CUDA device")
 def test_append_to_elements_apart() -> None:
     """A cache and new rows whose elements are not adjacent."""
