@@ -136,15 +136,6 @@ def on_a_cpu(kernel: flash_wmma.Kernel) -> bool:
     return kernel.device == "cpu"
 
 
-def on_a_gpu(kernel: flash_wmma.Kernel) -> bool:
-    """Whether the tests run it on a GPU: for what takes too long elsewhere."""
-    return kernel.device == "cuda"
-
-
-def with_tensor_cores(kernel: flash_wmma.Kernel) -> bool:
-    return kernel.min_arch >= 75
-
-
 def early_rung(kernel_name: str) -> bool:
     """Whether it is one of the early rungs of the ladder on CUDA cores: little to go wrong, and slow to emulate."""
     return kernel_name.startswith("simt_")

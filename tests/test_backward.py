@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from conftest import on_gpu
 from far_apart import BEYOND, far_apart
 from needs import needs
 from reference import (
@@ -29,11 +30,9 @@ from reference import (
     head_error,
     normal,
     on_a_cpu,
-    on_a_gpu,
     operand_dtype,
     poisoned_memory,
     surrounded,
-    with_tensor_cores,
 )
 from torch import Tensor
 
@@ -480,14 +479,14 @@ def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
-@needs(on_a_gpu, with_tensor_cores, "deterministic")
+@pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "n"), [((16, 2), 4096), ((32, 8), 8192)])
-def test_deterministic_with_many_blocks(backward_target: BackwardTarget, heads: tuple[int, int], n: int) -> None:
+def test_deterministic_with_many_blocks(heads: tuple[int, int], n: int, dtype: torch.dtype) -> None:
     """Grouped heads under a causal mask: blocks that are far ahead of others, and others that wait for them."""
-    kernel, dtype = backward_target
-    q, k, v = (torch.randn(2, h, n, 128, device=kernel.device, dtype=dtype) for h in (heads[0], heads[1], heads[1]))
-    leaves = [t.requires_grad_() for t in (q, k, v)]
-    out = flash_wmma.forward(*leaves, causal=True, deterministic=True, backward_kernel=kernel.name)
+    shapes = [(2, h, n, 128) for h in (heads[0], heads[1], heads[1])]
+    leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
+    out = flash_wmma.forward(*leaves, causal=True, deterministic=True)
     dout = torch.randn_like(out)
     first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

@@ -136,6 +136,8 @@ def _packed(mask_function: object, window: int | None) -> Tensor | None:
     both = _cells(mask_function, "and_masks").get("mask_functions", ())
     if len(both) != 2:
         return None
+    if not _cells(both[0], "packed_sequence_mask_function"):
+        both = both[::-1]  # from transformers 5.24 on
     numbers = _cells(both[0], "packed_sequence_mask_function").get("packed_sequence_mask")
     within = _cells(both[1], "remap_positions_for_packed_sequence").get("mask_function")
     if window is not None:
