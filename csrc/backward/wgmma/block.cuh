@@ -78,6 +78,7 @@ struct Item {
     int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
 };
 
+/// Whether query heads that share keys are worked on tile by tile (Item).
 template <class Tile>
 constexpr bool heads_together() {
     return Tile::kD > 64;
