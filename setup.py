@@ -65,17 +65,17 @@ ARCHITECTURES = "7.5;8.0+PTX;9.0"  # as in TORCH_CUDA_ARCH_LIST: machine code, "
 
 KERNELS = (
     *("csrc/device/*.cu", "csrc/forward/**/*.cu", "csrc/backward/**/*.cu"),
-    *("csrc/cache/*.cu", "csrc/reductions/*.cu"),
+    *("csrc/cache/*.cu", "csrc/merge/*.cu", "csrc/reductions/*.cu"),
 )
 SOURCES = (*(f"{folder}/*.cpp" for folder in HOST_FLAGS), *KERNELS)
 # What hipcc compiles: the kernels that use no tensor core.
 HIP_SOURCES = (
     *("csrc/device/runtime.cu", "csrc/forward/simt/**/*.cu", "csrc/backward/simt/**/*.cu"),
-    *("csrc/cache/*.cu", "csrc/reductions/*.cu"),
+    *("csrc/cache/*.cu", "csrc/merge/*.cu", "csrc/reductions/*.cu"),
 )
 SHIPPED = (
     *("csrc/*.h", "csrc/registry.cpp", "csrc/emulator/**/*", "csrc/device/*"),
-    *("csrc/forward/**/*", "csrc/backward/**/*", "csrc/cache/*", "csrc/reductions/*"),
+    *("csrc/forward/**/*", "csrc/backward/**/*", "csrc/cache/*", "csrc/merge/*", "csrc/reductions/*"),
 )
 
 # -Wno-restrict: g++ 12 is wrong about std::string's operator+ (GCC bug 105651)

@@ -8,8 +8,9 @@
 
 Efficiency is the time that one GPU needs for its share of the FLOPs, over the ring's. The share is timed as one call of
 flash_wmma.forward of the length whose FLOPs come closest, on every GPU at the same time, and scaled by the rest. A time
-is that of the slowest rank, between two events on CUDA, the median of ``--repeats``; contenders take turns. The
-results are checked against one call over the whole sequence. Exit status: 0; 1 if they differ; 2 if it cannot run.
+is that of the slowest rank, between two events on CUDA, of ``--in-a-row`` calls, as in training, where the host runs
+ahead of the GPU; the median of ``--repeats``. Contenders take turns. The results are checked against one call over the
+whole sequence. Exit status: 0; 1 if they differ; 2 if it cannot run.
 """
 
 from __future__ import annotations
@@ -88,21 +89,23 @@ def inputs(sizes: Sizes, n: int, arguments: argparse.Namespace, device: torch.de
     return [t.to(DTYPES[arguments.dtype]) for t in made]
 
 
-def milliseconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """One call, begun by all ranks together; the time of the slowest."""
+def milliseconds_of(call: Callable[[], object], device: torch.device, calls: int) -> float:
+    """Of one call of several in a row, begun by all ranks together; the time of the slowest."""
     dist.barrier()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         start, end = (torch.cuda.Event(enable_timing=True) for _ in "12")
         start.record()
-        call()
+        for _ in range(calls):
+            call()
         end.record()
         end.synchronize()
-        taken = start.elapsed_time(end)
+        taken = start.elapsed_time(end) / calls
     else:
         begin = time.perf_counter()
-        call()
-        taken = 1e3 * (time.perf_counter() - begin)
+        for _ in range(calls):
+            call()
+        taken = 1e3 * (time.perf_counter() - begin) / calls
     slowest = torch.tensor(taken, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
@@ -156,7 +159,7 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, l
     keys = list(calls)
     for turn in range(arguments.repeats + WARM_UP):
         for key in keys[turn % len(keys) :] + keys[: turn % len(keys)]:
-            taken = milliseconds_of(calls[key], device)
+            taken = milliseconds_of(calls[key], device, arguments.in_a_row)
             if turn >= WARM_UP:
                 samples[key].append(taken)
     scale = sizes.flops(n) / world / sizes.flops(alone)
@@ -224,7 +227,9 @@ def run(arguments: argparse.Namespace) -> int:
         print(*described.lines(), sep="\n")
         print(f"ranks     {world}, torch.distributed by {dist.get_backend_config()}")
         print(f"inputs    B 1, {heads}, d {arguments.head_dim}, {arguments.dtype}, {mask}")
-        print(f"method    the slowest rank, median of {arguments.repeats}; one GPU: its share of the FLOPs")
+        print(
+            f"method    the slowest rank, {arguments.in_a_row} calls in a row, median of {arguments.repeats}; one GPU: its share of the FLOPs"
+        )
         Table("\nAttention over ranks", COLUMNS, printed).print()
         if arguments.json:
             content = {"environment": described.to_json(), "dtype": arguments.dtype, "rows": rows}
@@ -269,6 +274,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=positive, help="keys before a query that it sees, and without a mask behind")
     parser.add_argument("--repeats", type=positive, default=20)
+    parser.add_argument("--in-a-row", type=positive, default=10 if cuda else 1, help="calls of a sample")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--processes", type=positive, help="start so many; by default torchrun does")
     parser.add_argument("--unchecked", action="store_true", help="no call over the whole sequence, which needs memory")

@@ -1,7 +1,8 @@
 """What test_distributed.py runs in several processes, each a rank of a process group.
 
-    python tests/ranks.py --calls 10000 --first 0 --processes 3     random calls, forward and backward; no other case
-    torchrun --nproc-per-node 2 tests/ranks.py --context-parallel   torch's context_parallel, on GPUs
+    python tests/ranks.py --calls 10000 --first 0 --processes 3            random calls, forward and backward, alone
+    python tests/ranks.py --device cuda --calls 1000 --processes 2         the same on two GPUs
+    torchrun --nproc-per-node 2 tests/ranks.py --context-parallel          torch's context_parallel, on GPUs
 
 A process runs every case of CASES and writes what went wrong with each. All ranks make the same random numbers and
 compute the same reference, in float64 where nothing is packed around a kernel; each checks its own rows.
@@ -35,7 +36,10 @@ from torch.nn import functional
 
 import flash_wmma
 from flash_wmma import _hook, distributed
-from flash_wmma.distributed import _layout, _ring
+from flash_wmma.distributed import _layout, _messages, _ring
+
+DEVICE = torch.device("cpu")
+"""Of this process's attention; inputs and what is expected are on the CPU."""
 
 Attend = Callable[..., Any]
 BOTH: tuple[Attend, ...] = (distributed.ring_attention, distributed.ulysses_attention)
@@ -143,10 +147,10 @@ def options(problem: Problem, given: Tensors, leaves: list[Tensor]) -> dict[str,
         "causal": problem.causal,
         "window": problem.window,
         "softcap": problem.softcap,
-        "alibi_slopes": given.slopes,
+        "alibi_slopes": None if given.slopes is None else given.slopes.to(DEVICE),
         "sinks": leaves[-1] if problem.sinks else None,
         "dropout_p": problem.dropout,
-        "rng_state": given.rng_state,
+        "rng_state": given.rng_state.to(DEVICE),
         "scale": problem.scale,
         "return_lse": True,
     }
@@ -154,14 +158,24 @@ def options(problem: Problem, given: Tensors, leaves: list[Tensor]) -> dict[str,
 
 def alone(problem: Problem, given: Tensors) -> list[Tensor]:
     """The same by one process."""
-    leaves = [t.clone().requires_grad_() for t in (*given[:3], *given.parameters())]
+    leaves = [there(t) for t in (*given[:3], *given.parameters())]
     if problem.packed:
-        ends = [torch.tensor(problem.ends(i), dtype=torch.int32) for i in range(2)]
+        ends = [torch.tensor(problem.ends(i), dtype=torch.int32, device=DEVICE) for i in range(2)]
         longest = [max(each[i] for each in problem.lengths) for i in range(2)]
         out, lse = flash_wmma.forward_varlen(*leaves[:3], *ends, *longest, **options(problem, given, leaves))
     else:
         out, lse = flash_wmma.forward(*leaves[:3], **options(problem, given, leaves))
-    return [out.detach(), lse.detach(), *torch.autograd.grad(loss(problem, out, lse, given.dout, given.dlse), leaves)]
+    total = loss(problem, out, lse, given.dout.to(DEVICE), given.dlse.to(DEVICE))
+    return here(out, lse, *torch.autograd.grad(total, leaves))
+
+
+def there(t: Tensor) -> Tensor:
+    """A leaf of its values on DEVICE."""
+    return t.detach().to(DEVICE, copy=True).requires_grad_()
+
+
+def here(*tensors: Tensor) -> list[Tensor]:
+    return [t.detach().cpu() for t in tensors]
 
 
 def shard(problem: Problem, t: Tensor, i: int, dim: int | None = None, group: Any = None) -> Tensor:
@@ -180,16 +194,16 @@ def told(problem: Problem) -> dict[str, Any]:
 
 def together(problem: Problem, given: Tensors, attend: Attend, group: Any = None) -> list[Tensor]:
     """This rank's rows of the same, by all ranks; of parameters the sum of all ranks' gradients."""
-    leaves = [shard(problem, t, i, group=group).requires_grad_() for t, i in zip(given[:3], (0, 1, 1), strict=True)]
-    leaves += [t.clone().requires_grad_() for t in given.parameters()]
+    leaves = [there(shard(problem, t, i, group=group)) for t, i in zip(given[:3], (0, 1, 1), strict=True)]
+    leaves += [there(t) for t in given.parameters()]
     out, lse = attend(*leaves[:3], group, **options(problem, given, leaves), **told(problem))
     dout, dlse = shard(problem, given.dout, 0, group=group), shard(problem, given.dlse, 0, -1, group)
     assert out.is_contiguous()
     assert out.dtype == problem.dtype
-    gradients = torch.autograd.grad(loss(problem, out, lse, dout, dlse), leaves)
+    gradients = torch.autograd.grad(loss(problem, out, lse, dout.to(DEVICE), dlse.to(DEVICE)), leaves)
     for gradient in gradients[3:]:
         dist.all_reduce(gradient, group=group)
-    return [out.detach(), lse.detach(), *gradients]
+    return here(out, lse, *gradients)
 
 
 def size_of_dsinks(problem: Problem, given: Tensors, out: Tensor, lse: Tensor) -> float:
@@ -565,7 +579,7 @@ def messages() -> None:
         ({"causal": True}, chunk * after + 2 * chunk * rank),
         ({"causal": True, "window": (3, None)}, 3 * ((rank < world - 1) + (rank > 0))),
     ):
-        _ring.dist.batch_isend_irecv = counted
+        _messages.dist.batch_isend_irecv = counted
         try:
             sent[0] = 0
             out = distributed.ring_attention(q, k, v, seq_len=n, **given)
@@ -573,7 +587,7 @@ def messages() -> None:
             sent[0] = 0
             torch.autograd.grad(out.sum(), (q, k, v))
         finally:
-            _ring.dist.batch_isend_irecv = post
+            _messages.dist.batch_isend_irecv = post
         everyone = torch.tensor(sent[0])
         dist.all_reduce(everyone)
         forward = torch.tensor(row * rows_sent)
@@ -690,15 +704,23 @@ CASES: dict[str, Callable[[], None]] = {
     "mismatches": mismatches,
     "random_calls": random_calls,
 }
+GPU_CASES = {
+    name: case for name, case in CASES.items() if name.startswith(("ring-", "ulysses-")) or name == "random_calls"
+}
+"""Those that compute on DEVICE, without what is equal to the bit on CPUs alone."""
 
 
 # -------------------------------------------------------------------------------------------------------- the processes
 
 
-def begin(rank: int, world: int, store: str, seconds: float) -> None:
+def begin(rank: int, world: int, store: str, seconds: float, device: str = "cpu") -> None:
+    global DEVICE
     torch.set_num_threads(1)
+    if device == "cuda":
+        DEVICE = torch.device("cuda", rank)
+        torch.cuda.set_device(DEVICE)
     dist.init_process_group(
-        "gloo",
+        "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl",
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
@@ -706,12 +728,13 @@ def begin(rank: int, world: int, store: str, seconds: float) -> None:
     )
 
 
-def run_cases(rank: int, world: int, folder: str) -> None:
+def run_cases(rank: int, world: int, folder: str, device: str = "cpu") -> None:
     """Writes what went wrong with each case; "" if nothing. After an error in mid-communication the ranks no longer go
     together: the rest is not run."""
-    begin(rank, world, f"{folder}/store", 30)
-    results = dict.fromkeys(CASES, "not run, since a case before it failed")
-    for name, case in CASES.items():
+    begin(rank, world, f"{folder}/store", 30, device)
+    cases = CASES if device == "cpu" else GPU_CASES
+    results = dict.fromkeys(cases, "not run, since a case before it failed")
+    for name, case in cases.items():
         try:
             case()
             results[name] = ""
@@ -724,12 +747,12 @@ def run_cases(rank: int, world: int, folder: str) -> None:
     dist.destroy_process_group()
 
 
-def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> None:
+def lose_one(rank: int, world: int, folder: str, how: str, seconds: float, device: str = "cpu") -> None:
     """Calls until rank 1 is gone ("killed"), or does not answer since it raised in a call ("raised"); writes how the
     others end, and after how many seconds."""
-    begin(rank, world, f"{folder}/store", seconds)
+    begin(rank, world, f"{folder}/store", seconds, device)
     n = _layout.held(64, world, rank)
-    x = torch.randn(1, 2, n, 8, requires_grad=True)
+    x = torch.randn(1, 2, n, 8, device=DEVICE, requires_grad=True)
     distributed.ring_attention(x, x, x, causal=True, seq_len=64).sum().backward()
     start = time.monotonic()
     if rank == 1:
@@ -744,6 +767,8 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> No
     try:
         for _ in range(3):
             distributed.ring_attention(x, x, x, causal=True, seq_len=64).sum().backward()
+        if device == "cuda":
+            torch.cuda.synchronize()  # what a lost rank leaves undone ends the process, by NCCL's watchdog
     except Exception as error:
         result = f"{type(error).__name__}: {error}"
     took = time.monotonic() - start
@@ -753,9 +778,9 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float) -> No
     os._exit(0)
 
 
-def call_at_random(rank: int, world: int, folder: str, first: int, calls: int) -> None:
+def call_at_random(rank: int, world: int, folder: str, first: int, calls: int, device: str = "cpu") -> None:
     """Those calls, and a line from rank 0 now and then."""
-    begin(rank, world, f"{folder}/store", 120)
+    begin(rank, world, f"{folder}/store", 120, device)
     start = time.monotonic()
     for number in range(first, first + calls):
         random_call(number)
@@ -770,6 +795,7 @@ if __name__ == "__main__":
     parser.add_argument("--calls", type=int, default=10_000)
     parser.add_argument("--first", type=int, default=0, help="the number of the first call, which decides its problem")
     parser.add_argument("--processes", type=int, default=3)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--context-parallel", action="store_true", help="torch's context_parallel, under torchrun")
     given = parser.parse_args()
     if given.context_parallel:
@@ -780,5 +806,5 @@ if __name__ == "__main__":
         dist.destroy_process_group()
         raise SystemExit
     with tempfile.TemporaryDirectory() as store:
-        sizes = (given.processes, store, given.first, given.calls)
+        sizes = (given.processes, store, given.first, given.calls, given.device)
         torch.multiprocessing.start_processes(call_at_random, sizes, nprocs=given.processes, start_method="spawn")

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -150,15 +151,14 @@ else:
 # ------------------------------------------------------------------------------------------------------- with processes
 
 
-def check_ranks(world: int) -> None:
+def check_ranks(world: int, device: str = "cpu") -> None:
     """Every case of ranks.py, in processes that are started once."""
+    cases = ranks.CASES if device == "cpu" else ranks.GPU_CASES
     with tempfile.TemporaryDirectory() as folder:
-        start(ranks.run_cases, world, folder, processes=world)
+        start(ranks.run_cases, world, folder, device, processes=world)
         results = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
-    assert all(list(each) == list(ranks.CASES) for each in results)
-    wrong = [
-        f"{case}, rank {rank}: {each[case]}" for case in ranks.CASES for rank, each in enumerate(results) if each[case]
-    ]
+    assert all(list(each) == list(cases) for each in results)
+    wrong = [f"{case}, rank {rank}: {each[case]}" for case in cases for rank, each in enumerate(results) if each[case]]
     assert not wrong, "\n".join(wrong)
 
 
@@ -228,3 +228,40 @@ def test_a_lost_rank_ends_the_others(how: str, tmp_path: Path) -> None:
         assert took < 2 * TIMEOUT + 2, f"{took} s"
     if how == "raised":
         assert json.loads((tmp_path / "rank1.json").read_text())[0] == "MemoryError: no memory left"
+
+
+# ------------------------------------------------------------------------------------------------------- with GPUs
+
+GPUS = torch.cuda.device_count()
+PEER_COPIES = pytest.mark.parametrize("peer_copies", ["1", "0"])
+"""Messages by copy engines, or by NCCL."""
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} GPUs")
+@PEER_COPIES
+def test_on_gpus(peer_copies: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASH_WMMA_PEER_COPIES", peer_copies)
+    check_ranks(min(GPUS, 4), "cuda")
+
+
+@pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} GPUs")
+@PEER_COPIES
+@pytest.mark.parametrize("how", ["killed", "raised"])
+def test_a_lost_rank_ends_the_others_on_gpus(
+    how: str, peer_copies: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An error, or NCCL's watchdog, within the group's timeout and some seconds until the watchdog looks."""
+    monkeypatch.setenv("FLASH_WMMA_PEER_COPIES", peer_copies)
+    timeout = 10.0
+    begin = time.monotonic()
+    processes = start(ranks.lose_one, 2, str(tmp_path), how, timeout, "cuda", processes=2, join=False)
+    process = processes.processes[0]
+    process.join(90)
+    took = time.monotonic() - begin
+    assert process.exitcode is not None, "rank 0 hangs"
+    found = tmp_path / "rank0.json"
+    ended = json.loads(found.read_text())[0] if found.exists() else f"exit code {process.exitcode}"
+    assert ended not in ("no error", "exit code 0")
+    assert took < 2 * timeout + 40, f"{ended} after {took} s"
+    for each in processes.processes:
+        each.kill()

@@ -31,6 +31,7 @@ struct Codes {
                                                      {aoti_torch_dtype_bfloat16(), DType::kBFloat16},
                                                      {aoti_torch_dtype_bool(), DType::kBool}}};
     int32_t float32 = aoti_torch_dtype_float32(), int32 = aoti_torch_dtype_int32(), byte = aoti_torch_dtype_uint8();
+    int32_t int64 = aoti_torch_dtype_int64();
     int32_t cpu = aoti_torch_device_type_cpu(), cuda = aoti_torch_device_type_cuda();
 };
 

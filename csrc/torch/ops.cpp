@@ -51,6 +51,11 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? page_table, Tensor? cu_seqlens_k, Tensor? q=None, Tensor? cu_seqlens_q=None, "
         "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? rotary_seqlens=None, bool queries_advance=False, "
         "bool interleaved=False) -> (Tensor q, Tensor seqlens)");
+    // Attention over a part of the keys, merged in place into that over others: out (B, H, N, d_v) and lse (B, H, N), or
+    // packed (N, H, d_v) and (H, N); out in float32 or in the part's dtype. rows: which rows of out the part's are, each
+    // at most once, int64.
+    m.def(
+        "merge_parts(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor? rows=None) -> ()");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
@@ -89,7 +94,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., str kernel_name=\"auto\", "
         "str forward_kernel=\"auto\") -> (Tensor row_max, Tensor entropy, Tensor column_sum, Tensor row_sum)");
     // Reductions of an array, and along the rows of a matrix; on CPU tensors torch's own (flash_wmma/reductions.py), of
-    // which append_kv is made there too (flash_wmma/_append.py).
+    // which append_kv and merge_parts are made there too (flash_wmma/_append.py, flash_wmma/_merge.py).
     m.def("array_max(Tensor x) -> Tensor");
     m.def("array_sum(Tensor x) -> Tensor");
     m.def("row_max(Tensor x) -> Tensor");
@@ -110,6 +115,7 @@ OPS_ON(CPU, FLASH_WMMA_NAMESPACE, m) { FLASH_WMMA_IMPLEMENT(m); }
 OPS_ON(CUDA, FLASH_WMMA_NAMESPACE, m) {
     FLASH_WMMA_IMPLEMENT(m);
     m.impl("append_kv", TORCH_BOX(&flash_wmma::append_kv));
+    m.impl("merge_parts", TORCH_BOX(&flash_wmma::merge_parts));
     m.impl("array_max", TORCH_BOX(&flash_wmma::array_max));
     m.impl("array_sum", TORCH_BOX(&flash_wmma::array_sum));
     m.impl("row_max", TORCH_BOX(&flash_wmma::row_max));

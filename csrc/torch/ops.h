@@ -42,6 +42,10 @@ std::tuple<Tensor, Tensor> append_kv(const Tensor& k_cache, const Tensor& v_cach
                                      const OptionalTensor& rotary_cos, const OptionalTensor& rotary_sin,
                                      const OptionalTensor& rotary_seqlens, bool queries_advance, bool interleaved);
 
+/// On CUDA tensors.
+void merge_parts(const Tensor& out_tensor, const Tensor& lse_tensor, const Tensor& part_out_tensor,
+                 const Tensor& part_lse_tensor, const OptionalTensor& rows_tensor);
+
 /// dq, dk, dv, dbias.
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 

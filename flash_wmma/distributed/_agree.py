@@ -59,7 +59,7 @@ def _control_device(place: Place) -> torch.device:
     return torch.device("cpu")
 
 
-def _exchanged(place: Place, *numbers: int) -> list[list[int]]:
+def exchanged(place: Place, *numbers: int) -> list[list[int]]:
     """Every rank's numbers."""
     mine = torch.tensor(numbers, dtype=torch.int64, device=_control_device(place))
     everyone = [torch.empty_like(mine) for _ in range(place.world)]
@@ -109,7 +109,7 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
     if error is None and call.lengths is not None and key in known:
         return call.lengths, beside
     digest = int.from_bytes(hashlib.blake2b(call.description.encode(), digest_size=7).digest(), "big")
-    everyone = _exchanged(place, _REFUSED if error else digest, *call.rows)
+    everyone = exchanged(place, _REFUSED if error else digest, *call.rows)
     if any(each[0] != digest for each in everyone):
         _refuse(place, call, error)
     total = sum(each[1] for each in everyone), sum(each[2] for each in everyone)

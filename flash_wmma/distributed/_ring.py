@@ -14,7 +14,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from .. import _autograd, _ops
@@ -22,10 +21,10 @@ from .._call import Call
 from .._call import Lengths as Tables
 from ._agree import Place
 from ._layout import Ranges, count, positions
+from ._messages import Direct, Message, Post, Shape, Travel
+from ._peer import Peer, peer_of
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import NO_DOUBLE, Merged, Sum, add, behind, padded, take
-
-Requests = list[Any]
+from ._rows import NO_DOUBLE, Merged, Sum, add, behind, copy_rows, padded, take
 
 MULTIPLE = 16
 """Of the places where dropout's mask of a call can begin."""
@@ -173,100 +172,66 @@ def _part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torc
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-class _Message:
-    """Rows of k and v, or of their gradients, in one piece of memory."""
-
-    def __init__(self, like_k: Tensor, like_v: Tensor, rows: int, dim: int, dtype: torch.dtype) -> None:
-        shapes = [[rows if i == dim else n for i, n in enumerate(t.shape)] for t in (like_k, like_v)]
-        sizes = [torch.Size(shape).numel() for shape in shapes]
-        self.memory = torch.empty(sum(sizes), dtype=dtype, device=like_k.device)
-        k, v = torch.split(self.memory, sizes)
-        self.k, self.v = k.view(shapes[0]), v.view(shapes[1])
-
-    def fill(self, k: Tensor, v: Tensor) -> _Message:
-        """Copies into it."""
-        self.k.copy_(k)
-        self.v.copy_(v)
-        return self
+@functools.lru_cache(256)
+def _most_rows(lengths: Lengths, world: int, band: Band) -> tuple[int, int]:
+    """The longest message between two ranks, in rows: of keys, and of their gradients, which count twice where they are
+    in fp32."""
+    pairs = [pair(lengths, world, q, k, band) for q in range(world) for k in range(world) if q != k]
+    return max(p.rows for p in pairs), max(p.rows * (1 if p.once else 2) for p in pairs)
 
 
-def _zeros(like_k: Tensor, like_v: Tensor, rows: int, dim: int) -> _Message:
-    """A message to add up gradients in."""
-    message = _Message(like_k, like_v, rows, dim, torch.float32)
-    message.memory.zero_()
-    return message
-
-
-class _Travel:
-    """A message on its way, in each direction."""
-
-    def __init__(self, place: Place, to: int, sent: Tensor | None, source: int, received: _Message | None) -> None:
-        self.received = received
-        group = place.group
-        operations = []
-        if received is not None:
-            operations.append(dist.P2POp(dist.irecv, received.memory, place.peer(source), group))
-        if sent is not None:
-            operations.append(dist.P2POp(dist.isend, sent, place.peer(to), group))
-        requests: Requests = dist.batch_isend_irecv(operations) if operations else []
-        first = len(requests) - (sent is not None and len(requests) == len(operations))  # NCCL has one request for all
-        self._arrival, self._rest = requests[:first], requests[first:]
-
-    def arrive(self) -> _Message | None:
-        """What was received."""
-        for request in self._arrival:
-            request.wait()
-        return self.received
-
-    def finish(self) -> None:
-        """After :meth:`arrive`: waits until all was sent too. Gloo's requests must not be waited for twice."""
-        for request in self._rest:
-            request.wait()
+def _post(ring: Ring, k: Tensor, v: Tensor, backward: bool) -> tuple[Post, Peer | None]:
+    """What sends the messages of a pass; once more if it is that of the GPUs of one host."""
+    peer = peer_of(ring.place, k.device)
+    if peer is None:
+        return Direct(ring.place), None
+    keys, gradients = _most_rows(ring.lengths, ring.place.world, ring.band)
+    row = (k.numel() // max(k.shape[ring.dim], 1) + v.numel() // max(v.shape[ring.dim], 1)) * k.element_size()
+    peer.begin(max(keys, gradients if backward else 0) * row)
+    return peer, peer
 
 
 class _Keys:
     """This rank's keys and values, and those that come."""
 
-    def __init__(self, ring: Ring, k: Tensor, v: Tensor) -> None:
-        self._ring, self._k, self._v = ring, k, v
-        self._packed: dict[Ranges, Tensor] = {}
-        self._travels: list[_Travel] = []
+    def __init__(self, ring: Ring, post: Post, k: Tensor, v: Tensor) -> None:
+        self._ring, self._post, self._k, self._v = ring, post, k, v
+        self._travels: list[Travel] = []
 
-    def _memory(self, ranges: Ranges) -> Tensor:
-        """Rows to send; ranks that need the same rows are sent the same memory."""
-        if ranges not in self._packed:
-            k, v, dim = self._k, self._v, self._ring.dim
-            rows = take(k, ranges, dim), take(v, ranges, dim)
-            self._packed[ranges] = _Message(k, v, rows[0].shape[dim], dim, k.dtype).fill(*rows).memory
-        return self._packed[ranges]
-
-    def start(self, step: int) -> _Travel | None:
-        """Begins to send and receive for a step."""
+    def _travel(self, step: int) -> Travel | None:
+        """Sends and receives for a step."""
         ring, (_, world, rank) = self._ring, self._ring.place
         if step >= world:
             return None
         source, to = (rank - step) % world, (rank + step) % world
         needed, asked = ring.pair(rank, source), ring.pair(to, rank)
-        received = _Message(self._k, self._v, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
-        sent = self._memory(asked.message) if asked.rows else None
-        self._travels.append(_Travel(ring.place, to, sent, source, received))
+        like = self._k, self._v
+        sent = None
+        if asked.rows:
+            sent = self._post.outgoing(Shape(*like, asked.rows, ring.dim, self._k.dtype), to)
+            copy_rows(sent.k, self._k, asked.message, ring.dim)
+            copy_rows(sent.v, self._v, asked.message, ring.dim)
+        coming = Shape(*like, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
+        self._travels.append(self._post.travel(to, sent, source, coming))
         return self._travels[-1]
 
     def __iter__(self) -> Iterator[tuple[int, int, Pair, Tensor, Tensor]]:
         """(rank that computes with this rank's keys, whose keys these are, what is needed of them, keys, values), this
         rank's own first. The next ones are on their way while these are used."""
         ring = self._ring
-        coming = self.start(1)
+        travel = None
         for step, source, to in ring.sources():
             needed = ring.pair(ring.place.rank, source)
             if step == 0:
                 k, v = (take(t, needed.message, ring.dim) for t in (self._k, self._v))
             else:
-                assert coming is not None
-                arrived = coming.arrive()
-                coming = self.start(step + 1)
+                assert travel is not None
+                arrived = travel.arrive()
                 k, v = (self._k[:0], self._v[:0]) if arrived is None else (arrived.k, arrived.v)
+            travel = self._travel(step + 1)
             yield to, source, needed, k, v
+            if travel is not None:
+                travel.start()
         for travel in self._travels:
             travel.finish()
 
@@ -280,8 +245,10 @@ def _forward(
     dim = ring.dim
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
-    merged = Merged(out_shape, lse_shape, dim, q)
-    for _, source, needed, keys, values in _Keys(ring, k, v):
+    ranks = range(ring.place.world)
+    merged = Merged(out_shape, lse_shape, dim, q, sum(len(ring.pair(ring.place.rank, source).jobs) for source in ranks))
+    post, peer = _post(ring, k, v, backward=False)
+    for _, source, needed, keys, values in _Keys(ring, post, k, v):
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
             of_q = padded(take(q, job.q, dim), more_q, dim)
@@ -289,6 +256,8 @@ def _forward(
             out, lse = _ops.forward(of_q, of_k, of_v, call)
             out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
             merged.add(job.q, out, lse if shift is None else lse + shift)
+    if peer is not None:
+        peer.end()
     return merged.take(q.dtype, sinks)
 
 
@@ -305,9 +274,11 @@ def _backward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place, dim = ring.place, ring.dim
-    dq, dk, dv = (Sum(t, dim) for t in (q, k, v))
-    going_home: list[tuple[_Travel, Pair]] = []
-    arrived: list[_Travel] = []
+    ranks = range(place.world)
+    dq = Sum(q, dim, sum(len(ring.pair(place.rank, source).jobs) for source in ranks))
+    dk, dv = (Sum(t, dim, sum(ring.pair(rank, place.rank).rows > 0 for rank in ranks)) for t in (k, v))
+    going_home: list[tuple[Travel, Pair]] = []
+    arrived: list[Travel] = []
 
     def absorb(left: int) -> None:
         """Adds what came home, but for the last ``left`` messages."""
@@ -319,9 +290,15 @@ def _backward(
                 dv.add(asked.message, message.v)
             arrived.append(travel)
 
-    for to, source, needed, keys, values in _Keys(ring, k, v):
-        total = None if needed.once or not needed.rows else _zeros(k, v, needed.rows, dim)
-        sent = None if total is None else total.memory
+    post, peer = _post(ring, k, v, backward=True)
+    for to, source, needed, keys, values in _Keys(ring, post, k, v):
+        several = needed.rows > 0 and not needed.once  # calls, whose gradients of keys add up
+        total = None
+        if several:
+            total = Message(Shape(k, v, needed.rows, dim, torch.float32))
+            total.memory.zero_()
+        computed: tuple[Tensor, Tensor] | None = None if total is None else (total.k, total.v)
+        of_queries: list[tuple[Ranges, Tensor]] = []
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
             of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
@@ -341,25 +318,30 @@ def _backward(
                 call,
             )
             of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
-            dq.add(job.q, behind(of_q, more_q, dim))
+            of_queries.append((job.q, behind(of_q, more_q, dim)))
             if total is not None:
                 add(total.k, job.k, of_k, dim)
                 add(total.v, job.k, of_v, dim)
-            elif source == place.rank:
-                dk.add(needed.message, of_k)
-                dv.add(needed.message, of_v)
             else:
-                sent = _Message(k, v, needed.rows, dim, k.dtype).fill(of_k, of_v).memory
+                computed = of_k, of_v
         if source != place.rank:
             asked = ring.pair(to, place.rank)
-            dtype = k.dtype if asked.once else torch.float32
-            coming = _Message(k, v, asked.rows, dim, dtype) if asked.rows else None
-            going_home.append((_Travel(place, source, sent, to, coming), asked))
-            absorb(1)
-        elif total is not None:
-            dk.add(needed.message, total.k)
-            dv.add(needed.message, total.v)
+            sent = None
+            if computed is not None:
+                sent = post.outgoing(Shape(k, v, needed.rows, dim, torch.float32 if several else k.dtype), source)
+                sent.fill(*computed)
+            coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
+            going_home.append((post.travel(source, sent, to, coming), asked))
+            going_home[-1][0].start()
+        elif computed is not None:
+            dk.add(needed.message, computed[0])
+            dv.add(needed.message, computed[1])
+        for rows, of_q in of_queries:  # beside the messages
+            dq.add(rows, of_q)
+        absorb(1)
     absorb(0)
+    if peer is not None:
+        peer.end()
     for travel in arrived:
         travel.finish()
     dsinks = lse.new_empty(0)

@@ -7,6 +7,7 @@ import functools
 import torch
 from torch import Tensor
 
+from .._merge import merge_parts, share
 from ._layout import Ranges, numbers
 
 FEW = 4
@@ -34,6 +35,17 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return x.index_select(dim, index(ranges, x.device))
 
 
+def copy_rows(to: Tensor, x: Tensor, ranges: Ranges, dim: int) -> None:
+    """Those rows into ``to``."""
+    if len(ranges) <= FEW:
+        at = 0
+        for begin, end in ranges:
+            to.narrow(dim, at, end - begin).copy_(x.narrow(dim, begin, end - begin))
+            at += end - begin
+    else:
+        torch.index_select(x, dim, index(ranges, x.device), out=to)
+
+
 def padded(x: Tensor, n: int, dim: int) -> Tensor:
     """x with n rows of zeros before it."""
     return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim), n, 0)) if n else x
@@ -59,20 +71,23 @@ NO_DOUBLE = "the gradient of a gradient is not built for sequences that several 
 
 
 class Sum:
-    """A sum of gradients, each of some rows: one alone that is of all rows stays as it is, others add up in fp32."""
+    """A sum of gradients, each of some rows. In the inputs' type where there are no more than two to add, whose sum is
+    rounded once; more add up in fp32."""
 
-    def __init__(self, like: Tensor, dim: int) -> None:
-        self._like, self._dim = like, dim
+    def __init__(self, like: Tensor, dim: int, parts: int) -> None:
+        """``parts``: how many will be added."""
+        self._like, self._dim, self._left = like, dim, parts
         self._sum: Tensor | None = None
 
     def add(self, ranges: Ranges, value: Tensor) -> None:
-        """Adds to those rows. ``value`` may be kept."""
+        """Adds to those rows. ``value`` may be kept, and written."""
+        self._left -= 1
         if self._sum is None and covers(ranges, self._like.shape[self._dim]):
             self._sum = value
             return
         if self._sum is None:
             self._sum = torch.zeros(self._like.shape, dtype=torch.float32, device=self._like.device)
-        elif self._sum.dtype != torch.float32:
+        elif self._left > 0 or value.dtype != self._sum.dtype:
             self._sum = self._sum.float()
         add(self._sum, ranges, value, self._dim)
 
@@ -81,62 +96,40 @@ class Sum:
         return torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
 
 
-def _share(lse: Tensor, of_all: Tensor) -> Tensor:
-    """The weight of a part; of one that sees no key 0, even if no part sees any."""
-    return (lse - of_all.clamp_min(torch.finfo(torch.float32).min)).exp_()
-
-
 class Merged:
-    """Attention over several parts of the keys. One part alone stays as it is, others are merged in fp32.
+    """Attention over several parts of the keys, merged in fp32. Between merges out is kept in fp32: where there are no
+    more than two parts it is rounded once, as it is anyway.
 
     Rows are dimension ``dim`` of out: 2 of (B, H, N, d_v), where lse is (B, H, N), or 0 of (N, H, d_v), where it is
     (H, N).
     """
 
-    def __init__(self, out_shape: torch.Size, lse_shape: torch.Size, dim: int, like: Tensor) -> None:
-        self._shapes, self._dim, self._like = (out_shape, lse_shape), dim, like
+    def __init__(self, out_shape: torch.Size, lse_shape: torch.Size, dim: int, like: Tensor, parts: int) -> None:
+        """``parts``: how many will be added."""
+        self._shapes, self._dim, self._like, self._left = (out_shape, lse_shape), dim, like, parts
         self._out: Tensor | None = None
         self._lse = torch.empty(0)
 
-    def _weight(self, w: Tensor) -> Tensor:
-        return (w if self._dim == 2 else w.t())[..., None]
-
     def add(self, ranges: Ranges, out: Tensor, lse: Tensor) -> None:
-        """Merges a part into those rows; it may be kept. What a part holds that sees no key (lse -inf) does not count,
-        unless it is NaN."""
+        """Merges a part into those rows; it may be kept, and written. What a part holds that sees no key (lse -inf)
+        does not count, unless it is NaN."""
         out_shape, lse_shape = self._shapes
-        everything = covers(ranges, out_shape[self._dim])
-        if self._out is None and everything:
+        self._left -= 1
+        if self._out is None and covers(ranges, out_shape[self._dim]):
             self._out, self._lse = out, lse
             return
         device = self._like.device
         if self._out is None:
             self._out = torch.zeros(out_shape, dtype=torch.float32, device=device)
             self._lse = torch.full(lse_shape, -torch.inf, device=device)
-        elif self._out.dtype != torch.float32 and not everything:
+        elif self._left > 0:
             self._out = self._out.float()
-        if everything:
-            self._out, self._lse = self._both(self._out, self._lse, out, lse)
-        elif len(ranges) == 1:
+        if len(ranges) == 1:
             ((begin, end),) = ranges
-            old_out = self._out.narrow(self._dim, begin, end - begin)
-            old_lse = self._lse.narrow(-1, begin, end - begin)
-            _, new_lse = self._both(old_out, old_lse, out, lse)
-            old_lse.copy_(new_lse)
-        else:
-            rows = index(ranges, device)
-            new_out, new_lse = self._both(
-                self._out.index_select(self._dim, rows), self._lse.index_select(-1, rows), out, lse
-            )
-            self._out.index_copy_(self._dim, rows, new_out)
-            self._lse.index_copy_(self._lse.dim() - 1, rows, new_lse)
-
-    def _both(self, old_out: Tensor, old_lse: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-        """(out, lse) of both parts; the former in the memory of old_out if that is fp32."""
-        new_lse = torch.logaddexp(old_lse, lse)
-        old_weight, weight = (self._weight(_share(part, new_lse)) for part in (old_lse, lse))
-        scaled = old_out.mul_(old_weight) if old_out.dtype == torch.float32 else old_out * old_weight
-        return scaled.add_(out * weight), new_lse
+            rows = self._out.narrow(self._dim, begin, end - begin), self._lse.narrow(-1, begin, end - begin)
+            merge_parts(*rows, out, lse)
+        elif ranges:
+            merge_parts(self._out, self._lse, out, lse, index(ranges, device))
 
     def take(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse); 0 and -inf where no part was. ``sinks``: (H), the logit of a key without value that every row
@@ -148,5 +141,6 @@ class Merged:
             lse = torch.full(lse_shape, -torch.inf, device=self._like.device)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks[:, None])
-            out, lse = out * self._weight(_share(lse, with_sinks)), with_sinks
+            weight = share(lse, with_sinks)
+            out, lse = out * (weight if self._dim == 2 else weight.t())[..., None], with_sinks
         return out.to(dtype).contiguous(), lse.contiguous()

@@ -1,0 +1,119 @@
+"""Messages between ranks: rows of k and v, or of their gradients.
+
+A :class:`Post` sends them. :class:`Direct` does so by torch.distributed, on any device. :class:`flash_wmma.distributed.
+_peer.Peer` has the copy engines of the GPUs of one host do it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._agree import Place
+
+
+class Shape(NamedTuple):
+    """Of a message: that many rows, dimension ``dim``, of tensors like k and v."""
+
+    like_k: Tensor
+    like_v: Tensor
+    rows: int
+    dim: int
+    dtype: torch.dtype
+
+    def sizes(self) -> tuple[torch.Size, torch.Size]:
+        """Of its k and v."""
+        given = self.like_k, self.like_v
+        k, v = (torch.Size(self.rows if i == self.dim else n for i, n in enumerate(t.shape)) for t in given)
+        return k, v
+
+    def elements(self) -> int:
+        """Of both."""
+        return sum(size.numel() for size in self.sizes())
+
+
+class Message:
+    """k and v in one piece of memory."""
+
+    def __init__(self, shape: Shape, memory: Tensor | None = None) -> None:
+        """``memory``: of shape.elements(); by default new."""
+        if memory is None:
+            memory = torch.empty(shape.elements(), dtype=shape.dtype, device=shape.like_k.device)
+        self.memory = memory
+        k_size, v_size = shape.sizes()
+        k, v = torch.split(memory, [k_size.numel(), v_size.numel()])
+        self.k, self.v = k.view(k_size), v.view(v_size)
+
+    def fill(self, k: Tensor, v: Tensor) -> Message:
+        """Copies into it."""
+        self.k.copy_(k)
+        self.v.copy_(v)
+        return self
+
+
+class Travel(Protocol):
+    """A message on its way, in each direction."""
+
+    def start(self) -> None:
+        """Called behind the launches that the messages travel beside."""
+
+    def arrive(self) -> Message | None:
+        """What was received; the current stream waits for it."""
+
+    def finish(self) -> None:
+        """After :meth:`arrive`: what was sent may be overwritten."""
+
+
+class Post(Protocol):
+    """Sends messages. All ranks of a group make the same calls of :meth:`travel` in the same order."""
+
+    def outgoing(self, shape: Shape, to: int) -> Message:
+        """A message to a rank, to be filled; the next travel sends it."""
+
+    def travel(self, to: int, sent: Message | None, source: int, received: Shape | None) -> Travel:
+        """Sends ``sent`` to a rank, if there is one, and receives a message of another, if there is one."""
+
+
+class _DirectTravel:
+    def __init__(self, place: Place, to: int, sent: Tensor | None, source: int, received: Message | None) -> None:
+        self._received = received
+        group = place.group
+        operations = []
+        if received is not None:
+            operations.append(dist.P2POp(dist.irecv, received.memory, place.peer(source), group))
+        if sent is not None:
+            operations.append(dist.P2POp(dist.isend, sent, place.peer(to), group))
+        requests: list[Any] = dist.batch_isend_irecv(operations) if operations else []
+        first = len(requests) - (sent is not None and len(requests) == len(operations))  # NCCL has one request for all
+        self._arrival, self._rest = requests[:first], requests[first:]
+
+    def start(self) -> None:
+        """NCCL's copies take multiprocessors: they began before the kernels that they travel beside."""
+
+    def arrive(self) -> Message | None:
+        for request in self._arrival:
+            request.wait()
+        return self._received
+
+    def finish(self) -> None:
+        """Waits until all was sent too. Gloo's requests must not be waited for twice."""
+        for request in self._rest:
+            request.wait()
+
+
+class Direct:
+    """By torch.distributed's own sending and receiving."""
+
+    def __init__(self, place: Place) -> None:
+        self._place = place
+
+    def outgoing(self, shape: Shape, to: int) -> Message:
+        del to
+        return Message(shape)
+
+    def travel(self, to: int, sent: Message | None, source: int, received: Shape | None) -> Travel:
+        coming = None if received is None else Message(received)
+        return _DirectTravel(self._place, to, None if sent is None else sent.memory, source, coming)
