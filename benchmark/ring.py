@@ -227,9 +227,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(*described.lines(), sep="\n")
         print(f"ranks     {world}, torch.distributed by {dist.get_backend_config()}")
         print(f"inputs    B 1, {heads}, d {arguments.head_dim}, {arguments.dtype}, {mask}")
-        print(
-            f"method    the slowest rank, {arguments.in_a_row} calls in a row, median of {arguments.repeats}; one GPU: its share of the FLOPs"
-        )
+        method = f"the slowest rank, {arguments.in_a_row} calls in a row, median of {arguments.repeats}"
+        print(f"method    {method}; one GPU: its share of the FLOPs")
         Table("\nAttention over ranks", COLUMNS, printed).print()
         if arguments.json:
             content = {"environment": described.to_json(), "dtype": arguments.dtype, "rows": rows}
@@ -274,7 +273,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=positive, help="keys before a query that it sees, and without a mask behind")
     parser.add_argument("--repeats", type=positive, default=20)
-    parser.add_argument("--in-a-row", type=positive, default=10 if cuda else 1, help="calls of a sample")
+    parser.add_argument("--in-a-row", type=positive, default=20 if cuda else 1, help="calls of a sample")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")
     parser.add_argument("--processes", type=positive, help="start so many; by default torchrun does")
     parser.add_argument("--unchecked", action="store_true", help="no call over the whole sequence, which needs memory")

@@ -64,17 +64,14 @@ class Travel(Protocol):
         """What was received; the current stream waits for it."""
 
     def finish(self) -> None:
-        """After :meth:`arrive`: what was sent may be overwritten."""
+        """What was sent may be overwritten. Called once, behind :meth:`arrive`."""
 
 
 class Post(Protocol):
     """Sends messages. All ranks of a group make the same calls of :meth:`travel` in the same order."""
 
-    def outgoing(self, shape: Shape, to: int) -> Message:
-        """A message to a rank, to be filled; the next travel sends it."""
-
-    def travel(self, to: int, sent: Message | None, source: int, received: Shape | None) -> Travel:
-        """Sends ``sent`` to a rank, if there is one, and receives a message of another, if there is one."""
+    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
+        """Sends k and v, or their gradients, to a rank if there are any, and receives such of another if there are."""
 
 
 class _DirectTravel:
@@ -110,10 +107,10 @@ class Direct:
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def outgoing(self, shape: Shape, to: int) -> Message:
-        del to
-        return Message(shape)
-
-    def travel(self, to: int, sent: Message | None, source: int, received: Shape | None) -> Travel:
+    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
+        memory = None
+        if sent is not None:
+            k, v = sent
+            memory = Message(Shape(k, v, k.shape[0], 0, k.dtype)).fill(k, v).memory
         coming = None if received is None else Message(received)
-        return _DirectTravel(self._place, to, None if sent is None else sent.memory, source, coming)
+        return _DirectTravel(self._place, to, memory, source, coming)

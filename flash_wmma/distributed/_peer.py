@@ -1,9 +1,9 @@
 """Messages between the GPUs of one host by their copy engines, which take no multiprocessor from the kernels beside.
 
 Each rank has two places for messages in symmetric memory (torch.distributed._symmetric_memory), which the other ranks'
-GPUs read and write. A message is written to a place on the stream that computes. Its reader's copy engine brings it
-from there, on a stream of its own. Two numbers in the ranks' symmetric memory order this, which streams write and wait
-for (the driver's stream memory operations, no kernels):
+GPUs read and write. The stream that computes writes a message to its place; its reader brings it from there on a stream
+for copies. Two numbers in the ranks' symmetric memory order this, which streams write and wait for (the driver's stream
+memory operations, no kernels):
 
 - ``written[sender]`` of the reader: how many messages the sender has written, whose last is the reader's;
 - ``read[reader]`` of the sender: how many messages were written when the reader had read its last one.
@@ -11,20 +11,26 @@ for (the driver's stream memory operations, no kernels):
 The place of message n is n modulo 2. Its writer waits until message n - 2 was read. Nothing waits for a later message,
 so that nothing waits in a circle.
 
-Each call also begins a collective of torch.distributed with one number. If a rank is lost, the group's timeout finds
-that collective and ends the process, as it does for any other.
+A rank that is lost leaves streams waiting, which no error of CUDA ends. So after each call its stream writes a number
+to memory of the host, and a thread looks whether it comes within the group's timeout. If not, the process ends with a
+message, as it does by NCCL's watchdog.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import ctypes
 import functools
 import math
 import os
 import socket
+import sys
+import threading
+import time
 import zlib
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -40,13 +46,18 @@ MANY = 64
 VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
 
+# ------------------------------------------------------------------------------------------------------- the driver
+
 _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ, cyclic."""
 
 
 @functools.cache
 def _driver() -> ctypes.CDLL:
-    return ctypes.CDLL("libcuda.so.1")
+    driver = ctypes.CDLL("libcuda.so.1")
+    for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
+        getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    return driver
 
 
 def _checked(result: int, what: str) -> None:
@@ -54,19 +65,15 @@ def _checked(result: int, what: str) -> None:
         raise RuntimeError(f"flash_wmma: {what}: CUDA driver error {result}")
 
 
-def _word(flags: Tensor, index: int) -> ctypes.c_uint64:
-    return ctypes.c_uint64(flags.data_ptr() + index * flags.element_size())
-
-
-def _write(stream: torch.cuda.Stream, flags: Tensor, index: int, value: int) -> None:
+def _write(stream: torch.cuda.Stream, word: int, value: int) -> None:
     """Once all before it on the stream is done, and visible to other GPUs."""
-    given = ctypes.c_void_p(stream.cuda_stream), _word(flags, index), ctypes.c_uint32(value), ctypes.c_uint(0)
-    _checked(_driver().cuStreamWriteValue32_v2(*given), "cuStreamWriteValue32")
+    value %= 1 << 32
+    _checked(_driver().cuStreamWriteValue32_v2(stream.cuda_stream, word, value, 0), "cuStreamWriteValue32")
 
 
-def _wait(stream: torch.cuda.Stream, flags: Tensor, index: int, value: int) -> None:
-    given = ctypes.c_void_p(stream.cuda_stream), _word(flags, index), ctypes.c_uint32(value)
-    _checked(_driver().cuStreamWaitValue32_v2(*given, ctypes.c_uint(_AT_LEAST)), "cuStreamWaitValue32")
+def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
+    value %= 1 << 32
+    _checked(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, word, value, _AT_LEAST), "cuStreamWaitValue32")
 
 
 class _Symmetric:
@@ -76,40 +83,96 @@ class _Symmetric:
         from torch.distributed import _symmetric_memory as symmetric
 
         self.own = symmetric.empty(elements, dtype=dtype, device=torch.device("cuda", torch.cuda.current_device()))
-        self.handle = symmetric.rendezvous(self.own, place.group)
-        self.of = [self.handle.get_buffer(rank, (elements,), dtype) for rank in range(place.world)]
+        self._handle = symmetric.rendezvous(self.own, place.group)
+        self.of = [self._handle.get_buffer(rank, (elements,), dtype) for rank in range(place.world)]
+
+    def word(self, rank: int, index: int) -> int:
+        """The address of an element of a rank."""
+        return self.of[rank].data_ptr() + index * self.own.element_size()
+
+
+# ------------------------------------------------------------------------------------------------------ the watchdog
+
+
+class _Watchdog:
+    """Ends the process if a call of a group does not end in time."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._done = torch.zeros(1, dtype=torch.int32).pin_memory()
+        self._calls = 0
+        self._expected: collections.deque[tuple[int, float]] = collections.deque()
+        self._begun = threading.Event()
+        threading.Thread(target=self._run, daemon=True, name="flash_wmma peer watchdog").start()
+
+    def expect(self, stream: torch.cuda.Stream) -> None:
+        """All that is on the stream by now ends in time."""
+        self._calls += 1
+        _write(stream, self._done.data_ptr(), self._calls)
+        self._expected.append((self._calls, time.monotonic() + self._seconds))
+        self._begun.set()
+
+    def _run(self) -> None:
+        while True:
+            self._begun.wait()
+            self._begun.clear()
+            while self._expected:
+                number, deadline = self._expected[0]
+                if (int(self._done[0]) - number) % (1 << 32) < 1 << 31:
+                    self._expected.popleft()
+                elif time.monotonic() > deadline:
+                    print(
+                        f"flash_wmma: ring attention did not end within the process group's timeout, {self._seconds:g} "
+                        f"s: another rank is lost, or makes other calls. Rank {dist.get_rank()} ends.",
+                        file=sys.stderr,
+                        flush=True,
+                    )
+                    os.abort()
+                else:
+                    time.sleep(min(0.1, self._seconds / 10))
+
+
+def _timeout(group: Group) -> float:
+    """Of a group's collectives on CUDA tensors, in seconds."""
+    backend: Any = group._get_backend(torch.device("cuda"))
+    with contextlib.suppress(AttributeError):
+        return float(backend.options._timeout.total_seconds())
+    return 600.0  # NCCL's own
+
+
+# ---------------------------------------------------------------------------------------------------------- the post
 
 
 class _PeerTravel:
-    def __init__(self, post: Peer, number: int, to: int, sent: bool, source: int, received: Message | None) -> None:
+    def __init__(self, post: Peer, number: int, to: int, sends: bool, source: int, received: Message | None) -> None:
         self._post, self._number = post, number
-        self._to, self._sent, self._source, self._received = to, sent, source, received
-        self._written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._written.record(post.computing)  # what is sent is in its place, and what is received has free memory
-        self._arrived: torch.cuda.Event | None = None
+        self._to, self._sends, self._source, self._received = to, sends, source, received
+        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._ready.record(post.computing)  # what is sent is in its place, and what is received has free memory
+        self._over: torch.cuda.Event | None = None
 
     def start(self) -> None:
         self._post.start_up_to(self)
 
     def begin(self) -> None:
-        """Its part on the stream of copies."""
+        """Its part on the stream for copies."""
         post, number, stream = self._post, self._number, self._post.copying
-        stream.wait_event(self._written)
-        if self._sent:
-            _write(stream, post.flags.of[self._to], post.place.rank, number + 1)
+        stream.wait_event(self._ready)
+        if self._sends:
+            _write(stream, post.flags.word(self._to, post.place.rank), number + 1)
         if self._received is not None:
-            memory = self._received.memory
-            _wait(stream, post.flags.own, self._source, number + 1)
+            came = self._received.k, self._received.v
+            _wait(stream, post.flags.word(post.place.rank, self._source), number + 1)
             with torch.cuda.stream(stream):
-                memory.copy_(post.memory_of(self._source, number, memory.numel(), memory.dtype))
-            _write(stream, post.flags.of[self._source], post.place.world + post.place.rank, number + 1)
-            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._arrived.record(stream)
+                self._received.memory.copy_(post.message_of(self._source, number, came).memory)
+            _write(stream, post.flags.word(self._source, post.place.world + post.place.rank), number + 1)
+            self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._over.record(stream)
 
     def arrive(self) -> Message | None:
         self.start()
-        if self._arrived is not None:
-            self._post.computing.wait_event(self._arrived)
+        if self._over is not None:
+            self._post.computing.wait_event(self._over)
         return self._received
 
     def finish(self) -> None:
@@ -126,14 +189,16 @@ class Peer:
         self.flags.own.zero_()
         self.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.computing: torch.cuda.Stream = torch.cuda.current_stream()
+        self._watchdog = _Watchdog(_timeout(place.group))
         self._memory: _Symmetric | None = None
         self._capacity = 0
+        self._messages: dict[object, Message] = {}
+        """Views of places, by their rank, place and sizes."""
         self._number = 0
-        self._waiting: list[_PeerTravel] = []
+        self._waiting: collections.deque[_PeerTravel] = collections.deque()
         """Travels that have not begun."""
         self._readers: list[tuple[int, int] | None] = [None] * PLACES
         """Of each place: who reads the message there, and its number."""
-        self._beat = torch.zeros(1, device=self.flags.own.device)
         torch.cuda.synchronize()
         dist.barrier(place.group)  # all numbers are 0
 
@@ -144,38 +209,45 @@ class Peer:
             torch.cuda.synchronize()
             dist.barrier(self.place.group)  # nobody reads the old memory
             self._capacity = 1 << math.ceil(math.log2(max(capacity, 1 << 20)))
+            self._messages.clear()
             self._memory = None
             self._memory = _Symmetric(self.place, PLACES * self._capacity, torch.uint8)
             self._readers = [None] * PLACES
 
     def end(self) -> None:
         """After the messages of a call."""
-        dist.all_reduce(self._beat, group=self.place.group, async_op=True)
+        self._watchdog.expect(self.computing)
 
-    def memory_of(self, rank: int, number: int, elements: int, dtype: torch.dtype) -> Tensor:
-        """The place of a message of a rank."""
-        assert self._memory is not None
-        begin = number % PLACES * self._capacity
-        return self._memory.of[rank][begin : begin + elements * dtype.itemsize].view(dtype)
+    def message_of(self, rank: int, number: int, like: tuple[Tensor, Tensor]) -> Message:
+        """The place of a message of a rank, that has the sizes of k and v."""
+        k, v = like
+        key = rank, number % PLACES, k.shape, v.shape, k.dtype
+        if key not in self._messages:
+            if len(self._messages) > 4 * PLACES * self.place.world:
+                self._messages.clear()
+            assert self._memory is not None
+            begin, size = number % PLACES * self._capacity, (k.numel() + v.numel()) * k.element_size()
+            shape = Shape(k, v, k.shape[0], 0, k.dtype)
+            self._messages[key] = Message(shape, self._memory.of[rank][begin : begin + size].view(k.dtype))
+        return self._messages[key]
 
     def start_up_to(self, travel: _PeerTravel) -> None:
         """In the order of their numbers, so that the numbers that ranks write never become less."""
         while travel in self._waiting:
-            self._waiting.pop(0).begin()
+            self._waiting.popleft().begin()
 
-    def outgoing(self, shape: Shape, to: int) -> Message:
-        number, place = self._number, self._number % PLACES
-        before = self._readers[place]
-        if before is not None:
-            reader, last = before
-            _wait(self.computing, self.flags.own, self.place.world + reader, last + 1)
-        self._readers[place] = to, number
-        return Message(shape, self.memory_of(self.place.rank, number, shape.elements(), shape.dtype))
-
-    def travel(self, to: int, sent: Message | None, source: int, received: Shape | None) -> Travel:
-        coming = None if received is None else Message(received)
-        travel = _PeerTravel(self, self._number, to, sent is not None, source, coming)
+    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
+        number = self._number
         self._number += 1
+        if sent is not None:
+            before = self._readers[number % PLACES]
+            if before is not None:
+                reader, last = before
+                _wait(self.computing, self.flags.word(self.place.rank, self.place.world + reader), last + 1)
+            self._readers[number % PLACES] = to, number
+            self.message_of(self.place.rank, number, sent).fill(*sent)
+        coming = None if received is None else Message(received)
+        travel = _PeerTravel(self, number, to, sent is not None, source, coming)
         self._waiting.append(travel)
         return travel
 

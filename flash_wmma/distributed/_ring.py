@@ -24,7 +24,7 @@ from ._layout import Ranges, count, positions
 from ._messages import Direct, Message, Post, Shape, Travel
 from ._peer import Peer, peer_of
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import NO_DOUBLE, Merged, Sum, add, behind, copy_rows, padded, take
+from ._rows import NO_DOUBLE, Merged, Sum, add, behind, padded, take
 
 MULTIPLE = 16
 """Of the places where dropout's mask of a call can begin."""
@@ -205,13 +205,10 @@ class _Keys:
             return None
         source, to = (rank - step) % world, (rank + step) % world
         needed, asked = ring.pair(rank, source), ring.pair(to, rank)
-        like = self._k, self._v
         sent = None
         if asked.rows:
-            sent = self._post.outgoing(Shape(*like, asked.rows, ring.dim, self._k.dtype), to)
-            copy_rows(sent.k, self._k, asked.message, ring.dim)
-            copy_rows(sent.v, self._v, asked.message, ring.dim)
-        coming = Shape(*like, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
+            sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)
+        coming = Shape(self._k, self._v, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
         self._travels.append(self._post.travel(to, sent, source, coming))
         return self._travels[-1]
 
@@ -326,12 +323,8 @@ def _backward(
                 computed = of_k, of_v
         if source != place.rank:
             asked = ring.pair(to, place.rank)
-            sent = None
-            if computed is not None:
-                sent = post.outgoing(Shape(k, v, needed.rows, dim, torch.float32 if several else k.dtype), source)
-                sent.fill(*computed)
             coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
-            going_home.append((post.travel(source, sent, to, coming), asked))
+            going_home.append((post.travel(source, computed, to, coming), asked))
             going_home[-1][0].start()
         elif computed is not None:
             dk.add(needed.message, computed[0])

@@ -35,17 +35,6 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return x.index_select(dim, index(ranges, x.device))
 
 
-def copy_rows(to: Tensor, x: Tensor, ranges: Ranges, dim: int) -> None:
-    """Those rows into ``to``."""
-    if len(ranges) <= FEW:
-        at = 0
-        for begin, end in ranges:
-            to.narrow(dim, at, end - begin).copy_(x.narrow(dim, begin, end - begin))
-            at += end - begin
-    else:
-        torch.index_select(x, dim, index(ranges, x.device), out=to)
-
-
 def padded(x: Tensor, n: int, dim: int) -> Tensor:
     """x with n rows of zeros before it."""
     return torch.nn.functional.pad(x, (*(0, 0) * (x.dim() - 1 - dim), n, 0)) if n else x
