@@ -10,7 +10,7 @@ Ranks communicate through torch.distributed alone: NCCL for CUDA tensors, gloo f
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from .._attention import attend
 from .._call import Call as KernelCall
 from .._call import Causal, Lengths, Window, call_of
 from .._errors import raise_library_error, refuse
-from ._agree import Call, Place, agree, describe, of_the_first, place_of
+from ._agree import Call, Place, agree, describe, is_alive, of_the_first, place_of
 from ._layout import held, positions, rows
 from ._plan import Band
 from ._ring import Ring, RingAttention
@@ -269,6 +269,24 @@ def _with_state(given: _Given, place: Place) -> KernelCall:
     return call._replace(rng_state=of_the_first(place, mine))
 
 
+_Asked = tuple[Hashable, ...]
+_known: dict[_Asked, Ring] = {}
+"""Calls that all ranks were found to agree on. Their checks, which look at no values, are not repeated: they would take
+the host as long as all the rest."""
+MANY_CALLS = 256
+
+
+def _asked(place: Place, tensors: tuple[Tensor, Tensor, Tensor], options: tuple[Any, ...]) -> _Asked | None:
+    """All that the checks and the plan of a call depend on; ``None`` where that is more than can be compared."""
+    if any(type(t) is not Tensor and type(t) is not torch.nn.Parameter for t in tensors):
+        return None
+    if any(isinstance(option, list | Tensor) for option in options) or _autocast.enabled(tensors[0].device):
+        return None
+    facts = ((t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in tensors)
+    types = tuple(type(option) for option in options)
+    return (place, *facts, options, types, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+
+
 def ring_attention(
     q: Tensor,
     k: Tensor,
@@ -331,6 +349,14 @@ def ring_attention(
     """
     place = place_of(group)
     _no_transforms()
+    asked: _Asked | None = None
+    if alibi_slopes is None and sinks is None and rng_state is None and cu_seqlens is None and cu_seqlens_k is None:
+        options = causal, scale, window, softcap, dropout_p, return_lse, deterministic, seq_len
+        asked = _asked(place, (q, k, v), options)
+        if asked is not None and asked in _known:
+            ring = _known[asked]
+            out, lse = _library_errors(lambda: RingAttention.apply(q, k, v, None, None, ring))
+            return (out, lse) if return_lse else out
 
     def make() -> tuple[Call, _Given]:
         _checks.flag(return_lse=return_lse)
@@ -352,6 +378,10 @@ def ring_attention(
     lengths = given.lengths if given.lengths is not None else (total,)
     call = _with_state(given, place)
     ring = Ring(place, lengths, _band(call), given.packed, call._replace(alibi_slopes=None, sinks=None))
+    if asked is not None and call.dropout_p == 0 and seq_len is not None:
+        if len(_known) >= MANY_CALLS or any(not is_alive(ring.place.group) for ring in _known.values()):
+            _known.clear()
+        _known[asked] = ring
     tensors = *given.tensors, call.alibi_slopes, call.sinks
     out, lse = _library_errors(lambda: RingAttention.apply(*tensors, ring))
     return (out, lse) if return_lse else out

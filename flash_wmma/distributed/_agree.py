@@ -51,6 +51,11 @@ def place_of(group: Group | None) -> Place:
     return Place(asked, dist.get_world_size(asked), dist.get_rank(asked))
 
 
+def is_alive(group: Group) -> bool:
+    """Whether it was not destroyed."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
 def _control_device(place: Place) -> torch.device:
     """Where the group exchanges small numbers: on the CPU if it can, which waits for no GPU."""
     backends = str(dist.get_backend_config(place.group))

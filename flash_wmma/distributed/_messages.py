@@ -26,13 +26,9 @@ class Shape(NamedTuple):
 
     def sizes(self) -> tuple[torch.Size, torch.Size]:
         """Of its k and v."""
-        given = self.like_k, self.like_v
-        k, v = (torch.Size(self.rows if i == self.dim else n for i, n in enumerate(t.shape)) for t in given)
-        return k, v
-
-    def elements(self) -> int:
-        """Of both."""
-        return sum(size.numel() for size in self.sizes())
+        k, v = self.like_k.shape, self.like_v.shape
+        size = torch.Size((*k[: self.dim], self.rows, *k[self.dim + 1 :]))
+        return size, size if k == v else torch.Size((*v[: self.dim], self.rows, *v[self.dim + 1 :]))
 
 
 class Message:
@@ -40,12 +36,15 @@ class Message:
 
     def __init__(self, shape: Shape, memory: Tensor | None = None) -> None:
         """``memory``: of shape.elements(); by default new."""
-        if memory is None:
-            memory = torch.empty(shape.elements(), dtype=shape.dtype, device=shape.like_k.device)
-        self.memory = memory
         k_size, v_size = shape.sizes()
-        k, v = torch.split(memory, [k_size.numel(), v_size.numel()])
-        self.k, self.v = k.view(k_size), v.view(v_size)
+        if memory is None:
+            memory = torch.empty(k_size.numel() + v_size.numel(), dtype=shape.dtype, device=shape.like_k.device)
+        self.memory = memory
+        if k_size == v_size:  # in one step, since each takes the host some microseconds
+            self.k, self.v = memory.view(2, *k_size).unbind(0)
+        else:
+            k, v = torch.split(memory, [k_size.numel(), v_size.numel()])
+            self.k, self.v = k.view(k_size), v.view(v_size)
 
     def fill(self, k: Tensor, v: Tensor) -> Message:
         """Copies into it."""

@@ -31,13 +31,12 @@ import time
 import zlib
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._agree import Group, Place, exchanged
+from ._agree import Group, Place, exchanged, is_alive
 from ._messages import Message, Shape, Travel
 
 PLACES = 2
@@ -57,6 +56,7 @@ def _driver() -> ctypes.CDLL:
     driver = ctypes.CDLL("libcuda.so.1")
     for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
         getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
+    driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
     return driver
 
 
@@ -74,6 +74,12 @@ def _write(stream: torch.cuda.Stream, word: int, value: int) -> None:
 def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
     value %= 1 << 32
     _checked(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, word, value, _AT_LEAST), "cuStreamWaitValue32")
+
+
+def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
+    """As to.copy_(source) of contiguous memory on the stream, in a tenth of the host's time."""
+    given = to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), stream.cuda_stream
+    _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
 
 
 class _Symmetric:
@@ -163,8 +169,7 @@ class _PeerTravel:
         if self._received is not None:
             came = self._received.k, self._received.v
             _wait(stream, post.flags.word(post.place.rank, self._source), number + 1)
-            with torch.cuda.stream(stream):
-                self._received.memory.copy_(post.message_of(self._source, number, came).memory)
+            _copy(stream, self._received.memory, post.message_of(self._source, number, came).memory)
             _write(stream, post.flags.word(self._source, post.place.world + post.place.rank), number + 1)
             self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._over.record(stream)
@@ -252,7 +257,7 @@ class Peer:
         return travel
 
 
-_posts: WeakKeyDictionary[Group, Peer | None] = WeakKeyDictionary()
+_posts: dict[Group, Peer | None] = {}
 """Of each group; ``None`` where some GPU of it is on another host, or cannot see another one's memory."""
 
 
@@ -263,6 +268,8 @@ def peer_of(place: Place, device: torch.device) -> Peer | None:
     if torch.cuda.is_current_stream_capturing():  # the numbers of messages would be the same in every replay
         return None
     if place.group not in _posts:
+        for group in [group for group in _posts if not is_alive(group)]:
+            del _posts[group]
         wanted = os.environ.get(VARIABLE) != "0" and "cuda:nccl" in str(dist.get_backend_config(place.group))
         _posts[place.group] = _made(place, device, wanted)
     return _posts[place.group]

@@ -8,6 +8,7 @@ that computed with them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -30,7 +31,20 @@ MULTIPLE = 16
 """Of the places where dropout's mask of a call can begin."""
 
 
-class Ring(NamedTuple):
+class Step(NamedTuple):
+    """What a rank does with the keys of one rank."""
+
+    source: int
+    """Whose keys these are."""
+    to: int
+    """The rank that computes with this rank's keys meanwhile."""
+    needed: Pair
+    asked: Pair
+    """What ``to`` needs of this rank's keys."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Ring:
     """A call of ring attention without its tensors."""
 
     place: Place
@@ -45,15 +59,43 @@ class Ring(NamedTuple):
         """Where the rows are."""
         return 0 if self.packed else 2
 
-    def pair(self, q_rank: int, k_rank: int) -> Pair:
+    @functools.cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """This rank's own keys first."""
+        _, world, rank = self.place
+
+        def step(n: int) -> Step:
+            source, to = (rank - n) % world, (rank + n) % world
+            return Step(source, to, self._pair(rank, source), self._pair(to, rank))
+
+        return tuple(step(n) for n in range(world))
+
+    def _pair(self, q_rank: int, k_rank: int) -> Pair:
         """What one rank's queries need of another's keys."""
         return pair(self.lengths, self.place.world, q_rank, k_rank, self.band)
 
-    def sources(self) -> Iterator[tuple[int, int, int]]:
-        """(step, rank whose keys are computed with, rank that computes with this rank's keys)."""
-        world, rank = self.place.world, self.place.rank
-        for step in range(world):
-            yield step, (rank - step) % world, (rank + step) % world
+    @functools.cached_property
+    def parts_of_queries(self) -> int:
+        """Calls of a kernel."""
+        return sum(len(step.needed.jobs) for step in self.steps)
+
+    @functools.cached_property
+    def parts_of_keys(self) -> int:
+        """Ranks that compute with this rank's keys."""
+        return sum(step.asked.rows > 0 for step in self.steps)
+
+    @functools.cached_property
+    def most_rows(self) -> tuple[int, int]:
+        """The longest message between two ranks, in rows: of keys, and of their gradients, which count twice where they
+        are in fp32."""
+        ranks = range(self.place.world)
+        pairs = [self._pair(q, k) for q in ranks for k in ranks if q != k]
+        return max(p.rows for p in pairs), max(p.rows * (1 if p.once else 2) for p in pairs)
+
+    @functools.cached_property
+    def plain_parts(self) -> dict[tuple[int, Job], _Part]:
+        """Calls of a kernel for jobs without slopes and dropout, once they are known."""
+        return {}
 
 
 # --------------------------------------------------------------------------------------------- a job as a kernel's call
@@ -137,6 +179,14 @@ class _Part(NamedTuple):
 
 
 def _part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torch.device) -> _Part:
+    if slopes is not None or ring.band.dropout:
+        return _made_part(ring, k_rank, job, slopes, device)
+    if (k_rank, job) not in ring.plain_parts:
+        ring.plain_parts[k_rank, job] = _made_part(ring, k_rank, job, slopes, device)
+    return ring.plain_parts[k_rank, job]
+
+
+def _made_part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torch.device) -> _Part:
     call, padding = ring.call._replace(window_left=job.left, window_right=job.right, bottom_right=False), NOTHING
     if ring.band.dropout:
         (tile,) = job.tiles
@@ -172,20 +222,12 @@ def _part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device: torc
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-@functools.lru_cache(256)
-def _most_rows(lengths: Lengths, world: int, band: Band) -> tuple[int, int]:
-    """The longest message between two ranks, in rows: of keys, and of their gradients, which count twice where they are
-    in fp32."""
-    pairs = [pair(lengths, world, q, k, band) for q in range(world) for k in range(world) if q != k]
-    return max(p.rows for p in pairs), max(p.rows * (1 if p.once else 2) for p in pairs)
-
-
 def _post(ring: Ring, k: Tensor, v: Tensor, backward: bool) -> tuple[Post, Peer | None]:
     """What sends the messages of a pass; once more if it is that of the GPUs of one host."""
     peer = peer_of(ring.place, k.device)
     if peer is None:
         return Direct(ring.place), None
-    keys, gradients = _most_rows(ring.lengths, ring.place.world, ring.band)
+    keys, gradients = ring.most_rows
     row = (k.numel() // max(k.shape[ring.dim], 1) + v.numel() // max(v.shape[ring.dim], 1)) * k.element_size()
     peer.begin(max(keys, gradients if backward else 0) * row)
     return peer, peer
@@ -198,13 +240,12 @@ class _Keys:
         self._ring, self._post, self._k, self._v = ring, post, k, v
         self._travels: list[Travel] = []
 
-    def _travel(self, step: int) -> Travel | None:
+    def _travel(self, n: int) -> Travel | None:
         """Sends and receives for a step."""
-        ring, (_, world, rank) = self._ring, self._ring.place
-        if step >= world:
+        ring = self._ring
+        if n >= len(ring.steps):
             return None
-        source, to = (rank - step) % world, (rank + step) % world
-        needed, asked = ring.pair(rank, source), ring.pair(to, rank)
+        source, to, needed, asked = ring.steps[n]
         sent = None
         if asked.rows:
             sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)
@@ -212,21 +253,19 @@ class _Keys:
         self._travels.append(self._post.travel(to, sent, source, coming))
         return self._travels[-1]
 
-    def __iter__(self) -> Iterator[tuple[int, int, Pair, Tensor, Tensor]]:
-        """(rank that computes with this rank's keys, whose keys these are, what is needed of them, keys, values), this
-        rank's own first. The next ones are on their way while these are used."""
-        ring = self._ring
+    def __iter__(self) -> Iterator[tuple[Step, Tensor, Tensor]]:
+        """Each step with its keys and values. The next ones are on their way while these are used."""
+        dim = self._ring.dim
         travel = None
-        for step, source, to in ring.sources():
-            needed = ring.pair(ring.place.rank, source)
-            if step == 0:
-                k, v = (take(t, needed.message, ring.dim) for t in (self._k, self._v))
+        for n, step in enumerate(self._ring.steps):
+            if n == 0:
+                k, v = (take(t, step.needed.message, dim) for t in (self._k, self._v))
             else:
                 assert travel is not None
                 arrived = travel.arrive()
                 k, v = (self._k[:0], self._v[:0]) if arrived is None else (arrived.k, arrived.v)
-            travel = self._travel(step + 1)
-            yield to, source, needed, k, v
+            travel = self._travel(n + 1)
+            yield step, k, v
             if travel is not None:
                 travel.start()
         for travel in self._travels:
@@ -242,10 +281,9 @@ def _forward(
     dim = ring.dim
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
-    ranks = range(ring.place.world)
-    merged = Merged(out_shape, lse_shape, dim, q, sum(len(ring.pair(ring.place.rank, source).jobs) for source in ranks))
+    merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_queries)
     post, peer = _post(ring, k, v, backward=False)
-    for _, source, needed, keys, values in _Keys(ring, post, k, v):
+    for (source, _, needed, _), keys, values in _Keys(ring, post, k, v):
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
             of_q = padded(take(q, job.q, dim), more_q, dim)
@@ -271,9 +309,8 @@ def _backward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place, dim = ring.place, ring.dim
-    ranks = range(place.world)
-    dq = Sum(q, dim, sum(len(ring.pair(place.rank, source).jobs) for source in ranks))
-    dk, dv = (Sum(t, dim, sum(ring.pair(rank, place.rank).rows > 0 for rank in ranks)) for t in (k, v))
+    dq = Sum(q, dim, ring.parts_of_queries)
+    dk, dv = (Sum(t, dim, ring.parts_of_keys) for t in (k, v))
     going_home: list[tuple[Travel, Pair]] = []
     arrived: list[Travel] = []
 
@@ -288,7 +325,7 @@ def _backward(
             arrived.append(travel)
 
     post, peer = _post(ring, k, v, backward=True)
-    for to, source, needed, keys, values in _Keys(ring, post, k, v):
+    for (source, to, needed, asked), keys, values in _Keys(ring, post, k, v):
         several = needed.rows > 0 and not needed.once  # calls, whose gradients of keys add up
         total = None
         if several:
@@ -322,7 +359,6 @@ def _backward(
             else:
                 computed = of_k, of_v
         if source != place.rank:
-            asked = ring.pair(to, place.rank)
             coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
             going_home.append((post.travel(source, computed, to, coming), asked))
             going_home[-1][0].start()

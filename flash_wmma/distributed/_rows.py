@@ -26,9 +26,11 @@ def covers(ranges: Ranges, n: int) -> bool:
 
 
 def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
-    """Those rows; a view if they lie together."""
+    """Those rows; x itself if it has no others, a view if they lie together."""
     if not ranges:
         return x.narrow(dim, 0, 0)
+    if ranges[0] == (0, x.shape[dim]):
+        return x
     if len(ranges) <= FEW:
         parts = [x.narrow(dim, begin, end - begin) for begin, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
