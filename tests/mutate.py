@@ -79,6 +79,7 @@ OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
     "csrc/cache/": ("kvcache",),
+    "csrc/merge/": ("merge",),
     "csrc/reductions/": ("reductions",),
     "csrc/emulator/": EMULATOR_TESTS,
     "csrc/cpu/": CPU_TESTS,
@@ -97,6 +98,7 @@ TESTS = {
     "flash_wmma/_slopes.py": ("slopes",),
     "flash_wmma/reductions.py": ("reductions",),
     "flash_wmma/_append.py": ("kvcache",),
+    "flash_wmma/_merge.py": ("merge", "distributed"),
     "flash_wmma/_cached.py": ("kvcache",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
     "flash_wmma/distributed/": ("distributed",),

@@ -1,7 +1,7 @@
 """The floors of the house: which folder may include which. Those of the Python package are in test_floors_python.py.
 
 In csrc, from the ground up: the contract (attention.h), the registry's headers, the device folder, families of kernels.
-Beside the kernels, which do not see them: csrc/cache, csrc/cpu, csrc/reductions, csrc/emulator. Above all: csrc/torch.
+Beside the kernels, which do not see them: csrc/cache, csrc/merge, csrc/cpu, csrc/reductions, csrc/emulator. Above all: csrc/torch.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ REGISTRY = (
 )
 """The contract, where the rows of a cache lie, what a kernel says of itself, and the tables of tiles that several
 families use."""
-BELOW_TORCH = ("cache/append.h", "cpu/threads.h", "device/product.h", "emulator/api.h", "reductions/reductions.h")
+BELOW_TORCH = (
+    *("cache/append.h", "merge/merge.h", "reductions/reductions.h"),
+    *("cpu/threads.h", "device/product.h", "emulator/api.h"),
+)
 """What csrc/torch implements for a folder, or calls of it."""
 TORCH = re.compile(r"(torch|ATen|c10|caffe2|pybind11)/|Python\.h$")
 
@@ -45,7 +48,7 @@ def allowed(source: str) -> tuple[str, ...]:
     match folders:
         case ["forward" | "backward", family, *_]:
             return (*REGISTRY, "device/", f"{folders[0]}/{family}/")
-        case ["cache" | "reductions" as beside]:
+        case ["cache" | "merge" | "reductions" as beside]:
             return (*REGISTRY, "device/", f"{beside}/")
         case ["device", *_]:
             return (*REGISTRY, "device/")

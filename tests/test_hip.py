@@ -88,6 +88,7 @@ def test_sources_under_rocm(setup_py: ModuleType, rocm_torch: Path, rocm: Path) 
     assert by_hipcc == simt | {
         "csrc/device/runtime.cu",
         "csrc/cache/append.cu",
+        "csrc/merge/merge.cu",
         "csrc/reductions/reduce.cu",
         "csrc/reductions/softmax.cu",
     } | {

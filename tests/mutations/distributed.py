@@ -11,6 +11,9 @@ PLAN = "flash_wmma/distributed/_plan.py"
 RING = "flash_wmma/distributed/_ring.py"
 ROWS = "flash_wmma/distributed/_rows.py"
 ULYSSES = "flash_wmma/distributed/_ulysses.py"
+MESSAGES = "flash_wmma/distributed/_messages.py"
+MERGE = "flash_wmma/_merge.py"
+KERNEL = "csrc/merge/merge.cu"
 
 FAULTS = [
     # ------------------------------------------------------------------------------------------- which rows a rank has
@@ -141,29 +144,29 @@ FAULTS = [
     Fault(
         name="ring-gradients-of-parts-in-half",
         path=RING,
-        old="        total = None if needed.once or not needed.rows else _zeros(k, v, needed.rows, dim)\n",
-        new="        total = None if not needed.jobs else _zeros(k, v, needed.rows, dim)\n",
+        old="        several = needed.rows > 0 and not needed.once  # calls",
+        new="        several = needed.rows > 0  # calls",
         why="a rank sends fp32 where the other expects its keys' dtype",
     ),
     Fault(
         name="ring-own-keys-forgotten",
         path=RING,
-        old="            dk.add(needed.message, total.k)\n            dv.add(needed.message, total.v)\n",
+        old="            dk.add(needed.message, computed[0])\n            dv.add(needed.message, computed[1])\n",
         new="            pass\n",
-        why="gradients of a rank's own keys are lost where they are a sum",
+        why="gradients of a rank's own keys are lost",
     ),
     Fault(
         name="ring-values-of-another-width",
-        path=RING,
-        old="sizes = [torch.Size(shape).numel() for shape in shapes]",
-        new="sizes = [torch.Size(shapes[0]).numel()] * 2",
+        path=MESSAGES,
+        old="return size, size if k == v else",
+        new="return size, size if k != v else",
         why="values are taken for as wide as keys",
     ),
     Fault(
         name="ring-everything-is-sent",
         path=RING,
-        old="        sent = self._memory(asked.message) if asked.rows else None\n",
-        new="        sent = self._memory(((0, self._k.shape[ring.dim]),)) if asked.rows else None\n",
+        old="            sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)\n",
+        new="            sent = self._k, self._v\n",
         why="keys travel that nobody sees, into memory that is too small for them",
     ),
     Fault(
@@ -176,22 +179,22 @@ FAULTS = [
     # ----------------------------------------------------------------------------------------------- parts, and sums
     Fault(
         name="merge-hidden-part",
-        path=ROWS,
+        path=MERGE,
         old="of_all.clamp_min(torch.finfo(torch.float32).min)",
         new="of_all",
         why="a query that sees no key, and has a sink of -inf, is NaN",
     ),
     Fault(
         name="merge-weight-of-the-old",
-        path=ROWS,
-        old="scaled = old_out.mul_(old_weight)",
-        new="scaled = old_out",
+        path=MERGE,
+        old="new_out = old_out * weight(share(old_lse, new_lse)) +",
+        new="new_out = old_out +",
         why="the parts before are not weighted",
     ),
     Fault(
         name="merge-lse-of-rows",
-        path=ROWS,
-        old="            old_lse.copy_(new_lse)\n",
+        path=MERGE,
+        old="        lse.copy_(new_lse)\n",
         new="",
         why="lse of a part of the rows stays that of the parts before",
     ),
@@ -204,6 +207,62 @@ FAULTS = [
         survives="a few parts lose less than the tests allow",
     ),
     Fault(
+        name="sum-rounded-between",
+        path=ROWS,
+        old="        elif self._left > 0 or value.dtype != self._sum.dtype:\n            self._sum = self._sum.float()\n",
+        new="",
+        why="gradients of more than two parts are rounded between them",
+        survives="a few parts lose less than the tests allow",
+    ),
+    Fault(
+        name="merge-kernel-weights-exchanged",
+        path=KERNEL,
+        old="x[e] = fmaf(y[e], part_weight, x[e] * weight);",
+        new="x[e] = fmaf(y[e], weight, x[e] * part_weight);",
+        why="each part has the other's weight",
+        tests=("merge",),
+    ),
+    Fault(
+        name="merge-kernel-no-barrier",
+        path=KERNEL,
+        old="    __syncthreads();  // the row's threads have read its lse\n",
+        new="",
+        why="threads of a row read the lse that its first thread has written",
+        tests=("merge",),
+    ),
+    Fault(
+        name="merge-kernel-rows-of-the-part",
+        path=KERNEL,
+        old="row = p.rows ? p.rows[i] : i;",
+        new="row = i;",
+        why="a part of the rows is merged into the first ones",
+        tests=("merge",),
+    ),
+    Fault(
+        name="merge-kernel-hidden-part",
+        path=KERNEL,
+        old="return expf(lse - (of_both == -INFINITY ? 0.f : of_both));",
+        new="return expf(lse - of_both);",
+        why="a row that sees no key in either part is NaN",
+        tests=("merge",),
+    ),
+    Fault(
+        name="merge-kernel-nan",
+        path=KERNEL,
+        old="    const float difference = fabsf(a - b);  // NaN if either is\n",
+        new="    const float difference = fmaxf(fabsf(a - b), 0.f);\n",
+        why="an lse of NaN is taken for that of a part without keys",
+        tests=("merge",),
+    ),
+    Fault(
+        name="merge-kernel-unaligned",
+        path=KERNEL,
+        old="reinterpret_cast<std::uintptr_t>(r.data) % 16 == 0 && ",
+        new="",
+        why="vectors of rows that lie on other boundaries",
+        tests=("merge",),
+    ),
+    Fault(
         name="merge-empty-part",
         path=ROWS,
         old="            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)\n        if sinks",
@@ -213,7 +272,7 @@ FAULTS = [
     Fault(
         name="merge-sinks",
         path=ROWS,
-        old="out, lse = out * self._weight(_share(lse, with_sinks)), with_sinks",
+        old="out, lse = out * (weight if self._dim == 2 else weight.t())[..., None], with_sinks",
         new="lse = with_sinks",
         why="sinks take no weight from the keys",
     ),
