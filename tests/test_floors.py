@@ -1,7 +1,8 @@
 """The floors of the house: which folder may include which. Those of the Python package are in test_floors_python.py.
 
 In csrc, from the ground up: the contract (attention.h), the registry's headers, the device folder, families of kernels.
-Beside the kernels, which do not see them: csrc/cache, csrc/merge, csrc/cpu, csrc/reductions, csrc/emulator. Above all: csrc/torch.
+Beside the kernels, which do not see them: csrc/cache, csrc/merge, csrc/cpu, csrc/reductions, csrc/emulator. Above
+all: csrc/torch.
 """
 
 from __future__ import annotations

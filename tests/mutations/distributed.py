@@ -209,7 +209,8 @@ FAULTS = [
     Fault(
         name="sum-rounded-between",
         path=ROWS,
-        old="        elif self._left > 0 or value.dtype != self._sum.dtype:\n            self._sum = self._sum.float()\n",
+        old="        elif self._left > 0 or value.dtype != self._sum.dtype:\n"
+        "            self._sum = self._sum.float()\n",
         new="",
         why="gradients of more than two parts are rounded between them",
         survives="a few parts lose less than the tests allow",
