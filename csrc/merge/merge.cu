@@ -21,14 +21,12 @@ namespace {
 constexpr int kThreads = 256;  // of a block
 
 __device__ float log_of_sum(float a, float b) {
-    if (a == b && isinf(a)) return a;  // no key in either, or both infinite
+    if (a == b && isinf(a)) return a;       // no key in either, or both infinite
     const float difference = fabsf(a - b);  // NaN if either is
     return fmaxf(a, b) + log1pf(expf(-difference));
 }
 /// The weight of a part; of one that sees no key 0, even if the other sees none either.
-__device__ float share(float lse, float of_both) {
-    return expf(lse - (of_both == -INFINITY ? 0.f : of_both));
-}
+__device__ float share(float lse, float of_both) { return expf(lse - (of_both == -INFINITY ? 0.f : of_both)); }
 
 /// kCount elements at p, in fp32: 16 bytes at a time, or one element.
 template <class T, int kCount>
@@ -39,8 +37,7 @@ __device__ void load(const T* p, float (&x)[kCount]) {
         constexpr int kEach = Values<T>::kCount;
 #pragma unroll
         for (int i = 0; i < kCount; i += kEach)
-            Values<T>::unpack(reinterpret_cast<const uint4*>(p)[i / kEach],
-                              reinterpret_cast<float(&)[kEach]>(x[i]));
+            Values<T>::unpack(reinterpret_cast<const uint4*>(p)[i / kEach], reinterpret_cast<float (&)[kEach]>(x[i]));
     }
 }
 template <class T, int kCount>
@@ -51,8 +48,7 @@ __device__ void store(T* p, const float (&x)[kCount]) {
         constexpr int kEach = Values<T>::kCount;
 #pragma unroll
         for (int i = 0; i < kCount; i += kEach)
-            reinterpret_cast<uint4*>(p)[i / kEach] =
-                Values<T>::pack(reinterpret_cast<const float(&)[kEach]>(x[i]));
+            reinterpret_cast<uint4*>(p)[i / kEach] = Values<T>::pack(reinterpret_cast<const float (&)[kEach]>(x[i]));
     }
 }
 
@@ -73,8 +69,7 @@ __global__ void __launch_bounds__(kThreads) merge(const MergeParams p, int units
                     part = p.part_lse.data[batch * p.part_lse.batch + head * p.part_lse.head + i * p.part_lse.row];
         merged = log_of_sum(lse, part);
         const float weight = share(lse, merged), part_weight = share(part, merged);
-        Sum* const out =
-            static_cast<Sum*>(p.out.data) + batch * p.out.batch + head * p.out.head + row * p.out.row;
+        Sum* const out = static_cast<Sum*>(p.out.data) + batch * p.out.batch + head * p.out.head + row * p.out.row;
         const T* const from = static_cast<const T*>(p.part_out.data) + batch * p.part_out.batch +
                               head * p.part_out.head + i * p.part_out.row;
         for (int column = unit * kCount; column < p.head_dim_v; column += units * kCount) {
@@ -108,8 +103,8 @@ void launch_merge(const MergeParams& p, Stream stream) {
     const std::int64_t blocks = (rows + rows_at_once - 1) / rows_at_once;
     if (blocks > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 blocks of rows to merge");
     if (blocks > 0)
-        launch(wide ? merge<Sum, T, kCount> : merge<Sum, T, 1>,
-               {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)}, stream, p, units);
+        launch(wide ? merge<Sum, T, kCount> : merge<Sum, T, 1>, {dim3(static_cast<unsigned>(blocks)), dim3(kThreads)},
+               stream, p, units);
 }
 
 template <class T>

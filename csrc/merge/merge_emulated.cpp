@@ -13,7 +13,8 @@ void run(int dtype, int part_dtype, const std::int64_t* sizes, const std::int64_
         return Rows{const_cast<void*>(data), strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
     };
     const auto values_of = [&](const void* data, int i) {
-        return RowValues{static_cast<float*>(const_cast<void*>(data)), strides[3 * i], strides[3 * i + 1], strides[3 * i + 2]};
+        return RowValues{static_cast<float*>(const_cast<void*>(data)), strides[3 * i], strides[3 * i + 1],
+                         strides[3 * i + 2]};
     };
     const MergeParams p{sizes[0],
                         sizes[1],

@@ -49,7 +49,8 @@ void merge_parts(const Tensor& out_tensor, const Tensor& lse_tensor, const Tenso
           "part_out's dtype or float32");
     p.batch = packed ? 1 : out.sizes[0], p.heads = out.sizes[head], p.rows_of_part = part_out.sizes[row];
     p.head_dim_v = static_cast<int>(out.sizes[out.dim - 1]);
-    p.out = rows_of(out.data, out.dim, out.strides), p.part_out = rows_of(part_out.data, part_out.dim, part_out.strides);
+    p.out = rows_of(out.data, out.dim, out.strides),
+    p.part_out = rows_of(part_out.data, part_out.dim, part_out.strides);
     p.lse = values_of(lse), p.part_lse = values_of(part_lse);
     if (rows_tensor) {
         const Operand rows(*rows_tensor, "rows");
