@@ -8,6 +8,9 @@ on, so that n may be any number. Of packed sequences each is cut by itself.
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -48,6 +51,50 @@ def coalesced(ranges: list[tuple[int, int]]) -> Ranges:
 def count(ranges: Ranges) -> int:
     """How many rows these are."""
     return sum(end - begin for begin, end in ranges)
+
+
+# Sets of rows, as ranges in the rows' order that do not overlap
+
+
+@functools.lru_cache(256)
+def minus(a: Ranges, b: Ranges) -> Ranges:
+    """The rows of a that are not in b."""
+    left = []
+    others = iter((*b, (sys.maxsize, sys.maxsize)))
+    other = next(others)
+    for begin, end in a:
+        while begin < end:
+            while other[1] <= begin:
+                other = next(others)
+            cut = min(end, max(begin, other[0]))
+            left.append((begin, cut))
+            begin = end if cut == end else min(end, other[1])
+    return coalesced(left)
+
+
+@functools.lru_cache(256)
+def plus(a: Ranges, b: Ranges) -> Ranges:
+    """The rows of both."""
+    return coalesced(sorted((*a, *minus(b, a))))
+
+
+@functools.lru_cache(256)
+def within(outer: Ranges, inner: Ranges) -> Ranges:
+    """The rows of ``outer`` whose numbers among these rows are in ``inner``."""
+    found, start = [], 0
+    numbered = []
+    for begin, end in outer:
+        numbered.append((start, start + end - begin, begin - start))
+        start += end - begin
+    for first, last in inner:
+        found += [(max(first, b) + shift, min(last, e) + shift) for b, e, shift in numbered if b < last and first < e]
+    return coalesced(found)
+
+
+def most(sets: Iterable[Ranges]) -> int:
+    """In how many of the sets a row is, at most."""
+    steps = sorted(step for ranges in sets for begin, end in ranges for step in ((begin, 1), (end, -1)))
+    return max(itertools.accumulate(change for _, change in steps), default=0)
 
 
 @functools.lru_cache(256)

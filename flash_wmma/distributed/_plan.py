@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 from typing import NamedTuple
 
-from ._layout import Ranges, coalesced, count, held, pieces
+from ._layout import Ranges, coalesced, count, held, most, pieces
 
 
 class Band(NamedTuple):
@@ -81,8 +81,8 @@ class Pair(NamedTuple):
 
     @property
     def once(self) -> bool:
-        """One call takes the whole message, so that the keys' gradients need not be added up."""
-        return len(self.jobs) == 1 and self.jobs[0].k == ((0, self.rows),)
+        """No two jobs have a key of the message, so that the keys' gradients need not be added up."""
+        return most(job.k for job in self.jobs) <= 1
 
 
 class _Area(NamedTuple):

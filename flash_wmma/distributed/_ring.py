@@ -21,12 +21,14 @@ from .. import _autograd, _ops
 from .._call import Call
 from .._call import Lengths as Tables
 from ._agree import Place
-from ._layout import Ranges, count, positions
-from ._messages import Direct, Message, Post, Shape, Travel
+from ._layout import Ranges, count, most, positions, within
+from ._messages import Direct, Post, Shape, Travel
 from ._peer import Peer, peer_of
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import NO_DOUBLE, Merged, Sum, add, behind, padded, take
+from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take
 
+MANY = 3
+"""Parts that add up in fp32."""
 MULTIPLE = 16
 """Of the places where dropout's mask of a call can begin."""
 
@@ -75,19 +77,19 @@ class Ring:
         return pair(self.lengths, self.place.world, q_rank, k_rank, self.band)
 
     @functools.cached_property
-    def parts_of_queries(self) -> int:
-        """Calls of a kernel."""
-        return sum(len(step.needed.jobs) for step in self.steps)
+    def parts_of_a_query(self) -> int:
+        """Calls of a kernel that have a query, at most."""
+        return most(job.q for step in self.steps for job in step.needed.jobs)
 
     @functools.cached_property
-    def parts_of_keys(self) -> int:
-        """Ranks that compute with this rank's keys."""
-        return sum(step.asked.rows > 0 for step in self.steps)
+    def parts_of_a_key(self) -> int:
+        """Gradients that are added up for one of this rank's keys, at most: of its calls, and of the others' sums."""
+        own = self.steps[0].needed
+        return most([*(within(own.message, job.k) for job in own.jobs), *(s.asked.message for s in self.steps[1:])])
 
     @functools.cached_property
     def most_rows(self) -> tuple[int, int]:
-        """The longest message between two ranks, in rows: of keys, and of their gradients, which count twice where they
-        are in fp32."""
+        """The longest message between two ranks, in rows: of keys, and of their gradients, where fp32 counts twice."""
         ranks = range(self.place.world)
         pairs = [self._pair(q, k) for q in ranks for k in ranks if q != k]
         return max(p.rows for p in pairs), max(p.rows * (1 if p.once else 2) for p in pairs)
@@ -281,7 +283,7 @@ def _forward(
     dim = ring.dim
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
-    merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_queries)
+    merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_a_query)
     post, peer = _post(ring, k, v, backward=False)
     for (source, _, needed, _), keys, values in _Keys(ring, post, k, v):
         for job in needed.jobs:
@@ -309,8 +311,8 @@ def _backward(
     sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     place, dim = ring.place, ring.dim
-    dq = Sum(q, dim, ring.parts_of_queries)
-    dk, dv = (Sum(t, dim, ring.parts_of_keys) for t in (k, v))
+    dq = Sum(q, dim, ring.parts_of_a_query)
+    dk, dv = (Sum(t, dim, ring.parts_of_a_key) for t in (k, v))
     going_home: list[tuple[Travel, Pair]] = []
     arrived: list[Travel] = []
 
@@ -326,12 +328,8 @@ def _backward(
 
     post, peer = _post(ring, k, v, backward=True)
     for (source, to, needed, asked), keys, values in _Keys(ring, post, k, v):
-        several = needed.rows > 0 and not needed.once  # calls, whose gradients of keys add up
-        total = None
-        if several:
-            total = Message(Shape(k, v, needed.rows, dim, torch.float32))
-            total.memory.zero_()
-        computed: tuple[Tensor, Tensor] | None = None if total is None else (total.k, total.v)
+        own = source == place.rank
+        of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
         of_queries: list[tuple[Ranges, Tensor]] = []
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
@@ -353,18 +351,19 @@ def _backward(
             )
             of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
             of_queries.append((job.q, behind(of_q, more_q, dim)))
-            if total is not None:
-                add(total.k, job.k, of_k, dim)
-                add(total.v, job.k, of_v, dim)
+            if own:
+                rows = within(needed.message, job.k)
+                dk.add(rows, of_k)
+                dv.add(rows, of_v)
             else:
-                computed = of_k, of_v
-        if source != place.rank:
+                for of_keys, value in zip(of_message, (of_k, of_v), strict=True):
+                    of_keys.add(job.k, value)
+        if not own:
+            dtype = k.dtype if needed.once else torch.float32
+            computed = (of_message[0].take(dtype), of_message[1].take(dtype)) if needed.rows else None
             coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
             going_home.append((post.travel(source, computed, to, coming), asked))
             going_home[-1][0].start()
-        elif computed is not None:
-            dk.add(needed.message, computed[0])
-            dv.add(needed.message, computed[1])
         for rows, of_q in of_queries:  # beside the messages
             dq.add(rows, of_q)
         absorb(1)

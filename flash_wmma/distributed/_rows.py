@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._merge import merge_parts, share
-from ._layout import Ranges, numbers
+from ._layout import Ranges, minus, numbers, plus
 
 FEW = 4
 """Up to so many ranges are handled one by one, more through an index."""
@@ -47,6 +47,23 @@ def behind(x: Tensor, n: int, dim: int) -> Tensor:
     return x.narrow(dim, n, x.shape[dim] - n) if n else x
 
 
+def put(to: Tensor, ranges: Ranges, value: Tensor | float, dim: int) -> None:
+    """Writes a tensor, or one number, to those rows."""
+    if isinstance(value, float):
+        if len(ranges) <= FEW:
+            for begin, end in ranges:
+                to.narrow(dim, begin, end - begin).fill_(value)
+        else:
+            to.index_fill_(dim, index(ranges, to.device), value)
+    elif len(ranges) <= FEW:
+        at = 0
+        for begin, end in ranges:
+            to.narrow(dim, begin, end - begin).copy_(value.narrow(dim, at, end - begin))
+            at += end - begin
+    else:
+        to.index_copy_(dim, index(ranges, to.device), value.to(to.dtype))
+
+
 def add(total: Tensor, ranges: Ranges, value: Tensor, dim: int) -> None:
     """Adds to those rows of ``total``."""
     if len(ranges) <= FEW:
@@ -62,74 +79,99 @@ NO_DOUBLE = "the gradient of a gradient is not built for sequences that several 
 
 
 class Sum:
-    """A sum of gradients, each of some rows. In the inputs' type where there are no more than two to add, whose sum is
-    rounded once; more add up in fp32."""
+    """A sum of gradients, each of some rows. In their own type where a row has two at most, whose sum is rounded once;
+    more add up in fp32."""
 
-    def __init__(self, like: Tensor, dim: int, parts: int) -> None:
-        """``parts``: how many will be added."""
-        self._like, self._dim, self._left = like, dim, parts
+    def __init__(self, like: Tensor, dim: int, most: int) -> None:
+        """``most``: how many gradients a row has at most."""
+        self._like, self._dim, self._most = like, dim, most
         self._sum: Tensor | None = None
+        self._there: Ranges = ()
+        """The rows that have a value."""
 
     def add(self, ranges: Ranges, value: Tensor) -> None:
         """Adds to those rows. ``value`` may be kept, and written."""
-        self._left -= 1
         if self._sum is None and covers(ranges, self._like.shape[self._dim]):
-            self._sum = value
+            self._sum, self._there = value, ranges
             return
         if self._sum is None:
-            self._sum = torch.zeros(self._like.shape, dtype=torch.float32, device=self._like.device)
-        elif self._left > 0 or value.dtype != self._sum.dtype:
-            self._sum = self._sum.float()
-        add(self._sum, ranges, value, self._dim)
+            dtype = value.dtype if self._most <= 2 else torch.float32
+            self._sum = torch.empty(self._like.shape, dtype=dtype, device=self._like.device)
+        new = minus(ranges, self._there)
+        if new == ranges:
+            put(self._sum, ranges, value, self._dim)
+        else:
+            put(self._sum, new, 0.0, self._dim)
+            if self._most > 2 or value.dtype != self._sum.dtype:
+                self._sum = self._sum.float()
+            add(self._sum, ranges, value, self._dim)
+        self._there = plus(self._there, ranges)
 
     def take(self, dtype: torch.dtype) -> Tensor:
         """The sum, 0 where nothing was added."""
-        return torch.zeros_like(self._like, dtype=dtype) if self._sum is None else self._sum.to(dtype)
+        if self._sum is None:
+            return torch.zeros_like(self._like, dtype=dtype)
+        put(self._sum, minus(((0, self._like.shape[self._dim]),), self._there), 0.0, self._dim)
+        return self._sum.to(dtype)
 
 
 class Merged:
-    """Attention over several parts of the keys, merged in fp32. Between merges out is kept in fp32: where there are no
-    more than two parts it is rounded once, as it is anyway.
+    """Attention over several parts of the keys, merged in fp32. Between merges out is kept in fp32: where a row has two
+    parts at most it is rounded once, as it is anyway.
 
     Rows are dimension ``dim`` of out: 2 of (B, H, N, d_v), where lse is (B, H, N), or 0 of (N, H, d_v), where it is
     (H, N).
     """
 
-    def __init__(self, out_shape: torch.Size, lse_shape: torch.Size, dim: int, like: Tensor, parts: int) -> None:
-        """``parts``: how many will be added."""
-        self._shapes, self._dim, self._like, self._left = (out_shape, lse_shape), dim, like, parts
+    def __init__(self, out_shape: torch.Size, lse_shape: torch.Size, dim: int, like: Tensor, most: int) -> None:
+        """``most``: how many parts a row has at most."""
+        self._dim, self._most = dim, most
+        dtype = like.dtype if most <= 2 else torch.float32
+        self._new = functools.partial(torch.empty, out_shape, dtype=dtype, device=like.device)
+        self._new_lse = functools.partial(torch.empty, lse_shape, dtype=torch.float32, device=like.device)
+        self._rows = out_shape[dim]
         self._out: Tensor | None = None
         self._lse = torch.empty(0)
+        self._there: Ranges = ()
+        """The rows that have a value."""
 
     def add(self, ranges: Ranges, out: Tensor, lse: Tensor) -> None:
         """Merges a part into those rows; it may be kept, and written. What a part holds that sees no key (lse -inf)
         does not count, unless it is NaN."""
-        out_shape, lse_shape = self._shapes
-        self._left -= 1
-        if self._out is None and covers(ranges, out_shape[self._dim]):
-            self._out, self._lse = out, lse
+        if self._out is None and covers(ranges, self._rows):
+            self._out, self._lse, self._there = out, lse, ranges
             return
-        device = self._like.device
         if self._out is None:
-            self._out = torch.zeros(out_shape, dtype=torch.float32, device=device)
-            self._lse = torch.full(lse_shape, -torch.inf, device=device)
-        elif self._left > 0:
-            self._out = self._out.float()
-        if len(ranges) == 1:
-            ((begin, end),) = ranges
-            rows = self._out.narrow(self._dim, begin, end - begin), self._lse.narrow(-1, begin, end - begin)
-            merge_parts(*rows, out, lse)
-        elif ranges:
-            merge_parts(self._out, self._lse, out, lse, index(ranges, device))
+            self._out, self._lse = self._new(), self._new_lse()
+        new = minus(ranges, self._there)
+        if new == ranges:
+            put(self._out, ranges, out, self._dim)
+            put(self._lse, ranges, lse, self._lse.dim() - 1)
+        else:
+            self._clear(new)
+            if self._most > 2:
+                self._out = self._out.float()
+            if len(ranges) == 1:
+                ((begin, end),) = ranges
+                rows = self._out.narrow(self._dim, begin, end - begin), self._lse.narrow(-1, begin, end - begin)
+                merge_parts(*rows, out, lse)
+            else:
+                merge_parts(self._out, self._lse, out, lse, index(ranges, out.device))
+        self._there = plus(self._there, ranges)
+
+    def _clear(self, ranges: Ranges) -> None:
+        """What rows without a part have."""
+        assert self._out is not None
+        put(self._out, ranges, 0.0, self._dim)
+        put(self._lse, ranges, -torch.inf, self._lse.dim() - 1)
 
     def take(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse); 0 and -inf where no part was. ``sinks``: (H), the logit of a key without value that every row
         sees, which no part has."""
+        if self._out is None:
+            self._out, self._lse = self._new(), self._new_lse()
+        self._clear(minus(((0, self._rows),), self._there))
         out, lse = self._out, self._lse
-        if out is None:
-            out_shape, lse_shape = self._shapes
-            out = torch.zeros(out_shape, dtype=dtype, device=self._like.device)
-            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)
         if sinks is not None:
             with_sinks = torch.logaddexp(lse, sinks[:, None])
             weight = share(lse, with_sinks)
