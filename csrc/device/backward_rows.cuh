@@ -204,52 +204,58 @@ __device__ __forceinline__ float prepare_rows(const Problem& problem, unsigned i
     return isfinite(facts.minus_delta) ? fabsf(facts.minus_delta) : 0.f;
 }
 
-/// Brings dQ's buffer to dq. 32 neighbouring lanes do `count` pairs of rows of a group from pair `first` on; a pair is a
-/// row and the one 8 further on. A lane brings 8 columns of a pair, so that it reads whole sectors of the buffer, and
-/// has kAtOnce of them in flight.
-template <class T, int kAtOnce>
-__device__ __forceinline__ void finish_rows(const Problem& problem, unsigned index, const RowGroup& group, int first,
-                                            int count, int lane) {
+/// Brings dQ's buffer times `scale` to dq: of a group the rows of `count` runs of 16, from run `first` on. kLanes
+/// neighbouring lanes do it, 32 or 64. A lane brings 8 columns of a row and of the row 8 further on, so that it reads
+/// whole sectors of the buffer, and has kRuns times kVectors of these in flight.
+template <class T, int kLanes, int kRuns, int kVectors>
+__device__ __forceinline__ void finish_rows(const Problem& problem, float scale, unsigned index, const RowGroup& group,
+                                            int first, int count, int lane) {
+    constexpr int kColumnLanes = kLanes / 8;
     const ForwardParams& p = problem.forward;
     const Sequence& sequence = group.sequence;
     if (group.first_row < 0) return;
     const float* from = problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim;
-    const int vectors = p.head_dim / 8, end = (first + count) * vectors;
-    const float scale = p.scale * unscaled_factor(p);
-    for (int begin = first * vectors + lane; begin < end; begin += 32 * kAtOnce) {
-        float4 x[kAtOnce][4];
-        const auto row_of_pair = [&](int i) { return i / vectors / 8 * 16 + i / vectors % 8; };
-        const auto exists = [&](int i) { return i < end && group.first_row + row_of_pair(i) < sequence.seqlen_q; };
+    const int row = lane / kColumnLanes, vectors = p.head_dim / 8;
+    const auto query = [&](int run) { return group.first_row + 16 * run + row; };
+    for (int run = first; run < first + count; run += kRuns) {
+        for (int vector = lane % kColumnLanes; vector < vectors; vector += kColumnLanes * kVectors) {
+            float4 x[kRuns][kVectors][4] = {};  // or ptxas keeps what was there, through the caller's loops
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-            const int i = begin + 32 * n, row = row_of_pair(i);
-            if (!exists(i)) continue;
-            const float* fragment = from + DqFragment::offset(row / 16 * 16, i % vectors * 8, p.head_dim);
+            for (int r = 0; r < kRuns; ++r)
 #pragma unroll
-            for (int e = 0; e < 4; ++e) x[n][e] = DqFragment::get(fragment, row % 16, e);
-        }
+                for (int v = 0; v < kVectors; ++v) {
+                    const int column = 8 * (vector + kColumnLanes * v);
+                    if (column >= p.head_dim || query(run + r) >= sequence.seqlen_q) continue;
+                    const float* fragment = from + DqFragment::offset(16 * (run + r), column, p.head_dim);
 #pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-            const int i = begin + 32 * n, row = row_of_pair(i), column = i % vectors * 8;
-            if (!exists(i)) continue;
-            union {
-                uint4 vectors[sizeof(T) / 2];
-                typename Element<T>::Pair pairs[4];
-            } out[2];
+                    for (int e = 0; e < 4; ++e) x[r][v][e] = DqFragment::get(fragment, row, e);
+                }
 #pragma unroll
-            for (int e = 0; e < 4; ++e) {
-                out[0].pairs[e] = Element<T>::pair(x[n][e].x * scale, x[n][e].y * scale);
-                out[1].pairs[e] = Element<T>::pair(x[n][e].z * scale, x[n][e].w * scale);
-            }
+            for (int r = 0; r < kRuns; ++r)
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                const int query = group.first_row + row + 8 * half;
-                if (query >= sequence.seqlen_q) break;
-                T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + query);
+                for (int half = 0; half < 2; ++half) {
+                    const int at = query(run + r) + 8 * half;
+                    if (at >= sequence.seqlen_q) continue;
+                    T* const to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + at);
 #pragma unroll
-                for (int v = 0; v < static_cast<int>(sizeof(T)) / 2; ++v)
-                    reinterpret_cast<uint4*>(to + column)[v] = out[half].vectors[v];
-            }
+                    for (int v = 0; v < kVectors; ++v) {
+                        const int column = 8 * (vector + kColumnLanes * v);
+                        if (column >= p.head_dim) continue;
+                        union {
+                            uint4 vectors[sizeof(T) / 2];
+                            typename Element<T>::Pair pairs[4];
+                        } out;
+#pragma unroll
+                        for (int e = 0; e < 4; ++e) {
+                            const float4& of = x[r][v][e];
+                            out.pairs[e] = half ? Element<T>::pair(of.z * scale, of.w * scale)
+                                                : Element<T>::pair(of.x * scale, of.y * scale);
+                        }
+#pragma unroll
+                        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
+                            reinterpret_cast<uint4*>(to + column)[i] = out.vectors[i];
+                    }
+                }
         }
     }
 }
@@ -290,9 +296,11 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
 
 template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
-    constexpr int kWarps = kRowThreads / 32, kPairs = kRowGroup / 2 / kWarps;  // of a warp
-    const int warp = static_cast<int>(threadIdx.x) / 32, lane = static_cast<int>(threadIdx.x) % 32;
-    finish_rows<T, 2>(problem, blockIdx.x, row_group(problem.forward), kPairs * warp, kPairs, lane);
+    constexpr int kLanes = kRowThreads / (kRowGroup / 16);
+    const int thread = static_cast<int>(threadIdx.x);
+    const float scale = problem.forward.scale * unscaled_factor(problem.forward);
+    finish_rows<T, kLanes, 1, 2>(problem, scale, blockIdx.x, row_group(problem.forward), thread / kLanes, 1,
+                                 thread % kLanes);
 }
 
 /// What the rows of each group see. A warp does it.

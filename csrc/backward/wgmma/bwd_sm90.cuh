@@ -98,8 +98,9 @@ class Consumer : ConsumerWarp<Tile> {
                 late = false;
             } else {
                 const Plan& rows = smem_.plan[plan.stage];
-                this->work_on_rows(kind, told(rows.first), told(rows.count));
+                this->template work_on_rows<kDrops>(kind, told(rows.first), told(rows.count));
                 if (kind == TaskKind::kPrepare) report(smem_);
+                s_.clear(), dp_.clear(), dq_.clear();  // for ptxas: nothing of before is in these registers
             }
             tell(slot.empty);
         }

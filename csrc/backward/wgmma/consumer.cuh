@@ -91,16 +91,24 @@ class ConsumerWarp {
 
     // ---- Query rows -------------------------------------------------------------------------------------------------
 
-    /// This warp's part of groups first to first + count - 1: half of one of them.
+    /// This warp's part of groups first to first + count - 1: half of one of them. Its lane is hidden, or what follows from
+    /// it is kept through the loops over tiles.
+    template <bool kDrops>
     __device__ __forceinline__ void work_on_rows(TaskKind kind, unsigned first, unsigned count) const {
         constexpr int kRows = kRowGroup / 2;
         static_assert(4 * Tile::kConsumers == 2 * kRunGroups);
         const unsigned warp = uniform(threadIdx.x / 32 - Tile::kGroupThreads / 32), index = first + warp / 2;
-        const int half = static_cast<int>(warp % 2);
+        const int half = static_cast<int>(warp % 2), lane = ptx::opaque(lane_);
         if (warp / 2 >= count) return;
         const RowGroup group = row_group(problem_.forward, index);
-        if (kind == TaskKind::kPrepare) prepare_rows<T, T, kRows / 4>(problem_, index, group, kRows * half, lane_);
-        else finish_rows<T, 4>(problem_, index, group, kRows / 2 * half, kRows / 2, lane_);
+        if (kind == TaskKind::kPrepare) {
+            prepare_rows<T, T, kRows / 4>(problem_, index, group, kRows * half, lane);
+        } else {
+            const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+            constexpr int kRuns = Tile::kPanels == 1 ? 2 : 1;
+            finish_rows<T, 32, kRuns, 4 / kRuns>(problem_, problem_.forward.scale * factor, index, group,
+                                                 kRows / 16 * half, kRows / 16, lane);
+        }
     }
 
     // ---- P and dS ---------------------------------------------------------------------------------------------------

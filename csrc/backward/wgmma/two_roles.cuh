@@ -67,7 +67,7 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     /// begin(work, item), with the item's number; on_tile(work, tile, late, last) for each tile, late: the tile before has
     /// not been settled; end(keys): dK or dV can be stored. unseen(keys): they are 0. settle(tile): the tile before that
     /// is to be complete.
-    template <class Begin, class OnTile, class End, class Unseen, class Settle>
+    template <bool kDrops, class Begin, class OnTile, class End, class Unseen, class Settle>
     __device__ __forceinline__ void each_task(Begin begin, OnTile on_tile, End end, Unseen unseen, Settle settle) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
         bool late = false;
@@ -99,7 +99,7 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
                 late = false;
             } else {
                 const Plan& rows = smem_.plan[plan.stage];
-                this->work_on_rows(kind, told(rows.first), told(rows.count));
+                this->template work_on_rows<kDrops>(kind, told(rows.first), told(rows.count));
                 if (kind == TaskKind::kPrepare) report(smem_);
             }
             tell(slot.empty);
@@ -121,7 +121,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         : Base(problem, shared), dropout_(problem.forward.dropout) {}
 
     __device__ __forceinline__ void run() {
-        this->each_task(
+        this->template each_task<kDrops>(
             [&](const Item& work, unsigned item) {
                 ptx::barrier_wait(&smem_.value_slot[0].full, item % 2);
                 dk_.clear();
@@ -205,7 +205,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
                 DqFragment::offset(16 * warp_, 0, static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
-        this->each_task(
+        this->template each_task<kDrops>(
             [&](const Item&, unsigned) { dv_.clear(); },
             [&](const Item&, unsigned tile, bool late, bool) { work_on_tile(tile, late); },
             [&](const KeyTile& keys) {
