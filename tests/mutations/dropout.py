@@ -308,7 +308,7 @@ FAULTS = [
     Fault(
         name="dropout-delta",
         path="csrc/device/backward_rows.cuh",
-        old="        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;\n",
+        old="        if (problem.forward.dropout.rng_state) minus_delta *= 1.f - problem.forward.dropout.probability;\n",
         new="",
         why="delta is not that of dS times 1 - p",
         kernels=BWD_SM90,
@@ -316,9 +316,9 @@ FAULTS = [
     ),
     Fault(
         name="dropout-finish",
-        path="csrc/device/backward_rows.cuh",
-        old="const float scale = p.scale * unscaled_factor(p);",
-        new="const float scale = p.scale;",
+        path="csrc/backward/wgmma/consumer.cuh",
+        old="const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;",
+        new="const float factor = 1.f;",
         why="dQ is not divided by 1 - p",
         kernels=BWD_SM90,
         tests=DROPOUT,
