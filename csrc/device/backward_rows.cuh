@@ -174,8 +174,8 @@ __device__ __forceinline__ float prepare_rows(const Problem& problem, unsigned i
             dout[i].load(row_of<const Dout>(problem.dout, sequence.index, group.head, row) + column);
         }
         if (columns == 0 && problem.dq_rows) {  // beside the loads
-            auto* to = reinterpret_cast<float4*>(problem.dq_rows +
-                                                 (std::int64_t{index} * kRowGroup + first) * p.head_dim);
+            auto* to =
+                reinterpret_cast<float4*>(problem.dq_rows + (std::int64_t{index} * kRowGroup + first) * p.head_dim);
             for (int i = lane; i < kRowsAtOnce * kRows * p.head_dim / 4; i += 32)
                 to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
         }
@@ -185,8 +185,7 @@ __device__ __forceinline__ float prepare_rows(const Problem& problem, unsigned i
             o[i].get(x);
             dout[i].get(y);
 #pragma unroll
-            for (int e = 0; e < 8; e += 2)
-                sums[i] = fmaf(x[e], y[e] * unit, fmaf(x[e + 1], y[e + 1] * unit, sums[i]));
+            for (int e = 0; e < 8; e += 2) sums[i] = fmaf(x[e], y[e] * unit, fmaf(x[e + 1], y[e + 1] * unit, sums[i]));
         }
     }
     float sum = 0.f;  // of the row that this lane writes
@@ -274,10 +273,11 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     constexpr int kLanes = 8, kRows = kRowGroup / (kRowThreads / kLanes);  // lanes of a row, rows of a lane
     const RowGroup group = row_group(problem.forward);
     const int tid = static_cast<int>(threadIdx.x);
-    const bool exists = group.first_row >= 0 && group.first_row < group.sequence.seqlen_q && group.sequence.seqlen_k > 0;
+    const bool exists =
+        group.first_row >= 0 && group.first_row < group.sequence.seqlen_q && group.sequence.seqlen_k > 0;
     [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
-    [[maybe_unused]] float largest = prepare_rows<T, Dout, kRows>(problem, blockIdx.x, group,
-                                                                  tid / 32 * (32 / kLanes * kRows), tid % 32, unit);
+    [[maybe_unused]] float largest =
+        prepare_rows<T, Dout, kRows>(problem, blockIdx.x, group, tid / 32 * (32 / kLanes * kRows), tid % 32, unit);
     if constexpr (Converted) {
         auto& smem = shared_memory<PrepareMemory>();
 #pragma unroll
@@ -289,8 +289,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         const std::int64_t at = blockIdx.x;
-        problem.scales[at] = {problem.forward.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
-                              log2f(largest)};
+        problem.scales[at] = {problem.forward.exponents.q[at], problem.exponents.dout[at],
+                              problem.exponents.dout_norm[at], log2f(largest)};
     }
 }
 

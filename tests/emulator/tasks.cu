@@ -15,8 +15,9 @@ using backward::wgmma::Task;
 __global__ void list(int* out, const __grid_constant__ Schedule schedule) {
     for (unsigned place = threadIdx.x; place < schedule.tasks; place += blockDim.x) {
         const Task task = schedule.at(place);
-        const unsigned row[] = {static_cast<unsigned>(task.kind), task.unit, task.index, task.count,
-                                schedule.runs_of(task.unit), schedule.items_of(task.unit)};
+        const unsigned row[] = {
+            static_cast<unsigned>(task.kind), task.unit, task.index, task.count, schedule.runs_of(task.unit),
+            schedule.items_of(task.unit)};
         for (unsigned i = 0; i < 6; ++i) out[6 * place + i] = static_cast<int>(row[i]);
     }
 }

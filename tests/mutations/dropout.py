@@ -308,8 +308,8 @@ FAULTS = [
     Fault(
         name="dropout-delta",
         path="csrc/device/backward_rows.cuh",
-        old="        if (problem.forward.dropout.rng_state) minus_delta *= 1.f - problem.forward.dropout.probability;\n",
-        new="",
+        old="minus_delta *= 1.f - problem.forward.dropout.probability;",
+        new="minus_delta *= 1.f;",
         why="delta is not that of dS times 1 - p",
         kernels=BWD_SM90,
         tests=DROPOUT,

@@ -79,8 +79,8 @@ struct Item {
     int tiles;                     // of all heads. 0: no query sees a key
 };
 
-/// What the producer tells the consumers to do. kNothing is not told; kSettle: what they hold back, the dQ of their last
-/// tile, is to be added now; kEnd: there are no more tasks.
+/// What the producer tells the consumers to do. kNothing is not told; kSettle: what they hold back, the dQ of their
+/// last tile, is to be added now; kEnd: there are no more tasks.
 enum class TaskKind : int { kNothing, kItem, kPrepare, kFinish, kSettle, kEnd };
 struct Plan {
     TaskKind kind;
@@ -199,9 +199,9 @@ struct SharedMemory {
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
-    Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
-    unsigned* report[Tile::kReports];                 // counters, in the order in which the consumers are done
+    Slot known_turn[Tile::kTileFacts], turn_slot[2];    // turn_slot: full when the turn has come, empty when it is over
+    ptx::Barrier turn_seen[2];                          // says that TurnPasser knows that it is over
+    unsigned* report[Tile::kReports];                   // counters, in the order in which the consumers are done
     Slot known_report[Tile::kReports], report_slot[2];  // report_slot: full when they are done, empty when that is seen
 };
 

@@ -87,8 +87,7 @@ class Consumer : ConsumerWarp<Tile> {
                 unsigned places = places_of(tile, item, late_item, late);
                 look_at(places % 8);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left)
-                    work_on_tile(work, places, left == 1);
+                for (int left = tiles; left > 0; --left) work_on_tile(work, places, left == 1);
                 tile += static_cast<unsigned>(tiles), late_item = item++, late = true;
                 store(told(work.keys));
             } else if (kind == TaskKind::kItem) {

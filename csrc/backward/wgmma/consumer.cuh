@@ -91,8 +91,8 @@ class ConsumerWarp {
 
     // ---- Query rows -------------------------------------------------------------------------------------------------
 
-    /// This warp's part of groups first to first + count - 1: half of one of them. Its lane is hidden, or what follows from
-    /// it is kept through the loops over tiles.
+    /// This warp's part of groups first to first + count - 1: half of one of them. Its lane is hidden, or what follows
+    /// from it is kept through the loops over tiles.
     template <bool kDrops>
     __device__ __forceinline__ void work_on_rows(TaskKind kind, unsigned first, unsigned count) const {
         constexpr int kRows = kRowGroup / 2;

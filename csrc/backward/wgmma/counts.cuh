@@ -1,8 +1,8 @@
 // Counts tasks that are done, for the blocks that wait for them.
 //
-// A warp of warpgroup 0 does it, so that no consumer waits until its writes have reached global memory. The producer says
-// which counters there will be, in the order in which the consumers are done: an item is done when its last dQ has been
-// added, beside the first tile of the item behind it, if not before.
+// A warp of warpgroup 0 does it, so that no consumer waits until its writes have reached global memory. The producer
+// says which counters there will be, in the order in which the consumers are done: an item is done when its last dQ has
+// been added, beside the first tile of the item behind it, if not before.
 #pragma once
 
 #include <launch.h>

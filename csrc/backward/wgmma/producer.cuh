@@ -20,14 +20,12 @@ class Producer {
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run(const Schedule& schedule) {
-        // A task is taken late, when it can begin: behind a long item it would keep others waiting. Even the first comes
-        // from the queue: whoever waits for a task knows that a block that runs has taken it.
+        // A task is taken late, when it can begin: behind a long item it would keep others waiting. Even the first
+        // comes from the queue: whoever waits for a task knows that a block that runs has taken it.
         for (unsigned place = taken(); place < schedule.tasks; place = taken()) {
             const Task task = schedule.at(place);
             switch (task.kind) {
-                case TaskKind::kItem:
-                    work_on(schedule, task);
-                    break;
+                case TaskKind::kItem: work_on(schedule, task); break;
                 case TaskKind::kPrepare:
                     publish({task.kind, task.index, task.count, {}});
                     report(problem_.prepared + task.unit);
@@ -36,8 +34,7 @@ class Producer {
                     await(problem_.added + task.unit, schedule.items_of(task.unit));
                     publish({task.kind, task.index, task.count, {}});
                     break;
-                default:
-                    break;
+                default: break;
             }
         }
         settle();

@@ -67,13 +67,13 @@ struct Task {
 
 /// The tasks of a grid. Heads are key/value heads: of all batch entries or, packed, of all sequences together.
 struct Schedule {
-    unsigned heads, tiles, groups;                    // tiles of keys and groups of query rows of a head
-    unsigned unit_heads, units;                       // heads of a unit; the last one has what is left
-    bool by_turns, last_by_turns;                     // a unit's heads take turns, tile by tile
-    unsigned unit_runs, last_runs, runs;              // runs of a unit, of the last one, of all
-    unsigned first_runs, cycle_runs;                  // prepared before the first item, and in each cycle
-    unsigned behind;                                  // the first cycle that finishes runs, those of unit 0
-    Mixture early, late;                              // of the cycles before that, and from then on
+    unsigned heads, tiles, groups;        // tiles of keys and groups of query rows of a head
+    unsigned unit_heads, units;           // heads of a unit; the last one has what is left
+    bool by_turns, last_by_turns;         // a unit's heads take turns, tile by tile
+    unsigned unit_runs, last_runs, runs;  // runs of a unit, of the last one, of all
+    unsigned first_runs, cycle_runs;      // prepared before the first item, and in each cycle
+    unsigned behind;                      // the first cycle that finishes runs, those of unit 0
+    Mixture early, late;                  // of the cycles before that, and from then on
     unsigned tasks;
 
     __device__ __forceinline__ unsigned heads_of(unsigned unit) const {
@@ -124,8 +124,8 @@ struct Schedule {
 
 /// The order of a unit's heads, of items of `keys` keys:
 ///
-/// If the additions have an order (order.cuh), heads take turns. An item follows the one before in its head at a distance
-/// of a tile or two, and blocks ask for items faster than that.
+/// If the additions have an order (order.cuh), heads take turns. An item follows the one before in its head at a
+/// distance of a tile or two, and blocks ask for items faster than that.
 ///
 /// Dense causal problems, in which a head's first tile of keys has the most queries: heads one after the other for the
 /// L2 cache, and at the end all heads of about two items a block by turns, the longest items first, so that blocks
@@ -155,8 +155,8 @@ inline Schedule schedule_of(const ForwardParams& p, int keys, bool ordered, unsi
     x.cycle_runs = cycles == 0 ? 0 : std::max(x.unit_runs, ceil(x.runs - x.first_runs, cycles));
     x.behind = std::min(cycles, ceil(2 * blocks, items) + 1);
     x.early = Mixture::of(items, x.cycle_runs), x.late = Mixture::of(items, x.cycle_runs + x.unit_runs);
-    x.tasks = x.first_runs + x.behind * x.early.tasks() + (cycles - x.behind) * x.late.tasks() +
-              last_heads * x.tiles + x.runs - (cycles - x.behind) * x.unit_runs;
+    x.tasks = x.first_runs + x.behind * x.early.tasks() + (cycles - x.behind) * x.late.tasks() + last_heads * x.tiles +
+              x.runs - (cycles - x.behind) * x.unit_runs;
     return x;
 }
 

@@ -53,8 +53,8 @@ struct Places {
     }
 };
 
-/// What both roles do: tasks one after the other, with calls for each item with tiles, its tiles, and items that no query
-/// sees.
+/// What both roles do: tasks one after the other, with calls for each item with tiles, its tiles, and items that no
+/// query sees.
 template <class Tile>
 class TwoRolesWarp : protected ConsumerWarp<Tile> {
   protected:
@@ -64,9 +64,9 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
         : Base(problem, 0), smem_(shared) {}
 
-    /// begin(work, item), with the item's number; on_tile(work, tile, late, last) for each tile, late: the tile before has
-    /// not been settled; end(keys): dK or dV can be stored. unseen(keys): they are 0. settle(tile): the tile before that
-    /// is to be complete.
+    /// begin(work, item), with the item's number; on_tile(work, tile, late, last) for each tile, late: the tile before
+    /// has not been settled; end(keys): dK or dV can be stored. unseen(keys): they are 0. settle(tile): dQ of the tile
+    /// before that one is to be complete.
     template <bool kDrops, class Begin, class OnTile, class End, class Unseen, class Settle>
     __device__ __forceinline__ void each_task(Begin begin, OnTile on_tile, End end, Unseen unseen, Settle settle) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
