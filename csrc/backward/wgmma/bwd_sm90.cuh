@@ -1,30 +1,32 @@
 // bwd_sm90: FlashAttention-2 backward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take items from a queue. An item
-// is 128 keys of a key/value head; the block streams over the tiles of queries that see them, of all query heads that
-// share the keys:
+// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take tasks from a queue, until all
+// is done: rows to prepare, items, and rows to finish (tasks.cuh). An item is 128 keys of a key/value head; the block
+// streams over the tiles of queries that see them, of all query heads that share the keys:
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 produces: it says what the next item is and issues the copies of the tiles. Each of
-// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS
-// go from the accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ.
+// Roles: one warp of warpgroup 0 produces: it says what the next task is and issues the copies of the tiles. One counts
+// what is done, for other blocks (counts.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of
+// them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first operand of dV and dK in
+// registers. dS also goes to shared memory, for dQ.
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
-// (device/backward_rows.cuh).
+// (device/backward_rows.cuh). If the block has to wait for others, it first adds what is late (Producer::await).
 //
 // Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask,
-// where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is
-// empty.
+// where dQ goes), of tiles of dS, of tasks, and of counters. Each place has a barrier that says it is full and one that
+// says it is empty.
 //
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
 //
 // d above 128: two_roles.cuh. The order of the additions of deterministic calls: order.cuh.
 //
-// Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
+// Bound: items: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time); the other
+// tasks: HBM, while other blocks multiply. docs/tuning/hopper_backward.md.
 #pragma once
 
 #include <launch.h>
@@ -106,8 +108,8 @@ class Consumer : ConsumerWarp<Tile> {
     }
 
   private:
-    /// The places of a tile in the rings, of its K and V, and of K for the late dQ, and whether that is to be added. In a
-    /// register of the warp: descriptors come from there.
+    /// The places of a tile in the rings, of its K and V, and of K for the late dQ, and whether that is to be added. In
+    /// a register of the warp: descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item, bool late) {
         static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
         return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4 | unsigned{late} << 5);
