@@ -1,8 +1,8 @@
 // bwd_sm90: FlashAttention-2 backward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take tasks from a queue, until all
-// is done: rows to prepare, items, and rows to finish (tasks.cuh). An item is 128 keys of a key/value head; the block
-// streams over the tiles of queries that see them, of all query heads that share the keys:
+// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take tasks from a queue: rows to
+// prepare, items, and rows to finish (tasks.cuh). An item is 128 keys of a key/value head; the block streams over the
+// tiles of queries that see them, of all query heads that share the keys:
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
