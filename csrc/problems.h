@@ -18,10 +18,10 @@ enum class Problems : unsigned {
     kSloped = 128,   ///< of kChanged ALiBi alone
     kRanged = 256,   ///< of kChanged key ranges alone
     kCapped = 1024,  ///< of kModified a softcap alone, without packed sequences
-    kMaxima = 2048,     ///< wgmma_sm90 only, plain problems: the rows' largest scores besides (RowStatistics)
-    kEntropies = 4096,  ///< wgmma_sm90 only, plain problems: the rows' entropies besides
-    kMaximaEntropies = kMaxima | kEntropies,
     kDropped = 512,  ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
+    kMaxima = 2048,  ///< wgmma_sm90 only, of plain problems: the rows' largest scores besides (RowStatistics)
+    kEntropies = 4096,  ///< likewise: the rows' entropies
+    kMaximaEntropies = kMaxima | kEntropies,
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,
