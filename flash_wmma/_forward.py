@@ -150,7 +150,8 @@ def forward(
             (B, Hq, Nq): each row's largest score, after scale, softcap, bias and ALiBi; -inf for a row that sees no
             key; without a gradient. "entropy" (B, Hq, Nq): -sum_j P_ij ln P_ij, 0 for a row that sees no key.
             "column_sum" (B, Hq, Nk): sum_i P_ij. With sinks P has the sink in its denominator, and no column for it.
-            The kernels of backward compute them from lse in a pass of their own (``backward_kernel`` names one).
+            The kernels of backward compute them from lse in a pass of their own (``backward_kernel`` names one), except
+            maxima and entropies that the kernel of forward tells (:attr:`flash_wmma.Explanation.tells`).
         batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
             bitwise independent of the other entries.
         backward_kernel: like ``kernel``, for the gradients: ``"auto"`` or one of ``flash_wmma.kernels("backward")``. An

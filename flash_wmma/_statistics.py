@@ -184,6 +184,8 @@ class Statistics(torch.autograd.Function):
     def backward(ctx: Any, dmax: Tensor | None, dentropy: Tensor | None, dcolumn_sum: Tensor | None) -> Any:
         if dmax is not None and not torch.compiler.is_compiling():
             raise NotImplementedError(_MAXIMUM)
+        # torch.compile gives zeros where there is no gradient, also of what is not asked for, which is empty
+        dentropy, dcolumn_sum = (None if t is None or t.dim() == 1 else t for t in (dentropy, dcolumn_sum))
         *tensors, lse, entropy = ctx.saved_tensors[:7]
         if dentropy is None and dcolumn_sum is None:
             return (None,) * len(ctx.needs_input_grad)
