@@ -51,7 +51,9 @@ def check(
     changes: Modification = PLAIN,
 ) -> None:
     aux = told(q, k, v, names, sm_count, scale=scale, sinks=changes.sinks, **mask._asdict())
-    compare(aux, expected(q.double(), k.double(), mask, changes, scale))
+    right = expected(q.double(), k.double(), mask, changes, scale)
+    largest = right["max"].masked_fill(right["max"].isinf(), 0).abs().max()
+    compare(aux, right, factor=1 + float(largest) / 50)  # scores are rounded to fp32
 
 
 SHAPES: list[tuple[int, Shape]] = [  # multiprocessors, and a problem that takes the shape with them
