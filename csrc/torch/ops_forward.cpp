@@ -66,10 +66,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
     return run<4>(call, out, out_bnhd, num_splits, batch_invariant);
 }
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(
-    const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor, const std::string& wanted,
-    std::optional<double> scale, int64_t window_left, int64_t window_right, bool bottom_right,
-    const OptionalTensor& sinks, bool batch_invariant, const std::string& kernel_name) {
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,
+                                                                   const Tensor& v_tensor, const std::string& wanted,
+                                                                   std::optional<double> scale, int64_t window_left,
+                                                                   int64_t window_right, bool bottom_right,
+                                                                   const OptionalTensor& sinks, bool batch_invariant,
+                                                                   const std::string& kernel_name) {
     const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
     const OptionalTensor none;
     const Options options{none,        none,         none,         sinks, none, none,       scale,
@@ -89,9 +91,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(
                        bottom_right, none, none, none, 0., "auto", kernel_name);
         return {std::move(out), std::move(lse), std::move(row_max), std::move(entropy)};
     }
-    const auto given = [&](OptionalTensor& t) {
-        return t ? std::move(*t) : empty<1>({0}, {1}, codes().float32, q);
-    };
+    const auto given = [&](OptionalTensor& t) { return t ? std::move(*t) : empty<1>({0}, {1}, codes().float32, q); };
     return {std::move(out), std::move(lse), given(told.row_max), given(told.entropy)};
 }
 
