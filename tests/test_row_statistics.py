@@ -208,8 +208,8 @@ def test_gradients(names: tuple[str, ...]) -> None:
             with pytest.raises(NotImplementedError, match='"max" has no gradient'):
                 aux["max"].sum().backward(retain_graph=True)
         loss = out.float().square().sum() + lse.square().sum()
-        for name in names:
-            loss = loss + aux[name].square().sum() * (name != "max")
+        for name in set(names) - {"max"}:
+            loss = loss + aux[name].square().sum()
         found.append(torch.autograd.grad(loss, leaves))
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, atol=4e-3, rtol=1e-3)
