@@ -156,7 +156,9 @@ struct ForwardParams {
     const float* sinks;  ///< (Hq) logits of a key without value; null: none. Backward finds them in lse
     float softcap;       ///< 0: none
     Dropout dropout;
-    float *entropy, *row_max;  ///< of BackwardParams::statistics, with lse's strides; null: not asked for
+    /// With lse's strides; null: not asked for. Backward: of BackwardParams::statistics. Forward: given to a kernel that
+    /// tells them (Kernel::tells), which then stores every row, -inf and 0 where it sees no key.
+    float *entropy, *row_max;
     Partials partials;
     bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
     void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised

@@ -7,18 +7,21 @@ namespace flash_wmma {
 
 /// What an instance takes beyond plain attention: a set. An instance that takes less keeps less in registers.
 enum class Problems : unsigned {
-    kPlain = 0,      ///< dense q, k and v, with any band: a block's bounds are the same in every thread
-    kPacked = 1,     ///< packed sequences
-    kModified = 2,   ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
-    kConverted = 4,  ///< inputs with exponents (device/convert.h)
-    kCached = 8,     ///< a key/value cache, with dense or packed queries
-    kChanged = 16,   ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
-    kMasked = 32,    ///< of kChanged boolean masks alone
-    kBiased = 64,    ///< of kChanged additive biases of q's type alone, which the copy engine can bring
-    kSloped = 128,   ///< of kChanged ALiBi alone
-    kRanged = 256,   ///< of kChanged key ranges alone
-    kCapped = 1024,  ///< of kModified a softcap alone, without packed sequences
-    kDropped = 512,  ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
+    kPlain = 0,         ///< dense q, k and v, with any band: a block's bounds are the same in every thread
+    kPacked = 1,        ///< packed sequences
+    kModified = 2,      ///< a bias, ALiBi or a softcap (ScoreMod), or key ranges (KeyMask)
+    kConverted = 4,     ///< inputs with exponents (device/convert.h)
+    kCached = 8,        ///< a key/value cache, with dense or packed queries
+    kChanged = 16,      ///< wgmma_sm90 only, whose kModified is a softcap alone: the rest of kModified
+    kMasked = 32,       ///< of kChanged boolean masks alone
+    kBiased = 64,       ///< of kChanged additive biases of q's type alone, which the copy engine can bring
+    kSloped = 128,      ///< of kChanged ALiBi alone
+    kRanged = 256,      ///< of kChanged key ranges alone
+    kCapped = 1024,     ///< of kModified a softcap alone, without packed sequences
+    kDropped = 512,     ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
+    kMaxima = 2048,     ///< wgmma_sm90 only, of plain problems: the rows' largest scores besides (RowStatistics)
+    kEntropies = 4096,  ///< likewise: the rows' entropies
+    kMaximaEntropies = kMaxima | kEntropies,
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,

@@ -81,6 +81,9 @@ struct Kernel : KernelFacts {
     void (*launch)(const Params&, const DeviceFacts&, Stream);
     /// Whether `auto` leaves these params to a kernel of lower rank, which is faster for them; null: never.
     bool (*yields)(const Params&, const DeviceFacts&) = nullptr;
+    /// Forward: whether launch stores ForwardParams::row_max and entropy, if they are given with these params; null:
+    /// never.
+    bool (*tells)(const Params&, const DeviceFacts&) = nullptr;
 };
 /// Kernel::workspace_bytes of a kernel without a workspace.
 template <class Params>

@@ -43,13 +43,34 @@ def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
             return _autograd.attend(q, k, v, call)
         return _ops.forward(q, k, v, call)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        _checks.tensors(q=q, k=k, v=v)
-        _checks.device(q)
-        q, k, v, call = _autocast.cast(q, k, v, call)
-        _checks.call_tensors(q, k, v, call)
-        _checks.options(call)
-        raise_library_error(error)
+        _check_after(error, q, k, v, call)
         raise
+
+
+def attend_with_statistics(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, row_max, entropy) of a call that :func:`flash_wmma._ops.forward_with_statistics` takes, without
+    transforms. The last two have no gradient."""
+    try:
+        sinks = call.sinks
+        differentiable = q.requires_grad or k.requires_grad or v.requires_grad
+        if torch.is_grad_enabled() and (differentiable or (sinks is not None and sinks.requires_grad)):
+            return _autograd.attend_with_statistics(q, k, v, call, wanted)
+        return _ops.forward_with_statistics(q, k, v, call, wanted)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        _check_after(error, q, k, v, call)
+        raise
+
+
+def _check_after(error: Exception, q: Tensor, k: Tensor, v: Tensor, call: Call) -> None:
+    """Raises what is wrong with the arguments of a call that failed, if something is."""
+    _checks.tensors(q=q, k=k, v=v)
+    _checks.device(q)
+    q, k, v, call = _autocast.cast(q, k, v, call)
+    _checks.call_tensors(q, k, v, call)
+    _checks.options(call)
+    raise_library_error(error)
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:

@@ -63,6 +63,6 @@ def _register(name: str, device: str, key: str) -> None:
     _library.impl(name, forward, key)  # type: ignore[no-untyped-call]
 
 
-for _name in ("forward", "forward_varlen"):
+for _name in ("forward", "forward_with_statistics", "forward_varlen"):
     _register(_name, "cpu", "AutocastCPU")
     _register(_name, "cuda", "AutocastCUDA")

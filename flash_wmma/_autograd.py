@@ -122,13 +122,58 @@ class Attention(torch.autograd.Function):
         return dq, dk, dv, dbias if bias_grad else None, dsinks, None
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
-    """(out, lse) of :class:`Attention`, recorded."""
+class AttentionWithStatistics(Attention):
+    """(out, lse, row_max, entropy); the last two without a gradient."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, wanted: str
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """``call`` comes without its sinks."""
+        call = call._replace(sinks=sinks)
+        out, lse, row_max, entropy = _ops.forward_with_statistics(q, k, v, call, wanted)
+        ctx.call, tensors = call.split()
+        ctx.save_for_backward(q, k, v, out, lse, *tensors)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max, entropy)
+        return out, lse, row_max, entropy
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None, *none: Any) -> Any:
+        q, k, v, out, lse, *tensors = ctx.saved_tensors
+        if dout is None:
+            dout = torch.zeros_like(out)
+        sinks_grad = ctx.needs_input_grad[3]
+        arguments = dout, dlse, q, k, v, out, lse, False, ctx.call.joined(tensors)
+        if torch.is_grad_enabled():
+            dq, dk, dv, _, dsinks = Attention.recorded(*arguments, sinks_grad)
+        else:
+            dq, dk, dv, _ = gradients(*arguments)
+            dsinks = sinks_gradient(dout, dlse, out, lse, arguments[-1]) if sinks_grad else None
+        return dq, dk, dv, dsinks, None, None
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor, Tensor, Call]:
+    """Cast for autocast. torch.compile takes no tensor twice."""
     if torch._C._is_any_autocast_enabled():
         q, k, v, call = _autocast.cast(q, k, v, call)
-    # torch.compile takes no tensor twice
     k = k.view_as(k) if k is q else k
     v = v.view_as(v) if v is q or v is k else v
+    return q, k, v, call
+
+
+def attend_with_statistics(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Of :class:`AttentionWithStatistics`, recorded."""
+    q, k, v, call = _prepared(q, k, v, call)
+    sinks, call = call.sinks, call if call.sinks is None else call._replace(sinks=None)
+    return AttentionWithStatistics.apply(q, k, v, sinks, call, wanted)  # type: ignore[no-any-return]
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]:
+    """(out, lse) of :class:`Attention`, recorded."""
+    q, k, v, call = _prepared(q, k, v, call)
     attn_bias, sinks = call.attn_bias, call.sinks
     if attn_bias is not None or sinks is not None:
         call = call._replace(attn_bias=None, sinks=None)

@@ -40,6 +40,9 @@ class Explanation:
     """The kernel that computes the gradients of q, k, v and an attn_bias that requires one; ``None`` if none can."""
     backward_reasons: dict[str, str] = field(default_factory=dict)
     """For each of ``flash_wmma.kernels("backward")`` that was not taken: why."""
+    tells: bool = False
+    """Whether the kernel has ``return_aux``'s maxima and entropies from its own pass, if no backward_kernel is named.
+    Otherwise they come from a pass of their own."""
     left_to_torch: str = ""
     """Why :func:`flash_wmma.scaled_dot_product_attention` leaves these inputs to torch; empty if it does not."""
 
@@ -206,6 +209,7 @@ def explain(
         emulated=emulated,
         backward_kernel=gradients["kernel"],
         backward_reasons=gradients["reasons"],
+        tells=answer["tells"],
         left_to_torch=why,
     )
 

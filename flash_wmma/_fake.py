@@ -57,6 +57,24 @@ def _forward(
     return _dense(q, v.shape[3], out_bnhd)
 
 
+def _forward_with_statistics(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    wanted: str,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    sinks: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, lse = _forward(q, k, v, sinks=sinks)
+    row_max, entropy = (_of_queries(q) if name in wanted else _nothing(q) for name in ("max", "entropy"))
+    return out, lse, row_max, entropy
+
+
 def _forward_varlen(
     q: Tensor,
     k: Tensor,
@@ -241,6 +259,7 @@ for _op, _fake in (
     ("backward_with_statistics", _backward_with_statistics),
     ("statistics", _statistics),
     ("forward", _forward),
+    ("forward_with_statistics", _forward_with_statistics),
     ("forward_varlen", _forward_varlen),
     ("forward_cached", _forward_cached),
     ("backward", _backward),

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
 
-from ._attention import attend
+from ._attention import attend, attend_with_statistics
 from ._call import Call, Causal, Lengths, Window, call_of
 from ._checks import flag
-from ._statistics import checked_names, statistics
+from ._statistics import checked_names, statistics, told_by_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -51,8 +51,12 @@ def _with_statistics(
 ) -> tuple[Any, ...]:
     """The results of a call with return_aux."""
     names = checked_names(return_aux)
-    out, lse = attend(q, k, v, call)
-    aux = statistics(q, k, v, lse, call, names)
+    if wanted := told_by_forward(call, names):
+        out, lse, *told = attend_with_statistics(q, k, v, call, wanted)
+        aux = statistics(q, k, v, lse, call, names, (told[0], told[1]))
+    else:
+        out, lse = attend(q, k, v, call)
+        aux = statistics(q, k, v, lse, call, names)
     return (out, lse, aux) if return_lse else (out, aux)
 
 
@@ -146,7 +150,8 @@ def forward(
             (B, Hq, Nq): each row's largest score, after scale, softcap, bias and ALiBi; -inf for a row that sees no
             key; without a gradient. "entropy" (B, Hq, Nq): -sum_j P_ij ln P_ij, 0 for a row that sees no key.
             "column_sum" (B, Hq, Nk): sum_i P_ij. With sinks P has the sink in its denominator, and no column for it.
-            The kernels of backward compute them from lse in a pass of their own (``backward_kernel`` names one).
+            The kernels of backward compute them from lse in a pass of their own (``backward_kernel`` names one), except
+            maxima and entropies that the kernel of forward tells (:attr:`flash_wmma.Explanation.tells`).
         batch_invariant: choose tiles and splits by (Nq, Nk, d) and the device alone, so that a batch entry's result is
             bitwise independent of the other entries.
         backward_kernel: like ``kernel``, for the gradients: ``"auto"`` or one of ``flash_wmma.kernels("backward")``. An

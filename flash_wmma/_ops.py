@@ -17,6 +17,7 @@ from ._errors import raise_library_error
 from ._library import ops
 
 _forward = ops.forward.default
+_forward_with_statistics = ops.forward_with_statistics.default
 _forward_varlen = ops.forward_varlen.default
 _forward_cached = ops.forward_cached.default
 _backward_with_statistics = ops.backward_with_statistics.default
@@ -38,6 +39,15 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if lengths is None:
         return _forward(q, k, v, *asked[_ALL])  # type: ignore[no-any-return]
     return _forward_varlen(q, k, v, *lengths, *asked[_BAND], *asked[_AFTER_LAYOUT])  # type: ignore[no-any-return]
+
+
+def forward_with_statistics(
+    q: Tensor, k: Tensor, v: Tensor, call: Call, wanted: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, row_max, entropy) of a dense call without changes of the scores or dropout; what is not in ``wanted``
+    is empty. Not recorded for gradients."""
+    rest = (call.scale, *call.band, call.sinks, call.batch_invariant, call.kernel_name)
+    return _forward_with_statistics(q, k, v, wanted, *rest)  # type: ignore[no-any-return]
 
 
 def forward_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Problem(NamedTuple):
 
 def choose(kernel: str, problem: Problem, device: DeviceFacts) -> dict[str, Any]:
     """If ``kernel`` is asked for: which forward kernel runs (``"kernel"``, ``None`` if none can), its tile
-    (``"instance"``), and why the others do not (``"reasons"``)."""
+    (``"instance"``), why the others do not (``"reasons"``), and whether it tells statistics (``"tells"``)."""
     answer: dict[str, Any] = native().explain(kernel, problem, astuple(device))
     return answer
 

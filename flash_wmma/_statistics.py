@@ -1,7 +1,9 @@
 """What ``return_aux`` asks for: numbers about the attention weights, computed from q, k and lse, and their gradients.
 
-The weights are recomputed from lse, ``P = exp(x - lse)``, as in the gradients of attention, and by the same kernels. So
-they follow any forward kernel, and memory stays linear in the lengths.
+Maxima and entropies of plain dense calls come with out and lse (the op ``forward_with_statistics``), from the kernel of
+forward itself if it tells them. Otherwise the weights are recomputed from lse, ``P = exp(x - lse)``, as in the
+gradients of attention, and by the same kernels. So they follow any forward kernel, and memory stays linear in the
+lengths.
 """
 
 from __future__ import annotations
@@ -49,7 +51,31 @@ def widened(q: Tensor, *others: Tensor | None) -> list[Tensor | None]:
     return [t.float() if narrow and t is not None and t.dtype == q.dtype else t for t in (q, *others)]
 
 
-def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: tuple[str, ...]) -> dict[str, Tensor]:
+Told = tuple[Tensor, Tensor] | None
+"""Maxima and entropies that forward has told, empty if not named."""
+
+
+def told_by_forward(call: Call, names: tuple[str, ...]) -> str:
+    """Which of these names are asked of forward's op, as it takes them. A named kernel of backward computes all."""
+    plain = (
+        call.backward_kernel == "auto"
+        and call.kernel_name != "math"
+        and call.lengths is None
+        and call.attn_bias is None
+        and call.alibi_slopes is None
+        and call.key_ranges is None
+        and isinstance(call.softcap, int | float)
+        and isinstance(call.dropout_p, int | float)
+        and call.softcap == call.dropout_p == 0
+        and not torch._C._are_functorch_transforms_active()
+        and forward_ad._current_level < 0
+    )
+    return " ".join(name for name in ("max", "entropy") if plain and name in names)
+
+
+def statistics(
+    q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: tuple[str, ...], told: Told = None
+) -> dict[str, Tensor]:
     """The statistics of these names of a call, whose arguments are good, and whose result was lse."""
     if call.kernel_name == "math":
         with _autocast.suspended(q.device):
@@ -64,9 +90,9 @@ def statistics(q: Tensor, k: Tensor, v: Tensor, lse: Tensor, call: Call, names: 
     if mapped:
         found = Mapped.apply(*differentiable, lse.detach(), without, names)
     elif torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        found = Statistics.apply(*differentiable, lse.detach(), without, names)
+        found = Statistics.apply(*differentiable, lse.detach(), without, names, *(told or (None, None)))
     else:
-        found = _count(*differentiable, lse, without, names)
+        found = _completed(told, *differentiable, lse, without, names)
     return {name: found[NAMES.index(name)] for name in names}
 
 
@@ -96,6 +122,26 @@ def _count(
     return _ops.statistics(q, k, lse, call, names, key_weights)
 
 
+def _completed(
+    told: Told,
+    q: Tensor,
+    k: Tensor,
+    attn_bias: Tensor | None,
+    alibi_slopes: Tensor | None,
+    sinks: Tensor | None,
+    lse: Tensor,
+    call: Call,
+    names: tuple[str, ...],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Maxima, entropies and column sums: what is told, and the rest by :func:`_count`."""
+    if told is None:
+        return _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, names)[:3]
+    row_max, entropy = told
+    if "column_sum" not in names:
+        return row_max, entropy, row_max.new_empty(0)
+    return row_max, entropy, _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, ("column_sum",))[2]
+
+
 class Statistics(torch.autograd.Function):
     """Maxima, entropies and column sums. With w the derivative of the loss by a weight,
 
@@ -116,9 +162,13 @@ class Statistics(torch.autograd.Function):
         lse: Tensor,
         call: Call,
         names: tuple[str, ...],
+        row_max: Tensor | None,
+        entropy: Tensor | None,
     ) -> tuple[Tensor, ...]:
-        """``call`` comes without the tensors before it."""
-        row_max, entropy, column_sum, _ = _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, names)
+        """``call`` comes without the tensors before it. row_max and entropy: told by forward, or None."""
+        told = None if row_max is None or entropy is None else (row_max, entropy)
+        found = _completed(told, q, k, attn_bias, alibi_slopes, sinks, lse, call, names)
+        row_max, entropy, column_sum = found if told is None else (t.view_as(t) for t in found)
         Statistics._save(ctx, (q, k, attn_bias, alibi_slopes, sinks, lse), entropy, call)
         if torch.compiler.is_compiling():  # whose backward is given zeros where there is no gradient
             ctx.mark_non_differentiable(row_max)
@@ -134,17 +184,17 @@ class Statistics(torch.autograd.Function):
     def backward(ctx: Any, dmax: Tensor | None, dentropy: Tensor | None, dcolumn_sum: Tensor | None) -> Any:
         if dmax is not None and not torch.compiler.is_compiling():
             raise NotImplementedError(_MAXIMUM)
+        # torch.compile gives zeros where there is no gradient, also of what is not asked for, which is empty
+        dentropy, dcolumn_sum = (None if t is None or t.dim() == 1 else t for t in (dentropy, dcolumn_sum))
         *tensors, lse, entropy = ctx.saved_tensors[:7]
         if dentropy is None and dcolumn_sum is None:
-            return (None,) * 8
+            return (None,) * len(ctx.needs_input_grad)
         call = ctx.call.joined(ctx.saved_tensors[7:])
         wanted = tuple(ctx.needs_input_grad[2:5])
         found = once_differentiable(_DOUBLE, _gradients, dentropy, dcolumn_sum, *tensors, lse, entropy, call, wanted)
         return (
             *(t if needed else None for t, needed in zip(found, ctx.needs_input_grad, strict=False)),
-            None,
-            None,
-            None,
+            *(None,) * (len(ctx.needs_input_grad) - len(found)),
         )
 
 

@@ -25,6 +25,12 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
         "Tensor? dropout_origin=None, "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+    // forward of a dense problem, with row_max and entropy of `statistics`; `wanted`: some of "max entropy", the other is
+    // empty. They come from the kernel of forward if it tells them, else from a pass of their own.
+    m.def(
+        "forward_with_statistics(Tensor q, Tensor k, Tensor v, str wanted, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, Tensor? sinks=None, bool batch_invariant=False, "
+        "str kernel_name=\"auto\") -> (Tensor out, Tensor lse, Tensor row_max, Tensor entropy)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
         "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
@@ -104,6 +110,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
 
 #define FLASH_WMMA_IMPLEMENT(m)                                                             \
     (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                                   \
+    (m).impl("forward_with_statistics", TORCH_BOX(&flash_wmma::forward_with_statistics));   \
     (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));                     \
     (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                                 \

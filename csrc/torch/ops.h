@@ -15,6 +15,14 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
                                    const OptionalTensor& dropout_origin, int64_t num_splits, bool batch_invariant,
                                    const std::string& kernel_name);
 
+/// out, lse, row_max, entropy.
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,
+                                                                   const Tensor& v_tensor, const std::string& wanted,
+                                                                   std::optional<double> scale, int64_t window_left,
+                                                                   int64_t window_right, bool bottom_right,
+                                                                   const OptionalTensor& sinks, bool batch_invariant,
+                                                                   const std::string& kernel_name);
+
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                           const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k,

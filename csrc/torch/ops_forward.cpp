@@ -1,13 +1,19 @@
-// flash_wmma::forward, forward_varlen and forward_cached.
+// flash_wmma::forward, forward_with_statistics, forward_varlen and forward_cached.
 #include "torch/ops.h"
 
 namespace flash_wmma {
 namespace {
 
+/// The statistics of rows that a kernel of forward tells; none: not asked for.
+struct Told {
+    OptionalTensor row_max, entropy;
+    bool done = false;  ///< whether the kernel told them
+};
+
 /// `out_bnhd`: out is (B, H, N, d) in shape and (B, N, H, d) in memory.
 template <std::size_t kDim>
 std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim>& out_sizes, bool out_bnhd,
-                               int64_t num_splits, bool batch_invariant) {
+                               int64_t num_splits, bool batch_invariant, Told* told = nullptr) {
     if (num_splits > 1) invalid("num_splits: not yet built");
     const Operand& q = call.q;
     ForwardParams& p = call.params;
@@ -26,9 +32,16 @@ std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim
         const Readable q_rows(q), k_rows(call.k), v_rows(call.v);
         call.point_to(q_rows, k_rows, v_rows, lse);
         p.o = out.rows();
+        if (told && kernel.tells && kernel.tells(p, target.device())) {
+            if (told->row_max) p.row_max = static_cast<float*>(data_of(*told->row_max));
+            if (told->entropy) p.entropy = static_cast<float*>(data_of(*told->entropy));
+            told->done = true;
+        }
         target.run(kernel, p, [&] {
             std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), v_rows.buffer("v"),
                                                   out.buffer("o"), buffer_of("lse", lse, true)};
+            if (p.row_max) buffers.push_back(buffer_of("row_max", *told->row_max, true));
+            if (p.entropy) buffers.push_back(buffer_of("entropy", *told->entropy, true));
             call.add_buffers(buffers);
             return buffers;
         });
@@ -51,6 +64,35 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
     CheckedCall call(q, k, v, options);
     const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
     return run<4>(call, out, out_bnhd, num_splits, batch_invariant);
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,
+                                                                   const Tensor& v_tensor, const std::string& wanted,
+                                                                   std::optional<double> scale, int64_t window_left,
+                                                                   int64_t window_right, bool bottom_right,
+                                                                   const OptionalTensor& sinks, bool batch_invariant,
+                                                                   const std::string& kernel_name) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
+    const OptionalTensor none;
+    const Options options{none,        none,         none,         sinks, none, none,       scale,
+                          window_left, window_right, bottom_right, 0.,    0.,   kernel_name};
+    CheckedCall call(q, k, v, options);
+    const auto lse_sizes = call.lse_sizes<3>();
+    const auto made = [&](const char* name) -> OptionalTensor {
+        if (wanted.find(name) == std::string::npos) return {};
+        return empty(lse_sizes, contiguous(lse_sizes), codes().float32, q);
+    };
+    Told told{made("max"), made("entropy")};
+    const std::array<int64_t, 4> out_sizes{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
+    auto [out, lse] = run<4>(call, out_sizes, false, 1, batch_invariant, &told);
+    if (!told.done) {
+        auto [row_max, entropy, column_sum, row_sum] =
+            statistics(q_tensor, k_tensor, lse, wanted, none, none, none, none, 0, 0, scale, window_left, window_right,
+                       bottom_right, none, none, none, 0., "auto", kernel_name);
+        return {std::move(out), std::move(lse), std::move(row_max), std::move(entropy)};
+    }
+    const auto given = [&](OptionalTensor& t) { return t ? std::move(*t) : empty<1>({0}, {1}, codes().float32, q); };
+    return {std::move(out), std::move(lse), given(told.row_max), given(told.entropy)};
 }
 
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,

@@ -11,9 +11,12 @@ COUNTED = "csrc/backward/simt/statistics.cuh"
 KERNEL = "csrc/backward/simt/bwd_simt.cuh"
 PYTHON = "flash_wmma/_statistics.py"
 ON_TENSOR_CORES = "csrc/backward/mma/statistics.cuh"
+TOLD = "csrc/device/row_statistics.cuh"
 SIMT = ("bwd_simt",)
 SM80 = ("bwd_sm80",)
 STATISTICS = ("statistics",)
+WGMMA = ("wgmma_sm90",)
+ROW_STATISTICS = ("row_statistics",)
 SLOPES = ("slopes",)
 
 FAULTS = [
@@ -238,6 +241,160 @@ FAULTS = [
         why="with dropout the slopes' gradient is multiplied by 1 - p",
         kernels=SIMT,
         tests=SLOPES,
+    ),
+    # ---------------------------------------------------------------------------------------------- from forward's pass
+    Fault(
+        name="told-first-weight-of-two",
+        path=TOLD,
+        old="max(max(__float_as_int(largest[i]), __float_as_int(x)), __float_as_int(y))",
+        new="max(__float_as_int(largest[i]), __float_as_int(x))",
+        why="every second weight is not in the maximum",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-largest-without-rescaling",
+        path=TOLD,
+        old="if constexpr (kMax) largest[i] *= rescale;",
+        new="",
+        why="the largest weight stays that of an old m",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-moment-without-shift",
+        path=TOLD,
+        old="rescale * fmaf(before - after, sum, moment[i])",
+        new="rescale * moment[i]",
+        why="the moment is that of an old m",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-moment-of-the-first-keys",
+        path=TOLD,
+        old="rescale > 0.f ? ",
+        new="rescale >= 0.f ? ",
+        why="the first m is not finite, and neither is the moment",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-no-hidden-keys",
+        path=TOLD,
+        old="if (kHides) t = ptx::max_nan(t, kNone);",
+        new="",
+        why="0 * inf makes the moment of a masked tile NaN",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-no-vote-on-moments",
+        path=TOLD,
+        old="(!kEntropy || moment[i] == moment[i])",
+        new="true",
+        why="a score of -inf on a free tile makes the entropy NaN",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-maximum-of-a-lane",
+        path=TOLD,
+        old="over_quad(largest[i], [](float x, float y) { return ptx::max_nan(x, y); })",
+        new="largest[i]",
+        why="a row's maximum is that of a quarter of its keys",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-infinite-maximum-is-nan",
+        path=TOLD,
+        old="m == INFINITY ? m : ",
+        new="",
+        why="a row with an infinite score has the maximum NaN",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-without-the-sinks-share",
+        path=TOLD,
+        old="const float shift = m - base - log2f(sum);",
+        new="const float shift = -log2f(sum);",
+        why="a sink above all scores moves their entropy",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-entropy-of-all-weights",
+        path=TOLD,
+        old="-kLn2 * (rescale / sum)",
+        new="-kLn2 / sum",
+        why="weights are not brought to the sink's m",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-entropy-of-no-key",
+        path=TOLD,
+        old="weights == 0.f ? 0.f : entropy",
+        new="entropy",
+        why="a row without keys has the entropy NaN",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-parts-without-keys",
+        path=TOLD,
+        old="part_m[i] == -INFINITY ? 0.f : ",
+        new="",
+        why="a row that no part sees has the maximum NaN",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-first-part-alone",
+        path=TOLD,
+        old="x = ptx::max_nan(x, its.largest[i]);",
+        new="x = fmaxf(x, 0.f * its.largest[i]);",
+        why="a part's maximum is lost",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-of-parts-twice",
+        path="csrc/forward/wgmma/split.cuh",
+        old="if (column == 0) told.store(",
+        new="if (column != 0) told.store(",
+        why="another warp's columns bring the statistics, or none",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-in-no-workspace",
+        path="csrc/forward/wgmma/items.h",
+        old="shape.problems == Problems::kPlain ? 8 : 16",
+        new="shape.problems == Problems::kPlain ? 8 : 8",
+        why="parts' statistics lie behind the workspace",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-l-after-raising",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="told_.raise(i, m_before, softmax_.m[i], l_before, rescale);",
+        new="told_.raise(i, m_before, softmax_.m[i], softmax_.l[i], rescale);",
+        why="the moment moves by the rescaled sum",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
+    ),
+    Fault(
+        name="told-row-of-the-other-index",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="told_.take(i, x, y);",
+        new="told_.take(1 - i, x, y);",
+        why="a lane's two rows have each other's maxima",
+        kernels=WGMMA,
+        tests=ROW_STATISTICS,
     ),
     # --------------------------------------------------------------------------------------------------------- Python
     Fault(

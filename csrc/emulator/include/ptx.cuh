@@ -75,8 +75,9 @@ EMULATOR_INLINE float ex2(float x) {
 #ifdef FLASH_WMMA_CHECKED
     emulator::note(emulator::Instruction::kExponential);
 #endif
+    if (x != x) return emulator::bits<float>(0x7fffffff);  // the one NaN that the instruction gives
     const float y = exp2f(x);
-    return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz; NaN stays
+    return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz
 }
 
 EMULATOR_INLINE float max_nan(float x, float y) { return x > y || x != x ? x : y; }

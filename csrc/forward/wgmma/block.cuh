@@ -7,6 +7,7 @@
 #include "device/constants.cuh"
 #include "device/key_mask.cuh"
 #include "device/pipeline.cuh"
+#include "device/row_statistics.cuh"
 #include "device/tile.cuh"
 #include "problems.h"
 
@@ -66,9 +67,15 @@ struct Changes {
     static constexpr bool kDrops = kAll || kProblems == Problems::kPackedDropped;
 };
 
-/// Whether an instance's blocks may take parts. Those for more than plain problems take whole items.
+/// What an instance tells of a warp's rows.
+template <Problems kProblems>
+using Told = RowStatistics<16, includes(kProblems, Problems::kMaxima), includes(kProblems, Problems::kEntropies)>;
+template <Problems kProblems>
+inline constexpr bool kTells = includes(kProblems, Problems::kMaxima) || includes(kProblems, Problems::kEntropies);
+
+/// Whether an instance's blocks may take parts. Those for more than plain problems, and statistics, take whole items.
 template <class Tile, Problems kProblems>
-inline constexpr bool kTakesParts = Tile::kSplits && kProblems == Problems::kPlain;
+inline constexpr bool kTakesParts = Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems>);
 
 /// K tiles [first, end).
 struct Range {

@@ -56,9 +56,10 @@ inline MaskTiles mask_tiles(const ForwardParams& p, int br) {
 struct Split {
     int whole, items, parts;
 
-    /// Of the workspace: in fp32 every part's O, and four words for a lane's m and l.
+    /// Of the workspace: in fp32 every part's O, four words for a lane's m and l, and four for its statistics.
     std::int64_t bytes(const Shape& shape) const {
-        return std::int64_t{items} * parts * shape.facts.br * (shape.columns + 8) * std::int64_t{sizeof(float)};
+        const int facts = shape.problems == Problems::kPlain ? 8 : 16;  // of a row: two lanes have four words for it
+        return std::int64_t{items} * parts * shape.facts.br * (shape.columns + facts) * std::int64_t{sizeof(float)};
     }
     /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, the cost
     /// of its first tile (no products beside its softmax), and that of parts: storing and reading rows, and a grid.

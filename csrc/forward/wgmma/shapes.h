@@ -12,11 +12,12 @@ namespace flash_wmma::wgmma_sm90 {
 struct Shape {
     Instance facts;
     Problems problems;  ///< kPlain; kGeneral: packed sequences, and softcaps; kPackedDropped; one change of the scores;
-                        ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything
-    int head_dim_v;     ///< the largest d_v it takes
-    int columns;        ///< of V and O that a launch computes
-    bool splits;        ///< takes parts of items
-    float speed;        ///< of a block, relative to other shapes of its head dim
+    ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything.
+    ///< kMaxima, kEntropies or both: kPlain with statistics of the rows
+    int head_dim_v;  ///< the largest d_v it takes
+    int columns;     ///< of V and O that a launch computes
+    bool splits;     ///< takes parts of items
+    float speed;     ///< of a block, relative to other shapes of its head dim
     void (*launch)(const ForwardParams&, const DeviceFacts&, const Shape&, Stream);
 };
 
@@ -28,6 +29,8 @@ std::vector<Shape> half_changed_shapes();
 std::vector<Shape> bf16_changed_shapes();
 std::vector<Shape> half_dropped_shapes();
 std::vector<Shape> bf16_dropped_shapes();
+std::vector<Shape> half_told_shapes();
+std::vector<Shape> bf16_told_shapes();
 std::vector<Shape> converted_shapes();
 std::vector<Shape> converted_changed_shapes();
 

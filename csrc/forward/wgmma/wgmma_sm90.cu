@@ -17,7 +17,7 @@ namespace {
 const std::vector<Shape> kShapes =
     join({half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
           bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes(), converted_shapes(),
-          converted_changed_shapes()});
+          converted_changed_shapes(), half_told_shapes(), bf16_told_shapes()});
 
 bool converts(const ForwardParams& p) { return p.dtype == DType::kFloat32; }
 
@@ -39,6 +39,8 @@ Problems asked(const ForwardParams& p) {
         return changes > 0 || wide || p.softcap != 0.f ? Problems::kGeneralChanged : Problems::kPackedDropped;
     const Sequences& s = p.sequences;
     const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
+    if (plain && p.row_max) return p.entropy ? Problems::kMaximaEntropies : Problems::kMaxima;
+    if (plain && p.entropy) return Problems::kEntropies;
     if (changes == 0) return plain ? Problems::kPlain : packed || wide ? Problems::kGeneral : Problems::kCapped;
     if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
         return Problems::kGeneralChanged;
@@ -119,6 +121,11 @@ bool yields(const ForwardParams& p, const DeviceFacts& device) {
            (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
 }
 
+/// Plain problems of heads up to 128 have instances for statistics of the rows.
+bool tells(const ForwardParams& p, const DeviceFacts&) {
+    return asked(p) == Problems::kPlain && std::max(p.head_dim, p.head_dim_v) <= 128;
+}
+
 const KernelInfo kInfo = {
     with_instances(
         {.name = "wgmma_sm90",
@@ -136,6 +143,7 @@ const KernelInfo kInfo = {
     workspace_bytes,
     launch_wgmma_sm90,
     yields,
+    tells,
 };
 const Registration kRegistration(kInfo);
 

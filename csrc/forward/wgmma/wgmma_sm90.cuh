@@ -314,10 +314,12 @@ class Consumer {
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
+    static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
     using PerRow = RowValues<Tile::kWarpRows>;
+    using Sums = typename Told<kProblems>::Sums;
     static constexpr int kBc = Tile::kBc;
 
     /// What this warp works on: 16 rows, and the K tiles that the warpgroup's rows see.
@@ -461,9 +463,10 @@ class Consumer {
     }
 
     /// Adds the sums of a tile's P to l.
-    __device__ __forceinline__ void add_sums(PerRow sums) {
-        if constexpr (kConverted) sums.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
-        softmax_.add(sums);
+    __device__ __forceinline__ void add_sums(Sums sums) {
+        if constexpr (kConverted) sums.weights.each([&](int, float& x) { x *= ptx::ex2(-scales_.weight()); });
+        softmax_.add(sums.weights);
+        told_.add(sums);
     }
 
     /// Scores of keys that a row does not see become -inf: those left of its first key if `left`, right of its last key
@@ -516,7 +519,9 @@ class Consumer {
             rounded = true;
         }
         top.each([&](int i, float x) {
+            const float m_before = softmax_.m[i], l_before = softmax_.l[i];
             const auto [base, rescale] = softmax_.raise(i, x * factor);
+            told_.raise(i, m_before, softmax_.m[i], l_before, rescale);
             offset[i] = rounded ? 0.f : -base;
             if (rounded) s_.each_in_row(i, [&, base = base](float& score, int) { score -= base; });
             if constexpr (kConverted) {
@@ -526,7 +531,7 @@ class Consumer {
                 o_.scale_row(i, rescale);
             }
         });
-        add_sums(weigh(s_, factor, offset));
+        add_sums(told_.template weigh<true>(s_, factor, offset));
         // Masks may leave a row without a key for long. Its m cannot serve
         if ((kChanges || kRanges) && !all_rows([&](int i) { return softmax_.m[i] != -INFINITY; })) return false;
         return !rounded && all_moderate(softmax_.m, 1.f);
@@ -534,7 +539,10 @@ class Consumer {
 
     /// P as the second product's operand: its layout is that of S, in pairs.
     __device__ __forceinline__ void pack_weights() {
-        s_.each_pair([&](float x, float y, int i, int j) { weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y); });
+        s_.each_pair([&](float x, float y, int i, int j) {
+            weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y);
+            told_.take(i, x, y);
+        });
     }
 
     __device__ __forceinline__ bool drops() const { return !kModified || p_.dropout.rng_state; }
@@ -583,6 +591,7 @@ class Consumer {
         ptx::wgmma_wait<0>();
         if (!Tile::kSetsO) o_.clear();
         softmax_ = {};
+        told_ = {};
         [[maybe_unused]] Entries entries(schedule_, rows);
         [[maybe_unused]] const auto order = [&] {
             if constexpr (kFromDiagonal)
@@ -616,18 +625,18 @@ class Consumer {
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
             bool done = false;
             if (plain) {
-                PerRow sums;
+                Sums sums;
                 if constexpr (kChanges) {
                     PerRow m = softmax_.m;
                     if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
-                    sums = changes_.weigh(s_, key, m);
+                    sums.weights = changes_.weigh(s_, key, m);
                 } else {
                     PerRow offset;
                     offset.each([&](int i, float& x) { x = -softmax_.m[i]; });
                     if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
-                    sums = weigh(s_, factor, offset);
+                    sums = told_.template weigh<false>(s_, factor, offset);
                 }
-                done = all_rows([&](int i) { return sums[i] <= Element<T>::kLargestSum; });
+                done = all_rows([&](int i) { return sums.template fit<T>(i); });
                 if (done) add_sums(sums);
             }
             ptx::wgmma_wait<0>();
@@ -681,7 +690,8 @@ class Consumer {
             store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
                                             kept);
         else if (rows.first_query < rows.sequence.seqlen_q)
-            give(PartRows<Tile>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_);
+            give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_, told_);
+        if (rows.part == kWhole) told_.store(p_, rows.sequence, rows.head, rows.first_query, softmax_, lane_);
     }
 
     const ForwardParams& p_;
@@ -698,6 +708,7 @@ class Consumer {
     std::uint32_t weights_[kBc / 16][4];
     RegisterTile<Tile::kWarpRows, Tile::kDv> o_;
     LaggedSoftmax<Tile::kWarpRows> softmax_;
+    Told<kProblems> told_;
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
                                                                                   schedule_.soft_cap};
@@ -709,8 +720,9 @@ class Consumer {
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
 /// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 12 values, which plain instances do not read in the loop over tiles. With kChanged, more of both: the
-// planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they read up to six.
+// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics. With kChanged,
+// more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they
+// read up to six.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
@@ -768,7 +780,7 @@ void launch_tile(const ForwardParams& p, const DeviceFacts& device, const Shape&
                               /*cluster=*/1, /*programmatic=*/true};
     launch(forward<Tile, kProblems>, config, stream, p, maps, schedule);
     if constexpr (kTakesParts<Tile, kProblems>)
-        if (schedule.split.items > 0) launch_merge<Tile>(p, schedule, stream);
+        if (schedule.split.items > 0) launch_merge<Tile, kProblems>(p, schedule, stream);
 }
 
 /// `speed`: a block's, relative to other shapes of the same head dim.
@@ -819,6 +831,18 @@ inline constexpr TableRow kGeneralRows[] = {
     {{.d = 192, .consumers = 2, .keys = 80, .stages = 2}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
+};
+/// Plain problems with the rows' largest scores.
+inline constexpr TableRow kMaximaRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+};
+/// Plain problems with the rows' entropies, perhaps with their largest scores too.
+inline constexpr TableRow kEntropyRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 96, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
 };
 /// With masks.
 inline constexpr TableRow kMaskedRows[] = {
