@@ -122,6 +122,10 @@ def _model_of(config: type) -> _Model:
 _model_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as in _sdpa.py: a constant in traced calls
 
 
+_TRACES_CELLS = torch.__version__ >= "2.15"
+"""Whether torch.compile reads the cells of a function that it traces. Where it does not, the mask is made whole."""
+
+
 def _cells(function: object, name: str) -> dict[str, Any]:
     """What a function that ``name`` has made is bound to; empty if another one made it."""
     if not isinstance(function, FunctionType) or not function.__qualname__.startswith(f"{name}.<locals>."):
@@ -133,13 +137,16 @@ def _cells(function: object, name: str) -> dict[str, Any]:
 def _packed(mask_function: object, window: int | None) -> Tensor | None:
     """The numbers of the sequences, if all that a mask function hides is other sequences, the future, and what lies
     before the window."""
+    if torch.compiler.is_compiling() and not _TRACES_CELLS:
+        return None
     both = _cells(mask_function, "and_masks").get("mask_functions", ())
     if len(both) != 2:
         return None
     if not _cells(both[0], "packed_sequence_mask_function"):
-        both = both[::-1]  # from transformers 5.24 on
+        both = both[::-1]  # before transformers 5.23 and from 5.24 on
     numbers = _cells(both[0], "packed_sequence_mask_function").get("packed_sequence_mask")
-    within = _cells(both[1], "remap_positions_for_packed_sequence").get("mask_function")
+    # Before 5.23 the other one counts places in the whole row, with the same distances
+    within = _cells(both[1], "remap_positions_for_packed_sequence").get("mask_function", both[1])
     if window is not None:
         banded = _cells(within, "and_masks").get("mask_functions", ())
         if len(banded) != 2 or _cells(banded[0], "sliding_window_overlay").get("sliding_window") != window:
