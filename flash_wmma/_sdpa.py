@@ -93,6 +93,9 @@ def kernel_for(device: str, dtype: torch.dtype) -> str:
     return "simt" if exact else "auto"
 
 
+kernel_for._dynamo_marked_constant = True  # type: ignore[attr-defined]  # the precision is that of the time of tracing
+
+
 def backward_kernel_for(kernel: str) -> str:
     """The ``backward_kernel`` that goes with ``kernel_for``'s answer."""
     return "bwd_simt" if kernel == "simt" else "auto"
