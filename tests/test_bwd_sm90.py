@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
-from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import pytest
 import torch
-from programs import FOLDER
 from reference import DENSE, Mask, attention, poisoned_memory
 from torch import Tensor
 
@@ -107,19 +104,17 @@ def check_packed(
     bad: tuple[int, ...] = (),
     sm_count: int = 2,
     deterministic: bool = False,
-    heads: tuple[int, int] = (2, 1),
 ) -> None:
     """Of sequences of (queries, keys, keys in use). Rows of no sequence, keys that are not in use and the sequences
     `bad` hold NaN and infinity, which reach nothing else."""
-    dtype, margin = torch.float16, 3
-    hq, hk = heads
+    dtype, heads, margin = torch.float16, (2, 1), 3
     ends_q = [margin, *itertools.accumulate((n for n, _, _ in lengths), initial=margin)][1:]
     ends_k = [margin, *itertools.accumulate((n for _, n, _ in lengths), initial=margin)][1:]
     total_q, total_k = ends_q[-1] + 5, ends_k[-1] + 7
-    shapes = ((total_q, hq, d), (total_k, hk, d), (total_k, hk, dv), (total_q, hq, dv), (total_q, hq, dv))
+    shapes = ((total_q, 2, d), (total_k, 1, d), (total_k, 1, dv), (total_q, 2, dv), (total_q, 2, dv))
     q, k, v, dout, out = (torch.full(shape, math.nan, dtype=dtype) for shape in shapes)
     k[::2] = v[::2] = math.inf
-    dlse, lse = torch.full((2, hq, total_q), math.nan)
+    dlse, lse = torch.full((2, 2, total_q), math.nan)
     truth = []
     for b, (nq, _, used) in enumerate(lengths):
         given, expected = solved(Case(nq, used, mask, heads), d, dv, dtype, seed=b)
@@ -296,64 +291,3 @@ def test_deterministic(case: Case, d: int, sm_count: int) -> None:
 @pytest.mark.parametrize("d", [64, 256])
 def test_deterministic_packed(d: int) -> None:
     check_packed(EDGES, Mask("bottom_right"), d, d, deterministic=True)
-
-
-# --- tasks ------------------------------------------------------------------------------------------------------------
-
-
-def test_each_task_waits_for_earlier_ones() -> None:
-    """Any number of blocks: every item, and every group of rows before and after, comes once; an item behind all
-    prepares of its unit, finish behind all of its items."""
-    program, draw, room = flash_wmma.emulator.Program(FOLDER / "tasks.cu"), random.Random(0), 1 << 15
-    item, prepare, finish = 1, 2, 3
-    for _ in range(150):
-        queries, keys = (draw.choice((1, 64, 65, 500, 1000, 4000)) for _ in range(2))
-        batch, heads_k, shared = draw.randint(1, 9), draw.choice((1, 2, 5, 16)), draw.choice((1, 1, 4))
-        tile, causal, ordered = draw.choice((64, 128)), draw.randint(0, 1), draw.randint(0, 1)
-        blocks = draw.choice((1, 2, 3, 7, 132))
-        heads = batch * heads_k
-        groups, items = heads * shared * -(-queries // 64), heads * -(-keys // tile)
-        out = torch.full((room, 6), -1, dtype=torch.int32)
-        program.call("list", out, room, queries, keys, batch, heads_k * shared, heads_k, causal, tile, ordered, blocks)
-        done: Counter[tuple[int, int]] = Counter()
-        seen: Counter[tuple[int, int]] = Counter()
-        for kind, unit, index, count, runs, unit_items in out[out[:, 0] >= 0].tolist():
-            if kind == item:
-                assert done[prepare, unit] == runs
-            if kind == finish:
-                assert done[item, unit] == unit_items
-            done[kind, unit] += 1
-            seen.update((kind, index + i) for i in range(count))
-        expected = [(item, items), (prepare, groups), (finish, groups)]
-        assert seen == Counter((kind, i) for kind, n in expected for i in range(n))
-
-
-MANY = {
-    "short heads": Case(70, 150, heads=(8, 8), batch=2),
-    "short heads, causal": Case(150, 130, Mask(True), heads=(6, 3), batch=3),
-    "one query": Case(1, 200, heads=(9, 9), batch=2),
-    "units of one head": Case(260, 140, Mask(window=(100, 100)), heads=(7, 7)),
-    "more rows than items": Case(600, 60, heads=(4, 2), batch=2),
-    "more items than rows": Case(60, 1000, heads=(5, 5)),
-}
-"""Units that are prepared and finished among the items of others."""
-
-
-@pytest.mark.parametrize(("sm_count", "seed"), [(1, 0), (2, 5), (3, 1)])
-@pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("case", MANY)
-def test_many_units(case: str, d: int, sm_count: int, seed: int) -> None:
-    """Fewer blocks than tasks, so that a block does some of each kind, one after the other in any order."""
-    check(MANY[case], d, sm_count=sm_count, seed=seed)
-
-
-@pytest.mark.parametrize("d", [64, 256])
-def test_many_units_in_order(d: int) -> None:
-    check(Case(150, 140, Mask(True), heads=(6, 6), batch=2), d, sm_count=2, deterministic=True)
-
-
-@pytest.mark.parametrize("d", [64, 192])
-def test_many_packed_heads(d: int) -> None:
-    """Units are heads of all sequences together."""
-    for sm_count in (1, 3):
-        check_packed([(70, 130, 130), (0, 5, 5), (129, 60, 50)], Mask(True), d, d, sm_count=sm_count, heads=(10, 5))

@@ -1,7 +1,5 @@
 // What backward has for every query row in its workspace, and the two small kernels around the products: `prepare`
-// computes L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM. A kernel may
-// also do both itself, between its products (backward/wgmma/tasks.cuh): so what a warp does with its rows is apart,
-// prepare_rows and finish_rows.
+// computes L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM.
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
@@ -53,10 +51,8 @@ struct Problem : BackwardParams {
     RowPair* facts;
     float* dq_rows;                 // DqFragments, only if dQ is accumulated
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
-    unsigned* queue = nullptr;      // how many tasks blocks took, only if they take them from a queue; 0 before that
+    unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
     int multiprocessors = 0;        // of the device, only with a queue
-    unsigned* prepared = nullptr;   // of each unit of heads: how many of its tasks are done (backward/wgmma/tasks.cuh)
-    unsigned* added = nullptr;      // how many of its items have added all their dQ
     unsigned* turns = nullptr;      // of each group of rows: how many tiles of keys added to its dQ; only if in order
     KeyExtent* extents = nullptr;   // of each group of rows; only with key ranges
 };
@@ -66,18 +62,15 @@ struct RowFacts {
     float minus_lse = -INFINITY, minus_delta = 0.f;
 
     RowFacts() = default;
-    /// Of a row that exists, before its O dO is known.
-    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row) {
+    /// Of a row that exists, whose O dO adds up to `sum`.
+    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row,
+                                        float sum) {
         const ForwardParams& p = problem.forward;
         const std::int64_t at = sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + row;
+        if (p.lse[at] == -INFINITY) return;
         minus_lse = -p.lse[at];
-        minus_delta = problem.dlse ? problem.dlse[at] : 0.f;
-    }
-    /// O dO of the row adds up to `sum`.
-    __device__ __forceinline__ void complete(const Problem& problem, float sum) {
-        minus_delta -= sum;
-        if (problem.forward.dropout.rng_state) minus_delta *= 1.f - problem.forward.dropout.probability;
-        if (minus_lse == INFINITY) minus_lse = -INFINITY, minus_delta = 0.f;  // it sees no key
+        minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
+        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
     }
 };
 
@@ -122,141 +115,24 @@ struct DqFragment {
     }
 };
 
-/// A group of rows, by default the one of this block. Called by whole warps.
+/// The group of rows of this block.
 struct RowGroup {
     Sequence sequence;
     int head, first_row;  // not negative, and below seqlen_q, if the group is used
 };
-__device__ inline RowGroup row_group(const ForwardParams& p, unsigned index = blockIdx.x) {
+__device__ inline RowGroup row_group(const ForwardParams& p) {
     const Sequences& s = p.sequences;
     const auto heads = static_cast<unsigned>(p.heads_q);
     if (s.cu_seqlens_q) {
         const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, kRowGroup));
         const PackedTile found =
-            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(index % tiles));
-        return {sequence(p, found.sequence), static_cast<int>(index / tiles), found.tile * kRowGroup};
+            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(blockIdx.x % tiles));
+        return {sequence(p, found.sequence), static_cast<int>(blockIdx.x / tiles), found.tile * kRowGroup};
     }
     const auto tiles = static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup);
-    const unsigned slice = index / tiles;
+    const unsigned slice = blockIdx.x / tiles;
     return {sequence(p, static_cast<int>(slice / heads)), static_cast<int>(slice % heads),
-            static_cast<int>(index % tiles) * kRowGroup};
-}
-
-/// L and D of 4 kRows rows of a group, from `first` on, and 0 in their part of dQ's buffer, if there is one. 32
-/// neighbouring lanes do it; eight lanes share a row, and every lane has kRows rows in flight. dO counts times `unit`.
-/// Returns the largest of the finite |D| that this lane computes.
-template <class T, class Dout, int kRows>
-__device__ __forceinline__ float prepare_rows(const Problem& problem, unsigned index, const RowGroup& group, int first,
-                                              int lane, float unit = 1.f) {
-    constexpr int kLanes = 8, kRowsAtOnce = 32 / kLanes;
-    static_assert(kRows <= kLanes);
-    const ForwardParams& p = problem.forward;
-    const Sequence& sequence = group.sequence;
-    const int own = lane % kLanes;  // the lane's columns, and which of its rows it writes
-    const auto row_in_group = [&](int i) { return first + kRowsAtOnce * i + lane / kLanes; };
-    const auto exists = [&](int i) {
-        const int row = group.first_row + row_in_group(i);
-        return row >= 0 && row < sequence.seqlen_q;
-    };
-    RowFacts facts;
-    const bool writes = own < kRows, used = writes && exists(own);
-    if (used) facts = {problem, sequence, group.head, group.first_row + row_in_group(own)};
-    float sums[kRows] = {};
-    for (int columns = 0; columns < p.head_dim_v; columns += 8 * kLanes) {
-        const int column = columns + 8 * own;
-        Eight<T> o[kRows];
-        Eight<Dout> dout[kRows];
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            if (!exists(i) || column >= p.head_dim_v) continue;
-            const int row = sequence.first_q + group.first_row + row_in_group(i);
-            o[i].load(row_of<const T>(p.o, sequence.index, group.head, row) + column);
-            dout[i].load(row_of<const Dout>(problem.dout, sequence.index, group.head, row) + column);
-        }
-        if (columns == 0 && problem.dq_rows) {  // beside the loads
-            auto* to =
-                reinterpret_cast<float4*>(problem.dq_rows + (std::int64_t{index} * kRowGroup + first) * p.head_dim);
-            for (int i = lane; i < kRowsAtOnce * kRows * p.head_dim / 4; i += 32)
-                to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-#pragma unroll
-        for (int i = 0; i < kRows; ++i) {
-            float x[8], y[8];
-            o[i].get(x);
-            dout[i].get(y);
-#pragma unroll
-            for (int e = 0; e < 8; e += 2) sums[i] = fmaf(x[e], y[e] * unit, fmaf(x[e + 1], y[e + 1] * unit, sums[i]));
-        }
-    }
-    float sum = 0.f;  // of the row that this lane writes
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-        const float total = reduce_lanes(sums[i], [](float x, float y) { return x + y; }, kLanes);
-        if (i == own) sum = total;
-    }
-    if (used) facts.complete(problem, sum);
-    if (!writes) return 0.f;
-    const int row = row_in_group(own);
-    RowPair& pair = problem.facts[(std::int64_t{index} * kRowGroup + row) / 2];
-    pair.minus_lse[row % 2] = facts.minus_lse * kLog2e;
-    pair.minus_delta[row % 2] = facts.minus_delta;
-    return isfinite(facts.minus_delta) ? fabsf(facts.minus_delta) : 0.f;
-}
-
-/// Brings dQ's buffer times `scale` to dq: of a group the rows of `count` runs of 16, from run `first` on. kLanes
-/// neighbouring lanes do it, 32 or 64. A lane brings 8 columns of a row and of the row 8 further on, so that it reads
-/// whole sectors of the buffer, and has kRuns times kVectors of these in flight.
-template <class T, int kLanes, int kRuns, int kVectors>
-__device__ __forceinline__ void finish_rows(const Problem& problem, float scale, unsigned index, const RowGroup& group,
-                                            int first, int count, int lane) {
-    constexpr int kColumnLanes = kLanes / 8;
-    const ForwardParams& p = problem.forward;
-    const Sequence& sequence = group.sequence;
-    if (group.first_row < 0) return;
-    const float* from = problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim;
-    const int row = lane / kColumnLanes, vectors = p.head_dim / 8;
-    const auto query = [&](int run) { return group.first_row + 16 * run + row; };
-    for (int run = first; run < first + count; run += kRuns) {
-        for (int vector = lane % kColumnLanes; vector < vectors; vector += kColumnLanes * kVectors) {
-            float4 x[kRuns][kVectors][4] = {};  // or ptxas keeps what was there, through the caller's loops
-#pragma unroll
-            for (int r = 0; r < kRuns; ++r)
-#pragma unroll
-                for (int v = 0; v < kVectors; ++v) {
-                    const int column = 8 * (vector + kColumnLanes * v);
-                    if (column >= p.head_dim || query(run + r) >= sequence.seqlen_q) continue;
-                    const float* fragment = from + DqFragment::offset(16 * (run + r), column, p.head_dim);
-#pragma unroll
-                    for (int e = 0; e < 4; ++e) x[r][v][e] = DqFragment::get(fragment, row, e);
-                }
-#pragma unroll
-            for (int r = 0; r < kRuns; ++r)
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    const int at = query(run + r) + 8 * half;
-                    if (at >= sequence.seqlen_q) continue;
-                    T* const to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + at);
-#pragma unroll
-                    for (int v = 0; v < kVectors; ++v) {
-                        const int column = 8 * (vector + kColumnLanes * v);
-                        if (column >= p.head_dim) continue;
-                        union {
-                            uint4 vectors[sizeof(T) / 2];
-                            typename Element<T>::Pair pairs[4];
-                        } out;
-#pragma unroll
-                        for (int e = 0; e < 4; ++e) {
-                            const float4& of = x[r][v][e];
-                            out.pairs[e] = half ? Element<T>::pair(of.z * scale, of.w * scale)
-                                                : Element<T>::pair(of.x * scale, of.y * scale);
-                        }
-#pragma unroll
-                        for (int i = 0; i < static_cast<int>(sizeof(T)) / 2; ++i)
-                            reinterpret_cast<uint4*>(to + column)[i] = out.vectors[i];
-                    }
-                }
-        }
-    }
+            static_cast<int>(blockIdx.x % tiles) * kRowGroup};
 }
 
 inline constexpr int kRowThreads = 256;
@@ -270,14 +146,49 @@ struct PrepareMemory {
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     using Dout = std::conditional_t<Converted, half, T>;
-    constexpr int kLanes = 8, kRows = kRowGroup / (kRowThreads / kLanes);  // lanes of a row, rows of a lane
-    const RowGroup group = row_group(problem.forward);
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
-    const bool exists =
-        group.first_row >= 0 && group.first_row < group.sequence.seqlen_q && group.sequence.seqlen_k > 0;
+    if (problem.queue && blockIdx.x == 0 && tid == 0) *problem.queue = 0;
+    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = 0;
+    if (problem.dq_rows) {
+        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
+        for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
+    const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q && sequence.seqlen_k > 0;
     [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
-    [[maybe_unused]] float largest =
-        prepare_rows<T, Dout, kRows>(problem, blockIdx.x, group, tid / 32 * (32 / kLanes * kRows), tid % 32, unit);
+    float largest = 0.f;  // of the finite |D| that this thread computes
+    for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
+        const int row = group.first_row + i, lane = tid % kLanes;
+        const bool used = row >= 0 && row < sequence.seqlen_q;
+        float sum = 0.f;
+        if (used) {
+            const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + row);
+            const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+            for (int c = 8 * lane; c < p.head_dim_v; c += 8 * kLanes) {
+                float x[8], y[8];
+                load_8(o + c, x);
+                load_8(dout + c, y);
+                if constexpr (Converted)
+#pragma unroll
+                    for (float& value : y) value *= unit;
+#pragma unroll
+                for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
+            }
+        }
+#pragma unroll
+        for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);
+        if (lane == 0) {
+            RowFacts facts;
+            if (used) facts = {problem, sequence, group.head, row, sum};
+            RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
+            pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
+            pair.minus_delta[i % 2] = facts.minus_delta;
+            if (Converted && isfinite(facts.minus_delta)) largest = fmaxf(largest, fabsf(facts.minus_delta));
+        }
+    }
     if constexpr (Converted) {
         auto& smem = shared_memory<PrepareMemory>();
 #pragma unroll
@@ -289,18 +200,45 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
         const std::int64_t at = blockIdx.x;
-        problem.scales[at] = {problem.forward.exponents.q[at], problem.exponents.dout[at],
-                              problem.exponents.dout_norm[at], log2f(largest)};
+        problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
+                              log2f(largest)};
     }
 }
 
 template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
-    constexpr int kLanes = kRowThreads / (kRowGroup / 16);
-    const int thread = static_cast<int>(threadIdx.x);
-    const float scale = problem.forward.scale * unscaled_factor(problem.forward);
-    finish_rows<T, kLanes, 1, 2>(problem, scale, blockIdx.x, row_group(problem.forward), thread / kLanes, 1,
-                                 thread % kLanes);
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
+    if (group.first_row < 0) return;
+    const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
+    const int vectors = p.head_dim / 8;
+    const float scale = p.scale * unscaled_factor(p);
+    // A thread brings 8 columns of two rows, so that it reads whole sectors of the buffer
+    for (int i = static_cast<int>(threadIdx.x); i < kRowGroup / 2 * vectors; i += kRowThreads) {
+        const int row = i / vectors / 8 * 16 + i / vectors % 8, column = i % vectors * 8;
+        if (group.first_row + row >= sequence.seqlen_q) return;
+        const float* fragment = from + DqFragment::offset(row / 16 * 16, column, p.head_dim);
+        union {
+            uint4 vectors[sizeof(T) / 2];
+            typename Element<T>::Pair pairs[4];
+        } out[2];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const float4 x = DqFragment::get(fragment, row % 16, e);
+            out[0].pairs[e] = Element<T>::pair(x.x * scale, x.y * scale);
+            out[1].pairs[e] = Element<T>::pair(x.z * scale, x.w * scale);
+        }
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int query = group.first_row + row + 8 * half;
+            if (query >= sequence.seqlen_q) break;
+            T* to = row_of<T>(problem.dq, sequence.index, group.head, sequence.first_q + query);
+#pragma unroll
+            for (int v = 0; v < static_cast<int>(sizeof(T)) / 2; ++v)
+                reinterpret_cast<uint4*>(to + column)[v] = out[half].vectors[v];
+        }
+    }
 }
 
 /// What the rows of each group see. A warp does it.
@@ -316,7 +254,7 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
 
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
-inline bool facts_fit_dq(const BackwardParams& params) {
+inline bool facts_in_dq(const BackwardParams& params) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
     return !params.deterministic && !p.sequences.cu_seqlens_q &&
@@ -329,16 +267,15 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
     return p.key_ranges.data ? row_groups(p) * std::int64_t{sizeof(KeyExtent)} : 0;
 }
 
-/// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts,
-/// these unless they lie in dq.
-inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, bool facts_in_dq) {
+/// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = facts_in_dq ? 0 : std::int64_t{sizeof(RowPair)} / 2;
+    const std::int64_t facts = facts_in_dq(params) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
-inline Problem problem_of(const BackwardParams& params, bool facts_in_dq) {
+inline Problem problem_of(const BackwardParams& params) {
     const std::int64_t groups = row_groups(params.forward);
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
@@ -346,7 +283,7 @@ inline Problem problem_of(const BackwardParams& params, bool facts_in_dq) {
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
     void* behind = extents + (has_ranges ? groups : 0);
-    Problem problem{params, static_cast<RowPair*>(facts_in_dq ? params.dq.data : behind),
+    Problem problem{params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
                     params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
     if (has_ranges) problem.extents = extents;
     return problem;
@@ -364,7 +301,7 @@ inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream 
 template <class Machine, class T, bool Converted, class ShapeOf>
 void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
-    const Problem problem = problem_of(params, facts_fit_dq(params));
+    const Problem problem = problem_of(params);
     launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
     if (problem.extents) launch_rows(find_extents<Machine>, problem, stream);
     if (params.deterministic) {

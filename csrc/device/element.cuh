@@ -64,27 +64,4 @@ __device__ __forceinline__ void load_8(const T* from, float (&x)[8]) {
     }
 }
 
-/// Eight elements as they lie in memory, so that many can be under way before the first is used. Zeros at first.
-template <class T>
-class Eight {
-  public:
-    __device__ __forceinline__ void load(const T* from) { words_ = *reinterpret_cast<const uint4*>(from); }
-    __device__ __forceinline__ void get(float (&x)[8]) const { load_8(reinterpret_cast<const T*>(&words_), x); }
-
-  private:
-    uint4 words_{};
-};
-template <>
-class Eight<float> {
-  public:
-    __device__ __forceinline__ void load(const float* from) { load_8(from, x_); }
-    __device__ __forceinline__ void get(float (&x)[8]) const {
-#pragma unroll
-        for (int i = 0; i < 8; ++i) x[i] = x_[i];
-    }
-
-  private:
-    float x_[8] = {};
-};
-
 }  // namespace flash_wmma

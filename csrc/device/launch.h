@@ -57,11 +57,6 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream
     check_cuda(cudaLaunchKernelEx(&launch_config, kernel, static_cast<Params>(std::forward<Args>(args))...), "launch");
 }
 
-/// Clears memory, in order with launches on the stream.
-inline void clear(void* data, std::int64_t bytes, Stream stream) {
-    check_cuda(cudaMemsetAsync(data, 0, static_cast<std::size_t>(bytes), static_cast<cudaStream_t>(stream)), "clear");
-}
-
 /// What a tensor copy (ptx_sm90.cuh) needs to know of a tensor. Kernels take it as `const __grid_constant__ TensorMap`.
 using TensorMap = CUtensorMap;
 

@@ -32,8 +32,7 @@ struct Tile {
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
-    static constexpr int kPlans = 3;      // tasks that are known
-    static constexpr int kReports = 5;    // counters that are known: of those tasks, of the one before and of one more
+    static constexpr int kPlans = 3;      // items that are known
     static constexpr int kTileFacts = 4;  // tiles whose facts are known: at least kStages + 2
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
@@ -57,7 +56,7 @@ struct KeyTile {
     int batch, head, row, rows;  // the first row in the tensors, and how many of them exist
 };
 
-/// The item of a block: a tile of keys, and the tiles of queries that see some of them: head by head, in
+/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
 /// each head all tiles once, in the order start, start + step, ..., last, first, ... So blocks of a head begin at
 /// different tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
 ///
@@ -76,16 +75,7 @@ struct Item {
     int first_key;
     int head, heads, start_head;   // the query heads that read the keys: the first, how many, which is worked on first
     int first, last, start, step;  // first rows of tiles of queries, and from one to the next
-    int tiles;                     // of all heads. 0: no query sees a key
-};
-
-/// What the producer tells the consumers to do. kNothing is not told; kSettle: what they hold back, the dQ of their
-/// last tile, is to be added now; kEnd: there are no more tasks.
-enum class TaskKind : int { kNothing, kItem, kPrepare, kFinish, kSettle, kEnd };
-struct Plan {
-    TaskKind kind;
-    unsigned first, count;  // groups of query rows to prepare or to finish
-    Item item;
+    int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
 };
 
 /// Whether query heads that share keys are worked on tile by tile (Item).
@@ -99,12 +89,43 @@ __device__ __forceinline__ bool runs_backwards(const ForwardParams& p) {
     return kPass == Pass::kOrdered && p.band.right < kUnbounded;
 }
 
-/// The item with this number, as owned_keys counts. Called by whole warps.
+/// The order of items if the additions have one: the items of kInterleavedHeads heads by turns. An item follows the one
+/// before in its head at a distance of a tile or two, and blocks ask for items faster than that.
+template <class Tile, bool kPacked>
+__device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
+    constexpr unsigned kInterleavedHeads = 4;
+    const bool packed = kPacked && p.sequences.cu_seqlens_k;
+    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, Tile::kKeys)
+                                                    : (p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
+    const auto heads = static_cast<unsigned>(packed ? p.heads_k : p.heads_k * p.batch);
+    const unsigned first = index / (kInterleavedHeads * tiles) * kInterleavedHeads, at = index - first * tiles;
+    const unsigned together = min(kInterleavedHeads, heads - first);
+    return (first + at % together) * tiles + at / together;
+}
+
+/// The order of items of dense causal problems, in which a head's first tile of keys has the most queries: heads one
+/// after the other for the L2 cache, and at the end all heads of about two items a block by turns, the longest items
+/// first, so that blocks finish together.
+template <class Tile>
+__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
+    const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch),
+               mixed = min(heads, (2 * gridDim.x + tiles - 1) / tiles);
+    const unsigned first = (heads - mixed) * tiles;
+    if (index < first) return index;
+    const unsigned at = index - first;
+    return first + at % mixed * tiles + at / mixed;
+}
+
+/// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ Item item_of(const ForwardParams& p, unsigned index) {
+__device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr int kStep = Tile::kQueries;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, index);
+    auto place = static_cast<unsigned>(index);
+    if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
+    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
+    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(p);
     if (backwards && own.first_row >= 0 && own.rows > 0) {
@@ -193,16 +214,14 @@ struct SharedMemory {
     Transposed ds[Tile::kDsStages];
     RowPair facts[Tile::kTileFacts][Tile::kQueries / 2];
     TileFacts tile[Tile::kTileFacts];
-    Plan plan[Tile::kPlans];
+    Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
-    Slot known_turn[Tile::kTileFacts], turn_slot[2];    // turn_slot: full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];                          // says that TurnPasser knows that it is over
-    unsigned* report[Tile::kReports];                   // counters, in the order in which the consumers are done
-    Slot known_report[Tile::kReports], report_slot[2];  // report_slot: full when they are done, empty when that is seen
+    Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
+    ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
 };
 
 /// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.

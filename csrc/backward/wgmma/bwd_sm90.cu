@@ -8,6 +8,8 @@
 namespace flash_wmma::backward {
 namespace {
 
+struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
+
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
@@ -23,14 +25,10 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(pass_of(p), p, device).facts;
 }
 
-/// Key/value heads: at least as many as units that have counters.
-std::int64_t counted_heads(const BackwardParams& p) { return p.forward.heads_k * p.forward.batch; }
-
-/// The queue, two counters a unit and, for an order, the turns come first, in whole units of what has to stay aligned
-/// behind them.
+/// The queue and, for an order, the turns come first, in whole units of what has to stay aligned behind them.
 std::int64_t counters_bytes(const BackwardParams& p) {
     constexpr std::int64_t kUnit = 16, kCounter = sizeof(unsigned);
-    const std::int64_t counters = 1 + 2 * counted_heads(p) + (p.deterministic ? row_groups(p.forward) : 0);
+    const std::int64_t counters = 1 + (p.deterministic ? row_groups(p.forward) : 0);
     return (counters * kCounter + kUnit - 1) / kUnit * kUnit;
 }
 
@@ -42,20 +40,25 @@ BackwardParams without_order(const BackwardParams& p) {
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false, /*facts_in_dq=*/false);
+    return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false);
+}
+
+template <class T>
+void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    BackwardParams params = without_order(p);
+    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
+    Problem problem = problem_of(params);
+    problem.queue = static_cast<unsigned*>(p.workspace);
+    if (p.deterministic) problem.turns = problem.queue + 1;
+    problem.multiprocessors = std::max(device.sm_count, 1);
+    launch_rows(prepare<Sm90, T, false>, problem, stream);
+    shape_of(pass_of(p), p, device).launch(problem, stream);
+    launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    BackwardParams params = without_order(p);
-    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
-    Problem problem = problem_of(params, /*facts_in_dq=*/false);
-    problem.queue = static_cast<unsigned*>(p.workspace);
-    problem.prepared = problem.queue + 1;
-    problem.added = problem.prepared + counted_heads(p);
-    if (p.deterministic) problem.turns = problem.added + counted_heads(p);
-    problem.multiprocessors = std::max(device.sm_count, 1);
-    clear(problem.queue, counters_bytes(p), stream);
-    shape_of(pass_of(p), p, device).launch(problem, stream);
+    if (p.forward.dtype == DType::kFloat16) launch_of<half>(p, device, stream);
+    else launch_of<bf16>(p, device, stream);
 }
 
 /// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md).

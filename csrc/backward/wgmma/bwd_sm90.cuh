@@ -1,32 +1,30 @@
 // bwd_sm90: FlashAttention-2 backward on Hopper's own instructions: tensor copies (TMA), transaction barriers, wgmma.
 //
-// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take tasks from a queue: rows to
-// prepare, items, and rows to finish (tasks.cuh). An item is 128 keys of a key/value head; the block streams over the
-// tiles of queries that see them, of all query heads that share the keys:
+// Algorithm: as in backward/mma/kernel.cuh, the fused pass. Blocks are persistent and take items from a queue. An item
+// is 128 keys of a key/value head; the block streams over the tiles of queries that see them, of all query heads that
+// share the keys:
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 produces: it says what the next task is and issues the copies of the tiles. One counts
-// what is done, for other blocks (counts.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of
-// them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to the first operand of dV and dK in
-// registers. dS also goes to shared memory, for dQ.
+// Roles: one warp of warpgroup 0 produces: it says what the next item is and issues the copies of the tiles. Each of
+// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS
+// go from the accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ.
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
-// (device/backward_rows.cuh). If the block has to wait for others, it first adds what is late (Producer::await).
+// (device/backward_rows.cuh).
 //
 // Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask,
-// where dQ goes), of tiles of dS, of tasks, and of counters. Each place has a barrier that says it is full and one that
-// says it is empty.
+// where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is
+// empty.
 //
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
 //
 // d above 128: two_roles.cuh. The order of the additions of deterministic calls: order.cuh.
 //
-// Bound: items: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time); the other
-// tasks: HBM, while other blocks multiply. docs/tuning/hopper_backward.md.
+// Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
 
 #include <launch.h>
@@ -38,7 +36,6 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/consumer.cuh"
-#include "backward/wgmma/counts.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
@@ -51,7 +48,7 @@ namespace flash_wmma::backward::wgmma {
 template <class Tile, Pass kPass, bool kDrops>
 class Consumer : ConsumerWarp<Tile> {
     using Base = ConsumerWarp<Tile>;
-    using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell, Base::report;
+    using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
     using Kept = KeptTile<true, 16, kQueries>;
 
@@ -72,53 +69,50 @@ class Consumer : ConsumerWarp<Tile> {
             for (std::uint32_t& word : four) word = 0;
         store_ds(0);
         unsigned tile = 0, late_item = 0, item = 0;  // how many there were; items: those with tiles
-        bool late = false;                           // dQ of the last tile is not added
         for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
             Slot& slot = smem_.plan_slot[plan.stage];
             ptx::barrier_wait(&slot.full, plan.parity);
-            const Item& work = smem_.plan[plan.stage].item;
-            const TaskKind kind = told(smem_.plan[plan.stage].kind);
-            if (kind == TaskKind::kEnd) break;
-            const int tiles = kind == TaskKind::kItem ? told(work.tiles) : 0;
+            const Item& work = smem_.plan[plan.stage];
+            const int tiles = told(work.tiles);
+            if (tiles < 0) break;
             if (tiles > 0) {
                 ptx::barrier_wait(&smem_.key_slot[item % Tile::kKeyStages].full, item / Tile::kKeyStages % 2);
                 ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
                 dk_.clear();
                 dv_.clear();
                 dropout_.begin(work);
-                unsigned places = places_of(tile, item, late_item, late);
+                unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left) work_on_tile(work, places, left == 1);
-                tile += static_cast<unsigned>(tiles), late_item = item++, late = true;
+                for (int left = tiles; left > 0; --left)
+                    work_on_tile(work, places, tile == 0 && left == tiles, left == 1);
+                tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys));
-            } else if (kind == TaskKind::kItem) {
-                store_zeros(told(work.keys));
-            } else if (kind == TaskKind::kSettle) {
-                settle(tile, late_item);
-                late = false;
             } else {
-                const Plan& rows = smem_.plan[plan.stage];
-                this->template work_on_rows<kDrops>(kind, told(rows.first), told(rows.count));
-                if (kind == TaskKind::kPrepare) report(smem_);
-                s_.clear(), dp_.clear(), dq_.clear();  // for ptxas: nothing of before is in these registers
+                store_zeros(told(work.keys));
             }
             tell(slot.empty);
         }
+        if (item == 0) return;
+        await_ds(tile);
+        ptx::wgmma_fence();
+        multiply_dq(tile, late_item);
+        ptx::wgmma_wait<0>();
+        add_late_dq(move_on({}), tile, false);
     }
 
   private:
-    /// The places of a tile in the rings, of its K and V, and of K for the late dQ, and whether that is to be added. In
-    /// a register of the warp: descriptors come from there.
-    __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item, bool late) {
+    /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
+    /// descriptors come from there.
+    __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
         static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
-        return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4 | unsigned{late} << 5);
+        return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `last` of the item. `places` become those of the
-    /// item's next tile.
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool last) {
-        const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4 & 1, late = places >> 5;
+    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
+    /// become those of the item's next tile.
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
+        const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
@@ -154,27 +148,14 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_weights(dv_, p_, dout);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
         this->multiply_weights(dk_, ds_, q);
-        places = places_of(tile + 1, item, item, true);  // beside the products
+        places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        if (late) add_late_dq(late_rows, tile);
+        add_late_dq(late_rows, tile, first);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
-        if (late_item != item) {
-            tell(smem_.key_slot[late_item].empty);
-            if (late) report(smem_);
-        }
-    }
-
-    /// Adds dQ of the last tile, and reports its item. The places of its dS and K are released by the next tile.
-    __device__ __forceinline__ void settle(unsigned tiles, unsigned late_item) {
-        await_ds(tiles);
-        ptx::wgmma_fence();
-        multiply_dq(tiles, late_item);
-        ptx::wgmma_wait<0>();
-        add_late_dq(move_on({}), tiles);
-        report(smem_);
+        if (late_item != item) tell(smem_.key_slot[late_item].empty);
     }
 
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
@@ -230,9 +211,10 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Adds dQ, of dS number n, to the buffer: in its turn, if there is an order.
-    __device__ __forceinline__ void add_late_dq(int rows, unsigned n) const {
+    /// Adds dQ, of dS number n, to the buffer: in its turn, if there is an order. The first dS is of no tile.
+    __device__ __forceinline__ void add_late_dq(int rows, unsigned n, [[maybe_unused]] bool first) const {
         if constexpr (kPass == Pass::kOrdered) {
+            if (first) return;
             const unsigned tile = n - 1;
             Slot& slot = smem_.turn_slot[tile % 2];
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
@@ -286,8 +268,7 @@ class Consumer : ConsumerWarp<Tile> {
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
-             const __grid_constant__ Schedule schedule) {
+    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
@@ -299,14 +280,13 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init(&smem.patch, 1);
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
-        prepare_counts(smem, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(schedule);
-        else assist<Tile, kPass>(smem);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();

@@ -1,5 +1,5 @@
 // What the consumers of both arrangements share (bwd_sm90.cuh, two_roles.cuh): a warp's words with the producer, P and
-// dS of its keys, its rows of dK and dV, and query rows that it prepares or finishes.
+// dS of its keys, and its rows of dK and dV.
 #pragma once
 
 #include <launch.h>
@@ -8,7 +8,6 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/store_rows.cuh"
-#include "backward/wgmma/tasks.cuh"
 #include "device/constants.cuh"
 #include "device/dropout_tile.cuh"
 #include "device/element.cuh"
@@ -79,36 +78,6 @@ class ConsumerWarp {
         X x;
         if (lane_ == 0) x = shared;
         return uniform(x);
-    }
-
-    /// Has a task of this warp counted, once all warps of its consumers say so (counts.cuh).
-    __device__ __forceinline__ void report(SharedMemory<Tile>& smem) {
-        Slot& slot = smem.report_slot[reports_ % 2];
-        ptx::barrier_wait(&slot.empty, reports_ / 2 % 2 ^ 1);
-        tell(slot.full);
-        ++reports_;
-    }
-
-    // ---- Query rows -------------------------------------------------------------------------------------------------
-
-    /// This warp's part of groups first to first + count - 1: half of one of them. Its lane is hidden, or what follows
-    /// from it is kept through the loops over tiles.
-    template <bool kDrops>
-    __device__ __forceinline__ void work_on_rows(TaskKind kind, unsigned first, unsigned count) const {
-        constexpr int kRows = kRowGroup / 2;
-        static_assert(4 * Tile::kConsumers == 2 * kRunGroups);
-        const unsigned warp = uniform(threadIdx.x / 32 - Tile::kGroupThreads / 32), index = first + warp / 2;
-        const int half = static_cast<int>(warp % 2), lane = ptx::opaque(lane_);
-        if (warp / 2 >= count) return;
-        const RowGroup group = row_group(problem_.forward, index);
-        if (kind == TaskKind::kPrepare) {
-            prepare_rows<T, T, kRows / 4>(problem_, index, group, kRows * half, lane);
-        } else {
-            const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
-            constexpr int kRuns = Tile::kPanels == 1 ? 2 : 1;
-            finish_rows<T, 32, kRuns, 4 / kRuns>(problem_, problem_.forward.scale * factor, index, group,
-                                                 kRows / 16 * half, kRows / 16, lane);
-        }
     }
 
     // ---- P and dS ---------------------------------------------------------------------------------------------------
@@ -219,7 +188,6 @@ class ConsumerWarp {
 
     const Problem& problem_;
     const int group_, warp_, lane_;  // 64 of the block's keys, 16 of them
-    unsigned reports_ = 0;           // how many there were
 };
 
 }  // namespace flash_wmma::backward::wgmma

@@ -7,19 +7,18 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/shapes.h"
-#include "backward/wgmma/tasks.cuh"
 #include "device/element.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
-/// A kernel of an instance: the problem, its tensors and its tasks.
-using InstanceKernel = void(const Problem, const Maps, const Schedule);
+/// A kernel of an instance: the problem, its tensors and how many items there are.
+using InstanceKernel = void(const Problem, const Maps, int);
 
-template <class Tile, Pass kPass, class Memory, InstanceKernel* kKernel>
+template <class Tile, class Memory, InstanceKernel* kKernel>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const auto multiprocessors = static_cast<unsigned>(problem.multiprocessors);
-    const Schedule schedule = schedule_of(p, Tile::kKeys, kPass == Pass::kOrdered, multiprocessors);
+    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
+    if (items == 0) return;
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
@@ -27,8 +26,8 @@ void launch_tile(const Problem& problem, Stream stream) {
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
                     map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
-    const dim3 grid(std::min(schedule.tasks, multiprocessors));
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, schedule);
+    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
+    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
 }
 
 /// The row of a kernel in the table of shapes. Memory: its map of the shared memory.
@@ -39,7 +38,7 @@ Shape shape_of_tile() {
              Tile::kStages, sizeof(Memory), reinterpret_cast<const void*>(kKernel)},
             kProblems,
             kPass,
-            launch_tile<Tile, kPass, Memory, kKernel>};
+            launch_tile<Tile, Memory, kKernel>};
 }
 
 }  // namespace flash_wmma::backward::wgmma

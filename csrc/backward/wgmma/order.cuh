@@ -4,10 +4,10 @@
 // A count in global memory for each tile of a query head says how many have. An item waits for items that were taken
 // before it alone, so that some block can always go on.
 //
-// Roles: beside the producer and the warp that counts (counts.cuh), two warps of warpgroup 0. The producer says which
-// turns there will be. `TurnWaiter` reads the count until it is the block's turn, and tells the consumers; when they
-// have added, `TurnPasser` makes their additions visible to all blocks and counts. So no consumer waits for global
-// memory, and the block may be late by a tile without making others wait.
+// Roles: beside the producer, two warps of warpgroup 0. The producer says which turns there will be. `TurnWaiter` reads
+// the count until it is the block's turn, and tells the consumers; when they have added, `TurnPasser` makes their
+// additions visible to all blocks and counts. So no consumer waits for global memory, and the block may be late by a
+// tile without making others wait.
 #pragma once
 
 #include <launch.h>

@@ -1,4 +1,4 @@
-// The producer of bwd_sm90: what a block does, and the copies of the tiles of its items.
+// The producer of bwd_sm90: which items a block works on, and the copies of their tiles.
 #pragma once
 
 #include <launch.h>
@@ -6,99 +6,40 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/order.cuh"
-#include "backward/wgmma/tasks.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
-/// One warp: takes tasks from the queue, waits until each may begin, says so, and copies K and V of items, and their
-/// tiles of Q and dO, each as soon as its place is empty. What is to be known of a tile comes before.
+/// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as
+/// its place is empty. What is to be known of a tile comes before.
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer {
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
         : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ __forceinline__ void run(const Schedule& schedule) {
-        // A task is taken late, when it can begin: behind a long item it would keep others waiting. Even the first
-        // comes from the queue: whoever waits for a task knows that a block that runs has taken it.
-        for (unsigned place = taken(); place < schedule.tasks; place = taken()) {
-            const Task task = schedule.at(place);
-            switch (task.kind) {
-                case TaskKind::kItem: work_on(schedule, task); break;
-                case TaskKind::kPrepare:
-                    publish({task.kind, task.index, task.count, {}});
-                    report(problem_.prepared + task.unit);
-                    break;
-                case TaskKind::kFinish:
-                    await(problem_.added + task.unit, schedule.items_of(task.unit));
-                    publish({task.kind, task.index, task.count, {}});
-                    break;
-                default: break;
-            }
+    __device__ __forceinline__ void run(int items) {
+        // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
+        // all that follow. And an item waits for those alone that were taken before.
+        const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
+        const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
+        for (int index = uniform(first); index < items;) {
+            const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, index);
+            publish(item);
+            if (item.tiles > 0) load_item(item);
+            const int next = taken() + before;
+            index = uniform(next);
         }
-        settle();
-        publish({TaskKind::kEnd, 0, 0, {}});
-        report(nullptr);
+        Item none{};
+        none.tiles = -1;
+        publish(none);
         if constexpr (kOrdered) publish({nullptr, 0});
     }
 
   private:
-    __device__ __forceinline__ unsigned taken() const {
-        return uniform(lane_ == 0 ? atomicAdd(problem_.queue, 1u) : 0u);
-    }
-
-    /// Waits until a counter has come to `count`: what was counted is visible to this lane 0, to its copies, and to
-    /// whom it tells. No block waits while it holds something back.
-    __device__ __forceinline__ void await(const unsigned* counter, unsigned count) {
-        if (uniform(lane_ == 0 ? ptx::load_acquire(counter) : 0u) != count) {
-            settle();
-            while (lane_ == 0 && ptx::load_acquire(counter) != count) {
-            }
-        }
-        if (lane_ == 0) ptx::fence_proxy_async_global();
-    }
-
-    /// Has the consumers add the dQ that they hold back.
-    __device__ __forceinline__ void settle() {
-        if (!late_) return;
-        publish({TaskKind::kSettle, 0, 0, {}});
-        report(late_);
-        late_ = nullptr;
-    }
-
-    __device__ __forceinline__ void work_on(const Schedule& schedule, const Task& task) {
-        const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, task.index);
-        unsigned* const added = problem_.added + task.unit;
-        if (item.tiles == 0) {
-            publish({TaskKind::kItem, 0, 0, item});
-            if (lane_ == 0) ptx::add_release(added, 1);
-            return;
-        }
-        load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
-        keys_.advance();
-        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
-        values_.advance();
-        await(problem_.prepared + task.unit, schedule.runs_of(task.unit));
-        publish({TaskKind::kItem, 0, 0, item});
-        if (late_) report(late_);  // beside this item's first tile
-        late_ = added;
-        QueryPlace at{item.start_head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
-            load_facts(item, at);
-            load_tile(item, at);
-        }
-    }
-
-    /// Says what is to be counted when the consumers have done the next of what is counted. Null: nothing more.
-    __device__ __forceinline__ void report(unsigned* counter) {
-        Slot& slot = smem_.known_report[report_.stage];
-        if (lane_ == 0) {
-            ptx::barrier_wait(&slot.empty, report_.parity ^ 1);
-            smem_.report[report_.stage] = counter;
-            ptx::barrier_arrive(&slot.full);
-        }
-        report_.advance();
+    /// In lane 0, how many items were taken from the queue before this one.
+    __device__ __forceinline__ int taken() const {
+        return lane_ == 0 ? static_cast<int>(atomicAdd(problem_.queue, 1u)) : 0;
     }
 
     __device__ __forceinline__ void publish(const Turn& turn) {
@@ -111,14 +52,26 @@ class Producer {
         turn_.advance();
     }
 
-    __device__ __forceinline__ void publish(const Plan& plan) {
+    __device__ __forceinline__ void publish(const Item& item) {
         Slot& slot = smem_.plan_slot[plan_.stage];
         if (lane_ == 0) {
             ptx::barrier_wait(&slot.empty, plan_.parity ^ 1);
-            smem_.plan[plan_.stage] = plan;
+            smem_.plan[plan_.stage] = item;
             ptx::barrier_arrive(&slot.full);
         }
         plan_.advance();
+    }
+
+    __device__ __forceinline__ void load_item(const Item& item) {
+        load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
+        keys_.advance();
+        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
+        values_.advance();
+        QueryPlace at{item.start_head, item.start};
+        for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
+            load_facts(item, at);
+            load_tile(item, at);
+        }
     }
 
     /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was
@@ -233,8 +186,6 @@ class Producer {
     int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
     unsigned patch_parity_ = 0;
     RingPlace<Tile::kTileFacts> turn_;
-    RingPlace<Tile::kReports> report_;
-    unsigned* late_ = nullptr;  // counts the item whose last dQ the consumers hold back
 };
 
 }  // namespace flash_wmma::backward::wgmma

@@ -1,8 +1,8 @@
 // bwd_sm90 for d above 128, where dK and dV of 64 keys fit no warpgroup's registers together: two consumers with
 // different products.
 //
-// As in bwd_sm90.cuh, blocks are persistent and take tasks from a queue, and warpgroup 0 has one warp that produces and
-// one that counts. An item is 64 keys; it is walked in tiles of 64 queries. Both consumers work on all 64 keys:
+// As in bwd_sm90.cuh, blocks are persistent and take items from a queue, and warpgroup 0 has one warp that produces. An
+// item is 64 keys; it is walked in tiles of 64 queries. Both consumers work on all 64 keys:
 //     Scores: S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D);  dK += dS^T Q;
 //     Values: dV += P^T dO;  dQ += dS K.
 //
@@ -29,7 +29,6 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/consumer.cuh"
-#include "backward/wgmma/counts.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
@@ -53,54 +52,38 @@ struct Places {
     }
 };
 
-/// What both roles do: tasks one after the other, with calls for each item with tiles, its tiles, and items that no
-/// query sees.
+/// Calls of both roles: each item with tiles, its tiles, and items that no query sees.
 template <class Tile>
 class TwoRolesWarp : protected ConsumerWarp<Tile> {
   protected:
     using Base = ConsumerWarp<Tile>;
-    using Base::told, Base::tell, Base::report;
+    using Base::told, Base::tell;
 
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
         : Base(problem, 0), smem_(shared) {}
 
-    /// begin(work, item), with the item's number; on_tile(work, tile, late, last) for each tile, late: the tile before
-    /// has not been settled; end(keys): dK or dV can be stored. unseen(keys): they are 0. settle(tile): dQ of the tile
-    /// before that one is to be complete.
-    template <bool kDrops, class Begin, class OnTile, class End, class Unseen, class Settle>
-    __device__ __forceinline__ void each_task(Begin begin, OnTile on_tile, End end, Unseen unseen, Settle settle) {
+    /// begin(work, item), with the item's number; on_tile(work, tile, last) for each tile; end(keys): dK or dV can be
+    /// stored. unseen(keys): they are 0.
+    template <class Begin, class OnTile, class End, class Unseen>
+    __device__ __forceinline__ void each_item(Begin begin, OnTile on_tile, End end, Unseen unseen) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
-        bool late = false;
         Slot& key_slot = smem_.key_slot[0];
         for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
             Slot& slot = smem_.plan_slot[plan.stage];
             ptx::barrier_wait(&slot.full, plan.parity);
-            const Item& work = smem_.plan[plan.stage].item;
-            const TaskKind kind = told(smem_.plan[plan.stage].kind);
-            if (kind == TaskKind::kEnd) break;
-            const int tiles = kind == TaskKind::kItem ? told(work.tiles) : 0;
+            const Item& work = smem_.plan[plan.stage];
+            const int tiles = told(work.tiles);
+            if (tiles < 0) break;
             if (tiles > 0) {
                 ptx::barrier_wait(&key_slot.full, item % 2);
                 begin(work, item);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left, ++tile) {
-                    on_tile(work, tile, late, left == 1);
-                    if (late && left == tiles) report(smem_);  // of the item before
-                    late = true;
-                }
+                for (int left = tiles; left > 0; --left, ++tile) on_tile(work, tile, left == 1);
                 tell(key_slot.empty);
                 end(told(work.keys));
                 ++item;
-            } else if (kind == TaskKind::kItem) {
-                unseen(told(work.keys));
-            } else if (kind == TaskKind::kSettle) {
-                settle(tile);
-                report(smem_);
-                late = false;
             } else {
-                const Plan& rows = smem_.plan[plan.stage];
-                this->template work_on_rows<kDrops>(kind, told(rows.first), told(rows.count));
-                if (kind == TaskKind::kPrepare) report(smem_);
+                unseen(told(work.keys));
             }
             tell(slot.empty);
         }
@@ -121,19 +104,18 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         : Base(problem, shared), dropout_(problem.forward.dropout) {}
 
     __device__ __forceinline__ void run() {
-        this->template each_task<kDrops>(
+        this->each_item(
             [&](const Item& work, unsigned item) {
                 ptx::barrier_wait(&smem_.value_slot[0].full, item % 2);
                 dk_.clear();
                 dropout_.begin(work);
             },
-            [&](const Item& work, unsigned tile, bool, bool last) { work_on_tile(work, tile, last); },
+            [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
                 const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
                 this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
-            [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); },
-            [](unsigned) {});
+            [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
     }
 
   private:
@@ -205,23 +187,25 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
                 DqFragment::offset(16 * warp_, 0, static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
-        this->template each_task<kDrops>(
-            [&](const Item&, unsigned) { dv_.clear(); },
-            [&](const Item&, unsigned tile, bool late, bool) { work_on_tile(tile, late); },
+        dq_[(kParts - 1) % kSets].clear();
+        this->each_item(
+            [&](const Item&, unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) {
                 const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
                 this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
             },
-            [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); },
-            [&](unsigned tile) { add_last_part(tile); });
+            [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
+        if (tiles_ == 0) return;
+        add_part<kParts - 1>(late_);
+        end_turn(tiles_ - 1);
     }
 
   private:
     static constexpr int kParts = Tile::kPanels, kSets = kParts % 2 ? 3 : 2;
     static_assert(kParts >= 3 && kParts % kSets == 0);
 
-    /// dV and dQ of a tile, but for the additions of dQ's last part, and these of the tile before if they are late.
-    __device__ __forceinline__ void work_on_tile(unsigned tile, bool late) {
+    /// dV and dQ of a tile, but for the additions of dQ's last part, and these of the tile before.
+    __device__ __forceinline__ void work_on_tile(unsigned tile) {
         const unsigned facts = tile % Tile::kTileFacts;
         const auto [stage, parity] = Places::of<Tile>(tile);
         Slot &slot = smem_.slot[stage], &ds_slot = smem_.ds_slot[stage];
@@ -232,8 +216,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
-        ptx::wgmma_wait<2>();  // of none: for ptxas
-        if (late) add_last_part(tile);
+        ptx::wgmma_wait<2>();         // of none: for ptxas
+        add_part<kParts - 1>(late_);  // of the tile before the first: 0
+        if (tile > 0) end_turn(tile - 1);
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
@@ -245,12 +230,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_wait<0>();
         tell(ds_slot.empty);
         late_ = dq;
-    }
-
-    /// Completes dQ of the tile before.
-    __device__ __forceinline__ void add_last_part(unsigned tile) {
-        add_part<kParts - 1>(late_);
-        end_turn(tile - 1);
+        tiles_ = tile + 1;
     }
 
     /// The turn to add dQ of a tile, if there is an order.
@@ -313,7 +293,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
     typename Base::Gradient dv_;
     RegisterTile<16, 64> dq_[kSets];
-    float* late_;  // where the last part of the tile before is to be added
+    float* late_;         // where the last part of the tile before is to be added
+    unsigned tiles_ = 0;  // how many there were
 };
 
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
@@ -322,8 +303,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 // words once an item at d = 256. The loops over tiles have none.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
-                      const __grid_constant__ Schedule schedule) {
+    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
@@ -335,15 +315,14 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init(&smem.patch, 1);
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
-        prepare_counts(smem, 2 * kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(schedule);
-        else assist<Tile, kPass>(smem);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);

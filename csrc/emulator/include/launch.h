@@ -4,8 +4,6 @@
 
 #include <cuda_runtime.h>
 
-#include <cstdint>
-#include <cstring>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -32,10 +30,6 @@ EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& confi
                       reinterpret_cast<const void*>(kernel),
                       [](void* arguments) EMULATOR_UNSEEN { (*static_cast<decltype(lane)*>(arguments))(); },
                       &lane});
-}
-
-EMULATOR_UNSEEN inline void clear(void* data, std::int64_t bytes, Stream) {
-    std::memset(data, 0, static_cast<std::size_t>(bytes));
 }
 
 using TensorMap = emulator::TensorMap;
