@@ -60,8 +60,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     // Attention over a part of the keys, merged in place into that over others: out (B, H, N, d_v) and lse (B, H, N), or
     // packed (N, H, d_v) and (H, N); out in float32 or in the part's dtype. rows: which rows of out the part's are, each
     // at most once, int64.
-    m.def(
-        "merge_parts(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor? rows=None) -> ()");
+    m.def("merge_parts(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor? rows=None) -> ()");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
         "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "

@@ -144,15 +144,15 @@ FAULTS = [
     Fault(
         name="ring-gradients-of-parts-in-half",
         path=RING,
-        old="        several = needed.rows > 0 and not needed.once  # calls",
-        new="        several = needed.rows > 0  # calls",
+        old="            dtype = k.dtype if needed.once else torch.float32\n",
+        new="            dtype = torch.float32\n",
         why="a rank sends fp32 where the other expects its keys' dtype",
     ),
     Fault(
         name="ring-own-keys-forgotten",
         path=RING,
-        old="            dk.add(needed.message, computed[0])\n            dv.add(needed.message, computed[1])\n",
-        new="            pass\n",
+        old="                dk.add(rows, of_k)\n                dv.add(rows, of_v)\n",
+        new="                pass\n",
         why="gradients of a rank's own keys are lost",
     ),
     Fault(
@@ -201,19 +201,54 @@ FAULTS = [
     Fault(
         name="merge-in-half",
         path=ROWS,
-        old="            self._sum = torch.zeros(self._like.shape, dtype=torch.float32,",
-        new="            self._sum = torch.zeros(self._like.shape, dtype=self._like.dtype,",
+        old="            dtype = value.dtype if self._most <= 2 else torch.float32\n",
+        new="            dtype = value.dtype\n",
         why="gradients add up in half precision",
         survives="a few parts lose less than the tests allow",
     ),
     Fault(
         name="sum-rounded-between",
         path=ROWS,
-        old="        elif self._left > 0 or value.dtype != self._sum.dtype:\n"
-        "            self._sum = self._sum.float()\n",
+        old="            if self._most > 2 or value.dtype != self._sum.dtype:\n"
+        "                self._sum = self._sum.float()\n",
         new="",
         why="gradients of more than two parts are rounded between them",
         survives="a few parts lose less than the tests allow",
+    ),
+    Fault(
+        name="sum-put-over-what-is-there",
+        path=ROWS,
+        old="            put(self._sum, new, 0.0, self._dim)\n",
+        new="            put(self._sum, ranges, 0.0, self._dim)\n",
+        why="a gradient takes the place of those that were there",
+    ),
+    Fault(
+        name="sum-rows-without-a-value",
+        path=ROWS,
+        old="        put(self._sum, minus(((0, self._like.shape[self._dim]),), self._there), 0.0, self._dim)\n",
+        new="",
+        why="rows that no call has are what memory held",
+    ),
+    Fault(
+        name="rows-minus-from-the-first",
+        path=LAYOUT,
+        old="            begin = end if cut == end else min(end, other[1])\n",
+        new="            begin = end\n",
+        why="what lies behind a hole is lost",
+    ),
+    Fault(
+        name="rows-within-unshifted",
+        path=LAYOUT,
+        old="        numbered.append((start, start + end - begin, begin - start))\n",
+        new="        numbered.append((start, start + end - begin, 0))\n",
+        why="gradients of a rank's own keys go to the rows that the message counts",
+    ),
+    Fault(
+        name="ring-known-call-of-another-window",
+        path=INIT,
+        old="options = causal, scale, window, softcap, dropout_p, return_lse, deterministic, seq_len\n",
+        new="options = causal, scale, softcap, dropout_p, return_lse, deterministic, seq_len\n",
+        why="a call is taken for one with another window",
     ),
     Fault(
         name="merge-kernel-weights-exchanged",
@@ -266,8 +301,8 @@ FAULTS = [
     Fault(
         name="merge-empty-part",
         path=ROWS,
-        old="            lse = torch.full(lse_shape, -torch.inf, device=self._like.device)\n        if sinks",
-        new="            lse = torch.zeros(lse_shape, device=self._like.device)\n        if sinks",
+        old="        put(self._lse, ranges, -torch.inf, self._lse.dim() - 1)\n",
+        new="        put(self._lse, ranges, 0.0, self._lse.dim() - 1)\n",
         why="a rank that sees no key has lse 0",
     ),
     Fault(

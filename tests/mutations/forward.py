@@ -525,7 +525,7 @@ FAULTS = [
     Fault(
         name="wgmma-workspace-without-facts",
         path="csrc/forward/wgmma/items.h",
-        old="(shape.columns + 8)",
+        old="(shape.columns + facts)",
         new="shape.columns",
         why="the workspace has no room for the parts' m and l",
         kernels=WGMMA,

@@ -254,8 +254,8 @@ FAULTS = [
     Fault(
         name="lse-without-gradient",
         path=AUTOGRAD,
-        old="arguments = dout, dlse, q,",
-        new="arguments = dout, None, q,",
+        old="arguments = dout, dlse, q, k, v, out, lse, bias_grad,",
+        new="arguments = dout, None, q, k, v, out, lse, bias_grad,",
         why="the gradient of lse is dropped",
     ),
     Fault(
@@ -326,8 +326,8 @@ FAULTS = [
     Fault(
         name="autocast-without-varlen",
         path=AUTOCAST,
-        old='for _name in ("forward", "forward_varlen"):',
-        new='for _name in ("forward",):',
+        old='for _name in ("forward", "forward_with_statistics", "forward_varlen"):',
+        new='for _name in ("forward", "forward_with_statistics"):',
         why="packed sequences are not cast",
     ),
     # ---- checks
