@@ -16,6 +16,7 @@ from ._errors import refuse
 from ._ranks import folded, is_plain, refusal
 from ._registry import BiasFacts, Problem, choose, choose_backward
 from ._sdpa import backward_kernel_for, kernel_for, why_torch
+from ._statistics import Aux, checked_names
 from ._table import Instance, instance_of, kernel_named, not_built
 from .emulator import current
 
@@ -94,6 +95,7 @@ def explain(
     batch_invariant: bool = False,
     backward_kernel: str = "auto",
     deterministic: bool | None = None,
+    return_aux: Aux = (),
     device_facts: DeviceFacts | None = None,
 ) -> Explanation:
     """Which kernel and which tile :func:`flash_wmma.forward` takes for the same arguments, and why not the others.
@@ -104,8 +106,8 @@ def explain(
     in :func:`flash_wmma.forward_varlen`, q is (total_q, Hq, d), k (total_k, Hk, d) and v (total_k, Hk, d_v):
     ``batch`` sequences, the longest of ``max_seqlen_q`` and ``max_seqlen_k`` rows (default: one sequence of all rows).
 
-    ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel`` and ``deterministic``
-    are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
+    ``Explanation.backward_kernel`` says which kernel computes the gradients; ``backward_kernel``, ``deterministic`` and
+    ``return_aux`` are those of :func:`flash_wmma.forward`. ``Explanation.left_to_torch`` says whether
     :func:`flash_wmma.scaled_dot_product_attention` would call torch instead (for tensors on a real device).
 
     The question is about that function alone if one of its own arguments is given, ``attn_mask``, ``is_causal``,
@@ -168,6 +170,7 @@ def explain(
     _checks.sink_logits(call.sinks, q, dtypes)
     _checks.options(call)
     _checks.backward_kernel(backward_kernel)
+    statistics = checked_names(return_aux)
     not_built()  # in a build without CUDA: loads the kernels' facts
     if device_facts is None:
         if q.device.type == "meta":
@@ -184,7 +187,7 @@ def explain(
     if emulated:
         device_facts = _emulated_facts()
     problem = _problem(q, k, v, call, is_packed, (batch, seqlen_q, seqlen_k), dropout=bool(dropout_p))
-    answer = choose(kernel, problem, device_facts)
+    answer = choose(kernel, problem, device_facts, statistics if backward_kernel == "auto" else ())
     backward_device = device_facts
     if backward_kernel != "auto" and kernel_named(backward_kernel, "backward").device == "cuda" and on_cpu:
         backward_device = _emulated_facts()

@@ -259,6 +259,7 @@ for _op, _fake in (
     ("backward_with_statistics", _backward_with_statistics),
     ("statistics", _statistics),
     ("forward", _forward),
+    ("forward_into", lambda out, q, *_, **__: _of_queries(q)),
     ("forward_with_statistics", _forward_with_statistics),
     ("forward_varlen", _forward_varlen),
     ("forward_cached", _forward_cached),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, overload
 
 from torch import Tensor
@@ -10,7 +9,7 @@ from torch import Tensor
 from ._attention import attend, attend_with_statistics
 from ._call import Call, Causal, Lengths, Window, call_of
 from ._checks import flag
-from ._statistics import checked_names, statistics, told_by_forward
+from ._statistics import Aux, checked_names, statistics, told_by_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -33,10 +32,6 @@ class Options(TypedDict, total=False):
     batch_invariant: bool
     backward_kernel: str
     deterministic: bool | None
-
-
-Aux = Sequence[Literal["max", "entropy", "column_sum"]]
-"""What :func:`forward` may be asked for besides."""
 
 
 class VarlenOptions(Options, total=False):

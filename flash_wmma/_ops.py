@@ -17,6 +17,7 @@ from ._errors import raise_library_error
 from ._library import ops
 
 _forward = ops.forward.default
+_forward_into = ops.forward_into.default
 _forward_with_statistics = ops.forward_with_statistics.default
 _forward_varlen = ops.forward_varlen.default
 _forward_cached = ops.forward_cached.default
@@ -39,6 +40,13 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     if lengths is None:
         return _forward(q, k, v, *asked[_ALL])  # type: ignore[no-any-return]
     return _forward_varlen(q, k, v, *lengths, *asked[_BAND], *asked[_AFTER_LAYOUT])  # type: ignore[no-any-return]
+
+
+def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Tensor:
+    """lse of a dense call, whose out is written to that tensor, which may be some rows of another."""
+    asked: tuple[Any, ...] = call
+    rest = () if call.only_band else (*asked[_AFTER_LAYOUT][:-3], call.batch_invariant, call.kernel_name)
+    return _forward_into(out, q, k, v, *asked[_BAND], *rest)  # type: ignore[no-any-return]
 
 
 def forward_with_statistics(

@@ -59,10 +59,12 @@ class Problem(NamedTuple):
     batch_invariant: bool = False
 
 
-def choose(kernel: str, problem: Problem, device: DeviceFacts) -> dict[str, Any]:
+def choose(kernel: str, problem: Problem, device: DeviceFacts, statistics: tuple[str, ...] = ()) -> dict[str, Any]:
     """If ``kernel`` is asked for: which forward kernel runs (``"kernel"``, ``None`` if none can), its tile
-    (``"instance"``), why the others do not (``"reasons"``), and whether it tells statistics (``"tells"``)."""
-    answer: dict[str, Any] = native().explain(kernel, problem, astuple(device))
+    (``"instance"``), why the others do not (``"reasons"``), and whether it tells statistics (``"tells"``).
+
+    ``statistics``: the names of those that the call asks for, which may take a tile of their own."""
+    answer: dict[str, Any] = native().explain(kernel, problem, astuple(device), set(statistics))
     return answer
 
 

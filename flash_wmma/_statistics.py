@@ -9,7 +9,7 @@ lengths.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from ._call import Call
 from ._errors import refuse
 from ._fold import fold_of
 from ._math import NAMES
+
+Aux = Sequence[Literal["max", "entropy", "column_sum"]]
+"""What :func:`flash_wmma.forward` may be asked for besides."""
 
 _DOUBLE = 'the gradient of a gradient is not built: kernel="math" is plain torch ops, which have every derivative'
 _MAXIMUM = 'return_aux: "max" has no gradient; kernel="math" is plain torch ops, which have it, or detach the maximum'

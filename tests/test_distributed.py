@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 import flash_wmma
 from flash_wmma.distributed import _layout
-from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, pair
+from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, Job, Pair, keys_of, pair
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4)
@@ -81,25 +81,52 @@ def test_the_plan_has_every_score_once(seed: int) -> None:
         world, band = rng.randint(1, 4), random_band(rng)
         each = [rng.randint(0, 24) for _ in range(rng.randint(1, 3))]
         lengths = tuple((n, n if rng.random() < 0.6 else rng.randint(0, 20)) for n in each)
-        for rank, source in ((a, b) for a in range(world) for b in range(world)):
-            check_pair(lengths, world, rank, source, band)
+        for rank in range(world):
+            check_plan(lengths, world, rank, band)
 
 
-def check_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> None:
+Score = tuple[tuple[int, int], tuple[int, int]]
+"""A query and a key, each a sequence and a place in it."""
+
+
+def check_plan(lengths: tuple[tuple[int, int], ...], world: int, rank: int, band: Band) -> None:
+    """Of all calls of a rank."""
+    seen: set[Score] = set()
+    for source in range(world):
+        more = scores_of_pair(lengths, world, rank, source, band)
+        assert not seen & more
+        seen |= more
+
+    def visible(query: tuple[int, int], key: tuple[int, int]) -> bool:
+        nq, nk = lengths[query[0]]
+        place = query[1] + (nk - nq if band.bottom_right else 0)
+        behind = band.left is None or key[1] >= place - band.left
+        return query[0] == key[0] and behind and (band.right is None or key[1] <= place + band.right)
+
+    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
+    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in range(nk)]
+    assert seen == {(query, key) for query in queries for key in keys if visible(query, key)}
+
+
+def scores_of_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> set[Score]:
+    """Those of the calls with the keys of one rank."""
     found = pair(lengths, world, rank, source, band)
     queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
     keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source).tolist()]
     message = [keys[row] for begin, end in found.message for row in range(begin, end)]
+    own = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, rank).tolist()]
     assert len(message) == found.rows
     seen = set()
     for tile in (tile for job in found.jobs for tile in job.tiles):
         nq, nk = lengths[tile.sequence]
-        last = (tile.k1 - tile.k0) - (tile.q1 - tile.q0)
+        of_tile = own[slice(*tile.before)] + message[tile.k0 : tile.k1] + own[slice(*tile.behind)]
+        assert len(of_tile) == tile.keys
+        last = tile.keys - (tile.q1 - tile.q0)
         for i in range(tile.q1 - tile.q0):
-            for j in range(tile.k1 - tile.k0):
+            for j in range(tile.keys):
                 if (tile.left >= 0 and j < i - tile.left) or (tile.right >= 0 and j > i + tile.right):
                     continue
-                query, key = queries[tile.q0 + i], message[tile.k0 + j]
+                query, key = queries[tile.q0 + i], of_tile[j]
                 assert query[0] == key[0] == tile.sequence
                 assert (query, key) not in seen
                 seen.add((query, key))
@@ -109,18 +136,31 @@ def check_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, sour
                 elif tile.side != PLAIN:
                     assert distance * tile.side >= 0
                 assert band.alibi == (tile.side != PLAIN)
-
-    def visible(query: tuple[int, int], key: tuple[int, int]) -> bool:
-        nq, nk = lengths[query[0]]
-        place = query[1] + (nk - nq if band.bottom_right else 0)
-        behind = band.left is None or key[1] >= place - band.left
-        return query[0] == key[0] and behind and (band.right is None or key[1] <= place + band.right)
-
-    assert seen == {(query, key) for query in queries for key in keys if visible(query, key)}
     for job in found.jobs:
         assert len({tile.sequence for tile in job.tiles}) == len(job.tiles)
         rows = [row for begin, end in job.q for row in range(begin, end)]
         assert rows == [row for tile in job.tiles for row in range(tile.q0, tile.q1)]
+        check_keys(job, found, message, own)
+    return seen
+
+
+def check_keys(job: Job, found: Pair, message: list[tuple[int, int]], own: list[tuple[int, int]]) -> None:
+    """Where a job's keys are, and where they come among its keys."""
+    both = [*message, *own]
+    keys = [both[row] for begin, end in job.k for row in range(begin, end)]
+    assert keys == [
+        key
+        for tile in job.tiles
+        for key in (*own[slice(*tile.before)], *message[tile.k0 : tile.k1], *own[slice(*tile.behind)])
+    ]
+    where = keys_of(job, found)
+    for rows, places, held in (
+        (where.message, where.places_in_message, message),
+        (where.own, where.places_in_own, own),
+    ):
+        at = [place for begin, end in places for place in range(begin, end)]
+        assert [held[row] for begin, end in rows for row in range(begin, end)] == [keys[place] for place in at]
+    assert _layout.count(where.message) + _layout.count(where.own) == len(keys)
 
 
 def test_without_a_process_group() -> None:

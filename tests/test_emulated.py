@@ -97,8 +97,13 @@ CHANGES: dict[str, tuple[str, ...]] = {
     "slopes": ("alibi_slopes",),
     "ranges": ("key_ranges",),
     "dropout": ("dropout",),
+    "maxima": (),
+    "entropies": (),
 }
 """What an instance may be for, and the features of it."""
+
+STATISTICS = {"maxima": ("max",), "entropies": ("entropy",)}
+"""What test_row_statistics.py compares; here out and lse are."""
 
 
 def modification_of(change: str, q: torch.Tensor, keys: int) -> Modification:
@@ -148,6 +153,8 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
             options = {"causal": mask.causal, "kernel": cuda_kernel.name, **modification._asdict()}
             if change == "dropout":
                 options |= {"dropout_p": 0.5, "rng_state": torch.tensor([3, 0])}
+            if change in STATISTICS:
+                options["return_aux"] = STATISTICS[change]
             explained = {name: option for name, option in options.items() if name != "rng_state"}
             if flash_wmma.explain(q, k, v, device_facts=device, **explained).instance != instance:
                 continue
@@ -160,7 +167,11 @@ def test_every_instance(cuda_kernel: flash_wmma.Kernel, instance: flash_wmma.Ins
                     assert (out - expected).abs().max() <= 1e-2 * expected.abs().max()
                 else:
                     expected = reference(emulated_kernel(cuda_kernel), q, k, v, mask, None, modification)
-                    check(*run(cuda_kernel, q, k, v, mask, None, modification), expected)
+                    if change in STATISTICS:
+                        out, lse, _ = flash_wmma.forward(q, k, v, return_lse=True, **options)
+                    else:
+                        out, lse = run(cuda_kernel, q, k, v, mask, None, modification)
+                    check(out, lse, expected)
             return
     if "a key/value cache" in cuda_kernel.features and instance.dtype != torch.float32:
         run_on_cache(cuda_kernel, instance)

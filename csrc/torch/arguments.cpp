@@ -77,9 +77,6 @@ std::array<int64_t, 4> row_strides(const std::array<int64_t, 4>& sizes, bool bnh
     return strides;
 }
 
-namespace {
-
-/// Whether a kernel can read the rows as they stand (attention.h): contiguous, 16-byte aligned, a multiple of 8 long.
 bool kernel_readable(const Operand& t) {
     const int64_t vector = t.dtype == codes().float32 ? 4 : 8, last = t.dim - 1;
     if (t.strides[last] != 1 || t.sizes[last] % 8 != 0 || reinterpret_cast<uintptr_t>(t.data) % 16 != 0) return false;
@@ -87,8 +84,6 @@ bool kernel_readable(const Operand& t) {
         if (t.strides[i] % vector != 0) return false;
     return true;
 }
-
-}  // namespace
 
 Readable::Readable(const Operand& t) : tensor(t.tensor) {
     if (kernel_readable(t)) {

@@ -88,6 +88,9 @@ Rows rows_of(void* data, int64_t dim, const int64_t* strides);
 /// Contiguous strides of (B, H, N, columns), or with `bnhd` those of (B, N, H, columns) in memory.
 std::array<int64_t, 4> row_strides(const std::array<int64_t, 4>& sizes, bool bnhd);
 
+/// Whether a kernel can read the rows as they stand (attention.h): contiguous, 16-byte aligned, a multiple of 8 long.
+bool kernel_readable(const Operand& t);
+
 /// Rows that a kernel reads, and the tensor that holds them: the argument or a copy padded with zeros.
 struct Readable {
     Rows rows;
@@ -111,6 +114,12 @@ class Written {
             for (std::size_t i = 0; i + 1 < kDim; ++i)
                 padded_strides_[i] = padded_strides_[i] / sizes.back() * padded.back();
         memory_.emplace(empty(padded, padded_strides_, like.dtype, like));
+    }
+    /// The rows of an argument that a kernel can read as they stand: it can write them too.
+    explicit Written(const Operand& given) : like_(given), memory_(given.tensor) {
+        std::copy_n(given.sizes, kDim, sizes_.begin());
+        std::copy_n(given.strides, kDim, strides_.begin());
+        padded_strides_ = strides_;
     }
     Rows rows() const { return rows_of(data_of(*memory_), kDim, padded_strides_.data()); }
     Tensor& memory() { return *memory_; }

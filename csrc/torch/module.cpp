@@ -7,6 +7,7 @@
 #include <cmath>
 #include <map>
 #include <optional>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -120,9 +121,10 @@ DeviceFacts device_of(const py::tuple& facts) {
 
 /// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}, "tells": whether the
 /// kernel tells statistics of the rows besides}. `problem` is the forward problem of `params`; a kernel sees its head dims
-/// rounded up to multiples of 8.
+/// rounded up to multiples of 8, and where to tell the statistics of `wanted` if it tells them.
 template <class Params>
-py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device) {
+py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device,
+                const std::set<std::string>& wanted = {}) {
     const Kernel<Params>* taken = nullptr;
     try {
         taken = &registry::select(name, params, device, emulation::kernels());
@@ -138,8 +140,12 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
                                                                          : "ranks below the kernel taken";
         reasons[kernel->name] = why_not;
     }
+    const bool tells = taken && taken->tells && taken->tells(params, device);
     py::object instance = py::none();
     if (taken) {
+        static float row = 0.f;
+        if (tells && wanted.contains("max")) problem.row_max = &row;
+        if (tells && wanted.contains("entropy")) problem.entropy = &row;
         const auto padded = [](std::int32_t d) { return (d + 7) / 8 * 8; };
         problem.head_dim = padded(problem.head_dim);
         problem.head_dim_v = padded(problem.head_dim_v);
@@ -151,13 +157,14 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
         }
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
-                    py::arg("instance") = instance, py::arg("reasons") = reasons,
-                    py::arg("tells") = taken && taken->tells && taken->tells(params, device));
+                    py::arg("instance") = instance, py::arg("reasons") = reasons, py::arg("tells") = tells);
 }
 
-py::dict explain(const std::string& name, const py::object& problem, const py::tuple& device_facts) {
+/// `wanted`: the statistics of the rows that the call asks for.
+py::dict explain(const std::string& name, const py::object& problem, const py::tuple& device_facts,
+                 const std::set<std::string>& wanted) {
     ForwardParams params = params_of(problem);
-    return answer(name, params, params, device_of(device_facts));
+    return answer(name, params, params, device_of(device_facts), wanted);
 }
 
 /// `dbias_strides`: the strides of the bias's gradient, 0 where the bias is broadcast; None: no gradient is asked for.
@@ -215,7 +222,7 @@ PYBIND11_MODULE(_C, m) {
     m.doc() = "The kernel table of libflash_wmma.so and the facts around it.";
     m.def("kernels", &flash_wmma::kernels, "direction"_a);
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
-    m.def("explain", &flash_wmma::explain, "name"_a, "problem"_a, "device_facts"_a);
+    m.def("explain", &flash_wmma::explain, "name"_a, "problem"_a, "device_facts"_a, "wanted"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "problem"_a, "device_facts"_a, "dbias_strides"_a,
           "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);

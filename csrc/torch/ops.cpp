@@ -25,6 +25,13 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, Tensor? rng_state=None, float dropout_p=0., "
         "Tensor? dropout_origin=None, "
         "int num_splits=1, bool batch_invariant=False, str kernel_name=\"auto\") -> (Tensor out, Tensor lse)");
+    // forward of a dense problem that writes an out which is there, of any strides. Returns lse.
+    m.def(
+        "forward_into(Tensor(a!) out, Tensor q, Tensor k, Tensor v, float? scale=None, "
+        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, Tensor? attn_bias=None, "
+        "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, "
+        "Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool batch_invariant=False, "
+        "str kernel_name=\"auto\") -> Tensor lse");
     // forward of a dense problem, with row_max and entropy of `statistics`; `wanted`: some of "max entropy", the other is
     // empty. They come from the kernel of forward if it tells them, else from a pass of their own.
     m.def(
@@ -109,6 +116,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
 
 #define FLASH_WMMA_IMPLEMENT(m)                                                             \
     (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                                   \
+    (m).impl("forward_into", TORCH_BOX(&flash_wmma::forward_into));                         \
     (m).impl("forward_with_statistics", TORCH_BOX(&flash_wmma::forward_with_statistics));   \
     (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));                     \
     (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \

@@ -15,6 +15,12 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
                                    const OptionalTensor& dropout_origin, int64_t num_splits, bool batch_invariant,
                                    const std::string& kernel_name);
 
+/// lse.
+Tensor forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const Tensor& v, std::optional<double> scale,
+                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& attn_bias,
+                    const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
+                    const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
+                    const OptionalTensor& dropout_origin, bool batch_invariant, const std::string& kernel_name);
 /// out, lse, row_max, entropy.
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,
                                                                    const Tensor& v_tensor, const std::string& wanted,

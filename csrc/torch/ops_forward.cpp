@@ -10,11 +10,9 @@ struct Told {
     bool done = false;  ///< whether the kernel told them
 };
 
-/// `out_bnhd`: out is (B, H, N, d) in shape and (B, N, H, d) in memory.
+/// Writes out. Returns lse.
 template <std::size_t kDim>
-std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim>& out_sizes, bool out_bnhd,
-                               int64_t num_splits, bool batch_invariant, Told* told = nullptr) {
-    if (num_splits > 1) invalid("num_splits: not yet built");
+Tensor write(CheckedCall& call, Written<kDim>& out, bool batch_invariant, Told* told = nullptr) {
     const Operand& q = call.q;
     ForwardParams& p = call.params;
     p.batch_invariant = batch_invariant;
@@ -23,9 +21,6 @@ std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim
 
     const auto lse_sizes = call.lse_sizes<kDim - 1>();
     Tensor lse = empty(lse_sizes, contiguous(lse_sizes), codes().float32, q);
-    std::array<int64_t, kDim> strides = contiguous(out_sizes);
-    if constexpr (kDim == 4) strides = row_strides(out_sizes, out_bnhd);
-    Written<kDim> out(out_sizes, strides, q);
     if (call.empty() || p.head_dim_v == 0) {
         call.see_no_key(out.memory(), lse);
     } else {
@@ -46,6 +41,18 @@ std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim
             return buffers;
         });
     }
+    return lse;
+}
+
+/// `out_bnhd`: out is (B, H, N, d) in shape and (B, N, H, d) in memory.
+template <std::size_t kDim>
+std::tuple<Tensor, Tensor> run(CheckedCall& call, const std::array<int64_t, kDim>& out_sizes, bool out_bnhd,
+                               int64_t num_splits, bool batch_invariant, Told* told = nullptr) {
+    if (num_splits > 1) invalid("num_splits: not yet built");
+    std::array<int64_t, kDim> strides = contiguous(out_sizes);
+    if constexpr (kDim == 4) strides = row_strides(out_sizes, out_bnhd);
+    Written<kDim> out(out_sizes, strides, call.q);
+    Tensor lse = write(call, out, batch_invariant, told);
     return {out.take(), std::move(lse)};
 }
 
@@ -64,6 +71,30 @@ std::tuple<Tensor, Tensor> forward(const Tensor& q_tensor, const Tensor& k_tenso
     CheckedCall call(q, k, v, options);
     const std::array<int64_t, 4> out{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
     return run<4>(call, out, out_bnhd, num_splits, batch_invariant);
+}
+
+Tensor forward_into(const Tensor& out_tensor, const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                    std::optional<double> scale, int64_t window_left, int64_t window_right, bool bottom_right,
+                    const OptionalTensor& attn_bias, const OptionalTensor& alibi_slopes,
+                    const OptionalTensor& key_ranges, double softcap, const OptionalTensor& sinks,
+                    const OptionalTensor& rng_state, double dropout_p, const OptionalTensor& dropout_origin,
+                    bool batch_invariant, const std::string& kernel_name) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out");
+    const Options options{attn_bias,   alibi_slopes, key_ranges,   sinks,   rng_state, dropout_origin, scale,
+                          window_left, window_right, bottom_right, softcap, dropout_p, kernel_name};
+    CheckedCall call(q, k, v, options);
+    const std::array<int64_t, 4> sizes{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
+    if (out.dim != 4 || !std::equal(sizes.begin(), sizes.end(), out.sizes)) out.refuse("(B, Hq, Nq, d_v)");
+    if (out.dtype != q.dtype) invalid("out.dtype differs from q's");
+    if (!out.same_device(q)) invalid("out.device differs from q's");
+    if (kernel_readable(out)) {
+        Written<4> rows(out);
+        return write(call, rows, batch_invariant);
+    }
+    auto [made, lse] = run<4>(call, sizes, false, 1, batch_invariant);
+    Tensor to = out_tensor;
+    torch::stable::copy_(to, made);
+    return lse;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,

@@ -8,14 +8,20 @@ are one causal call, and those of another rank one call without a mask.
 ALiBi's -slope * |distance| is a kernel's own where queries and keys end at the same place. Where all keys lie on one
 side of all queries it is a term for each key, which is a bias with one row, and a term for each query, which shifts
 only lse.
+
+A window that is bounded on both sides and no wider than a chunk reaches into the next chunk alone. Then the queries
+near a border with another rank's chunk see its keys and their own rank's in one call, and all others see their own
+rank's keys alone: each query is in one call, so that nothing is merged.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from typing import NamedTuple
 
-from ._layout import Ranges, coalesced, count, held, most, pieces
+from ._layout import Ranges, coalesced, held, most, pieces
 
 
 class Band(NamedTuple):
@@ -37,7 +43,8 @@ PLAIN, ALIGNED = 0, 2
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores: queries are rows of their rank, keys rows of the message with the keys."""
+    """A rectangle of scores: queries are rows of their rank, keys rows of the message with the keys. Keys of the
+    queries' own rank may be before and behind them."""
 
     sequence: int
     q0: int
@@ -52,6 +59,14 @@ class Tile(NamedTuple):
     i0: int
     j0: int
     """The places in the sequence of the first query and the first key."""
+    before: tuple[int, int] = (0, 0)
+    behind: tuple[int, int] = (0, 0)
+    """Keys as rows of the queries' own rank."""
+
+    @property
+    def keys(self) -> int:
+        """How many there are."""
+        return sum(end - begin for begin, end in (self.before, (self.k0, self.k1), self.behind))
 
     @property
     def plain(self) -> bool:
@@ -65,6 +80,7 @@ class Job(NamedTuple):
     tiles: tuple[Tile, ...]
     q: Ranges
     k: Ranges
+    """Rows of the message; behind its last row those of the queries' own rank."""
     left: int
     right: int
     side: int
@@ -82,7 +98,34 @@ class Pair(NamedTuple):
     @property
     def once(self) -> bool:
         """No two jobs have a key of the message, so that the keys' gradients need not be added up."""
-        return most(job.k for job in self.jobs) <= 1
+        return most(keys_of(job, self).message for job in self.jobs) <= 1
+
+
+class Keys(NamedTuple):
+    """The keys of a job by where they are, with their places among the job's keys."""
+
+    message: Ranges
+    places_in_message: Ranges
+    own: Ranges
+    places_in_own: Ranges
+
+
+@functools.lru_cache(256)
+def _keys(keys: Ranges, rows: int) -> Keys:
+    starts = itertools.accumulate((end - begin for begin, end in keys), initial=0)
+    places = [(begin, end, start) for (begin, end), start in zip(keys, starts, strict=False)]
+
+    def of(least: int, limit: int) -> tuple[Ranges, Ranges]:
+        parts = [(max(b, least), min(e, limit), at - b) for b, e, at in places if b < limit and least < e]
+        rows = coalesced([(b - least, e - least) for b, e, _ in parts])
+        return rows, coalesced([(b + shift, e + shift) for b, e, shift in parts])
+
+    return Keys(*of(0, rows), *of(rows, sys.maxsize))
+
+
+def keys_of(job: Job, needed: Pair) -> Keys:
+    """Whose the keys of a job of ``needed`` are."""
+    return _keys(job.k, needed.rows)
 
 
 class _Area(NamedTuple):
@@ -138,12 +181,98 @@ def _split(whole: _Area, band: Band, shift: int, apart: int) -> list[tuple[_Area
     return [found for part in parts for found in _split(part, band, shift, apart)]
 
 
-def _sequence(
-    number: int, length: tuple[int, int], world: int, ranks: tuple[int, int], band: Band, first_q: int, first_k: int
-) -> tuple[list[Tile], list[tuple[int, int]]]:
-    """The tiles of one sequence, whose rows begin at first_q and first_k on the ranks, and the keys that they need.
-    The tiles' keys are numbered as if the message of this sequence began at row 0."""
+def _tile(
+    number: int,
+    area: _Area,
+    side: int,
+    q0: int,
+    k0: int,
+    band: Band,
+    shift: int,
+    before: tuple[int, int] = (0, 0),
+    behind: tuple[int, int] = (0, 0),
+) -> Tile:
+    """An area as a tile, whose first query is row q0 and whose first key of the message is row k0."""
+    i0, i1, j0, j1 = area
+    distance = i0 + shift - j0
+    left = -1 if band.left is None else band.left - distance
+    right = -1 if band.right is None else band.right + distance
+    own = before[1] - before[0] + behind[1] - behind[0]
+    return Tile(
+        number,
+        q0,
+        q0 + i1 - i0,
+        k0,
+        k0 + j1 - j0 - own,
+        left if left < i1 - i0 - 1 else -1,
+        right if right < j1 - j0 - 1 else -1,
+        side,
+        i0,
+        j0,
+        before,
+        behind,
+    )
+
+
+def _reaches_next_chunk(length: tuple[int, int], world: int, band: Band) -> bool:
+    """Whether the window reaches no farther, and no query sees the chunks on both sides of its own."""
     nq, nk = length
+    if band.left is None or band.right is None or nq != nk or (band.alibi and band.right != 0):
+        return False
+    return band.left + band.right <= nq // (2 * world)
+
+
+def _near(
+    number: int, n: int, world: int, ranks: tuple[int, int], band: Band, firsts: tuple[int, int, int]
+) -> tuple[list[Tile], list[tuple[int, int]]]:
+    """As :func:`_sequence`, if the window of a sequence of n queries and keys :func:`_reaches_next_chunk`."""
+    left, right = band.left, band.right
+    assert left is not None
+    assert right is not None
+    first_q, first_k, first_own = firsts
+    side = ALIGNED if band.alibi else PLAIN
+    make = functools.partial(_tile, number, side=side, band=band, shift=0)
+    tiles, needed, row = [], [], 0
+    chunks = []  # of the queries, with the row of each among the sequence's; those that are neighbours as one
+    for begin, end in coalesced(list(pieces(n, world, ranks[0]))):
+        chunks.append((begin, end, row))
+        row += end - begin
+    if ranks[0] == ranks[1]:
+        for begin, end, row in chunks:
+            first, last = begin + (left if begin > 0 else 0), end - (right if end < n else 0)
+            if first < last:
+                tiles.append(make(area=_Area(first, last, begin, end), q0=first_q + row + first - begin, k0=row))
+        return tiles, [(first_k, first_k + held(n, world, ranks[1]))]
+    row_k = sent = 0
+    for j0, j1 in pieces(n, world, ranks[1]):
+        for begin, end, row in chunks:
+            if left > 0 and j1 == begin:
+                area, own = _Area(begin, begin + left, begin - left, begin + left + right), first_own + row
+                keys = own, own + left + right
+                tiles.append(make(area=area, q0=first_q + row, k0=sent, behind=keys))
+                needed.append((first_k + row_k + j1 - j0 - left, first_k + row_k + j1 - j0))
+                sent += left
+            if right > 0 and j0 == end:
+                area, own = _Area(end - right, end, end - right - left, end + right), first_own + row + end - begin
+                keys = own - left - right, own
+                tiles.append(make(area=area, q0=first_q + row + end - begin - right, k0=sent, before=keys))
+                needed.append((first_k + row_k, first_k + row_k + right))
+                sent += right
+        row_k += j1 - j0
+    return tiles, needed
+
+
+def _sequence(
+    number: int, length: tuple[int, int], world: int, ranks: tuple[int, int], band: Band, firsts: tuple[int, int, int]
+) -> tuple[list[Tile], list[tuple[int, int]]]:
+    """The tiles of one sequence, and the keys that they need. The tiles' keys are numbered as if the message of this
+    sequence began at row 0.
+
+    ``firsts``: rows at which the sequence begins: of the queries, of the keys, and of the queries' rank's own keys."""
+    nq, nk = length
+    if _reaches_next_chunk(length, world, band):
+        return _near(number, nq, world, ranks, band, firsts)
+    first_q, first_k, _ = firsts
     apart = nk - nq
     shift = apart if band.bottom_right else 0
     tiles, needed, sent = [], [], 0
@@ -156,23 +285,7 @@ def _sequence(
         if found:
             begin, end = min(area.j0 for area, *_ in found), max(area.j1 for area, *_ in found)
             for area, side, row in found:
-                distance = area.i0 + shift - area.j0
-                left = -1 if band.left is None else band.left - distance
-                right = -1 if band.right is None else band.right + distance
-                tiles.append(
-                    Tile(
-                        number,
-                        row + area.i0,
-                        row + area.i1,
-                        sent + area.j0 - begin,
-                        sent + area.j1 - begin,
-                        left if left < area.i1 - area.i0 - 1 else -1,
-                        right if right < area.j1 - area.j0 - 1 else -1,
-                        side,
-                        area.i0,
-                        area.j0,
-                    )
-                )
+                tiles.append(_tile(number, area, side, row + area.i0, sent + area.j0 - begin, band, shift))
             needed.append((row_k + begin - j0, row_k + end - j0))
             sent += end - begin
         row_k += j1 - j0
@@ -224,9 +337,10 @@ def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> 
     """What the queries of one rank need of the keys of another, or of its own."""
     message: list[tuple[int, int]] = []
     jobs: dict[tuple[int, ...], list[Tile]] = {}
-    first_q = first_k = sent = 0
+    first_q = first_k = first_own = sent = 0
     for number, length in enumerate(lengths):
-        tiles, needed = _sequence(number, length, world, (q_rank, k_rank), band, first_q, first_k)
+        firsts = first_q, first_k, first_own
+        tiles, needed = _sequence(number, length, world, (q_rank, k_rank), band, firsts)
         seen: dict[tuple[int, int, int], int] = {}
         for tile in tiles:
             kind = tile.left, tile.right, tile.side
@@ -237,9 +351,19 @@ def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> 
         sent += sum(end - begin for begin, end in needed)
         first_q += held(length[0], world, q_rank)
         first_k += held(length[1], world, k_rank)
+        first_own += held(length[1], world, q_rank)
+
+    def keys(tile: Tile) -> tuple[tuple[int, int], ...]:
+        before, behind = ((begin + sent, end + sent) for begin, end in (tile.before, tile.behind))
+        return before, (tile.k0, tile.k1), behind
+
     made = tuple(
-        Job(tuple(each), coalesced([(t.q0, t.q1) for t in each]), coalesced([(t.k0, t.k1) for t in each]), *kind[:3])
+        Job(
+            tuple(each),
+            coalesced([(t.q0, t.q1) for t in each]),
+            coalesced([part for t in each for part in keys(t)]),
+            *kind[:3],
+        )
         for kind, each in jobs.items()
     )
-    ranges = coalesced(message)
-    return Pair(ranges, count(ranges), made)
+    return Pair(coalesced(message), sent, made)

@@ -24,8 +24,8 @@ from ._agree import Place
 from ._layout import Ranges, count, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
 from ._peer import Peer, peer_of
-from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, pair
-from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take
+from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, keys_of, pair
+from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take, take_of_both
 
 MANY = 3
 """Parts that add up in fp32."""
@@ -85,7 +85,10 @@ class Ring:
     def parts_of_a_key(self) -> int:
         """Gradients that are added up for one of this rank's keys, at most: of its calls, and of the others' sums."""
         own = self.steps[0].needed
-        return most([*(within(own.message, job.k) for job in own.jobs), *(s.asked.message for s in self.steps[1:])])
+        parts = [within(own.message, job.k) for job in own.jobs]
+        for step in self.steps[1:]:
+            parts += [step.asked.message, *(keys_of(job, step.needed).own for job in step.needed.jobs)]
+        return most(parts)
 
     @functools.cached_property
     def most_rows(self) -> tuple[int, int]:
@@ -107,7 +110,7 @@ class Ring:
 def _tables(job: Job, padding: _Padding, device: torch.device) -> Tables:
     """The lengths of a job of packed sequences."""
     of_q = [padding.queries + tile.q1 - tile.q0 for tile in job.tiles]
-    of_k = [padding.keys + tile.k1 - tile.k0 for tile in job.tiles]
+    of_k = [padding.keys + tile.keys for tile in job.tiles]
     cu_q, cu_k = (
         torch.tensor([0, *itertools.accumulate(each)], dtype=torch.int32, device=device) for each in (of_q, of_k)
     )
@@ -289,7 +292,14 @@ def _forward(
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
             of_q = padded(take(q, job.q, dim), more_q, dim)
-            of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
+            of_k, of_v = (
+                padded(take_of_both(message, own, job.k, keys_of(job, needed), dim), more_k, dim)
+                for message, own in ((keys, k), (values, v))
+            )
+            place = merged.place(job.q) if shift is None and more_q == 0 and call.lengths is None else None
+            if place is not None:
+                merged.placed(job.q, _ops.forward_into(place, of_q, of_k, of_v, call))
+                continue
             out, lse = _ops.forward(of_q, of_k, of_v, call)
             out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
             merged.add(job.q, out, lse if shift is None else lse + shift)
@@ -334,7 +344,11 @@ def _backward(
         for job in needed.jobs:
             call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
             of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
-            of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
+            split = keys_of(job, needed)
+            of_k, of_v = (
+                padded(take_of_both(message, mine, job.k, split, dim), more_k, dim)
+                for message, mine in ((keys, k), (values, v))
+            )
             of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
             assert of_lse is not None
             of_lse = of_lse if shift is None else of_lse - shift
@@ -356,8 +370,10 @@ def _backward(
                 dk.add(rows, of_k)
                 dv.add(rows, of_v)
             else:
-                for of_keys, value in zip(of_message, (of_k, of_v), strict=True):
-                    of_keys.add(job.k, value)
+                for of_keys, mine, value in zip(of_message, (dk, dv), (of_k, of_v), strict=True):
+                    of_keys.add(split.message, take(value, split.places_in_message, dim))
+                    if split.own:
+                        mine.add(split.own, take(value, split.places_in_own, dim))
         if not own:
             dtype = k.dtype if needed.once else torch.float32
             computed = (of_message[0].take(dtype), of_message[1].take(dtype)) if needed.rows else None

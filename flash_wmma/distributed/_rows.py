@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._merge import merge_parts, share
 from ._layout import Ranges, minus, numbers, plus
+from ._plan import Keys
 
 FEW = 4
 """Up to so many ranges are handled one by one, more through an index."""
@@ -35,6 +36,24 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
         parts = [x.narrow(dim, begin, end - begin) for begin, end in ranges]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
     return x.index_select(dim, index(ranges, x.device))
+
+
+def take_of_both(message: Tensor, own: Tensor, ranges: Ranges, keys: Keys, dim: int) -> Tensor:
+    """The keys of a job: those rows of a message, and of the keys that this rank has itself."""
+    if not keys.own:
+        return take(message, ranges, dim)
+    if not keys.message:
+        return take(own, keys.own, dim)
+    if len(ranges) > FEW:
+        return take(torch.cat((message, own), dim), ranges, dim)
+    rows, parts = message.shape[dim], []
+    for begin, end in ranges:
+        if begin < rows:
+            parts.append(message.narrow(dim, begin, min(end, rows) - begin))
+        if end > rows:
+            first = max(begin - rows, 0)
+            parts.append(own.narrow(dim, first, end - rows - first))
+    return torch.cat(parts, dim)
 
 
 def padded(x: Tensor, n: int, dim: int) -> Tensor:
@@ -134,6 +153,21 @@ class Merged:
         self._lse = torch.empty(0)
         self._there: Ranges = ()
         """The rows that have a value."""
+
+    def place(self, ranges: Ranges) -> Tensor | None:
+        """Where out of these rows' first part is to be written, before :meth:`placed`. ``None`` if a part has to be
+        added: the rows are all rows or lie apart, have a part already, or are kept in another dtype."""
+        if self._most > 2 or len(ranges) != 1 or covers(ranges, self._rows) or minus(ranges, self._there) != ranges:
+            return None
+        if self._out is None:
+            self._out, self._lse = self._new(), self._new_lse()
+        ((begin, end),) = ranges
+        return self._out.narrow(self._dim, begin, end - begin)
+
+    def placed(self, ranges: Ranges, lse: Tensor) -> None:
+        """These rows have a part, whose out is in its place."""
+        put(self._lse, ranges, lse, self._lse.dim() - 1)
+        self._there = plus(self._there, ranges)
 
     def add(self, ranges: Ranges, out: Tensor, lse: Tensor) -> None:
         """Merges a part into those rows; it may be kept, and written. What a part holds that sees no key (lse -inf)
