@@ -189,10 +189,11 @@ class Statistics(torch.autograd.Function):
             raise NotImplementedError(_MAXIMUM)
         # torch.compile gives zeros where there is no gradient, also of what is not asked for, which is empty
         dentropy, dcolumn_sum = (None if t is None or t.dim() == 1 else t for t in (dentropy, dcolumn_sum))
-        *tensors, lse, entropy = ctx.saved_tensors[:7]
+        saved = ctx.saved_tensors  # once: each look unpacks them
+        *tensors, lse, entropy = saved[:7]
         if dentropy is None and dcolumn_sum is None:
             return (None,) * len(ctx.needs_input_grad)
-        call = ctx.call.joined(ctx.saved_tensors[7:])
+        call = ctx.call.joined(saved[7:])
         wanted = tuple(ctx.needs_input_grad[2:5])
         found = once_differentiable(_DOUBLE, _gradients, dentropy, dcolumn_sum, *tensors, lse, entropy, call, wanted)
         return (

@@ -36,7 +36,8 @@ from torch.nn import functional
 
 import flash_wmma
 from flash_wmma import _hook, distributed
-from flash_wmma.distributed import _layout, _messages, _ring
+from flash_wmma.distributed import _layout, _messages, _peer, _ring
+from flash_wmma.distributed._agree import place_of
 
 DEVICE = torch.device("cpu")
 """Of this process's attention; inputs and what is expected are on the CPU."""
@@ -307,6 +308,8 @@ PROBLEMS: dict[str, Problem] = {
     "no_row": Problem(((0, 0),), causal=True),
     "no_key": Problem(((9, 0),)),
     "no_query": Problem(((0, 9),)),
+    "no_entry": Problem(batch=0, causal=True),
+    "one_key": Problem(((37, 1),)),  # most ranks have none
     "packed": Problem(PACKED, True),
     "packed_causal": Problem(PACKED, True, causal=True),
     "packed_causal_bf16": Problem(PACKED, True, causal=True, dtype=BF16),
@@ -508,7 +511,13 @@ def mismatches() -> None:
             refused + "q.dtype: got torch.float64",
             call(attend, told=told, q=torch.randn(1, 4, n, 8).double()),
         )
-        for kind, name, value in ((TypeError, "q", None), (ValueError, "softcap", -1.0), (TypeError, "window", 3)):
+        wrong = [
+            (TypeError, "q", None),
+            (ValueError, "softcap", -1.0),
+            (TypeError, "window", 3),
+            (TypeError, "scale", {}),
+        ]
+        for kind, name, value in wrong:
             raises(kind if last else ValueError, f"{refused}{name}: got", call(attend, told=told, **{name: value}))
         call(attend, told=told)()
     raises(
@@ -697,6 +706,23 @@ def context_parallel(device: str = "cpu") -> None:
             assert error < (1e-2 if device == "cuda" else 1e-5), (causal, way, heads_k, error)
 
 
+def inference_first() -> None:
+    """What a call keeps for later ones serves gradients too."""
+    problem = Problem(tuple((n, n) for n in range(3, 15)), True, causal=True, window=(4, None))
+    with torch.inference_mode():
+        q = torch.randn(sum(_layout.held(n, dist.get_world_size(), dist.get_rank()) for n, _ in problem.lengths), 4, 8)
+        distributed.ring_attention(q, q, q, causal=True, window=(4, None), cu_seqlens=problem.ends(0))
+        distributed.shard_sequence(torch.randn(sum(n for n, _ in problem.lengths), 3), cu_seqlens=problem.ends(0))
+    for attend in BOTH:
+        run(problem, attend)
+
+
+def peer_copies() -> None:
+    """They are there unless they are turned off."""
+    peer = _peer.peer_of(place_of(None), DEVICE)
+    assert (peer is not None) == (os.environ.get(_peer.VARIABLE) != "0")
+
+
 CASES: dict[str, Callable[[], None]] = {
     **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in PROBLEMS.items()},
     **{f"ulysses-{name}": of(problem, BOTH[1]) for name, problem in PROBLEMS.items()},
@@ -704,6 +730,7 @@ CASES: dict[str, Callable[[], None]] = {
     "states": states,
     "one_rank_is_forward": one_rank_is_forward,
     "rows": rows,
+    "inference_first": inference_first,
     "derivatives": derivatives,
     "groups": groups,
     "messages": messages,
@@ -714,7 +741,7 @@ CASES: dict[str, Callable[[], None]] = {
 }
 GPU_CASES = {
     name: case for name, case in CASES.items() if name.startswith(("ring-", "ulysses-")) or name == "random_calls"
-}
+} | {"peer_copies": peer_copies}
 """Those that compute on DEVICE, without what is equal to the bit on CPUs alone."""
 
 

@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 import flash_wmma
 from flash_wmma.distributed import _layout
-from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, Job, Pair, keys_of, pair
+from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, Job, Pair, keys_of, most_rows, pair
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4)
@@ -111,6 +111,10 @@ def check_plan(lengths: tuple[tuple[int, int], ...], world: int, rank: int, band
 def scores_of_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> set[Score]:
     """Those of the calls with the keys of one rank."""
     found = pair(lengths, world, rank, source, band)
+    if rank != source:
+        keys_of_one, gradients = most_rows(lengths, world, band)
+        assert found.rows <= keys_of_one
+        assert found.rows * (1 if found.once else 2) <= gradients
     queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
     keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source).tolist()]
     message = [keys[row] for begin, end in found.message for row in range(begin, end)]

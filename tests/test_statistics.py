@@ -23,6 +23,7 @@ from reference import (
 from test_backward import MASKS
 from test_varlen import cumulative
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import flash_wmma
 from flash_wmma._library import ops
@@ -466,6 +467,19 @@ def test_gradients_through_everything() -> None:
     found = torch.autograd.grad(loss("auto", *leaves), leaves)
     for a, b in zip(found, torch.autograd.grad(loss("math", *exact), exact), strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("names", [("entropy",), ("column_sum",), ("max", "entropy")], ids=" ".join)
+def test_checkpointing(names: tuple[str, ...]) -> None:
+    q, k, v = (torch.randn(1, 2, 9, 16, requires_grad=True) for _ in "qkv")
+
+    def attend(*tensors: Tensor) -> Tensor:
+        out, aux = flash_wmma.forward(*tensors, return_aux=names)
+        return out.square().sum() + sum(aux[name].square().sum() for name in names if name != "max")
+
+    kept = checkpoint(attend, q, k, v, use_reentrant=False)
+    for a, b in zip(*(torch.autograd.grad(loss, (q, k, v)) for loss in (kept, attend(q, k, v))), strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_what_has_no_gradient() -> None:

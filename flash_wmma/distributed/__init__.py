@@ -4,7 +4,8 @@
 - :func:`ring_attention`: keys and values travel from rank to rank.
 - :func:`ulysses_attention`: ranks exchange rows for heads.
 
-Ranks communicate through torch.distributed alone: NCCL for CUDA tensors, gloo for CPU tensors.
+Keys and values go from GPU to GPU within a host by the copy engines, over groups with NCCL. All else goes through
+torch.distributed: NCCL for CUDA tensors, gloo for CPU tensors.
 """
 
 from __future__ import annotations
@@ -284,7 +285,12 @@ def _asked(place: Place, tensors: tuple[Tensor, Tensor, Tensor], options: tuple[
         return None
     facts = ((t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in tensors)
     types = tuple(type(option) for option in options)
-    return (place, *facts, options, types, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    asked = (place, *facts, options, types, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
+    try:
+        hash(asked)
+    except TypeError:  # the checks will name what it is
+        return None
+    return asked
 
 
 def ring_attention(

@@ -28,7 +28,9 @@ import socket
 import sys
 import threading
 import time
+import warnings
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ MANY = 64
 """Ranks of a group that has this post, at most."""
 VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
+CALLS = 1024
+"""Of a group, whose ends the host looks for at the same time."""
 
 # ------------------------------------------------------------------------------------------------------- the driver
 
@@ -78,12 +82,14 @@ def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
 
 def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
     """As to.copy_(source) of contiguous memory on the stream, in a tenth of the host's time."""
+    if to.numel() == 0:
+        return
     given = to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), stream.cuda_stream
     _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
 
 
 class _Symmetric:
-    """Memory of this rank that all ranks of the group see."""
+    """Memory of this rank, on the current device, that all ranks of the group see."""
 
     def __init__(self, place: Place, elements: int, dtype: torch.dtype) -> None:
         from torch.distributed import _symmetric_memory as symmetric
@@ -103,9 +109,10 @@ class _Symmetric:
 class _Watchdog:
     """Ends the process if a call of a group does not end in time."""
 
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._done = torch.zeros(1, dtype=torch.int32).pin_memory()
+    def __init__(self, seconds: float, rank: int) -> None:
+        self._seconds, self._rank = seconds, rank
+        self._done = torch.zeros(CALLS, dtype=torch.int32, device="cpu").pin_memory()
+        """The last call that ended, of those whose number has this remainder: streams end in any order."""
         self._calls = 0
         self._expected: collections.deque[tuple[int, float]] = collections.deque()
         self._begun = threading.Event()
@@ -114,7 +121,7 @@ class _Watchdog:
     def expect(self, stream: torch.cuda.Stream) -> None:
         """All that is on the stream by now ends in time."""
         self._calls += 1
-        _write(stream, self._done.data_ptr(), self._calls)
+        _write(stream, self._done.data_ptr() + self._calls % CALLS * self._done.element_size(), self._calls)
         self._expected.append((self._calls, time.monotonic() + self._seconds))
         self._begun.set()
 
@@ -124,12 +131,12 @@ class _Watchdog:
             self._begun.clear()
             while self._expected:
                 number, deadline = self._expected[0]
-                if (int(self._done[0]) - number) % (1 << 32) < 1 << 31:
+                if (int(self._done[number % CALLS]) - number) % (1 << 32) < 1 << 31:
                     self._expected.popleft()
                 elif time.monotonic() > deadline:
                     print(
                         f"flash_wmma: ring attention did not end within the process group's timeout, {self._seconds:g} "
-                        f"s: another rank is lost, or makes other calls. Rank {dist.get_rank()} ends.",
+                        f"s: another rank is lost, or makes other calls. Rank {self._rank} ends.",
                         file=sys.stderr,
                         flush=True,
                     )
@@ -188,13 +195,16 @@ class _PeerTravel:
 class Peer:
     """By copy engines, between GPUs that see each other's memory."""
 
-    def __init__(self, place: Place) -> None:
-        self.place = place
+    @torch.inference_mode(False)  # what is made here serves calls outside of it too
+    def __init__(self, place: Place, device: torch.device) -> None:
+        self.place, self.device = place, device
         self.flags = _Symmetric(place, 2 * place.world, torch.int32)  # written, then read
         self.flags.own.zero_()
         self.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.computing: torch.cuda.Stream = torch.cuda.current_stream()
-        self._watchdog = _Watchdog(_timeout(place.group))
+        _write(self.copying, self.flags.word(place.rank, 0), 0)  # raises where the driver lacks these operations
+        _wait(self.copying, self.flags.word(place.rank, 0), 0)
+        self._watchdog = _Watchdog(_timeout(place.group), dist.get_rank())
         self._memory: _Symmetric | None = None
         self._capacity = 0
         self._messages: dict[object, Message] = {}
@@ -204,24 +214,49 @@ class Peer:
         """Travels that have not begun."""
         self._readers: list[tuple[int, int] | None] = [None] * PLACES
         """Of each place: who reads the message there, and its number."""
+        self._received: list[Message] = []
+        """Of the call that is being made."""
+        self._kept: list[Message] = []
+        """Of calls that ended with an error: their copies may still be to come."""
+        self._failed = False
         torch.cuda.synchronize()
         dist.barrier(place.group)  # all numbers are 0
 
-    def begin(self, capacity: int) -> None:
-        """Before the messages of a call, of at most so many bytes, the same on every rank."""
+    @contextlib.contextmanager
+    def call(self, capacity: int) -> Iterator[None]:
+        """Around the messages of a call, of at most so many bytes, the same on every rank.
+
+        Raises:
+            RuntimeError: the ranks' last calls ended with errors in different places.
+        """
+        with torch.cuda.device(self.device):
+            self._begin(capacity)
+        try:
+            yield
+        except BaseException:
+            self._failed = True
+            self._kept += self._received
+            raise
+        finally:
+            self._received.clear()
+            self._watchdog.expect(self.computing)
+
+    def _begin(self, capacity: int) -> None:
         self.computing = torch.cuda.current_stream()
-        if capacity > self._capacity:
+        if self._failed:
+            numbers = exchanged(self.place, self._number)
+            if any(each != numbers[0] for each in numbers):
+                raise RuntimeError("flash_wmma: an earlier call of the group failed on some ranks: make a new group")
+            self._failed = False
+        if capacity > self._capacity or self._memory is None:
             torch.cuda.synchronize()
             dist.barrier(self.place.group)  # nobody reads the old memory
             self._capacity = 1 << math.ceil(math.log2(max(capacity, 1 << 20)))
             self._messages.clear()
             self._memory = None
-            self._memory = _Symmetric(self.place, PLACES * self._capacity, torch.uint8)
+            with torch.inference_mode(False):
+                self._memory = _Symmetric(self.place, PLACES * self._capacity, torch.uint8)
             self._readers = [None] * PLACES
-
-    def end(self) -> None:
-        """After the messages of a call."""
-        self._watchdog.expect(self.computing)
 
     def message_of(self, rank: int, number: int, like: tuple[Tensor, Tensor]) -> Message:
         """The place of a message of a rank, that has the sizes of k and v."""
@@ -233,7 +268,8 @@ class Peer:
             assert self._memory is not None
             begin, size = number % PLACES * self._capacity, (k.numel() + v.numel()) * k.element_size()
             shape = Shape(k, v, k.shape[0], 0, k.dtype)
-            self._messages[key] = Message(shape, self._memory.of[rank][begin : begin + size].view(k.dtype))
+            with torch.inference_mode(False):
+                self._messages[key] = Message(shape, self._memory.of[rank][begin : begin + size].view(k.dtype))
         return self._messages[key]
 
     def start_up_to(self, travel: _PeerTravel) -> None:
@@ -252,6 +288,8 @@ class Peer:
             self._readers[number % PLACES] = to, number
             self.message_of(self.place.rank, number, sent).fill(*sent)
         coming = None if received is None else Message(received)
+        if coming is not None:
+            self._received.append(coming)
         travel = _PeerTravel(self, number, to, sent is not None, source, coming)
         self._waiting.append(travel)
         return travel
@@ -262,7 +300,11 @@ _posts: dict[Group, Peer | None] = {}
 
 
 def peer_of(place: Place, device: torch.device) -> Peer | None:
-    """The group's post, if it has one and may be used now. A group's first call is one of all its ranks."""
+    """The group's post, if it has one and may be used now. A group's first call is one of all its ranks.
+
+    Raises:
+        RuntimeError: the group's first call was on another device.
+    """
     if device.type != "cuda" or place.world == 1:
         return None
     if torch.cuda.is_current_stream_capturing():  # the numbers of messages would be the same in every replay
@@ -271,8 +313,12 @@ def peer_of(place: Place, device: torch.device) -> Peer | None:
         for group in [group for group in _posts if not is_alive(group)]:
             del _posts[group]
         wanted = os.environ.get(VARIABLE) != "0" and "cuda:nccl" in str(dist.get_backend_config(place.group))
-        _posts[place.group] = _made(place, device, wanted)
-    return _posts[place.group]
+        with torch.cuda.device(device):
+            _posts[place.group] = _made(place, device, wanted)
+    post = _posts[place.group]
+    if post is not None and post.device != device:
+        raise RuntimeError(f"flash_wmma: k is on {device}, and was on {post.device} in the group's first call")
+    return post
 
 
 def _host() -> int:
@@ -284,7 +330,7 @@ def _host() -> int:
 
 
 def _made(place: Place, device: torch.device, wanted: bool) -> Peer | None:
-    everyone = exchanged(place, int(wanted), _host(), torch.cuda.current_device())
+    everyone = exchanged(place, int(wanted), _host(), device.index)
     devices = [each[2] for each in everyone]
     one_host = len({each[1] for each in everyone}) == 1 and len(set(devices)) == place.world
     count = torch.cuda.device_count()
@@ -296,6 +342,8 @@ def _made(place: Place, device: torch.device, wanted: bool) -> Peer | None:
     if not all(each[0] for each in exchanged(place, int(possible))):
         return None
     made: Peer | None = None
-    with contextlib.suppress(ImportError, AttributeError, OSError, RuntimeError):
-        made = Peer(place)
+    try:
+        made = Peer(place, device)
+    except (ImportError, AttributeError, OSError, RuntimeError) as error:
+        warnings.warn(f"flash_wmma: messages go by NCCL, since peer copies cannot be set up: {error}", stacklevel=2)
     return made if all(each[0] for each in exchanged(place, int(made is not None))) else None

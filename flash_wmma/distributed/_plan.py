@@ -232,11 +232,11 @@ def _near(
     first_q, first_k, first_own = firsts
     side = ALIGNED if band.alibi else PLAIN
     make = functools.partial(_tile, number, side=side, band=band, shift=0)
-    tiles, needed, row = [], [], 0
-    chunks = []  # of the queries, with the row of each among the sequence's; those that are neighbours as one
+    tiles, needed = [], []
+    chunks, rows = [], 0  # of the queries, with the row of each among the sequence's; those that are neighbours as one
     for begin, end in coalesced(list(pieces(n, world, ranks[0]))):
-        chunks.append((begin, end, row))
-        row += end - begin
+        chunks.append((begin, end, rows))
+        rows += end - begin
     if ranks[0] == ranks[1]:
         for begin, end, row in chunks:
             first, last = begin + (left if begin > 0 else 0), end - (right if end < n else 0)
@@ -330,6 +330,21 @@ def _joined(tiles: list[Tile], in_place: bool) -> list[Tile]:
                 rest = [tile for tile in tiles if tile is not a and tile is not b]
                 return _joined(sorted([both, *rest]), in_place)
     return tiles
+
+
+@functools.lru_cache(256)
+def most_rows(lengths: Lengths, world: int, band: Band) -> tuple[int, int]:
+    """No :func:`pair` of two ranks has more rows: of keys, and of their gradients, where a row counts twice if its pair
+    may not be ``once``. Without the pairs, of which there are many."""
+    if all(_reaches_next_chunk(length, world, band) for length in lengths):
+        assert band.left is not None
+        assert band.right is not None
+        rows = 2 * max(band.left, band.right) * len(lengths)
+        return rows, rows
+    rows = sum(2 * -(-nk // (2 * world)) for _, nk in lengths)
+    plain = band.left is None and band.right in (None, 0) and not band.alibi and not band.dropout
+    once = plain and len(lengths) == 1 and lengths[0][0] == lengths[0][1]
+    return rows, rows if once else 2 * rows
 
 
 @functools.lru_cache(256)

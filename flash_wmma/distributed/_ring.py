@@ -8,9 +8,11 @@ that computed with them.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -23,8 +25,8 @@ from .._call import Lengths as Tables
 from ._agree import Place
 from ._layout import Ranges, count, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
-from ._peer import Peer, peer_of
-from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, keys_of, pair
+from ._peer import peer_of
+from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, keys_of, most_rows, pair
 from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take, take_of_both
 
 MANY = 3
@@ -92,10 +94,9 @@ class Ring:
 
     @functools.cached_property
     def most_rows(self) -> tuple[int, int]:
-        """The longest message between two ranks, in rows: of keys, and of their gradients, where fp32 counts twice."""
-        ranks = range(self.place.world)
-        pairs = [self._pair(q, k) for q in ranks for k in ranks if q != k]
-        return max(p.rows for p in pairs), max(p.rows * (1 if p.once else 2) for p in pairs)
+        """No message between two ranks has more rows: of keys, and of their gradients, where fp32 counts twice. The
+        same on every rank."""
+        return most_rows(self.lengths, self.place.world, self.band)
 
     @functools.cached_property
     def plain_parts(self) -> dict[tuple[int, Job], _Part]:
@@ -107,6 +108,7 @@ class Ring:
 
 
 @functools.lru_cache(256)
+@torch.inference_mode(False)  # serves calls outside of it too
 def _tables(job: Job, padding: _Padding, device: torch.device) -> Tables:
     """The lengths of a job of packed sequences."""
     of_q = [padding.queries + tile.q1 - tile.q0 for tile in job.tiles]
@@ -132,6 +134,7 @@ class _Distances(NamedTuple):
 
 
 @functools.lru_cache(64)
+@torch.inference_mode(False)  # serves calls outside of it too
 def _distances(ring_key: tuple[Lengths, int, int, int, Band], job: Job, device: torch.device) -> _Distances:
     lengths, world, q_rank, k_rank, _ = ring_key
     places_q = positions(tuple(nq for nq, _ in lengths), world, q_rank)
@@ -163,6 +166,7 @@ NOTHING = _Padding()
 
 
 @functools.lru_cache(64)
+@torch.inference_mode(False)  # serves calls outside of it too
 def _ranges(job: Job, padding: _Padding, packed: bool, device: torch.device) -> Tensor:
     """The keys that each query of a job sees, as key_ranges of a padded call."""
     nq, nk, left, right = count(job.q), count(job.k), job.left, job.right
@@ -227,15 +231,17 @@ def _made_part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device:
 # ------------------------------------------------------------------------------------------------------------- messages
 
 
-def _post(ring: Ring, k: Tensor, v: Tensor, backward: bool) -> tuple[Post, Peer | None]:
-    """What sends the messages of a pass; once more if it is that of the GPUs of one host."""
+@contextlib.contextmanager
+def _posted(ring: Ring, k: Tensor, v: Tensor, backward: bool) -> Iterator[Post]:
+    """What sends the messages of a pass."""
     peer = peer_of(ring.place, k.device)
     if peer is None:
-        return Direct(ring.place), None
+        yield Direct(ring.place)
+        return
     keys, gradients = ring.most_rows
-    row = (k.numel() // max(k.shape[ring.dim], 1) + v.numel() // max(v.shape[ring.dim], 1)) * k.element_size()
-    peer.begin(max(keys, gradients if backward else 0) * row)
-    return peer, peer
+    row = sum(math.prod(n for i, n in enumerate(t.shape) if i != ring.dim) for t in (k, v)) * k.element_size()
+    with peer.call(max(keys, gradients if backward else 0) * row):
+        yield peer
 
 
 class _Keys:
@@ -287,24 +293,22 @@ def _forward(
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
     merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_a_query)
-    post, peer = _post(ring, k, v, backward=False)
-    for (source, _, needed, _), keys, values in _Keys(ring, post, k, v):
-        for job in needed.jobs:
-            call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
-            of_q = padded(take(q, job.q, dim), more_q, dim)
-            of_k, of_v = (
-                padded(take_of_both(message, own, job.k, keys_of(job, needed), dim), more_k, dim)
-                for message, own in ((keys, k), (values, v))
-            )
-            place = merged.place(job.q) if shift is None and more_q == 0 and call.lengths is None else None
-            if place is not None:
-                merged.placed(job.q, _ops.forward_into(place, of_q, of_k, of_v, call))
-                continue
-            out, lse = _ops.forward(of_q, of_k, of_v, call)
-            out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
-            merged.add(job.q, out, lse if shift is None else lse + shift)
-    if peer is not None:
-        peer.end()
+    with _posted(ring, k, v, backward=False) as post:
+        for (source, _, needed, _), keys, values in _Keys(ring, post, k, v):
+            for job in needed.jobs:
+                call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
+                of_q = padded(take(q, job.q, dim), more_q, dim)
+                of_k, of_v = (
+                    padded(take_of_both(message, own, job.k, keys_of(job, needed), dim), more_k, dim)
+                    for message, own in ((keys, k), (values, v))
+                )
+                place = merged.place(job.q) if shift is None and more_q == 0 and call.lengths is None else None
+                if place is not None:
+                    merged.placed(job.q, _ops.forward_into(place, of_q, of_k, of_v, call))
+                    continue
+                out, lse = _ops.forward(of_q, of_k, of_v, call)
+                out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
+                merged.add(job.q, out, lse if shift is None else lse + shift)
     return merged.take(q.dtype, sinks)
 
 
@@ -336,56 +340,54 @@ def _backward(
                 dv.add(asked.message, message.v)
             arrived.append(travel)
 
-    post, peer = _post(ring, k, v, backward=True)
-    for (source, to, needed, asked), keys, values in _Keys(ring, post, k, v):
-        own = source == place.rank
-        of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
-        of_queries: list[tuple[Ranges, Tensor]] = []
-        for job in needed.jobs:
-            call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
-            of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
-            split = keys_of(job, needed)
-            of_k, of_v = (
-                padded(take_of_both(message, mine, job.k, split, dim), more_k, dim)
-                for message, mine in ((keys, k), (values, v))
-            )
-            of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
-            assert of_lse is not None
-            of_lse = of_lse if shift is None else of_lse - shift
-            of_q, of_k, of_v, _ = _autograd.gradients(
-                of_dout,
-                None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),
-                of_q,
-                of_k,
-                of_v,
-                of_out,
-                padded(of_lse, more_q, of_lse.dim() - 1),
-                False,
-                call,
-            )
-            of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
-            of_queries.append((job.q, behind(of_q, more_q, dim)))
-            if own:
-                rows = within(needed.message, job.k)
-                dk.add(rows, of_k)
-                dv.add(rows, of_v)
-            else:
-                for of_keys, mine, value in zip(of_message, (dk, dv), (of_k, of_v), strict=True):
-                    of_keys.add(split.message, take(value, split.places_in_message, dim))
-                    if split.own:
-                        mine.add(split.own, take(value, split.places_in_own, dim))
-        if not own:
-            dtype = k.dtype if needed.once else torch.float32
-            computed = (of_message[0].take(dtype), of_message[1].take(dtype)) if needed.rows else None
-            coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
-            going_home.append((post.travel(source, computed, to, coming), asked))
-            going_home[-1][0].start()
-        for rows, of_q in of_queries:  # beside the messages
-            dq.add(rows, of_q)
-        absorb(1)
-    absorb(0)
-    if peer is not None:
-        peer.end()
+    with _posted(ring, k, v, backward=True) as post:
+        for (source, to, needed, asked), keys, values in _Keys(ring, post, k, v):
+            own = source == place.rank
+            of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
+            of_queries: list[tuple[Ranges, Tensor]] = []
+            for job in needed.jobs:
+                call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
+                of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
+                split = keys_of(job, needed)
+                of_k, of_v = (
+                    padded(take_of_both(message, mine, job.k, split, dim), more_k, dim)
+                    for message, mine in ((keys, k), (values, v))
+                )
+                of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
+                assert of_lse is not None
+                of_lse = of_lse if shift is None else of_lse - shift
+                of_q, of_k, of_v, _ = _autograd.gradients(
+                    of_dout,
+                    None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),
+                    of_q,
+                    of_k,
+                    of_v,
+                    of_out,
+                    padded(of_lse, more_q, of_lse.dim() - 1),
+                    False,
+                    call,
+                )
+                of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
+                of_queries.append((job.q, behind(of_q, more_q, dim)))
+                if own:
+                    rows = within(needed.message, job.k)
+                    dk.add(rows, of_k)
+                    dv.add(rows, of_v)
+                else:
+                    for of_keys, mine, value in zip(of_message, (dk, dv), (of_k, of_v), strict=True):
+                        of_keys.add(split.message, take(value, split.places_in_message, dim))
+                        if split.own:
+                            mine.add(split.own, take(value, split.places_in_own, dim))
+            if not own:
+                dtype = k.dtype if needed.once else torch.float32
+                computed = (of_message[0].take(dtype), of_message[1].take(dtype)) if needed.rows else None
+                coming = Shape(k, v, asked.rows, dim, k.dtype if asked.once else torch.float32) if asked.rows else None
+                going_home.append((post.travel(source, computed, to, coming), asked))
+                going_home[-1][0].start()
+            for rows, of_q in of_queries:  # beside the messages
+                dq.add(rows, of_q)
+            absorb(1)
+        absorb(0)
     for travel in arrived:
         travel.finish()
     dsinks = lse.new_empty(0)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .._merge import merge_parts, share
-from ._layout import Ranges, minus, numbers, plus
+from ._layout import Ranges, count, minus, numbers, plus
 from ._plan import Keys
 
 FEW = 4
@@ -16,6 +16,7 @@ FEW = 4
 
 
 @functools.lru_cache(128)
+@torch.inference_mode(False)  # serves calls outside of it too
 def index(ranges: Ranges, device: torch.device) -> Tensor:
     """The rows' numbers."""
     return numbers(ranges).to(device)
@@ -42,18 +43,10 @@ def take_of_both(message: Tensor, own: Tensor, ranges: Ranges, keys: Keys, dim: 
     """The keys of a job: those rows of a message, and of the keys that this rank has itself."""
     if not keys.own:
         return take(message, ranges, dim)
-    if not keys.message:
-        return take(own, keys.own, dim)
-    if len(ranges) > FEW:
-        return take(torch.cat((message, own), dim), ranges, dim)
-    rows, parts = message.shape[dim], []
-    for begin, end in ranges:
-        if begin < rows:
-            parts.append(message.narrow(dim, begin, min(end, rows) - begin))
-        if end > rows:
-            first = max(begin - rows, 0)
-            parts.append(own.narrow(dim, first, end - rows - first))
-    return torch.cat(parts, dim)
+    both = message.new_empty((*message.shape[:dim], count(ranges), *message.shape[dim + 1 :]))
+    put(both, keys.places_in_message, take(message, keys.message, dim), dim)
+    put(both, keys.places_in_own, take(own, keys.own, dim), dim)
+    return both
 
 
 def padded(x: Tensor, n: int, dim: int) -> Tensor:

@@ -63,8 +63,8 @@ FAULTS = [
     Fault(
         name="plan-free-bound",
         path=PLAN,
-        old="left if left < area.i1 - area.i0 - 1 else -1",
-        new="left if left < area.i1 - area.i0 - 2 else -1",
+        old="left if left < i1 - i0 - 1 else -1",
+        new="left if left < i1 - i0 - 2 else -1",
         why="a window that hides one score is dropped",
     ),
     Fault(

@@ -73,7 +73,8 @@ using Told = RowStatistics<16, includes(kProblems, Problems::kMaxima), includes(
 template <Problems kProblems>
 inline constexpr bool kTells = includes(kProblems, Problems::kMaxima) || includes(kProblems, Problems::kEntropies);
 
-/// Whether an instance's blocks may take parts. Those for more than plain problems, and statistics, take whole items.
+/// Whether an instance's blocks may take parts. Those for other than plain problems, with statistics or without, take
+/// whole items.
 template <class Tile, Problems kProblems>
 inline constexpr bool kTakesParts = Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems>);
 
