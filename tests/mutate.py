@@ -75,7 +75,7 @@ CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
     *("key_ranges", "sinks", "dropout", "kvcache", "statistics", "slopes"),
 )
-OP_TESTS = ("errors", "drop_in", "kernels", "hook", *CPU_TESTS)
+OP_TESTS = ("errors", "drop_in", "kernels", "hook", "forward_into", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
     "csrc/cache/": ("kvcache",),
@@ -101,7 +101,7 @@ TESTS = {
     "flash_wmma/_merge.py": ("merge", "distributed"),
     "flash_wmma/_cached.py": ("kvcache",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
-    "flash_wmma/distributed/": ("distributed",),
+    "flash_wmma/distributed/": ("peer", "distributed"),
     "flash_wmma/__init__.py": ("packages", *OP_TESTS),
     "flash_wmma/_autocast.py": ("packages", *OP_TESTS),
     "flash_wmma/_native.py": ("packages", *OP_TESTS),

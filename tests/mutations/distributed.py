@@ -12,6 +12,7 @@ RING = "flash_wmma/distributed/_ring.py"
 ROWS = "flash_wmma/distributed/_rows.py"
 ULYSSES = "flash_wmma/distributed/_ulysses.py"
 MESSAGES = "flash_wmma/distributed/_messages.py"
+PEER = "flash_wmma/distributed/_peer.py"
 MERGE = "flash_wmma/_merge.py"
 KERNEL = "csrc/merge/merge.cu"
 
@@ -426,5 +427,76 @@ FAULTS = [
         old="    dist.all_reduce(total, group=place.group)\n",
         new="",
         why="the gradient is that of this rank alone",
+    ),
+    # ---------------------------------------------------------------------------------------------- peer copies, near
+    Fault(
+        name="peer-place-overwritten",
+        path=PEER,
+        old="            if before is not None:\n",
+        new="            if before is None and number < 0:\n",
+        why="a message is overwritten before it is read",
+    ),
+    Fault(
+        name="peer-place-read-one-early",
+        path=PEER,
+        old="self.place.world + reader), last + 1)",
+        new="self.place.world + reader), last)",
+        why="a message is overwritten when the one before it was read",
+    ),
+    Fault(
+        name="peer-message-not-awaited",
+        path=PEER,
+        old="_wait(stream, post.flags.word(post.place.rank, self._source), number + 1)",
+        new="_wait(stream, post.flags.word(post.place.rank, self._source), number)",
+        why="a message is read before it is written",
+    ),
+    Fault(
+        name="peer-read-not-told",
+        path=PEER,
+        old="_write(stream, post.flags.word(self._source, post.place.world + post.place.rank), number + 1)",
+        new="_write(stream, post.flags.word(self._source, post.place.world + post.place.rank), number)",
+        why="the sender waits for ever for its place",
+    ),
+    Fault(
+        name="peer-calls-of-one-word",
+        path=PEER,
+        old="self._done.data_ptr() + self._calls % CALLS * self._done.element_size(), self._calls)",
+        new="self._done.data_ptr() + CALLS % CALLS * self._done.element_size(), self._calls)",
+        why="a call that ends before an earlier one counts as one that does not end",
+    ),
+    Fault(
+        name="peer-rows-of-this-rank",
+        path=RING,
+        old="math.prod(n for i, n in enumerate(t.shape) if i != ring.dim)",
+        new="t.numel() // max(t.shape[ring.dim], 1)",
+        why="a rank without keys makes no room for those that come",
+    ),
+    Fault(
+        name="near-rows-of-gradients",
+        path=RING,
+        old="                            mine.add(split.own, take(value, split.places_in_own, dim))\n",
+        new="                            mine.add(split.own, take(value, split.own, dim))\n",
+        why="gradients of keys near a border are those of other keys",
+    ),
+    Fault(
+        name="near-own-keys-behind",
+        path=PLAN,
+        old="                keys = own, own + left + right\n",
+        new="                keys = own, own + left\n",
+        why="queries near a border do not see the last keys behind them",
+    ),
+    Fault(
+        name="near-bound",
+        path=PLAN,
+        old="    return band.left + band.right <= nq // (2 * world)\n",
+        new="    return max(band.left, band.right) <= nq // (2 * world)\n",
+        why="queries of a short chunk see the chunks on both sides of it",
+    ),
+    Fault(
+        name="into-other-rows",
+        path="csrc/torch/ops_forward.cpp",
+        old="    if (kernel_readable(out)) {\n",
+        new="    if (out.sizes[3] % 8 == 0) {\n",
+        why="a kernel writes rows that are not aligned",
     ),
 ]
