@@ -117,6 +117,17 @@ def test_packed(backward_target: Target, per_sequence: bool) -> None:
         torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_auto_takes_tensor_cores(cuda: torch.device, dtype: torch.dtype) -> None:
+    made = [torch.randn(2, h, n, 64, device=cuda).to(dtype) for h, n in ((4, 70), (2, 90), (2, 90), (4, 70))]
+    given = [*made, torch.randn(2, 4, 70, device=cuda)]
+    slopes = torch.rand(4, device=cuda)
+    name = "bwd_sm80" if flash_wmma.device_facts().arch >= 80 else "bwd_sm75"
+    found = [gradients(kernel, given, slopes, "causal", deterministic=True) for kernel in ("auto", name)]
+    assert all(map(torch.equal, *found))
+
+
 def test_gradcheck() -> None:
     q, k, v = (torch.randn(1, 2, n, 8) for n in (5, 6, 6))
 
