@@ -26,10 +26,10 @@ struct Shape {
 
 /// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and
 /// fits the device. Instances for converted inputs take no others.
-inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const ForwardParams& p,
+inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const BackwardParams& p,
                                  const DeviceFacts& device) {
-    const int d = std::max(p.head_dim, p.head_dim_v);
-    const bool converted = p.dtype != dtype;
+    const int d = std::max(p.forward.head_dim, p.forward.head_dim_v);
+    const bool converted = p.forward.dtype != dtype;
     const Problems problems = problems_of(p, converted);
     for (const Shape& shape : shapes) {
         const Instance& tile = shape.facts;

@@ -21,13 +21,16 @@ enum class Problems : unsigned {
     kDropped = 512,     ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
     kMaxima = 2048,     ///< wgmma_sm90 only, of plain problems: the rows' largest scores besides (RowStatistics)
     kEntropies = 4096,  ///< likewise: the rows' entropies
+    kTerms = 8192,      ///< backward: the gradients of statistics (WeightTerms) and of ALiBi's slopes besides
     kMaximaEntropies = kMaxima | kEntropies,
     kPackedDropped = kPacked | kDropped,
     kGeneral = kPackedDropped | kModified,
     kGeneralChanged = kGeneral | kChanged,
     kGeneralCached = kGeneral | kCached,
     kConvertedChanged = kGeneralChanged | kConverted,
-    kAny = kGeneral | kConverted,                   ///< but no cache
+    kAny = kGeneral | kConverted,  ///< but no cache
+    kGeneralTerms = kGeneral | kTerms,
+    kAnyTerms = kAny | kTerms,
     kUndropped = kPacked | kModified | kConverted,  ///< of kAny what has no dropout (nvcc wants a name for each set)
     kAll = kAny | kCached,
 };
@@ -51,6 +54,10 @@ inline Problems problems_of(const ForwardParams& p, bool converted) {
         problems = problems | Problems::kModified;
     if (p.dropout.rng_state) problems = problems | Problems::kDropped;
     return problems;
+}
+inline Problems problems_of(const BackwardParams& p, bool converted) {
+    const Problems problems = problems_of(p.forward, converted);
+    return p.dentropy || p.dcolumn_sum || p.dslopes ? problems | Problems::kTerms : problems;
 }
 
 }  // namespace flash_wmma

@@ -73,7 +73,7 @@ def _gradients(
     dsinks = lse.new_empty(0)
     if sinks_grad:
         dsinks = sinks_gradient(dout, dlse, out, lse, call)
-    *wide, attn_bias = widened(q, k, v, out, dout, call.attn_bias)
+    *wide, attn_bias = widened(call, q, k, v, out, dout, call.attn_bias)
     wide_q, wide_k, wide_v, wide_out, wide_dout = (t for t in wide if t is not None)
     call_of_kernel = call._replace(attn_bias=attn_bias)
     dq, dk, dv, dbias, dslopes = _ops.backward_with_statistics(

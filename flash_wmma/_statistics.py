@@ -48,9 +48,9 @@ def checked_names(return_aux: Any) -> tuple[str, ...]:
     return tuple(return_aux)
 
 
-def widened(q: Tensor, *others: Tensor | None) -> list[Tensor | None]:
-    """q and the others as ``bwd_simt`` reads them, which takes float32 alone."""
-    narrow = q.device.type == "cuda" and q.dtype in (torch.float16, torch.bfloat16)
+def widened(call: Call, q: Tensor, *others: Tensor | None) -> list[Tensor | None]:
+    """q and the others as the call's kernel of backward reads them: ``bwd_simt`` takes float32 alone."""
+    narrow = call.backward_kernel == "bwd_simt" and q.is_cuda and q.dtype in (torch.float16, torch.bfloat16)
     return [t.float() if narrow and t is not None and t.dtype == q.dtype else t for t in (q, *others)]
 
 
@@ -119,8 +119,7 @@ def _count(
     key_weights: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Maxima, entropies, column sums, and the sums over keys of weights times ``key_weights``; empty if not named."""
-    if call.backward_kernel == "bwd_simt":
-        q, k, attn_bias = widened(q, k, attn_bias)  # type: ignore[assignment]
+    q, k, attn_bias = widened(call, q, k, attn_bias)  # type: ignore[assignment]
     call = call._replace(attn_bias=attn_bias, alibi_slopes=alibi_slopes, sinks=sinks)
     return _ops.statistics(q, k, lse, call, names, key_weights)
 
@@ -248,10 +247,7 @@ def _gradients(
     call: Call,
     wanted: tuple[bool, ...],
 ) -> tuple[Tensor, ...]:
-    """The gradients of q, k, attn_bias, alibi_slopes and sinks; ``wanted``: of the last three which. Empty if not.
-
-    On a GPU ``bwd_simt`` alone computes them.
-    """
+    """The gradients of q, k, attn_bias, alibi_slopes and sinks; ``wanted``: of the last three which. Empty if not."""
     delta = torch.zeros_like(lse)
     of_sinks = torch.zeros_like(lse)
     if sinks is not None:
@@ -261,7 +257,7 @@ def _gradients(
     if dcolumn_sum is not None:
         delta = delta + _count(q, k, attn_bias, alibi_slopes, sinks, lse, call, (), dcolumn_sum)[3]
     subtrahend = delta if dentropy is None else delta + dentropy
-    wide_q, wide_k, wide_bias = widened(q, k, attn_bias)
+    wide_q, wide_k, wide_bias = widened(call, q, k, attn_bias)
     assert wide_q is not None
     assert wide_k is not None
     zeros = wide_q.new_zeros(8)  # stand for v, out and its gradient

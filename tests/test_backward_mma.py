@@ -159,3 +159,75 @@ def test_converted_inputs(name: str, d: int, dv: int, deterministic: bool) -> No
     """On general instances of half, of little shared memory."""
     case = Case(70, 150, causal=True, softcap=3.0, bias=(1, 2, 70, 150), dlse=True)
     check(name, case, d, dv, torch.float32, 99 if name == "bwd_sm80" else 64, deterministic)
+
+
+class Terms(NamedTuple):
+    """What the gradients of statistics and of slopes add to a call."""
+
+    nq: int
+    nk: int
+    left: int
+    softcap: float = 0.0
+
+
+def check_terms(kernel: str, case: Terms, d: int, dtype: torch.dtype, smem_kib: int, deterministic: bool) -> None:
+    """Gradients through out, lse, the entropy and the column sums at once, to the slopes too."""
+    make = torch.Generator().manual_seed(0)
+    nq, nk = case.nq, case.nk
+    shapes = ((1, 2, nq, d), (1, 1, nk, d), (1, 1, nk, d), (1, 2, nq, d))
+    q, k, v, dout = (torch.randn(shape, generator=make).half().to(dtype) for shape in shapes)
+    dlse, dentropy = torch.randn(2, 1, 2, nq, generator=make).unbind()
+    dcolumns, slopes = torch.randn(1, 2, nk, generator=make), torch.tensor([0.05, 0.02])
+
+    wanted = [t.double().requires_grad_() for t in (q, k, v, slopes)]
+    x = wanted[0] @ grouped(wanted[1], 2).mT * d**-0.5
+    if case.softcap:
+        x = case.softcap * (x / case.softcap).tanh()
+    place, key = torch.arange(nq)[:, None] + nk - nq, torch.arange(nk)
+    seen = (key <= place) & (key >= place - case.left)
+    x = (x - wanted[3][:, None, None] * (place - key).abs()).masked_fill(~seen, -math.inf)
+    lse = x.logsumexp(-1)
+    logs = (x - lse[..., None]).masked_fill(~seen, 0.0)
+    weights = logs.exp().masked_fill(~seen, 0.0)
+    out, entropy = weights @ grouped(wanted[2], 2), -(weights * logs).sum(-1)
+    loss = (out * dout.double()).sum() + (lse * dlse).sum() + (entropy * dentropy).sum()
+    gradients = torch.autograd.grad(loss + (weights.sum(2) * dcolumns).sum(), wanted)
+    of_weights = dcolumns[:, :, None] - dentropy[..., None] * (logs + 1)
+    subtrahend = (weights * of_weights).sum(-1) + dentropy
+
+    def run() -> tuple[Tensor, ...]:
+        *found, _, dslopes = torch.ops.flash_wmma.backward_with_statistics(
+            *(dout, (dlse - subtrahend).detach().float(), q, k, v, out.detach().to(dtype), lse.detach().float()),
+            *(dentropy, dcolumns, None, None, None, 0, 0),
+            window_left=case.left,
+            window_right=0,
+            bottom_right=True,
+            alibi_slopes=slopes,
+            softcap=case.softcap,
+            slopes_grad=True,
+            deterministic=deterministic,
+            kernel_name=kernel,
+        )
+        return (*found, dslopes.sum((0, 2)))
+
+    with flash_wmma.emulator.settings(mode="checked", smem_optin=smem_kib * KIB):
+        results = run()
+        again = run() if deterministic else results
+    for name, got, want, repeated in zip(("dq", "dk", "dv", "dslopes"), results, gradients, again, strict=True):
+        error = ((got.double() - want).abs().max() / want.abs().max()).item()
+        assert error < TOLERANCE[dtype], f"{name}: {error}"
+        assert torch.equal(got, repeated), name
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    ("name", "d", "dtype"),
+    [
+        *(("bwd_sm80", d, dtype) for d in (64, 128, 256, 512) for dtype in TOLERANCE),
+        *(("bwd_sm75", d, dtype) for d in (64, 128, 256) for dtype in (torch.float32, torch.float16)),
+    ],
+)
+def test_terms(name: str, d: int, dtype: torch.dtype, deterministic: bool) -> None:
+    """Of several tiles of keys and of queries, where some tile of keys is not seen by the last queries."""
+    case = Terms(150, 170, 90, softcap=4.0 if deterministic else 0.0)
+    check_terms(name, case, d, dtype, 99 if name == "bwd_sm80" else 64, deterministic)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from needs import needs
-from reference import exact_forward, few, normal
+from reference import exact_forward, few, normal, operand_dtype
 from test_backward import MASKS
 from test_varlen import cumulative
 from torch import Tensor
@@ -22,10 +22,11 @@ def numbers(shape: tuple[int, ...], device: str, seed: int) -> Tensor:
 
 
 def inputs(target: Target, nq: int, nk: int, d: int = 64, batch: int = 2) -> list[Tensor]:
-    """q, k, v and the gradients of out and lse."""
+    """q, k, v and the gradients of out and lse. A kernel that converts the former converts them exactly."""
     kernel, dtype = target
     shapes = ((4, nq, 1), (2, nk, 2), (2, nk, 3), (4, nq, 4))
     made = [normal((batch, h, n, d), "contiguous", dtype, kernel.device, seed) for h, n, seed in shapes]
+    made = [t.to(operand_dtype(kernel, dtype)).to(dtype) for t in made]
     return [*made, numbers((batch, 4, nq), kernel.device, 5)]
 
 
@@ -42,16 +43,20 @@ def gradients(kernel: str, given: list[Tensor], slopes: Tensor, mask: str, **opt
     return list(torch.autograd.grad(loss, leaves))
 
 
-def compare(got: list[Tensor], right: list[Tensor]) -> None:
+def compare(target: Target, got: list[Tensor], right: list[Tensor]) -> None:
+    kernel, dtype = target
+    # out is rounded to q's type, and so delta; dS to the type of the products
+    low = max(torch.finfo(t).eps for t in (dtype, operand_dtype(kernel, dtype)))
     for name, one, its in zip(("q", "k", "v", "slopes"), got, right, strict=True):
-        low = max(torch.finfo(one.dtype).eps, torch.finfo(got[0].dtype).eps)  # out is rounded to q's type, and so delta
         error = float((one.double() - its).abs().max()) / max(float(its.abs().max()), 0.1)
         assert error <= (16 if name == "slopes" else 4) * low + 1e-5, f"gradient of {name}: {error:.2e}"
 
 
 @needs(
     "the gradient of alibi_slopes",
-    lambda kernel, deterministic: not deterministic or "deterministic" in kernel.features,
+    lambda kernel, d, deterministic: (
+        d <= kernel.head_dims[1] and (not deterministic or "deterministic" in kernel.features)
+    ),
 )
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", ["dense", "causal", "bottom right", "window"])
@@ -65,7 +70,7 @@ def test_against_float64(backward_target: Target, nq: int, nk: int, d: int, mask
     slopes = numbers(shape, kernel.device, 6).abs() / 8
     got = gradients(kernel.name, given, slopes, mask, deterministic=deterministic)
     assert got[3].shape == slopes.shape
-    compare(got, gradients("math", [t.double() for t in given], slopes, mask))
+    compare(backward_target, got, gradients("math", [t.double() for t in given], slopes, mask))
     if deterministic:
         again = gradients(kernel.name, given, slopes, mask, deterministic=True)
         assert all(torch.equal(a, b) for a, b in zip(got, again, strict=True))
@@ -84,27 +89,45 @@ def test_with_everything(backward_target: Target) -> None:
     }  # fmt: skip
     slopes = numbers((4,), kernel.device, 6).abs() / 8
     got = gradients(kernel.name, given, slopes, "causal", **options)
-    compare(got, gradients("math", [t.double() for t in given], slopes, "causal", **options))
+    compare(backward_target, got, gradients("math", [t.double() for t in given], slopes, "causal", **options))
 
 
+@needs("the gradient of alibi_slopes", "varlen", "attn_bias", "sinks")
 @pytest.mark.parametrize("per_sequence", [False, True])
-def test_packed(per_sequence: bool) -> None:
+def test_packed(backward_target: Target, per_sequence: bool) -> None:
     """With the gradients of a bias and of sinks beside it, and a sequence without queries."""
+    kernel, kernel_dtype = backward_target
+    operand, device = operand_dtype(kernel, kernel_dtype), kernel.device
     lengths_q, lengths_k = (9, 0, 20), (12, 5, 16)
-    q, k, v = (torch.randn(sum(n), 4, 16) for n in (lengths_q, lengths_k, lengths_k))
-    slopes = torch.rand((3, 4) if per_sequence else (4,))
-    bias, sinks = torch.randn(3, 1, 20, 16), torch.randn(4)
+    shapes = ((lengths_q, 4), (lengths_k, 2), (lengths_k, 2))
+    q, k, v = (torch.randn(sum(n), h, 16, device=device).to(operand).to(kernel_dtype) for n, h in shapes)
+    slopes = torch.rand((3, 4) if per_sequence else (4,), device=device)
+    bias, sinks = torch.randn(3, 1, 20, 16, device=device), torch.randn(4, device=device)
 
-    def found(kernel: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        cu = [cumulative(n, "cpu") for n in (lengths_q, lengths_k)]
-        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v, bias, sinks)]
-        leaves.append(slopes.clone().requires_grad_())
-        kinds: dict[str, Any] = {"alibi_slopes": leaves[5], "sinks": leaves[4], "attn_bias": leaves[3].float()}
-        out, lse = flash_wmma.forward_varlen(*leaves[:3], *cu, 20, 16, kernel=kernel, return_lse=True, **kinds)
-        return torch.autograd.grad(out.square().sum() + lse.square().sum(), leaves)
+    def found(name: str, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        cu = [cumulative(n, device) for n in (lengths_q, lengths_k)]
+        leaves = [t.to(dtype).requires_grad_() for t in (q, k, v)]
+        leaves += [t.clone().requires_grad_() for t in (bias, sinks, slopes)]
+        kinds: dict[str, Any] = {"alibi_slopes": leaves[5], "sinks": leaves[4], "attn_bias": leaves[3]}
+        kinds |= {"kernel": name} if name == "math" else {"backward_kernel": name, "kernel": exact_forward(q)}
+        out, lse = flash_wmma.forward_varlen(*leaves[:3], *cu, 20, 16, return_lse=True, **kinds)
+        return torch.autograd.grad(out.to(lse.dtype).square().sum() + lse.square().sum(), leaves)
 
-    for a, b in zip(found("auto", torch.float32), found("math", torch.float64), strict=True):
-        torch.testing.assert_close(a.double(), b.double(), rtol=1e-3, atol=1e-4)
+    low = max(torch.finfo(t).eps for t in (kernel_dtype, operand))
+    for a, b in zip(found(kernel.name, kernel_dtype), found("math", torch.float64), strict=True):
+        tolerance = 1e-4 + 8 * low
+        torch.testing.assert_close(a.double(), b.double(), rtol=tolerance, atol=tolerance * float(b.abs().max()))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_auto_takes_tensor_cores(cuda: torch.device, dtype: torch.dtype) -> None:
+    made = [torch.randn(2, h, n, 64, device=cuda).to(dtype) for h, n in ((4, 70), (2, 90), (2, 90), (4, 70))]
+    given = [*made, torch.randn(2, 4, 70, device=cuda)]
+    slopes = torch.rand(4, device=cuda)
+    name = "bwd_sm80" if flash_wmma.device_facts().arch >= 80 else "bwd_sm75"
+    found = [gradients(kernel, given, slopes, "causal", deterministic=True) for kernel in ("auto", name)]
+    assert all(map(torch.equal, *found))
 
 
 def test_gradcheck() -> None:

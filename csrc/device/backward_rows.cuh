@@ -41,7 +41,7 @@ struct alignas(16) RowPair {
 };
 
 /// Of a group of rows of converted inputs: the exponents of q and dout, and bounds of log2 of the norms of dout's rows
-/// and of log2 |D|.
+/// and of log2 |D|, or of log2 of what the statistics' gradients add to dS, if that is larger (bound_terms).
 struct alignas(16) QueryScales {
     float q, dout, dout_norm, delta;
 };
@@ -140,6 +140,9 @@ inline constexpr int kRowThreads = 256;
 struct PrepareMemory {
     float4 warp_maximum[kRowThreads / 32 / 4];
 };
+struct TermsBoundMemory {
+    float of_queries[kRowThreads / 32], of_keys[kRowThreads / 32];
+};
 
 // prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
 // between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
@@ -203,6 +206,48 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
                               log2f(largest)};
     }
+}
+
+/// Raises the bound of log2 |D| of a group to that of |dentropy| / e + |dcolumn_sum| of its queries and all keys: the
+/// statistics' gradients add no more to dS, since -P ln P is at most 1 / e.
+template <class Machine>
+__global__ void __launch_bounds__(kRowThreads) bound_terms(const __grid_constant__ Problem problem) {
+    constexpr float kLargestTerm = 0.3678795f;  // 1 / e, rounded up
+    const ForwardParams& p = problem.forward;
+    const RowGroup group = row_group(p);
+    const Sequence& sequence = group.sequence;
+    const int tid = static_cast<int>(threadIdx.x);
+    if (group.first_row < 0 || group.first_row >= sequence.seqlen_q) return;
+    const auto largest = [&](const float* numbers, int begin, int end) {  // of those that are finite
+        float found = 0.f;
+        for (int i = begin + tid; numbers && i < end; i += kRowThreads)
+            if (isfinite(numbers[i])) found = fmaxf(found, fabsf(numbers[i]));
+        return found;
+    };
+    const std::int64_t head_q = sequence.index * p.lse_batch + group.head * p.lse_head + sequence.first_q;
+    const std::int64_t head_k = sequence.index * problem.key_batch + group.head * problem.key_head + sequence.first_k;
+    float of_queries = largest(problem.dentropy ? problem.dentropy + head_q : nullptr, group.first_row,
+                               min(group.first_row + kRowGroup, sequence.seqlen_q));
+    float of_keys = largest(problem.dcolumn_sum ? problem.dcolumn_sum + head_k : nullptr, 0, sequence.seqlen_k);
+    auto& smem = shared_memory<TermsBoundMemory>();
+#pragma unroll
+    for (int l = 16; l; l /= 2) {
+        of_queries = fmaxf(of_queries, shuffle_xor(of_queries, l));
+        of_keys = fmaxf(of_keys, shuffle_xor(of_keys, l));
+    }
+    if (tid % 32 == 0) {
+        smem.of_queries[tid / 32] = of_queries;
+        smem.of_keys[tid / 32] = of_keys;
+    }
+    __syncthreads();
+    if (tid > 0) return;
+#pragma unroll
+    for (int w = 1; w < kRowThreads / 32; ++w) {
+        of_queries = fmaxf(of_queries, smem.of_queries[w]);
+        of_keys = fmaxf(of_keys, smem.of_keys[w]);
+    }
+    float& delta = problem.scales[blockIdx.x].delta;
+    delta = fmaxf(delta, log2f(fmaf(kLargestTerm, of_queries, of_keys)));
 }
 
 template <class Machine, class T>
@@ -303,6 +348,9 @@ void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
     const Problem problem = problem_of(params);
     launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
+    if constexpr (Converted)
+        if (problem.dentropy || problem.dcolumn_sum)
+            launch_rows(bound_terms<Machine>, problem, stream, int{sizeof(TermsBoundMemory)});
     if (problem.extents) launch_rows(find_extents<Machine>, problem, stream);
     if (params.deterministic) {
         shape(Pass::kKeys).launch(problem, stream);

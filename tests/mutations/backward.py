@@ -744,8 +744,8 @@ FAULTS = [
     Fault(
         name="bwd-shape-by-d-alone",
         path=SHAPES,
-        old="const int d = std::max(p.head_dim, p.head_dim_v);",
-        new="const int d = p.head_dim;",
+        old="const int d = std::max(p.forward.head_dim, p.forward.head_dim_v);",
+        new="const int d = p.forward.head_dim;",
         why="an instance that holds d and not d_v is taken",
         kernels=SM75,
     ),

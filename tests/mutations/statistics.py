@@ -11,6 +11,9 @@ COUNTED = "csrc/backward/simt/statistics.cuh"
 KERNEL = "csrc/backward/simt/bwd_simt.cuh"
 PYTHON = "flash_wmma/_statistics.py"
 ON_TENSOR_CORES = "csrc/backward/mma/statistics.cuh"
+MMA = "csrc/backward/mma/kernel.cuh"
+MMA_SLOPES = "csrc/backward/mma/slopes.cuh"
+BACKWARD_ROWS = "csrc/device/backward_rows.cuh"
 TOLD = "csrc/device/row_statistics.cuh"
 SIMT = ("bwd_simt",)
 SM80 = ("bwd_sm80",)
@@ -232,6 +235,47 @@ FAULTS = [
         why="a key's sum is that of the queries of one lane",
         kernels=SIMT,
         tests=STATISTICS,
+    ),
+    Fault(
+        name="mma-terms-of-dropped-weights",
+        path=MMA,
+        old="x += weight < 0.f ? -term : term;",
+        new="x += term;",
+        why="of dropped weights the terms have the wrong sign",
+        kernels=SM80,
+        tests=STATISTICS,
+    ),
+    Fault(
+        name="mma-terms-not-bounded",
+        path=BACKWARD_ROWS,
+        old="log2f(fmaf(kLargestTerm, of_queries, of_keys))",
+        new="log2f(kLargestTerm * of_queries)",
+        why="of converted inputs, dS with large gradients of column sums does not fit half",
+        kernels=SM80,
+        tests=STATISTICS,
+    ),
+    Fault(
+        name="mma-slopes-of-one-warp",
+        path=MMA_SLOPES,
+        old="warp < Tile::kStreamWarps; ++warp) sum",
+        new="warp < 1; ++warp) sum",
+        why="of the warps that share keys one alone counts its queries",
+        kernels=SM80,
+        tests=SLOPES,
+    ),
+    Fault(
+        name="mma-slopes-of-two-heads",
+        path=MMA_SLOPES,
+        old="""        clear();
+    }
+
+  private:""",
+        new="""    }
+
+  private:""",
+        why="a query head's sums hold those of the head before, which shares its keys",
+        kernels=SM80,
+        tests=SLOPES,
     ),
     Fault(
         name="slopes-without-dropouts-factor",

@@ -1,6 +1,6 @@
 // bwd_sm75: the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh on Turing, and by JIT on anything later:
 // m16n8k8 of half, tiles through registers, at most 64 KiB of shared memory; bf16 and fp32 inputs are converted. Its
-// instances but those for statistics, the choice among them, and its row in the registry.
+// instances but those for statistics and their gradients, the choice among them, and its row in the registry.
 // architectures: 7.5+PTX
 #include "backward/mma/row.cuh"
 #include "backward/mma/shapes.cuh"
@@ -41,11 +41,11 @@ template <Pass kPass, const auto& kRows, Problems kMore = Problems::kPlain>
 std::vector<Shape> shapes() {
     return backward::shapes<mma::Sm75, half, kPass, kRows, kMore>(75);
 }
-const std::vector<Shape> kShapes =
-    join({shapes<Pass::kFused, kPlainRows>(), shapes<Pass::kFused, kFusedRows>(), shapes<Pass::kKeys, kKeysRows>(),
-          shapes<Pass::kQueries, kQueriesRows>(), shapes<Pass::kFused, kFusedRows, Problems::kConverted>(),
-          shapes<Pass::kKeys, kKeysRows, Problems::kConverted>(),
-          shapes<Pass::kQueries, kQueriesRows, Problems::kConverted>()});
+const std::vector<Shape> kShapes = join(
+    {shapes<Pass::kFused, kPlainRows>(), shapes<Pass::kFused, kFusedRows>(), shapes<Pass::kKeys, kKeysRows>(),
+     shapes<Pass::kQueries, kQueriesRows>(), shapes<Pass::kFused, kFusedRows, Problems::kConverted>(),
+     shapes<Pass::kKeys, kKeysRows, Problems::kConverted>(),
+     shapes<Pass::kQueries, kQueriesRows, Problems::kConverted>(), sm75_terms_shapes(), sm75_converted_terms_shapes()});
 const std::vector<StatisticsShape> kStatisticsShapes = sm75_statistics();
 
 const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes, kStatisticsShapes>::row(
@@ -56,7 +56,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm75, kShapes, kStatisticsSh
      .float32 = true,
      .float16 = true,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
-                 kBiasGradient | kDeterministic | kStatistics,
+                 kBiasGradient | kDeterministic | kStatistics | kStatisticsGradient | kSlopesGradient,
      .auto_rank = 20});
 const Registration kRegistration(kInfo);
 

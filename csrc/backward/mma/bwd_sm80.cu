@@ -9,7 +9,8 @@ namespace {
 
 const std::vector<Shape> kShapes =
     join({sm80_half_shapes(), sm80_half_general_shapes(), sm80_half_split_shapes(), sm80_half_converted_shapes(),
-          sm80_bf16_shapes(), sm80_bf16_general_shapes(), sm80_bf16_split_shapes()});
+          sm80_half_terms_shapes(), sm80_half_converted_terms_shapes(), sm80_bf16_shapes(), sm80_bf16_general_shapes(),
+          sm80_bf16_split_shapes(), sm80_bf16_terms_shapes()});
 const std::vector<StatisticsShape> kStatisticsShapes = join({sm80_half_statistics(), sm80_bf16_statistics()});
 
 const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes, kStatisticsShapes>::row(
@@ -20,7 +21,7 @@ const BackwardKernelInfo kInfo = TensorCoreRow<mma::Sm80, kShapes, kStatisticsSh
      .float32 = true,
      .float16 = true,
      .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim | kDropout | kSinks |
-                 kBiasGradient | kDeterministic | kStatistics,
+                 kBiasGradient | kDeterministic | kStatistics | kStatisticsGradient | kSlopesGradient,
      .auto_rank = 30});
 const Registration kRegistration(kInfo);
 

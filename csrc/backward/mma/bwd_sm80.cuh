@@ -71,4 +71,25 @@ inline constexpr TableRow kSm80ConvertedQueries[] = {
     {kGeneral, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
 };
 
+/// The passes of problems with gradients of statistics or of slopes, of converted inputs too: shapes that fit 99 KiB.
+/// None was timed.
+inline constexpr TableRow kSm80Terms[] = {
+    {kGeneralTerms, {.d = 64, .own_warps = 4, .stream_rows = 64, .blocks_per_sm = 2}},
+    {kGeneralTerms, {.d = 128, .stream_warps = 2, .stream_rows = 64, .step = 32, .blocks_per_sm = 2}},
+    {kGeneralTerms, {.d = 256, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneralTerms, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32, .columns = 256}},
+};
+inline constexpr TableRow kSm80TermsQueries[] = {
+    {kGeneralTerms, {.d = 64, .own_warps = 4, .stream_rows = 64, .stages = 2, .in_registers = 2, .blocks_per_sm = 2}},
+    {kGeneralTerms, {.d = 128, .own_warps = 4, .stream_rows = 32, .stages = 2, .blocks_per_sm = 2}},
+    {kGeneralTerms, {.d = 256, .own_warps = 4, .row_tiles = 1, .stream_rows = 32}},
+    {kGeneralTerms, {.d = 512, .own_warps = 1, .stream_warps = 2, .row_tiles = 1, .stream_rows = 32}},
+};
+template <class T, Problems kMore = Problems::kPlain>
+std::vector<Shape> sm80_terms_shapes() {
+    return join({shapes<mma::Sm80, T, Pass::kFused, kSm80Terms, kMore>(80),
+                 shapes<mma::Sm80, T, Pass::kKeys, kSm80Terms, kMore>(80),
+                 shapes<mma::Sm80, T, Pass::kQueries, kSm80TermsQueries, kMore>(80)});
+}
+
 }  // namespace flash_wmma::backward

@@ -32,16 +32,18 @@
 
 #include "backward/mma/products.cuh"
 #include "backward/mma/scores.cuh"
+#include "backward/mma/slopes.cuh"
 #include "backward/mma/streamed_tiles.cuh"
 #include "backward_shapes.h"
 #include "device/dropout_tile.cuh"
 #include "device/score_mod.cuh"
+#include "device/weight_terms.cuh"
 
 namespace flash_wmma::backward {
 
 /// Map of a block's shared memory.
 template <class Tile, Pass kPass>
-struct SharedMemory : TileMemory<Tile> {
+struct PassMemory : TileMemory<Tile> {
     using typename TileMemory<Tile>::Weights;
     static constexpr bool kExchangesP = Tile::kStreamWarps > 1 && kPass != Pass::kQueries;
     static constexpr bool kExchangesDs = Tile::kStreamWarps > 1 || kPass == Pass::kFused;
@@ -50,6 +52,15 @@ struct SharedMemory : TileMemory<Tile> {
     std::conditional_t<kExchangesP, Weights, Nothing> p;
     RowPair facts[Tile::kStages][kPass == Pass::kQueries ? 1 : Tile::kStream / 2];  // of streamed queries
 };
+
+/// The same with room for the gradient of slopes.
+template <class Tile, Pass kPass>
+struct TermsMemory : PassMemory<Tile, kPass> {
+    SlopesMemory<Tile> slopes;
+};
+template <class Tile, Problems kProblems, Pass kPass>
+using SharedMemory = std::conditional_t<includes(kProblems, Problems::kTerms) && kPass != Pass::kQueries,
+                                        TermsMemory<Tile, kPass>, PassMemory<Tile, kPass>>;
 
 /// Exponents of dQ's products, for add_to_dq: -inf for keys that no row of the streamed tile of `stream` rows sees.
 struct DqExponent {
@@ -90,6 +101,19 @@ __device__ __forceinline__ PairScales follow_units(Gradient<Tile>& d_first, Grad
         if constexpr (kOwnsKeys) second_unit.follow(d_second, of_q.dout);
     }
     return PairScales(problem.forward.scale * kLog2e, of_q, of_k);
+}
+
+/// Adds the terms of the statistics' gradients, times `unit`, to dP - D, of the columns from `column` on of P. A dropped
+/// weight's P is negative, and so is what it multiplies.
+template <class Tile, bool kOwnsKeys>
+__device__ __forceinline__ void add_terms(ScoresPart<Tile>& ds, const Scores<Tile>& p, int column,
+                                          const ScorePlace<Tile, kOwnsKeys>& place, const WeightTerms& terms,
+                                          float unit) {
+    ds.each([&](float& x, int i, int c) {
+        const float weight = p.at(i, column + c);
+        const float term = unit * terms(fabsf(weight), place.query(i, column + c), place.key(i, column + c));
+        x += weight < 0.f ? -term : term;
+    });
 }
 
 /// Adds dS, times `unit`, to the gradient of the bias. dS is that of the columns from `column` on of P.
@@ -149,16 +173,18 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
 }
 
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
-/// Converted inputs (scales.cuh) have instances of their own, so that no other instance keeps exponents in registers.
+/// Converted inputs (scales.cuh), and the gradients of statistics and of slopes, have instances of their own, so that no
+/// other instance keeps exponents or sums in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
 // memory, as a rule 10 to 50 loads a streamed tile, at d = 256 up to 115, against some thousand instructions.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     backward(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
-    using Map = SharedMemory<Tile, kPass>;
+    using Map = SharedMemory<Tile, kProblems, kPass>;
     constexpr bool kOwnsKeys = kPass != Pass::kQueries, kThroughRegisters = Tile::Machine::kThroughRegisters;
     constexpr bool kGeneral = kProblems != Problems::kPlain, kConverted = includes(kProblems, Problems::kConverted);
+    constexpr bool kTerms = includes(kProblems, Problems::kTerms);
     static_assert(!kConverted || (std::is_same_v<T, half> && kScaleRows % Tile::kWarpRows == 0 &&
                                   (kScaleRows % Tile::kOwn == 0 || Tile::kOwn % kScaleRows == 0)));
     constexpr int kRowTiles = Tile::kRowTiles, kStep = Tile::kStep, kStages = Tile::kStages;
@@ -210,6 +236,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
         [[maybe_unused]] DropoutState dropout;
         if (drops) dropout = dropout_state(p.dropout);
+        [[maybe_unused]] std::conditional_t<kTerms, SlopesGradient<Tile>, Nothing> slopes_gradient;
         int slot = 0;
         for (; left > 0; --left, at.advance()) {
             ptx::cp_async_wait<0>();
@@ -286,7 +313,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                                 const float minus = minus_d(i, column) * (kConverted ? scales.delta : 1.f);
                                 x = s.at(i, 8 * part + column) < 0.f ? -minus : x;
                             });
+                    if constexpr (kTerms)
+                        if (WeightTerms::any(problem))
+                            add_terms(ds, s, 8 * part, place, WeightTerms(problem, sequence, at.head), scales.delta);
                     ds.each([&](float& x, int i, int column) { x *= s.at(i, 8 * part + column); });
+                    if constexpr (kTerms && kOwnsKeys)
+                        if (problem.dslopes)
+                            slopes_gradient.add(sequence, s, ds, 8 * part, place, kConverted ? scales.ds() : 1.f);
                     if constexpr (kGeneral)
                         if (ScoreMod<true>::active(p)) {
                             if constexpr (kOwnsKeys)
@@ -313,10 +346,14 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                         }
                 }
             }
+            if constexpr (kTerms && kOwnsKeys)
+                if (problem.dslopes && at.ends_head()) slopes_gradient.collect(smem.slopes, thread);
             if constexpr (Tile::kStreamWarps > 1) {
                 ptx::named_barrier_sync(1 + thread.own_warp, 32 * Tile::kStreamWarps);
                 multiply_exchanged<Tile, kOwnsKeys>(d_first, d_second, smem, tile);
             }
+            if constexpr (kTerms && kOwnsKeys)
+                if (problem.dslopes && at.ends_head()) store_slopes(smem.slopes, problem, own, at.head, thread);
 
             if constexpr (kStages > 1) slot ^= 1;
             else {

@@ -14,7 +14,7 @@ template <class Machine, const std::vector<Shape>& kShapes, const std::vector<St
 struct TensorCoreRow {
     static bool converts(const BackwardParams& p) { return !reads(kShapes, p.forward.dtype); }
     static const Shape& shape(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
-        return choose_shape(kShapes, converts(p) ? DType::kFloat16 : p.forward.dtype, pass, p.forward, device);
+        return choose_shape(kShapes, converts(p) ? DType::kFloat16 : p.forward.dtype, pass, p, device);
     }
     static const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
         return shape(naming_pass(p), p, device).facts;

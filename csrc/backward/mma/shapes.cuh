@@ -41,6 +41,7 @@ struct TableRow {
     int resident = 1;
 };
 inline constexpr Problems kPlain = Problems::kPlain, kGeneral = Problems::kGeneral;
+inline constexpr Problems kGeneralTerms = Problems::kGeneralTerms;
 
 /// kMore: what the instances take besides the problems of their rows.
 template <class Machine, class T, Pass kPass, const auto& kRows, Problems kMore = Problems::kPlain>
@@ -56,8 +57,8 @@ std::vector<Shape> shapes(int min_arch) {
             return shape<backward_two_roles<Tile, kPass>, Tile, TwoRolesMemory<Tile>, kPass>(kProblems, min_arch,
                                                                                              resident);
         else
-            return shape<backward<Tile, kProblems, kPass>, Tile, SharedMemory<Tile, kPass>, kPass>(kProblems, min_arch,
-                                                                                                   resident);
+            return shape<backward<Tile, kProblems, kPass>, Tile, SharedMemory<Tile, kProblems, kPass>, kPass>(
+                kProblems, min_arch, resident);
     });
 }
 

@@ -145,13 +145,13 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         ptx::cp_async_wait<0>();
         __syncthreads();  // this tile has landed, the one before has been used
         if (row > range.at.first) start(slot ^ 1, row - kStream);
-        // A warp whose rows do not exist takes the last row's exponent: groups behind that row have none
+        // A warp whose rows do not exist takes the last row's place: groups behind that row have no exponent, no extent
         const int exists = min(own_row, own.first_row + rows - 1);
         const float from_product =
             score_factor(p, sequence, head, own.head_k, kOwnsKeys ? row : exists, kOwnsKeys ? exists : row);
 #pragma unroll 1
         for (int step = 0; step < kStream; step += kStep) {
-            const ScorePlace<Tile, kOwnsKeys> place{own_row, row + step, thread};
+            const ScorePlace<Tile, kOwnsKeys> place{exists, row + step, thread};
             const auto lse = [&](int i, int column) {
                 return kOwnsKeys ? smem.minus_lse[slot][step + thread.column() + column] : minus_lse[i];
             };

@@ -17,6 +17,8 @@ struct Cursor {
     int first, last;  // rows at which the first and the last tile of a head begin
     int step;
 
+    /// Whether the tile is a head's last one.
+    __device__ bool ends_head() const { return row == first; }
     /// Moves to the next tile. Returns whether a new head begins.
     __device__ bool advance() {
         row -= step;

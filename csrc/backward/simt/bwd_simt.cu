@@ -43,7 +43,7 @@ const std::vector<Shape> kShapes = join({simt_fused_shapes(), simt_keys_shapes()
 const std::vector<StatisticsShape> kStatisticsShapes = simt_statistics_shapes();
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, DType::kFloat32, pass, p.forward, device);
+    return choose_shape(kShapes, DType::kFloat32, pass, p, device);
 }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {

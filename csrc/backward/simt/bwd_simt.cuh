@@ -295,7 +295,7 @@ Shape simt_shape() {
     return {{DType::kFloat32, 75, Tile::kD, kQueries ? Tile::kOwn : Tile::kStream,
              kQueries ? Tile::kStream : Tile::kOwn, Tile::kWarps, 1, static_cast<int>(sizeof(SimtMemory<Tile, kPass>)),
              reinterpret_cast<const void*>(backward_simt<Tile, kPass>)},
-            Problems::kGeneral,
+            Problems::kGeneralTerms,
             kPass,
             launch_simt_tile<Tile, kPass>};
 }

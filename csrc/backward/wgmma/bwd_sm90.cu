@@ -16,7 +16,7 @@ const std::vector<Shape> kShapes =
           sm90_wide_bf16_dropped_shapes()});
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, p.forward.dtype, pass, p.forward, device);
+    return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
 Pass pass_of(const BackwardParams& p) { return p.deterministic ? Pass::kOrdered : Pass::kFused; }

@@ -1,0 +1,9 @@
+// The instances of bwd_sm75 for gradients of statistics and of slopes.
+// architectures: 7.5+PTX
+#include "backward/mma/sm75_terms.cuh"
+
+namespace flash_wmma::backward {
+
+std::vector<Shape> sm75_terms_shapes() { return sm75_terms(); }
+
+}  // namespace flash_wmma::backward
