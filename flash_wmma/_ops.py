@@ -53,8 +53,8 @@ def forward_with_statistics(
 
 
 def takes_tangents(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
-    """Whether the kernel of forward computes tangents in its pass. The call is dense, and has no changes of the scores and
-    no dropout."""
+    """Whether the kernel of forward computes tangents in its pass. The call is dense, without changes of the scores and
+    dropout."""
     rest = (call.scale, *call.band, call.sinks, call.batch_invariant, call.kernel_name)
     return _takes_tangents(q, k, v, *rest)  # type: ignore[no-any-return]
 
