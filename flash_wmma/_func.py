@@ -291,7 +291,7 @@ def _moved(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor]
     duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in (q, k, v, call.sinks)]  # type: ignore[no-untyped-call]
     primals, tangents = zip(*duals, strict=True)
     made = _in_one_pass(primals, tangents, call)
-    return None if made is None else tuple(map(forward_ad.make_dual, *made))  # type: ignore[return-value]
+    return None if made is None else tuple(map(forward_ad.make_dual, *made))
 
 
 def _in_one_pass(primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> Any:
@@ -303,7 +303,9 @@ def _in_one_pass(primals: Sequence[Any], tangents: Sequence[Any], call: Call) ->
         return _computed(primals, tangents, call)
     functorch, interpreter = torch._C._functorch, retrieve_current_functorch_interpreter()
     level = interpreter.level()
-    own, moved = ([None if t is None else functorch._unwrap_for_grad(t, level) for t in of] for of in (primals, tangents))
+    own, moved = (
+        [None if t is None else functorch._unwrap_for_grad(t, level) for t in of] for of in (primals, tangents)
+    )
     with interpreter.lower():
         made = None if torch._C._are_functorch_transforms_active() else _computed(own, moved, call)
     return made and tuple(tuple(functorch._wrap_for_grad(t, level) for t in of) for of in made)

@@ -119,8 +119,8 @@ DeviceFacts device_of(const py::tuple& facts) {
 }
 
 /// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}, "tells": whether the
-/// kernel tells statistics of the rows besides}. `problem` is the forward problem of `params`; a kernel sees its head dims
-/// rounded up to multiples of 8.
+/// kernel tells statistics of the rows besides, "tangents": whether it has tangents in one pass}. `problem` is the
+/// forward problem of `params`; a kernel sees its head dims rounded up to multiples of 8.
 template <class Params>
 py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device) {
     const Kernel<Params>* taken = nullptr;
@@ -152,7 +152,8 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
                     py::arg("instance") = instance, py::arg("reasons") = reasons,
-                    py::arg("tells") = taken && taken->tells && taken->tells(params, device));
+                    py::arg("tells") = taken && taken->tells && taken->tells(params, device),
+                    py::arg("tangents") = taken && taken->tangents && taken->tangents->takes(problem, device));
 }
 
 py::dict explain(const std::string& name, const py::object& problem, const py::tuple& device_facts) {

@@ -81,8 +81,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_tangents(
         const Readable q_rows(q), k_rows(k), v_rows(v);
         call.point_to(q_rows, k_rows, v_rows, lse);
         call.params.o = out.rows();
-        TangentParams p{
-            call.params, dq.rows(), dk.rows(), dv.rows(), dout.rows(), static_cast<float*>(data_of(dlse)), nullptr};
+        TangentParams p{call.params, dq.rows(), dk.rows(), dv.rows(), dout.rows(), static_cast<float*>(data_of(dlse)),
+                        nullptr};
         target.run(*kernel, p, [&] {
             std::vector<emulator::Buffer> buffers{q_rows.buffer("q"),
                                                   k_rows.buffer("k"),

@@ -21,9 +21,8 @@ __device__ __forceinline__ void store_row(T* out, int i, const RegisterTile<16, 
 #pragma unroll
         for (int j = 0; j < Columns / 8; ++j) {
             const int col = column + 8 * j + lane % 4 * 2;
-            const float2 pair = 
-                none ? float2{}
-                     : make_float2(o.at(i, 8 * j) * scale * factor, o.at(i, 8 * j + 1) * scale * factor);
+            const float2 pair =
+                none ? float2{} : make_float2(o.at(i, 8 * j) * scale * factor, o.at(i, 8 * j + 1) * scale * factor);
             if (inside && col < columns) *reinterpret_cast<float2*>(out + col) = pair;
         }
     } else {

@@ -14,10 +14,10 @@
 // Roles, as in wgmma_sm90.cuh: warpgroup 0 plans and produces, one warp each; a consumer warpgroup owns 64 rows, each of
 // its warps 16 of them. S, T, P, R, O and N are in registers. Dense problems, any band; items are whole.
 //
-// Order of a consumer's products: S of the next tile, then the three with V of this one; when these are done T of the
-// next, beside which it makes P. R waits for T. So the registers of S and T, of S with P and R as operands, and O and N
-// are what is held at a time: 192 at most, in both tile shapes. The two consumers are free to drift apart, and the
-// products of one go on beside the exponentials of the other.
+// Order of a consumer: beside T it makes P; beside O += P V and N += P dV it makes R; then come S of the next tile and
+// N += R V, and when these are done T of the next. So at most O and N, S and T, and P as an operand are held at a time,
+// 208 registers at d = 128, 184 at d = 64. The two consumers are free to drift apart, and the products of one go on
+// beside what the other computes.
 //
 // Shared memory: Q with dQ of the block's rows, and rings of K with dK and of V with dV, as panels of 64 columns with the
 // 128-byte swizzle.
@@ -42,7 +42,8 @@ template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward_with_tangents(const __grid_constant__ TangentParams p, const __grid_constant__ TangentMaps maps,
                           const __grid_constant__ Schedule schedule) {
-    auto& smem = *ptx::opaque(&shared_memory<TangentMemory<Tile>>());  // or its address is computed again for every tile
+    auto& smem =
+        *ptx::opaque(&shared_memory<TangentMemory<Tile>>());  // or its address is computed again for every tile
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each releases by itself
         for (auto& stage : smem.q_slot)
@@ -70,8 +71,15 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <class Tile>
 Instance tangent_facts() {
-    return {Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kBr, Tile::kBc, Tile::kThreads / 32, Tile::kStages,
-            sizeof(TangentMemory<Tile>), reinterpret_cast<const void*>(forward_with_tangents<Tile>)};
+    return {Element<typename Tile::T>::kDType,
+            90,
+            Tile::kD,
+            Tile::kBr,
+            Tile::kBc,
+            Tile::kThreads / 32,
+            Tile::kStages,
+            sizeof(TangentMemory<Tile>),
+            reinterpret_cast<const void*>(forward_with_tangents<Tile>)};
 }
 
 template <class Tile>
@@ -104,7 +112,7 @@ std::vector<TangentShape> tangent_shapes() {
 
 /// The shapes that ship.
 inline constexpr TangentTileShape kTangentRows[] = {
-    {.d = 64, .keys = 128, .stages = 2, .q_stages = 2},
+    {.d = 64, .keys = 96, .stages = 3, .q_stages = 2},
     {.d = 128, .keys = 64, .stages = 2},
 };
 

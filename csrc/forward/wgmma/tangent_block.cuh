@@ -27,7 +27,7 @@ struct TangentTile {
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = kD / 64;  // of 64 columns
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
-    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 24;
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = kD > 64 ? 24 : 40;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static_assert(kD % 64 == 0 && kBc % 16 == 0);

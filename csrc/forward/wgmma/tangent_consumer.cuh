@@ -36,7 +36,7 @@ class TangentConsumer {
         multiply_qk();
         while (rows.tiles > 0) {
             attend(rows);
-            multiply_pv(rows.tiles > 1);
+            multiply_moved_pv();
             release(smem_.q_slot[q_.stage][group_]);
             q_.advance();
             const Rows following = next();
@@ -60,6 +60,7 @@ class TangentConsumer {
   private:
     using T = typename Tile::T;
     using Place = RingPlace<Tile::kStages, /*kHidden=*/true>;
+    using QRows = typename TangentMemory<Tile>::QRows;
     using Weights = std::uint32_t[Tile::kBc / 16][4];
     static constexpr int kBc = Tile::kBc;
 
@@ -129,9 +130,11 @@ class TangentConsumer {
                 ptx::wgmma<T, kBc>(scores.flat(), q_rows + 32 * step, k_rows + 32 * step, adds || i + step > 0);
         }
     }
+    // Q's address is hidden from the compiler, or the descriptors of all its parts are kept through the loop over tiles
+
     /// Issues S = Q K^T.
     __device__ __forceinline__ void multiply_qk() {
-        const auto& q = smem_.q[q_.stage][group_];
+        const QRows& q = *ptx::opaque(&smem_.q[q_.stage][group_]);
         const auto& k = smem_.k[k_.stage];
         ptx::wgmma_fence();
         multiply(s_, q.panel, k.panel, false);
@@ -139,7 +142,7 @@ class TangentConsumer {
     }
     /// Issues T = Q dK^T + dQ K^T.
     __device__ __forceinline__ void multiply_moved_qk() {
-        const auto& q = smem_.q[q_.stage][group_];
+        const QRows& q = *ptx::opaque(&smem_.q[q_.stage][group_]);
         const auto& k = smem_.k[k_.stage];
         ptx::wgmma_fence();
         multiply(t_, q.panel, k.moved, false);
@@ -147,7 +150,7 @@ class TangentConsumer {
         ptx::wgmma_commit();
     }
 
-    /// Issues O += P V and N += P dV + P (T - c) V; not `begun`: their first products.
+    /// Issues O += P V and N += P dV; not `begun`: their first products.
     __device__ __forceinline__ void multiply_pv(bool begun) {
         await_v();
         const auto& v = smem_.v[v_.stage];
@@ -158,8 +161,17 @@ class TangentConsumer {
             const bool adds = step > 0 || begun;
             ptx::wgmma<T, Tile::kD>(o_.flat(), weights_[step], rows + 16 * 128 * step, adds);
             ptx::wgmma<T, Tile::kD>(n_.flat(), weights_[step], moved + 16 * 128 * step, adds);
-            ptx::wgmma<T, Tile::kD>(n_.flat(), moved_weights_[step], rows + 16 * 128 * step, true);
         }
+        ptx::wgmma_commit();
+    }
+    /// Issues N += P (T - c) V, of the same V.
+    __device__ __forceinline__ void multiply_moved_pv() {
+        const auto& v = smem_.v[v_.stage];
+        const ptx::SharedMatrix<ptx::Major::N> rows(v.panel, sizeof(v.panel[0]));
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int step = 0; step < kBc / 16; ++step)
+            ptx::wgmma<T, Tile::kD>(n_.flat(), moved_weights_[step], rows + 16 * 128 * step, true);
         ptx::wgmma_commit();
     }
 
@@ -183,15 +195,16 @@ class TangentConsumer {
             softmax_.weigh(s_, p_.scale * kLog2e, [&](int i, float x) {
                 if (begun) o_.scale_row(i, x), n_.scale_row(i, x);
             });
-            ptx::wgmma_wait<0>();
+            pack(weights_, s_);
+            multiply_pv(begun);
+            ptx::wgmma_wait<1>();
             release_k();
             softmax_.move(t_, s_, p_.scale, left || right);
-            pack(weights_, s_);
             pack(moved_weights_, t_);
             if (key == last) break;
             await_k();
             multiply_qk();
-            multiply_pv(begun);
+            multiply_moved_pv();
             ptx::wgmma_wait<0>();
             release_v();
             multiply_moved_qk();
@@ -221,8 +234,8 @@ class TangentConsumer {
     Place k_, v_;
     RingPlace<Tile::kQStages, /*kHidden=*/true> q_;
 
-    RegisterTile<16, kBc> s_, t_;         // scores, then P; their tangents, then P (T - c)
-    Weights weights_, moved_weights_;     // the same as operands
+    RegisterTile<16, kBc> s_, t_;      // scores, then P; their tangents, then P (T - c)
+    Weights weights_, moved_weights_;  // the same as operands
     RegisterTile<16, Tile::kD> o_, n_;
     TangentSoftmax softmax_;
 };

@@ -33,8 +33,8 @@ class TangentProducer {
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copies of the rows from `row` on.
     template <class Rows>
-    __device__ __forceinline__ void load(Rows& rows, const MapPair& maps, Slot& slot, unsigned parity, int row, int head,
-                                         int batch) const {
+    __device__ __forceinline__ void load(Rows& rows, const MapPair& maps, Slot& slot, unsigned parity, int row,
+                                         int head, int batch) const {
         if (lane_ != 0) return;
         ptx::barrier_wait(&slot.empty, parity ^ 1);
         ptx::barrier_arrive_expect(&slot.full, sizeof(Rows));

@@ -114,7 +114,7 @@ class TangentSoftmax {
         centre_.each([&](int i, float& centre) {
             float sum = 0.f;
             t.each_in_row(i, [&](float& x, int column) { sum = fmaf(p.at(i, column), x, sum); });
-            const float mean = over_quad(sum, add) / over_quad(softmax_.l[i], add) * scale;
+            const float mean = __fdividef(over_quad(sum, add), over_quad(softmax_.l[i], add)) * scale;
             if (first_[i]) centre = fabsf(mean) < INFINITY ? mean : 0.f;
         });
     }
