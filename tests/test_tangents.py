@@ -131,7 +131,7 @@ def test_a_queue_and_many_items() -> None:
 
 
 @pytest.mark.parametrize("d", [64, 128])
-@pytest.mark.parametrize("rise", [1.0, 3.0, 5.0, 20.0, 1000.0])
+@pytest.mark.parametrize("rise", [1.0, 3.0, 5.0, 20.0, 300.0])
 @pytest.mark.parametrize("where", ["every row", "one row", "last tile"])
 def test_rising_scores(where: str, rise: float, d: int) -> None:
     """Scores that rise, in log2 units, from each tile to the one before it, which comes next: the old maximum serves
@@ -146,7 +146,10 @@ def test_rising_scores(where: str, rise: float, d: int) -> None:
     else:
         q[..., 0] = 1.0
     k[..., 0] = (tile * rise * math.log(2) * math.sqrt(d)).clamp(max=6e4)
-    check(given)
+    if rise < 100:
+        check(given)
+    else:  # plain ops overflow in fp16. The last tile's tangents have thousands in common, on which c has to settle
+        assert max(errors(moved(ours, given), moved(plain, double(given)))) <= 4e-3
 
 
 @pytest.mark.parametrize("d", [64, 128])
@@ -163,13 +166,18 @@ def test_rows_far_apart(d: int) -> None:
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0**18])
 def test_scales(scale: float) -> None:
-    """The last makes scores of more than 2^24, and tangents of which only the weights' sum to 1 makes something. They
-    are compared on rows of one key, where the LSE moves as the score does."""
+    """The last makes scores of more than 2^24, and tangents of more than fp16 holds, which are compared on rows of one
+    key: the LSE moves as the score does."""
     given = tensors((1, 2, 1, 130, 200, 64), BF16)
     if scale < 1:
         check(given, scale=scale)
+        check(given, Mask("top_left"), scale=scale)
     else:
-        check(given, Mask(False, (0, 0)), scale=scale)
+        mask = Mask(False, (0, 0))._asdict()
+        assert (
+            max(errors(moved(ours, given, scale=scale, **mask), moved(plain, double(given), scale=scale, **mask)))
+            <= 1e-2
+        )
 
 
 @pytest.mark.parametrize("size", [30.0, 3000.0])
@@ -333,6 +341,14 @@ def test_transforms(passes: list[None]) -> None:
         tangents = [unpacked(t).tangent for t in made]
     assert max(errors(tangents, moved(plain, double(given), causal=True)[2:])) <= 2e-3
     assert len(passes) == 1
+
+    def recorded(f: Callable[..., Any], t: Sequence[Tensor]) -> Any:
+        with forward_ad.dual_level():
+            leaves = [dual(a, b).requires_grad_() for a, b in zip(t[:3], t[3:], strict=True)]
+            out = f(*leaves, causal=True)
+            return unpacked(out).tangent.detach(), *torch.autograd.grad(out.float().square().sum(), leaves)
+
+    assert max(errors(recorded(ours, given), recorded(plain, double(given)))) <= 5e-3
 
 
 def test_no_queries_or_no_keys() -> None:

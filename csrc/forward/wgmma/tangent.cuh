@@ -22,8 +22,10 @@
 // Shared memory: Q with dQ of the block's rows, and rings of K with dK and of V with dV, as panels of 64 columns with the
 // 128-byte swizzle.
 //
-// Bound: the tensor cores. Six products of depth d take the time of three forwards' products, and S, T read both
-// operands from shared memory. MEASURED_LATER
+// Bound, as counted and not yet timed: the tensor cores. There are six products of depth d where forward has two. Beside
+// them a scheduler issues instructions in half of the cycles at d = 64, in a third at d = 128, and exponentials take a
+// third and a sixth. S and T read both operands from shared memory: with 64 keys (d = 128) that takes its whole
+// bandwidth while they run, with 96 five sixths.
 #pragma once
 
 #include <launch.h>
@@ -38,6 +40,8 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
+// spills: sm_90a: at d = 128 warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers
+// at their limit, but read none of it in the loop over tiles.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward_with_tangents(const __grid_constant__ TangentParams p, const __grid_constant__ TangentMaps maps,

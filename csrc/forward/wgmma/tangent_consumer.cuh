@@ -189,12 +189,16 @@ class TangentConsumer {
         multiply_moved_qk();
         for (int key = first;; key -= kBc) {
             const bool left = key < visible.all_begin, right = key >= visible.all_end;
-            hide_keys(
-                s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
             const bool begun = key < first;
-            softmax_.weigh(s_, p_.scale * kLog2e, [&](int i, float x) {
-                if (begun) o_.scale_row(i, x), n_.scale_row(i, x);
-            });
+            softmax_.weigh(
+                s_, p_.scale * kLog2e,
+                [&] {
+                    const auto query = [&](int i) { return rows.first_query + row() + 8 * i; };
+                    hide_keys(s_, rows.mask, query, key + column(), left, right);
+                },
+                [&](int i, float x) {
+                    if (begun) o_.scale_row(i, x), n_.scale_row(i, x);
+                });
             pack(weights_, s_);
             multiply_pv(begun);
             ptx::wgmma_wait<1>();

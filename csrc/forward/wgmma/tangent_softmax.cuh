@@ -2,8 +2,9 @@
 //
 // With T the scores' tangents, and P = exp2(S - m) with a maximum m that may lag behind (device/lagged_softmax.cuh), a
 // row keeps l = sum of P and its moment, the sum of P (T - c). The row's constant c is the mean of T over the row's first
-// tile. In exact arithmetic it cancels out of all results; in the second product's type P (T - c) rounds, and overflows,
-// by what T differs from c, not by what the row's tangents have in common.
+// tile, and taken anew with a tile beside which all earlier weights vanish. In exact arithmetic it cancels out of all
+// results; in the second product's type P (T - c) rounds, and overflows, by what T differs from c, not by what the row's
+// tangents have in common.
 //
 // m rises when a tile's scores pass it by more than 2^kLag in weights: then l, the moment and the accumulators are
 // rescaled, and otherwise not, since accumulators are many beside a tile's scores. kLag is small, since P is a factor of
@@ -30,15 +31,17 @@ class TangentSoftmax {
         moment_.each([&](int i, float& x) { x = centre_[i] = 0.f; });
     }
 
-    /// P in place of a tile's products, which `factor` brings to log2 units; hidden keys have the score -inf. Calls
-    /// rescale(i, x) for every row of the accumulators that is to be multiplied by x.
-    template <int Keys, class Rescale>
-    __device__ __forceinline__ void weigh(RegisterTile<16, Keys>& s, float factor, Rescale rescale) {
+    /// P in place of a tile's products, which `factor` brings to log2 units. hide() makes the scores of hidden keys -inf.
+    /// Calls rescale(i, x) for every row of the accumulators that is to be multiplied by x.
+    template <int Keys, class Hide, class Rescale>
+    __device__ __forceinline__ void weigh(RegisterTile<16, Keys>& s, float factor, Hide hide, Rescale rescale) {
+        hide();
         PerRow top = s.row_maximum(), offset;
         const bool moderate = factor > 0.f && all_moderate(top, factor);
         if (!moderate) {  // products are rounded first, so that the largest is m to the bit
             s.each([&](float& x, int, int) { x *= factor; });
             factor = 1.f;
+            hide();
             top = s.row_maximum();
         }
         bool near = moderate;
@@ -47,9 +50,9 @@ class TangentSoftmax {
         if (!__all_sync(kWarpMask, near)) {
             bool first = false;
             top.each([&](int i, float x) {
-                first_[i] = softmax_.m[i] == -INFINITY && x > -INFINITY;
-                first = first || first_[i];
                 const float scale = softmax_.raise(i, x * factor).rescale;
+                first_[i] = scale < kVanished && x > -INFINITY;
+                first = first || first_[i];
                 moment_[i] *= scale;
                 rescale(i, scale);
             });
@@ -98,7 +101,8 @@ class TangentSoftmax {
     }
 
   private:
-    static constexpr float kLag = 4.f;
+    static constexpr float kLag = 2.f;
+    static constexpr float kVanished = 0x1p-60f;  // a factor that leaves nothing of earlier weights
 
     /// Whether all x * factor are below 2^24 (device/lagged_softmax.cuh). -inf counts as below, NaN does not.
     __device__ __forceinline__ static bool all_moderate(const PerRow& x, float factor) {
@@ -106,7 +110,7 @@ class TangentSoftmax {
         return __all_sync(kWarpMask, x.all([&](float y) { return y == -INFINITY || fabsf(y * factor) < kLimit; }));
     }
 
-    /// Takes c of the rows that saw no key before this tile.
+    /// Takes c of the rows that begin with this tile.
     template <int Keys>
     __device__ __forceinline__ void find_centres(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p,
                                                  float scale) {
@@ -121,7 +125,7 @@ class TangentSoftmax {
 
     LaggedSoftmax<16> softmax_;
     PerRow moment_, centre_;
-    bool first_[2];        // whether the tile has the row's first keys, if begins_
+    bool first_[2];        // whether the row begins with the tile, if begins_
     bool begins_ = false;  // for some row of the warp
 };
 
