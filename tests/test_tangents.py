@@ -161,7 +161,7 @@ def test_rows_far_apart(d: int) -> None:
     q[:, :, 5] *= 60
     q[:, :, 7] /= 200
     k[:, :, 20] *= 4
-    check(given)
+    check(given, factor=3)  # a row's tangents are far apart too, and c is the mean of its first tile
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0**18])

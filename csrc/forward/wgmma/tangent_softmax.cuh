@@ -102,7 +102,7 @@ class TangentSoftmax {
 
   private:
     static constexpr float kLag = 2.f;
-    static constexpr float kVanished = 0x1p-60f;  // a factor that leaves nothing of earlier weights
+    static constexpr float kVanished = 0x1p-44f;  // a factor that leaves nothing to fp32 of a million earlier weights
 
     /// Whether all x * factor are below 2^24 (device/lagged_softmax.cuh). -inf counts as below, NaN does not.
     __device__ __forceinline__ static bool all_moderate(const PerRow& x, float factor) {
