@@ -143,7 +143,7 @@ bool takes_tangents(const ForwardParams& p, const DeviceFacts&) {
 
 std::int64_t tangent_workspace_bytes(const TangentParams& p, const DeviceFacts& device) {
     return has_queue(p.forward, device, tangent_shape(p.forward)->facts.br) ? static_cast<std::int64_t>(sizeof(Queue))
-                                                                             : 0;
+                                                                            : 0;
 }
 
 void launch_with_tangents(const TangentParams& given, const DeviceFacts& device, Stream stream) {
