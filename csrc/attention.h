@@ -165,6 +165,19 @@ struct ForwardParams {
     KeyRanges key_ranges;
 };
 
+/// Forward with tangents: out and lse, and by what they move if q, k and v move by dq, dk and dv. With x and P = exp(x -
+/// lse) as above
+///     T = scale * (dQ K^T + Q dK^T)    dlse_i = sum_j P T    dO = P dV + (P * (T - dlse_i)) V
+/// Where the band hides the key, T counts as 0. A row without a visible key gets 0. The sinks do not move, but have
+/// their share of lse. Dense, without changes of the scores.
+struct TangentParams {
+    ForwardParams forward;  ///< as the ops give them to a forward kernel; its workspace is null
+    Rows dq, dk, dv;        ///< in the shapes and the type of q, k, v, readable like them
+    Rows dout;              ///< in the shape and the type of o
+    float* dlse;            ///< with lse's strides
+    void* workspace;        ///< TangentKernel::workspace_bytes, 256-byte aligned, uninitialised
+};
+
 /// The gradient of an additive bias, fp32, one element per element of the bias: a stride is 0 where the bias is
 /// broadcast.
 struct BiasGradient {

@@ -69,6 +69,15 @@ struct KernelFacts {
     std::vector<Instance> instances = {};
 };
 
+/// What a forward kernel has for tangents: a launch of its own, which computes all results in one pass over the keys.
+struct TangentKernel {
+    /// Whether it takes these params.
+    bool (*takes)(const ForwardParams&, const DeviceFacts&);
+    std::int64_t (*workspace_bytes)(const TangentParams&, const DeviceFacts&);
+    /// Asynchronous on the stream. Throws std::runtime_error if the launch fails.
+    void (*launch)(const TangentParams&, const DeviceFacts&, Stream);
+};
+
 /// A kernel's row: its facts and what is called. A row is written as
 ///     {{.name = ..., .summary = ..., ...}, choose, workspace_bytes, launch}
 template <class Params>
@@ -84,6 +93,8 @@ struct Kernel : KernelFacts {
     /// Forward: whether launch stores ForwardParams::row_max and entropy, if they are given with these params; null:
     /// never.
     bool (*tells)(const Params&, const DeviceFacts&) = nullptr;
+    /// Forward: null, if it has nothing for tangents.
+    const TangentKernel* tangents = nullptr;
 };
 /// Kernel::workspace_bytes of a kernel without a workspace.
 template <class Params>

@@ -44,6 +44,9 @@ class Explanation:
     tells: bool = False
     """Whether the kernel has ``return_aux``'s maxima and entropies from its own pass, if no backward_kernel is named.
     Otherwise they come from a pass of their own."""
+    tangents: bool = False
+    """Whether the kernel computes tangents (``torch.func.jvp``) in forward's pass, if no backward_kernel is named.
+    Otherwise they are made of other calls."""
     left_to_torch: str = ""
     """Why :func:`flash_wmma.scaled_dot_product_attention` leaves these inputs to torch; empty if it does not."""
 
@@ -213,6 +216,7 @@ def explain(
         backward_kernel=gradients["kernel"],
         backward_reasons=gradients["reasons"],
         tells=answer["tells"],
+        tangents=answer["tangents"],
         left_to_torch=why,
     )
 

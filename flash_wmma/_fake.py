@@ -75,6 +75,30 @@ def _forward_with_statistics(
     return out, lse, row_max, entropy
 
 
+def _takes_tangents(*_: object, **__: object) -> bool:
+    """What the ops do that tangents are made of otherwise has fake kernels too."""
+    return False
+
+
+def _forward_with_tangents(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    scale: float | None = None,
+    window_left: int = -1,
+    window_right: int = -1,
+    bottom_right: bool = False,
+    out_bnhd: bool = False,
+    sinks: Tensor | None = None,
+    *_: object,
+    **__: object,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return *_forward(q, k, v, out_bnhd=out_bnhd, sinks=sinks), *_dense(q, v.shape[3], out_bnhd)
+
+
 def _forward_varlen(
     q: Tensor,
     k: Tensor,
@@ -261,6 +285,8 @@ for _op, _fake in (
     ("forward", _forward),
     ("forward_into", lambda out, q, *_, **__: _of_queries(q)),
     ("forward_with_statistics", _forward_with_statistics),
+    ("takes_tangents", _takes_tangents),
+    ("forward_with_tangents", _forward_with_tangents),
     ("forward_varlen", _forward_varlen),
     ("forward_cached", _forward_cached),
     ("backward", _backward),

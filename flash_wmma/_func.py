@@ -103,8 +103,10 @@ class Attention(torch.autograd.Function):
     def jvp(ctx: Any, saved: list[Any], *moved: Tensor | None) -> tuple[Tensor, Tensor]:
         q, k, v, out, lse, *tensors = saved
         call = ctx.call.joined(tensors)
+        dq, dk, dv, _, _, dsinks = moved[:6]
+        if (made := _in_one_pass((q, k, v, call.sinks), (dq, dk, dv, dsinks), call)) is not None:
+            return made[1]  # type: ignore[no-any-return]
         if _tangent.has_kernels(q, v, moved, call):
-            dq, dk, dv, _, _, dsinks = moved[:6]
             return _tangent.tangents(q, k, v, out, lse, dq, dk, dv, dsinks, call, _attend, _gradients)
         arguments = q, k, v, *_floats(call)
         blocks = Blocks(arguments, call)
@@ -252,8 +254,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor
     """By what is active now: what no derivative is asked of goes past a Function, which would only cost the host."""
     functorch = torch._C._functorch
     transformed = torch._C._are_functorch_transforms_active()
-    if transformed and functorch.peek_interpreter_stack().key() == functorch.TransformType.Vmap:
+    innermost = functorch.peek_interpreter_stack().key() if transformed else None
+    if innermost == functorch.TransformType.Vmap:
         return _vmapped(q, k, v, call)
+    forward_mode = innermost == functorch.TransformType.Jvp if transformed else forward_ad._current_level >= 0
+    if forward_mode and (made := _moved(q, k, v, call)) is not None:
+        return made
     if transformed or forward_ad._current_level >= 0:
         return Attention.apply(q, k, v, *_without(call))  # type: ignore[no-any-return]
     recorded = [t is not None and t.requires_grad and torch.is_grad_enabled() for t in (q, k, v, *_floats(call))]
@@ -278,6 +284,41 @@ def _vmapped(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tenso
         results, dims = _folded(interpreter.batch_size(), mapped, values)  # type: ignore[attr-defined]
     out, lse = (functorch._add_batch_dim(t, dim, level) for t, dim in zip(results, dims, strict=True))
     return out, lse
+
+
+def _moved(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Tensor] | None:
+    """The innermost transform is forward mode: results with their tangents, if :func:`_in_one_pass` has them."""
+    duals = [(None, None) if t is None else forward_ad.unpack_dual(t) for t in (q, k, v, call.sinks)]  # type: ignore[no-untyped-call]
+    primals, tangents = zip(*duals, strict=True)
+    made = _in_one_pass(primals, tangents, call)
+    return None if made is None else tuple(map(forward_ad.make_dual, *made))
+
+
+def _in_one_pass(primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> Any:
+    """((out, lse), (out', lse')), given q, k, v and the sinks, and their tangents at the innermost transform, which is
+    forward mode. None: no kernel computes them together, or an outer transform or a gradient asks for more."""
+    if not _tangent.is_plain(call) or all(t is None for t in tangents[:3]):
+        return None
+    if not torch._C._are_functorch_transforms_active():
+        return _computed(primals, tangents, call)
+    functorch, interpreter = torch._C._functorch, retrieve_current_functorch_interpreter()
+    level = interpreter.level()
+    own, moved = (
+        [None if t is None else functorch._unwrap_for_grad(t, level) for t in of] for of in (primals, tangents)
+    )
+    with interpreter.lower():
+        made = None if torch._C._are_functorch_transforms_active() else _computed(own, moved, call)
+    return made and tuple(tuple(functorch._wrap_for_grad(t, level) for t in of) for of in made)
+
+
+def _computed(primals: Sequence[Any], tangents: Sequence[Any], call: Call) -> Any:
+    """The same without transforms."""
+    tangents = [None if t is None or torch._is_zerotensor(t) else t for t in tangents]
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (*primals, *tangents)):
+        return None
+    q, k, v, sinks = primals
+    dq, dk, dv, dsinks = tangents
+    return _tangent.in_one_pass(q, k, v, dq, dk, dv, dsinks, call._replace(sinks=sinks))
 
 
 def _traced(q: Tensor, k: Tensor, v: Tensor, lengths: tuple[Any, ...] | None, *fields: Any) -> tuple[Tensor, Tensor]:

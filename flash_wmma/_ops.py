@@ -19,6 +19,8 @@ from ._library import ops
 _forward = ops.forward.default
 _forward_into = ops.forward_into.default
 _forward_with_statistics = ops.forward_with_statistics.default
+_takes_tangents = ops.takes_tangents.default
+_forward_with_tangents = ops.forward_with_tangents.default
 _forward_varlen = ops.forward_varlen.default
 _forward_cached = ops.forward_cached.default
 _backward_with_statistics = ops.backward_with_statistics.default
@@ -56,6 +58,21 @@ def forward_with_statistics(
     is empty. Not recorded for gradients."""
     rest = (call.scale, *call.band, call.sinks, call.batch_invariant, call.kernel_name)
     return _forward_with_statistics(q, k, v, wanted, *rest)  # type: ignore[no-any-return]
+
+
+def takes_tangents(q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+    """Whether the kernel of forward computes tangents in its pass. The call is dense, without changes of the scores and
+    dropout."""
+    rest = (call.scale, *call.band, call.sinks, call.batch_invariant, call.kernel_name)
+    return _takes_tangents(q, k, v, *rest)  # type: ignore[no-any-return]
+
+
+def forward_with_tangents(
+    q: Tensor, k: Tensor, v: Tensor, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, dout, dlse) of a call that :func:`takes_tangents` is true of; sinks do not move. Not recorded."""
+    rest = (call.scale, *call.band, call.out_bnhd, call.sinks, call.batch_invariant, call.kernel_name)
+    return _forward_with_tangents(q, k, v, dq, dk, dv, *rest)  # type: ignore[no-any-return]
 
 
 def forward_cached(q: Tensor, k_cache: Tensor, v_cache: Tensor, cache: Cache, call: Call) -> tuple[Tensor, Tensor]:

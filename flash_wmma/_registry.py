@@ -61,7 +61,8 @@ class Problem(NamedTuple):
 
 def choose(kernel: str, problem: Problem, device: DeviceFacts, statistics: tuple[str, ...] = ()) -> dict[str, Any]:
     """If ``kernel`` is asked for: which forward kernel runs (``"kernel"``, ``None`` if none can), its tile
-    (``"instance"``), why the others do not (``"reasons"``), and whether it tells statistics (``"tells"``).
+    (``"instance"``), why the others do not (``"reasons"``), and whether it tells statistics (``"tells"``) and has
+    tangents in one pass (``"tangents"``).
 
     ``statistics``: the names of those that the call asks for, which may take a tile of their own."""
     answer: dict[str, Any] = native().explain(kernel, problem, astuple(device), set(statistics))

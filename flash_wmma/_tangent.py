@@ -1,4 +1,5 @@
-"""Forward-mode differentiation by the kernels of forward and backward, in memory that grows with N.
+"""Forward-mode differentiation by kernels, in memory that grows with N: in one pass (:func:`in_one_pass`) where a
+kernel has one, and otherwise by the kernels of forward and backward (:func:`tangents`).
 
 With the tangents q', k', v' the scores' tangents are S' = scale (q' kᵀ + q k'ᵀ), and (P: the weights)
 
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import _ops
 from ._call import Call
 
 _FORWARD = ("auto", "cpu", "simt", "mma_sm75", "mma_sm80", "wgmma_sm90")
@@ -83,10 +85,48 @@ def tangents(
         dout = dout + made[..., d:]
         moved_lse = scale * (mean.float() * cotangents).sum(-1)
         dlse = moved_lse.transpose(0, 1) if call.lengths is not None else moved_lse
-    if dsinks is not None:
-        assert call.sinks is not None
-        share = (call.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0) * dsinks[:, None]
-        dlse = dlse + share
-        of_rows = share.transpose(0, 1) if call.lengths is not None else share
-        dout = dout - (of_rows[..., None] * out).to(out.dtype)
-    return dout, dlse
+    return _with_sinks(out, lse, dout, dlse, dsinks, call)
+
+
+def _with_sinks(
+    out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor, dsinks: Tensor | None, call: Call
+) -> tuple[Tensor, Tensor]:
+    """(out', lse'), given those of sinks that do not move, and the sinks' tangents."""
+    if dsinks is None:
+        return dout, dlse
+    assert call.sinks is not None
+    share = (call.sinks[:, None] - lse).exp().masked_fill(lse.isneginf(), 0) * dsinks[:, None]
+    of_rows = share.transpose(0, 1) if call.lengths is not None else share
+    return dout - (of_rows[..., None] * out).to(out.dtype), dlse + share
+
+
+def is_plain(call: Call) -> bool:
+    """Whether a call may be one for :func:`in_one_pass`: dense, without changes of the scores and dropout, and with no
+    named kernel of backward."""
+    return (
+        call.lengths is None
+        and call.attn_bias is None
+        and call.alibi_slopes is None
+        and call.key_ranges is None
+        and not (call.softcap or call.dropout_p)
+        and call.num_splits == 1
+        and call.backward_kernel == "auto"
+    )
+
+
+def in_one_pass(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dq: Tensor | None,
+    dk: Tensor | None,
+    dv: Tensor | None,
+    dsinks: Tensor | None,
+    call: Call,
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
+    """((out, lse), (out', lse')) by a kernel that computes them together, without derivatives of their own; ``None`` if
+    there is none for the call. ``call``: :func:`is_plain`."""
+    if dq is dk is dv is None or not _ops.takes_tangents(q, k, v, call):
+        return None
+    out, lse, dout, dlse = _ops.forward_with_tangents(q, k, v, dq, dk, dv, call)
+    return (out, lse), _with_sinks(out, lse, dout, dlse, dsinks, call)

@@ -220,8 +220,8 @@ class Target {
 
     /// Gives the kernel its workspace and launches it. buffers() returns the memory that the kernel may touch; only the
     /// emulator asks for it.
-    template <class Params, class Buffers>
-    void run(const Kernel<Params>& kernel, Params& params, const Buffers& buffers) const {
+    template <class Launched, class Params, class Buffers>
+    void run(const Launched& kernel, Params& params, const Buffers& buffers) const {
         OptionalTensor workspace;
         if (const int64_t bytes = kernel.workspace_bytes(params, device_)) {
             workspace = empty<1>({bytes}, {1}, codes().byte, q_);

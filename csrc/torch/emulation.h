@@ -36,8 +36,8 @@ class Emulation {
     const KernelTable& kernels() const { return *kernels_; }
 
     /// Runs a kernel on memory that consists of these buffers. Throws std::runtime_error with the emulator's finding.
-    template <class Params>
-    void run(const Kernel<Params>& kernel, const Params& params, const std::vector<emulator::Buffer>& buffers) const {
+    template <class Launched, class Params>
+    void run(const Launched& kernel, const Params& params, const std::vector<emulator::Buffer>& buffers) const {
         const Memory memory(*this, buffers);
         kernel.launch(params, device_, nullptr);
     }

@@ -120,8 +120,9 @@ DeviceFacts device_of(const py::tuple& facts) {
 }
 
 /// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}, "tells": whether the
-/// kernel tells statistics of the rows besides}. `problem` is the forward problem of `params`; a kernel sees its head dims
-/// rounded up to multiples of 8, and where to tell the statistics of `wanted` if it tells them.
+/// kernel tells statistics of the rows besides, "tangents": whether it has tangents in one pass}. `problem` is the
+/// forward problem of `params`; a kernel sees its head dims rounded up to multiples of 8, and where to tell the statistics
+/// of `wanted` if it tells them.
 template <class Params>
 py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device,
                 const std::set<std::string>& wanted = {}) {
@@ -141,6 +142,7 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
         reasons[kernel->name] = why_not;
     }
     const bool tells = taken && taken->tells && taken->tells(params, device);
+    const bool tangents = taken && taken->tangents && taken->tangents->takes(problem, device);
     py::object instance = py::none();
     if (taken) {
         static float row = 0.f;
@@ -157,7 +159,8 @@ py::dict answer(const std::string& name, Params& params, ForwardParams& problem,
         }
     }
     return py::dict(py::arg("kernel") = taken ? py::object(py::str(taken->name)) : py::none(),
-                    py::arg("instance") = instance, py::arg("reasons") = reasons, py::arg("tells") = tells);
+                    py::arg("instance") = instance, py::arg("reasons") = reasons, py::arg("tells") = tells,
+                    py::arg("tangents") = tangents);
 }
 
 /// `wanted`: the statistics of the rows that the call asks for.

@@ -38,6 +38,17 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "forward_with_statistics(Tensor q, Tensor k, Tensor v, str wanted, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? sinks=None, bool batch_invariant=False, "
         "str kernel_name=\"auto\") -> (Tensor out, Tensor lse, Tensor row_max, Tensor entropy)");
+    // forward of a dense problem with its tangents, given those of q, k and v (none: zeros), in one pass; the sinks do not
+    // move. takes_tangents: whether the kernel of forward does that. If not, it is made of other ops (_tangent.py).
+    m.def(
+        "takes_tangents(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, Tensor? sinks=None, bool batch_invariant=False, "
+        "str kernel_name=\"auto\") -> bool");
+    m.def(
+        "forward_with_tangents(Tensor q, Tensor k, Tensor v, Tensor? dq, Tensor? dk, Tensor? dv, float? scale=None, "
+        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, bool out_bnhd=False, "
+        "Tensor? sinks=None, bool batch_invariant=False, str kernel_name=\"auto\") -> "
+        "(Tensor out, Tensor lse, Tensor dout, Tensor dlse)");
     m.def(
         "forward_varlen(Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_q, Tensor cu_seqlens_k, Tensor? seqused_k, "
         "SymInt max_seqlen_q, SymInt max_seqlen_k, float? scale=None, SymInt window_left=-1, "
@@ -118,6 +129,8 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                                   \
     (m).impl("forward_into", TORCH_BOX(&flash_wmma::forward_into));                         \
     (m).impl("forward_with_statistics", TORCH_BOX(&flash_wmma::forward_with_statistics));   \
+    (m).impl("takes_tangents", TORCH_BOX(&flash_wmma::takes_tangents));                     \
+    (m).impl("forward_with_tangents", TORCH_BOX(&flash_wmma::forward_with_tangents));       \
     (m).impl("forward_varlen", TORCH_BOX(&flash_wmma::forward_varlen));                     \
     (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                                 \

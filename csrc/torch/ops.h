@@ -29,6 +29,18 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor&
                                                                    const OptionalTensor& sinks, bool batch_invariant,
                                                                    const std::string& kernel_name);
 
+/// Whether forward_with_tangents takes these.
+bool takes_tangents(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor, std::optional<double> scale,
+                    int64_t window_left, int64_t window_right, bool bottom_right, const OptionalTensor& sinks,
+                    bool batch_invariant, const std::string& kernel_name);
+
+/// out, lse, and their tangents.
+std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_tangents(
+    const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor, const OptionalTensor& q_tangent,
+    const OptionalTensor& k_tangent, const OptionalTensor& v_tangent, std::optional<double> scale, int64_t window_left,
+    int64_t window_right, bool bottom_right, bool out_bnhd, const OptionalTensor& sinks, bool batch_invariant,
+    const std::string& kernel_name);
+
 std::tuple<Tensor, Tensor> forward_varlen(const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
                                           const Tensor& cu_seqlens_q, const Tensor& cu_seqlens_k,
                                           const OptionalTensor& seqused_k, int64_t max_seqlen_q, int64_t max_seqlen_k,

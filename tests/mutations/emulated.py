@@ -73,8 +73,8 @@ FAULTS = [
     Fault(
         name="wgmma-near-end-of-every-lane",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="            if (lane_ == 0) ptx::barrier_arrive(&smem_.near_end);\n",
-        new="            ptx::barrier_arrive(&smem_.near_end);\n",
+        old="            if (lane_ == 0) ptx::barrier_arrive(&smem_.plans.near_end);\n",
+        new="            ptx::barrier_arrive(&smem_.plans.near_end);\n",
         why="an item's end is said 32 times",
         kernels=WGMMA,
     ),
@@ -158,9 +158,9 @@ FAULTS = [
     ),
     Fault(
         name="wgmma-plan-arrivals",
-        path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="kWarps * Tile::kConsumers + 1);",
-        new="kWarps * Tile::kConsumers);",
+        path="csrc/forward/wgmma/block.cuh",
+        old="ptx::barrier_init(&s.empty, consumer_warps + 1);",
+        new="ptx::barrier_init(&s.empty, consumer_warps);",
         why="a plan's place is free before all have read it",
         kernels=WGMMA,
     ),

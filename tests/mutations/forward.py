@@ -596,8 +596,8 @@ FAULTS = [
     Fault(
         name="wgmma-result-without-unit",
         path="csrc/forward/wgmma/output.cuh",
-        old="o.at(i, 8 * j + 1) * inverse * factor",
-        new="o.at(i, 8 * j + 1) * inverse",
+        old="o.at(i, 8 * j + 1) * scale * factor",
+        new="o.at(i, 8 * j + 1) * scale",
         why="odd columns of O stay in its unit",
         kernels=WGMMA,
         tests=("wgmma_sm90",),
@@ -614,8 +614,8 @@ FAULTS = [
     Fault(
         name="wgmma-wide-queue-cleared-once",
         path="csrc/forward/wgmma/wgmma_sm90.cu",
-        old="        if (has_queue(p, device, shape.facts.br)) {\n            LaunchConfig",
-        new="        if (column == 0 && has_queue(p, device, shape.facts.br)) {\n            LaunchConfig",
+        old="        if (has_queue(p, device, shape.facts.br)) clear_queue(p, stream);\n        shape",
+        new="        if (column == 0 && has_queue(p, device, shape.facts.br)) clear_queue(p, stream);\n        shape",
         why="the blocks of the second launch find an empty queue",
         kernels=WGMMA,
         tests=("wgmma_sm90",),
@@ -664,7 +664,7 @@ FAULTS = [
     Fault(
         name="wgmma-queue-not-cleared",
         path="csrc/forward/wgmma/wgmma_sm90.cu",
-        old="        launch(clear, config, stream, static_cast<Queue*>(p.workspace));\n",
+        old="    launch(clear, config, stream, static_cast<Queue*>(p.workspace));\n",
         new="",
         why="the queue begins with what the workspace holds",
         kernels=WGMMA,

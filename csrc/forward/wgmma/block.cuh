@@ -108,6 +108,20 @@ struct Plan {
 };
 inline constexpr int kWhole = -1;
 
+/// A block's plans, in shared memory.
+template <class Tile>
+struct PlanRing {
+    Plan<Tile> plan[Tile::kPlans];
+    Slot slot[Tile::kPlans];
+    ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
+
+    /// One thread, before all others come. Each of `consumer_warps` reads a plan, and so does the producer.
+    __device__ __forceinline__ void prepare(unsigned consumer_warps) {
+        for (Slot& s : slot) ptx::barrier_init(&s.full, 1), ptx::barrier_init(&s.empty, consumer_warps + 1);
+        ptx::barrier_init(&near_end, 1);
+    }
+};
+
 /// Tiles of the bias, one for each K tile and consumer.
 template <class Tile, bool = Tile::kBias>
 struct BiasTiles {
@@ -135,11 +149,9 @@ struct SharedMemory : BiasTiles<Tile> {
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages];
     ValueRows v[Tile::kStages];
-    Plan<Tile> plan[Tile::kPlans];
+    PlanRing<Tile> plans;
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
-    Slot plan_slot[Tile::kPlans];
-    ptx::Barrier patch;     // of a tile that the producer completes itself
-    ptx::Barrier near_end;  // of each item: the producer has asked for nearly all of its tiles
+    ptx::Barrier patch;  // of a tile that the producer completes itself
 };
 
 /// Where q, k and v lie, for the copy engine, and the bias, if its tiles come with K's.

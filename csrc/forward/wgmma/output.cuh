@@ -11,9 +11,45 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. Lanes that
-/// share a row swap words until each has 16 neighbouring bytes, or once, for 8; fp32: each has 8. O is multiplied by
-/// `factor`.
+/// Stores row i of O times `scale` and `factor`, or zeros if `none`, of the columns from `column` on, of which `columns` exist in all;
+/// `out` is the row's first element. Lanes that share a row swap words until each has 16 neighbouring bytes, or once, for
+/// 8; fp32: each has 8. Only lanes with `inside` write.
+template <bool SwapsOnce, class T, int Columns>
+__device__ __forceinline__ void store_row(T* out, int i, const RegisterTile<16, Columns>& o, float scale, float factor,
+                                          bool none, bool inside, int column, int columns, int lane) {
+    if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+        for (int j = 0; j < Columns / 8; ++j) {
+            const int col = column + 8 * j + lane % 4 * 2;
+            const float2 pair =
+                none ? float2{} : make_float2(o.at(i, 8 * j) * scale * factor, o.at(i, 8 * j + 1) * scale * factor);
+            if (inside && col < columns) *reinterpret_cast<float2*>(out + col) = pair;
+        }
+    } else {
+        constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
+        const float both = scale * factor;
+#pragma unroll
+        for (int j = 0; j < Columns / 8; j += kWords) {
+            std::uint32_t words[kWords];
+#pragma unroll
+            for (int w = 0; w < kWords; ++w)
+                words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * both, o.at(i, 8 * (j + w) + 1) * both);
+            if constexpr (SwapsOnce) {
+                pair_in_quad(words, lane % 4);
+                const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;
+                if (inside && col < columns) *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
+            } else {
+                transpose_in_quad(words, lane % 4);
+                const int col = column + 8 * (j + lane % 4);
+                if (inside && col < columns)
+                    *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
+            }
+        }
+    }
+}
+
+/// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. O is multiplied
+/// by `factor`.
 template <class T, bool SwapsOnce, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
@@ -27,37 +63,7 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
         if (lane % 4 == 0 && inside && column == 0)
             p.lse[lse_index(p, sequence, head, query)] = sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
         T* const out = row_of<T>(p.o, sequence.index, head, sequence.first_q + query);
-        if constexpr (std::is_same_v<T, float>) {
-#pragma unroll
-            for (int j = 0; j < Columns / 8; ++j) {
-                const int col = column + 8 * j + lane % 4 * 2;
-                const float2 pair =
-                    none ? float2{}
-                         : make_float2(o.at(i, 8 * j) * inverse * factor, o.at(i, 8 * j + 1) * inverse * factor);
-                if (inside && col < p.head_dim_v) *reinterpret_cast<float2*>(out + col) = pair;
-            }
-        } else {
-            constexpr int kWords = SwapsOnce ? 2 : 4;  // that a lane swaps
-            const float scale = inverse * factor;
-#pragma unroll
-            for (int j = 0; j < Columns / 8; j += kWords) {
-                std::uint32_t words[kWords];
-#pragma unroll
-                for (int w = 0; w < kWords; ++w)
-                    words[w] = none ? 0 : packed<T>(o.at(i, 8 * (j + w)) * scale, o.at(i, 8 * (j + w) + 1) * scale);
-                if constexpr (SwapsOnce) {
-                    pair_in_quad(words, lane % 4);
-                    const int col = column + 8 * (j + lane % 2) + lane % 4 / 2 * 4;
-                    if (inside && col < p.head_dim_v)
-                        *reinterpret_cast<uint2*>(out + col) = make_uint2(words[0], words[1]);
-                } else {
-                    transpose_in_quad(words, lane % 4);
-                    const int col = column + 8 * (j + lane % 4);
-                    if (inside && col < p.head_dim_v)
-                        *reinterpret_cast<uint4*>(out + col) = make_uint4(words[0], words[1], words[2], words[3]);
-                }
-            }
-        }
+        store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
     });
 }
 

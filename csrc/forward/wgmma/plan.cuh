@@ -204,11 +204,11 @@ class PlanReader {
         int part;    // valid in lane 0: only instances that take parts broadcast it
     };
 
-    __device__ __forceinline__ explicit PlanReader(SharedMemory<Tile>& shared) : smem_(shared) {}
+    __device__ __forceinline__ explicit PlanReader(PlanRing<Tile>& ring) : ring_(ring) {}
 
     __device__ __forceinline__ View next(int consumer) {
-        Slot& slot = smem_.plan_slot[place_.stage];
-        const Plan<Tile>& plan = smem_.plan[place_.stage];
+        Slot& slot = ring_.slot[place_.stage];
+        const Plan<Tile>& plan = ring_.plan[place_.stage];
         ptx::barrier_wait(&slot.full, place_.parity);
         View view{};
         if (threadIdx.x % 32 == 0) {
@@ -220,7 +220,7 @@ class PlanReader {
     }
 
   private:
-    SharedMemory<Tile>& smem_;
+    PlanRing<Tile>& ring_;
     RingPlace<Tile::kPlans> place_;
 };
 
@@ -228,15 +228,15 @@ class PlanReader {
 template <class Tile, Problems kProblems>
 class Planner {
   public:
-    __device__ __forceinline__ Planner(const ForwardParams& params, SharedMemory<Tile>& shared)
-        : p_(params), smem_(shared), lane_(static_cast<int>(threadIdx.x) % 32) {}
+    __device__ __forceinline__ Planner(const ForwardParams& params, PlanRing<Tile>& ring)
+        : p_(params), ring_(ring), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     __device__ __forceinline__ void run(const Schedule& schedule) {
         Schedule::Walk walk(schedule);
         int item;
         do {
             item = walk.next([&] {
-                ptx::barrier_wait(&smem_.near_end, item_parity_);
+                ptx::barrier_wait(&ring_.near_end, item_parity_);
                 item_parity_ ^= 1;
             });
             int whole = max(item, 0);
@@ -271,8 +271,8 @@ class Planner {
             tiles.end = tiles.first + each + (index < longer ? 1 : 0);
         }
         const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
-        Slot& slot = smem_.plan_slot[place_.stage];
-        Plan<Tile>& plan = smem_.plan[place_.stage];
+        Slot& slot = ring_.slot[place_.stage];
+        Plan<Tile>& plan = ring_.plan[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
         Range own[Tile::kConsumers];
 #pragma unroll
@@ -292,7 +292,7 @@ class Planner {
     }
 
     const ForwardParams& p_;
-    SharedMemory<Tile>& smem_;
+    PlanRing<Tile>& ring_;
     const int lane_;
     RingPlace<Tile::kPlans> place_;
     unsigned item_parity_ = 0;

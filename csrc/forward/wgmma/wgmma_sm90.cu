@@ -10,6 +10,7 @@
 #include "device/convert.h"
 #include "forward/wgmma/items.h"
 #include "forward/wgmma/look_at_mask.cuh"
+#include "forward/wgmma/tangents.h"
 
 namespace flash_wmma::wgmma_sm90 {
 namespace {
@@ -18,6 +19,7 @@ const std::vector<Shape> kShapes =
     join({half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
           bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes(), converted_shapes(),
           converted_changed_shapes(), half_told_shapes(), bf16_told_shapes()});
+const std::vector<TangentShape> kTangentShapes = join({half_tangent_shapes(), bf16_tangent_shapes()});
 
 bool converts(const ForwardParams& p) { return p.dtype == DType::kFloat32; }
 
@@ -79,6 +81,12 @@ __global__ void clear(Queue* queue) {
     *queue = 0;
 }
 
+void clear_queue(const ForwardParams& p, Stream stream) {
+    LaunchConfig config{dim3(1), dim3(1)};
+    config.programmatic = true;
+    launch(clear, config, stream, static_cast<Queue*>(p.workspace));
+}
+
 /// Bytes of the queue or of the parts of split items, since a problem never has both; with a boolean mask, of the queue
 /// and of the mask's tiles. In front of them, converted inputs.
 std::int64_t workspace_bytes(const ForwardParams& p, const DeviceFacts& device) {
@@ -103,11 +111,7 @@ void launch_wgmma_sm90(const ForwardParams& given, const DeviceFacts& device, St
     const ForwardParams p = converts(given) ? convert_to_half_chained(given, stream) : given;
     if (MaskTiles::wanted(p)) launch_look_at_mask(p, mask_tiles(p, shape.facts.br), stream);
     for (int column = 0; column < p.head_dim_v; column += shape.columns) {
-        if (has_queue(p, device, shape.facts.br)) {
-            LaunchConfig config{dim3(1), dim3(1)};
-            config.programmatic = true;
-            launch(clear, config, stream, static_cast<Queue*>(p.workspace));
-        }
+        if (has_queue(p, device, shape.facts.br)) clear_queue(p, stream);
         shape.launch(columns_of(p, column, shape.columns), device, shape, stream);
     }
 }
@@ -125,6 +129,32 @@ bool yields(const ForwardParams& p, const DeviceFacts& device) {
 bool tells(const ForwardParams& p, const DeviceFacts&) {
     return asked(p) == Problems::kPlain && std::max(p.head_dim, p.head_dim_v) <= 128;
 }
+
+/// For tangents: the least head dim that holds d and d_v; null: none does.
+const TangentShape* tangent_shape(const ForwardParams& p) {
+    for (const TangentShape& shape : kTangentShapes)
+        if (shape.facts.dtype == p.dtype && std::max(p.head_dim, p.head_dim_v) <= shape.facts.head_dim) return &shape;
+    return nullptr;
+}
+
+bool takes_tangents(const ForwardParams& p, const DeviceFacts&) {
+    return asked(p) == Problems::kPlain && tangent_shape(p);
+}
+
+std::int64_t tangent_workspace_bytes(const TangentParams& p, const DeviceFacts& device) {
+    return has_queue(p.forward, device, tangent_shape(p.forward)->facts.br) ? static_cast<std::int64_t>(sizeof(Queue))
+                                                                            : 0;
+}
+
+void launch_with_tangents(const TangentParams& given, const DeviceFacts& device, Stream stream) {
+    TangentParams p = given;
+    p.forward.workspace = given.workspace;
+    const TangentShape& shape = *tangent_shape(p.forward);
+    if (has_queue(p.forward, device, shape.facts.br)) clear_queue(p.forward, stream);
+    shape.launch(p, device, stream);
+}
+
+const TangentKernel kTangents = {takes_tangents, tangent_workspace_bytes, launch_with_tangents};
 
 const KernelInfo kInfo = {
     with_instances(
@@ -144,6 +174,7 @@ const KernelInfo kInfo = {
     launch_wgmma_sm90,
     yields,
     tells,
+    &kTangents,
 };
 const Registration kRegistration(kInfo);
 

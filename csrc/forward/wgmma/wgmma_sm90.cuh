@@ -68,7 +68,7 @@ class Producer {
           maps_(tensor_maps),
           schedule_(schedule),
           smem_(shared),
-          plans_(shared),
+          plans_(shared.plans),
           lane_(static_cast<int>(threadIdx.x)) {}
 
     __device__ __forceinline__ void run() {
@@ -80,7 +80,7 @@ class Producer {
             load_k(work, tile);
             load_q(work);
             load_down_to(min(tile, work.tiles.first + Tile::kStages / 2), tile, work);
-            if (lane_ == 0) ptx::barrier_arrive(&smem_.near_end);
+            if (lane_ == 0) ptx::barrier_arrive(&smem_.plans.near_end);
             load_down_to(work.tiles.first, tile, work);
             load_v(work, tile);
         }
@@ -239,7 +239,7 @@ class Consumer {
         : p_(params),
           schedule_(schedule),
           smem_(shared),
-          plans_(shared),
+          plans_(shared.plans),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           warp_(uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           lane_(static_cast<int>(threadIdx.x) % 32) {}
@@ -737,10 +737,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
                 ptx::barrier_init(&ring[i].full, 1);
                 ptx::barrier_init(&ring[i].empty, kWarps * Tile::kConsumers);
             }
-        for (Slot& slot : smem.plan_slot)
-            ptx::barrier_init(&slot.full, 1), ptx::barrier_init(&slot.empty, kWarps * Tile::kConsumers + 1);
+        smem.plans.prepare(kWarps * Tile::kConsumers);
         ptx::barrier_init(&smem.patch, 1);
-        ptx::barrier_init(&smem.near_end, 1);
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -749,7 +747,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, schedule, smem).run();
-        else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem).run(schedule);
+        else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem.plans).run(schedule);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, kProblems>(p, schedule, smem).run();

@@ -1,0 +1,61 @@
+// A block of the kernel for tangents (tangent.cuh): its tile shape and the map of its shared memory.
+#pragma once
+
+#include <ptx_sm90.cuh>
+
+#include "device/pipeline.cuh"
+#include "forward/wgmma/block.cuh"
+
+namespace flash_wmma::wgmma_sm90 {
+
+/// Shape of a block's work.
+struct TangentTileShape {
+    int d;  ///< the largest d and d_v that the instance holds
+    int keys, stages;
+    int consumers = 2;  ///< warpgroups of 64 rows each
+    int q_stages = 1;
+};
+
+/// The same with what follows from it, in the names of Tile. Scalar is half or bf16.
+template <class Scalar, TangentTileShape kShape>
+struct TangentTile {
+    using T = Scalar;
+    static constexpr int kD = kShape.d, kBc = kShape.keys, kConsumers = kShape.consumers;
+    static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages, kPlans = 4;
+    static constexpr bool kSplits = false;
+    static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
+    static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
+    static constexpr int kPanels = kD / 64;  // of 64 columns
+    // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = kD > 64 ? 24 : 40;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
+    static_assert(kD % 64 == 0 && kBc % 16 == 0);
+};
+
+/// Rows of a tensor and of its tangent, which come together: panels of 64 columns with the 128-byte swizzle.
+template <class T, int kPanels, int kRows>
+struct alignas(1024) RowsWithTangent {
+    T panel[kPanels][kRows * 64], moved[kPanels][kRows * 64];
+};
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct TangentMemory {
+    using QRows = RowsWithTangent<typename Tile::T, Tile::kPanels, Tile::kGroupRows>;
+    using KeyRows = RowsWithTangent<typename Tile::T, Tile::kPanels, Tile::kBc>;
+    QRows q[Tile::kQStages][Tile::kConsumers];
+    KeyRows k[Tile::kStages], v[Tile::kStages];
+    PlanRing<Tile> plans;
+    Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
+};
+
+/// Where a tensor and its tangent lie, for the copy engine.
+struct MapPair {
+    TensorMap rows, moved;
+};
+struct TangentMaps {
+    MapPair q, k, v;
+};
+
+}  // namespace flash_wmma::wgmma_sm90
