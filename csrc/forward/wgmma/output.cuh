@@ -11,9 +11,9 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Stores row i of O times `scale` and `factor`, or zeros if `none`, of the columns from `column` on, of which `columns` exist in all;
-/// `out` is the row's first element. Lanes that share a row swap words until each has 16 neighbouring bytes, or once, for
-/// 8; fp32: each has 8. Only lanes with `inside` write.
+/// Stores row i of O times `scale` and `factor`, or zeros if `none`: its columns from `column` on, of `columns` in all.
+/// `out` is the row's first element. Lanes that share a row swap words until each has 16 neighbouring bytes, or once,
+/// for 8; fp32: each has 8. Only lanes with `inside` write.
 template <bool SwapsOnce, class T, int Columns>
 __device__ __forceinline__ void store_row(T* out, int i, const RegisterTile<16, Columns>& o, float scale, float factor,
                                           bool none, bool inside, int column, int columns, int lane) {
