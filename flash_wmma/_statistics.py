@@ -234,6 +234,17 @@ class Mapped(Statistics):
         return tuple(each), tuple(fold.lse if there else None for there in wanted)
 
 
+def _unit(*numbers: Tensor | None) -> Tensor:
+    """The power of two that is next above the largest of them, which gradients are linear in; 1 if that is 0 or not
+    finite."""
+    each = [t.abs().amax() for t in numbers if t is not None and t.numel() > 0]
+    if not each:
+        return torch.ones(())
+    largest = torch.stack(each).amax()
+    unit = torch.ldexp(torch.ones_like(largest), torch.frexp(largest).exponent)
+    return unit.where((largest > 0) & unit.isfinite(), 1.0)
+
+
 def _gradients(
     dentropy: Tensor | None,
     dcolumn_sum: Tensor | None,
@@ -264,8 +275,15 @@ def _gradients(
     call = call._replace(attn_bias=wide_bias, alibi_slopes=alibi_slopes)
     dout, values = zeros.expand(*q.shape[:-1], 8), zeros.expand(*k.shape[:-1], 8)
     bias_grad, slopes_grad, sinks_grad = wanted
+    unit = None
+    if wide_q.dtype == torch.float16:  # in which kernels round dS
+        unit = _unit(dentropy, dcolumn_sum, subtrahend)
+        subtrahend = subtrahend / unit
+        dentropy, dcolumn_sum = (None if t is None else t / unit for t in (dentropy, dcolumn_sum))
     terms = (-subtrahend, wide_q, wide_k, values, dout, lse, dentropy, dcolumn_sum)
     dq, dk, _, dbias, dslopes = _ops.backward_with_statistics(dout, *terms, call, bias_grad, slopes_grad)
+    if unit is not None:
+        dq, dk, dbias, dslopes = (t.float() * unit for t in (dq, dk, dbias, dslopes))
     dsinks = -(of_sinks * delta).transpose(0, -2).flatten(1).sum(1) if sinks_grad else zeros
     dbias = dbias if attn_bias is None or not bias_grad else dbias.to(attn_bias.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dbias, dslopes, dsinks

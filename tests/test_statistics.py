@@ -413,6 +413,28 @@ def test_gradients_that_cancel(backward_target: Target, largest: float) -> None:
     torch.testing.assert_close(got.double() / largest, its / largest, rtol=2 * low + 1e-5, atol=(2 * low + 1e-5) / 10)
 
 
+@needs("the gradients of entropy and column_sum")
+@pytest.mark.parametrize("factor", [2.0**17, 2.0**-20])
+def test_gradients_of_any_size(backward_target: Target, factor: float) -> None:
+    """As a loss is scaled for halves: dS may be beyond what they hold, and below."""
+    kernel, dtype = backward_target
+    q, k, _ = (t.requires_grad_() for t in inputs(backward_target, 40, 70, batch=1))
+    rows = torch.randn(40, device=kernel.device)
+
+    def gradients(factor: float) -> tuple[Tensor, ...]:
+        _, aux = flash_wmma.forward(
+            q, k, k, return_aux=("entropy",), backward_kernel=kernel.name, kernel=exact_forward(q)
+        )
+        return torch.autograd.grad((aux["entropy"] * rows * factor).sum(), (q, k))
+
+    for got, right in zip(gradients(factor), gradients(1.0), strict=True):
+        held = torch.finfo(dtype)
+        right = right.double() * factor
+        low = right.abs() < held.tiny / held.eps
+        got = got.double()
+        torch.testing.assert_close(got[~low], right[~low].clamp(held.min, held.max), rtol=4 * held.eps, atol=0.0)
+
+
 @needs("the gradients of entropy and column_sum", "dropout")
 def test_gradients_beside_dropout(backward_target: Target) -> None:
     """The op is linear in its gradients, whether it drops weights for some of them or not."""

@@ -217,7 +217,7 @@ __global__ void __launch_bounds__(kRowThreads) bound_terms(const __grid_constant
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
-    if (group.first_row < 0 || group.first_row >= sequence.seqlen_q) return;
+    if (group.first_row < 0 || group.first_row >= sequence.seqlen_q || sequence.seqlen_k <= 0) return;
     const auto largest = [&](const float* numbers, int begin, int end) {  // of those that are finite
         float found = 0.f;
         for (int i = begin + tid; numbers && i < end; i += kRowThreads)

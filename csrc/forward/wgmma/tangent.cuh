@@ -17,7 +17,8 @@
 // Order of a consumer: beside T it makes P; beside O += P V and N += P dV it makes R; then come S of the next tile and
 // N += R V, and when these are done T of the next. So at most O and N, S and T, and P as an operand are held at a time,
 // 208 registers at d = 128, 184 at d = 64. The two consumers are free to drift apart, and the products of one go on
-// beside what the other computes.
+// beside what the other computes. Where m rises, which all of the consumer's warps then know, c moves: N needs O and T
+// before the products with V.
 //
 // Shared memory: Q with dQ of the block's rows, and rings of K with dK and of V with dV, as panels of 64 columns with the
 // 128-byte swizzle.

@@ -46,6 +46,10 @@ struct TangentMemory {
     using KeyRows = RowsWithTangent<typename Tile::T, Tile::kPanels, Tile::kBc>;
     QRows q[Tile::kQStages][Tile::kConsumers];
     KeyRows k[Tile::kStages], v[Tile::kStages];
+    struct alignas(16) Votes {
+        int of_warp[4];
+    };
+    Votes votes[Tile::kConsumers][2];
     PlanRing<Tile> plans;
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
 };

@@ -107,6 +107,16 @@ class TangentConsumer {
     __device__ __forceinline__ void await_v() { ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity); }
     __device__ __forceinline__ void await_q() { ptx::barrier_wait(&smem_.q_slot[q_.stage][group_].full, q_.parity); }
 
+    /// Whether some warp of the warpgroup says so, of one tile after the other.
+    __device__ __forceinline__ bool any_warp(bool of_this) {
+        auto& votes = smem_.votes[group_][votes_ & 1];  // the next tile's are apart: some warps may still read these
+        if (lane_ == 0) votes.of_warp[warp_] = of_this;
+        ptx::named_barrier_sync(1 + group_, Tile::kGroupThreads);
+        ++votes_;
+        const int4 all = *reinterpret_cast<const int4*>(votes.of_warp);
+        return (all.x | all.y | all.z | all.w) != 0;
+    }
+
     /// Passes over tiles that none of this warpgroup's rows sees.
     __device__ __forceinline__ void skip_tiles(int count) {
 #pragma unroll 1
@@ -200,6 +210,12 @@ class TangentConsumer {
                     if (begun) o_.scale_row(i, x), n_.scale_row(i, x);
                 });
             pack(weights_, s_);
+            if (any_warp(softmax_.raised())) {  // a wait is for all of a warpgroup
+                ptx::wgmma_wait<0>();
+                softmax_.recentre(t_, s_, p_.scale, left || right, [&](int i, float x) {
+                    if (begun) n_.each_in_row(i, [&](float& y, int c) { y = fmaf(-x, o_.at(i, c), y); });
+                });
+            }
             multiply_pv(begun);
             ptx::wgmma_wait<1>();
             release_k();
@@ -242,6 +258,7 @@ class TangentConsumer {
     Weights weights_, moved_weights_;  // the same as operands
     RegisterTile<16, Tile::kD> o_, n_;
     TangentSoftmax softmax_;
+    int votes_ = 0;  // that were taken
 };
 
 }  // namespace flash_wmma::wgmma_sm90

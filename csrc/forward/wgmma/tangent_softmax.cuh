@@ -1,14 +1,15 @@
 // The online softmax of a warp's 16 rows, and what their tangents need of it.
 //
 // With T the scores' tangents, and P = exp2(S - m) with a maximum m that may lag behind (device/lagged_softmax.cuh), a
-// row keeps l = sum of P and its moment, the sum of P (T - c). The row's constant c is the mean of T over the row's first
-// tile, and taken anew with a tile beside which all earlier weights vanish. In exact arithmetic it cancels out of all
-// results; in the second product's type P (T - c) rounds, and overflows, by what T differs from c, not by what the row's
-// tangents have in common.
+// row keeps l = sum of P and its moment, the sum of P (T - c). The row's constant c is the weighted mean of T, as of the
+// last tile with which m rose: so no later weights are much larger than those that made it. In exact arithmetic c cancels
+// out of all results; in the second product's type P (T - c) rounds, and overflows, by what T differs from c, not by what
+// the row's tangents have in common.
 //
 // m rises when a tile's scores pass it by more than 2^kLag in weights: then l, the moment and the accumulators are
-// rescaled, and otherwise not, since accumulators are many beside a tile's scores. kLag is small, since P is a factor of
-// P (T - c). Every tile takes the maximum of its scores: products bind here, and instructions are to spare.
+// rescaled, and otherwise not, since accumulators are many beside a tile's scores. c moves with it: a change of c by x
+// takes x l from the moment, and x O from N. kLag is small, since P is a factor of P (T - c). Every tile takes the maximum
+// of its scores: products bind here, and instructions are to spare.
 #pragma once
 
 #include <ptx.cuh>
@@ -46,20 +47,38 @@ class TangentSoftmax {
         }
         bool near = moderate;
         top.each([&](int i, float x) { near = near && x * factor <= softmax_.m[i] + kLag; });
-        begins_ = false;
-        if (!__all_sync(kWarpMask, near)) {
-            bool first = false;
+        raised_ = !__all_sync(kWarpMask, near);
+        if (raised_)
             top.each([&](int i, float x) {
                 const float scale = softmax_.raise(i, x * factor).rescale;
-                first_[i] = scale < kVanished && x > -INFINITY;
-                first = first || first_[i];
                 moment_[i] *= scale;
                 rescale(i, scale);
             });
-            begins_ = __any_sync(kWarpMask, first);
-        }
         offset.each([&](int i, float& x) { x = -softmax_.base(softmax_.m[i]); });
+        earlier_ = softmax_.l;
         softmax_.add(flash_wmma::weigh(s, factor, offset));
+    }
+
+    /// Whether m rose with the last tile: recentre() comes before the tile's products with V.
+    __device__ __forceinline__ bool raised() const { return raised_; }
+
+    /// Takes c anew, given the products of T, which `scale` completes, and P. Calls take(i, x) for every row of N that is
+    /// to lose x O.
+    template <int Keys, class Take>
+    __device__ __forceinline__ void recentre(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p, float scale,
+                                             bool hides, Take take) {
+        if (hides) forget_hidden(t, p);
+        const auto add = [](float x, float y) { return x + y; };
+        centre_.each([&](int i, float& centre) {
+            float sum = moment_[i];
+            t.each_in_row(i, [&](float& x, int column) { sum = fmaf(p.at(i, column), fmaf(x, scale, -centre), sum); });
+            const float change = __fdividef(over_quad(sum, add), over_quad(softmax_.l[i], add));
+            if (fabsf(change) < INFINITY) {  // not without keys, and not if a weight or a tangent is not finite
+                centre += change;
+                moment_[i] = fmaf(-change, earlier_[i], moment_[i]);
+                take(i, change);
+            }
+        });
     }
 
     /// P (T - c) in place of the products of T, which `scale` completes, given P. `hides`: some keys are hidden, whose T
@@ -67,11 +86,7 @@ class TangentSoftmax {
     template <int Keys>
     __device__ __forceinline__ void move(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p, float scale,
                                          bool hides) {
-        if (hides)
-            t.each([&](float& x, int i, int column) {
-                if (p.at(i, column) == 0.f) x = 0.f;
-            });
-        if (begins_) find_centres(t, p, scale);
+        if (hides) forget_hidden(t, p);
         moment_.each([&](int i, float& sum) {
             t.each_in_row(i, [&](float& x, int column) {
                 x = p.at(i, column) * fmaf(x, scale, -centre_[i]);
@@ -102,7 +117,6 @@ class TangentSoftmax {
 
   private:
     static constexpr float kLag = 2.f;
-    static constexpr float kVanished = 0x1p-44f;  // a factor that leaves nothing to fp32 of a million earlier weights
 
     /// Whether all x * factor are below 2^24 (device/lagged_softmax.cuh). -inf counts as below, NaN does not.
     __device__ __forceinline__ static bool all_moderate(const PerRow& x, float factor) {
@@ -110,23 +124,18 @@ class TangentSoftmax {
         return __all_sync(kWarpMask, x.all([&](float y) { return y == -INFINITY || fabsf(y * factor) < kLimit; }));
     }
 
-    /// Takes c of the rows that begin with this tile.
+    /// T of keys without weight, which may be anything.
     template <int Keys>
-    __device__ __forceinline__ void find_centres(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p,
-                                                 float scale) {
-        const auto add = [](float x, float y) { return x + y; };
-        centre_.each([&](int i, float& centre) {
-            float sum = 0.f;
-            t.each_in_row(i, [&](float& x, int column) { sum = fmaf(p.at(i, column), x, sum); });
-            const float mean = __fdividef(over_quad(sum, add), over_quad(softmax_.l[i], add)) * scale;
-            if (first_[i]) centre = fabsf(mean) < INFINITY ? mean : 0.f;
+    __device__ __forceinline__ static void forget_hidden(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p) {
+        t.each([&](float& x, int i, int column) {
+            if (p.at(i, column) == 0.f) x = 0.f;
         });
     }
 
     LaggedSoftmax<16> softmax_;
     PerRow moment_, centre_;
-    bool first_[2];        // whether the row begins with the tile, if begins_
-    bool begins_ = false;  // for some row of the warp
+    PerRow earlier_;  // l without the last tile
+    bool raised_ = false;
 };
 
 }  // namespace flash_wmma::wgmma_sm90
