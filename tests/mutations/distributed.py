@@ -152,8 +152,8 @@ FAULTS = [
     Fault(
         name="ring-own-keys-forgotten",
         path=RING,
-        old="                dk.add(rows, of_k)\n                dv.add(rows, of_v)\n",
-        new="                pass\n",
+        old="                    dk.add(rows, of_k)\n                    dv.add(rows, of_v)\n",
+        new="                    pass\n",
         why="gradients of a rank's own keys are lost",
     ),
     Fault(
