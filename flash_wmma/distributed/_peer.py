@@ -46,6 +46,8 @@ MANY = 64
 """Ranks of a group that has this post, at most."""
 VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
+LEAST = 1 << 20
+"""Bytes of a place."""
 CALLS = 1024
 """Of a group, whose ends the host looks for at the same time."""
 
@@ -251,7 +253,7 @@ class Peer:
         if capacity > self._capacity or self._memory is None:
             torch.cuda.synchronize()
             dist.barrier(self.place.group)  # nobody reads the old memory
-            self._capacity = 1 << math.ceil(math.log2(max(capacity, 1 << 20)))
+            self._capacity = 1 << math.ceil(math.log2(max(capacity, LEAST)))
             self._messages.clear()
             self._memory = None
             with torch.inference_mode(False):
