@@ -568,7 +568,7 @@ def test_wgmma_sm90_takes_items_one_at_a_time() -> None:
     the first takes all that the others do not begin with, which in their turn wait once each."""
     path = "csrc/forward/wgmma/plan.cuh"
     source = (FOLDER.parents[1] / path).read_text().splitlines()
-    (line,) = (i for i, text in enumerate(source, 1) if "barrier_wait(&smem_.near_end" in text)
+    (line,) = (i for i, text in enumerate(source, 1) if "barrier_wait(&ring_.near_end" in text)
     place, heads, sm_count = f"{path}:{line}", 2, 2
     q, k, v = torch.randn(3, 1, heads, 520, 64).half()
     with settings(threads=1, sm_count=sm_count):
