@@ -299,7 +299,7 @@ def _forward(
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_q = padded(take(q, job.q, dim), more_q, dim)
                 of_k, of_v = (
-                    padded(take_of_both(message, own, job.k, keys_of(job, needed), dim), more_k, dim)
+                    padded(take_of_both(message, own, keys_of(job, needed), dim), more_k, dim)
                     for message, own in ((keys, k), (values, v))
                 )
                 place = merged.place(job.q) if shift is None and more_q == 0 and call.lengths is None else None
@@ -350,7 +350,7 @@ def _backward(
                 of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
                 split = keys_of(job, needed)
                 of_k, of_v = (
-                    padded(take_of_both(message, mine, job.k, split, dim), more_k, dim)
+                    padded(take_of_both(message, mine, split, dim), more_k, dim)
                     for message, mine in ((keys, k), (values, v))
                 )
                 of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))

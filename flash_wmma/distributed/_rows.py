@@ -39,11 +39,12 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     return x.index_select(dim, index(ranges, x.device))
 
 
-def take_of_both(message: Tensor, own: Tensor, ranges: Ranges, keys: Keys, dim: int) -> Tensor:
+def take_of_both(message: Tensor, own: Tensor, keys: Keys, dim: int) -> Tensor:
     """The keys of a job: those rows of a message, and of the keys that this rank has itself."""
     if not keys.own:
-        return take(message, ranges, dim)
-    both = message.new_empty((*message.shape[:dim], count(ranges), *message.shape[dim + 1 :]))
+        return take(message, keys.message, dim)
+    n = count(keys.message) + count(keys.own)
+    both = message.new_empty((*message.shape[:dim], n, *message.shape[dim + 1 :]))
     put(both, keys.places_in_message, take(message, keys.message, dim), dim)
     put(both, keys.places_in_own, take(own, keys.own, dim), dim)
     return both

@@ -42,7 +42,7 @@
 namespace flash_wmma::wgmma_sm90 {
 
 // spills: sm_90a: at d = 128 warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers
-// at their limit, but read none of it in the loop over tiles.
+// at their limit, which read one value of it in the loop over tiles.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward_with_tangents(const __grid_constant__ TangentParams p, const __grid_constant__ TangentMaps maps,
