@@ -10,15 +10,17 @@ in the emulator.
 - :func:`explain`, :func:`kernels`, :func:`build_info`: which kernel runs, and what was built.
 - :func:`profile`, :mod:`emulator`: a profiler and a test bench for kernels, without a GPU.
 - :mod:`reductions`: maxima, sums and softmax.
-- :mod:`distributed`: attention over sequences that several GPUs hold; imported when it is first used.
+- :mod:`distributed`: attention over sequences that several GPUs hold.
+
+What attention does not need is imported when it is first used: profiles, reductions, the ranks.
 """
 
+from importlib import import_module as _import_module
 from typing import TYPE_CHECKING as _TYPE_CHECKING
 
 from . import (
     _hook,  # noqa: F401  (registers the kernels with torch.nn.attention)
     emulator,
-    reductions,
 )
 from ._build import BuildInfo, CompiledKernel, build_info, compiled_kernels
 from ._cached import append_kv, forward_cached
@@ -37,9 +39,6 @@ from ._flash_attn import (
 )
 from ._forward import forward, forward_varlen
 from ._module import MultiheadAttention
-from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
-from ._profile import Profile
-from ._profiler import profile
 from ._sdpa import scaled_dot_product_attention
 from ._table import FunctionFacts, Instance, Kernel, function_facts, kernels
 from ._version import __version__
@@ -90,12 +89,25 @@ def __dir__() -> list[str]:
 
 
 if _TYPE_CHECKING:
-    from . import distributed
+    from . import distributed, reductions
+    from ._occupancy import Occupancy, kernel_occupancy, theoretical_occupancy
+    from ._profile import Profile
+    from ._profiler import profile
 else:
+    _LATER = {
+        "Occupancy": "_occupancy",
+        "Profile": "_profile",
+        "kernel_occupancy": "_occupancy",
+        "profile": "_profiler",
+        "theoretical_occupancy": "_occupancy",
+    }
+    """The module of each name that is imported when it is first used."""
 
     def __getattr__(name: str) -> object:
-        if name == "distributed":
-            from importlib import import_module
-
-            return import_module(".distributed", __name__)
-        raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")
+        if name in ("distributed", "reductions"):
+            return _import_module(f".{name}", __name__)
+        if name not in _LATER:
+            raise AttributeError(f"module 'flash_wmma' has no attribute {name!r}")
+        value = getattr(_import_module(f".{_LATER[name]}", __name__), name)
+        globals()[name] = value
+        return value

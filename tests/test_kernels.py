@@ -434,13 +434,24 @@ def test_forward_works_without_the_extension_module() -> None:
 
 
 def test_import_is_light() -> None:
-    """No module beyond torch's and the standard library's is imported, and neither is _C."""
+    """No module beyond torch's and the standard library's is imported, and neither is _C nor what profiles need."""
     code = "import sys, torch; a = set(sys.modules); import flash_wmma; print(*sorted(set(sys.modules) - a))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     new = done.stdout.split()
     assert "flash_wmma._C" not in new
+    later = {"_figures", "_occupancy", "_profile", "_profiler", "distributed", "reductions"}
+    assert later.isdisjoint(module.removeprefix("flash_wmma.") for module in new)
     assert {module.partition(".")[0] for module in new} <= {"flash_wmma", *sys.stdlib_module_names, "torch"}
     assert not any(module.startswith(("torch._dynamo", "torch._inductor")) for module in new)
+
+
+def test_every_public_name_is_there() -> None:
+    """Those too that are imported when they are first used."""
+    code = "import flash_wmma; print(*(n for n in flash_wmma.__all__ if getattr(flash_wmma, n, None) is None))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+    with pytest.raises(AttributeError, match=r"module 'flash_wmma' has no attribute 'nothing'"):
+        _ = flash_wmma.nothing  # type: ignore[attr-defined]
 
 
 def test_explain_knows_all_kernels_at_once() -> None:

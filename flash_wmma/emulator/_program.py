@@ -5,17 +5,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
 
 from .._errors import INTERRUPTED, EmulatorError, refuse
-from .._figures import launches_of
-from .._profile import Profile
 from ._compile import Mode, build
 from ._runtime import alone, configure, take_profile
 from ._settings import current, settings
+
+if TYPE_CHECKING:
+    from .._profile import Profile
 
 
 class Argument(ctypes.Union):
@@ -166,6 +167,9 @@ class Program:
         """
         if self.mode != "checked":
             refuse("mode", repr(self.mode), "'checked' in a program that is profiled")
+        from .._figures import launches_of  # here, since few programs are profiled
+        from .._profile import Profile
+
         arch = current().arch
         return Profile(
             kernel=name,
