@@ -80,7 +80,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    os.environ.setdefault("FLASH_WMMA_EMULATOR", "fast")  # for programs too that tests start; see `checked`
     config.addinivalue_line("markers", "gpu: needs a CUDA device; of the kernels, it is given CUDA's")
     config.addinivalue_line("markers", "needs(*what): what a case needs of the kernel to be made (tests/needs.py)")
     config.addinivalue_line("markers", "long: takes too long in the emulator")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
+import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -345,19 +346,38 @@ def ranges_of(
     return any_.int().to(device)
 
 
-@contextlib.contextmanager
-def poisoned_memory() -> Iterator[None]:
+class _Poison:
+    """Of the whole process: the first thread inside begins it, the last one ends it."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside, self._before = threading.Lock(), 0, (False, False)
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            self._before = torch.are_deterministic_algorithms_enabled(), warns
+            torch.use_deterministic_algorithms(True, warn_only=True)
+            libc.mallopt(M_PERTURB, 0x100)  # fills with its lowest byte's complement; 0 turns it off
+            assert torch.utils.deterministic.fill_uninitialized_memory
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                libc.mallopt(M_PERTURB, 0)
+                torch.use_deterministic_algorithms(self._before[0], warn_only=self._before[1])
+
+
+_POISON = _Poison()
+
+
+def poisoned_memory() -> contextlib.AbstractContextManager[None]:
     """Memory that is allocated inside holds NaN until it is written: on the GPU torch does it, on the CPU glibc's
     allocator (bytes of 0xff)."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    libc.mallopt(M_PERTURB, 0x100)  # fills with its lowest byte's complement; 0 turns it off
-    try:
-        assert torch.utils.deterministic.fill_uninitialized_memory
-        yield
-    finally:
-        libc.mallopt(M_PERTURB, 0)
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+    return _POISON
 
 
 def bits(t: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import emulated_kernel, name, on_gpu
-from reference import PLAIN, Mask, Modification, check, normal, reference, run
+from reference import PLAIN, Mask, Modification, check, normal, poisoned_memory, reference, run
 from torch import Tensor
 
 import flash_wmma
@@ -30,7 +30,7 @@ from flash_wmma.emulator import (
     kernel_sources,
     settings,
 )
-from flash_wmma.emulator.__main__ import main
+from flash_wmma.emulator import __main__ as command
 
 CUDA_KERNELS = [kernel for kernel in flash_wmma.kernels() if kernel.min_arch]
 SMOKE = [kernel for kernel in CUDA_KERNELS if not on_gpu() or kernel.name == "wmma_v2"]
@@ -247,7 +247,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, source: Path, changes: dict[str, str
 @pytest.mark.parametrize("asked", [{"mode": "checked"}, {}], ids=["asked", "default"])
 def test_finding(asked: dict[str, str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What the checks find is an EmulatorError, which says where, without a setting too; and the next run is clean."""
-    monkeypatch.delenv("FLASH_WMMA_EMULATOR")
+    monkeypatch.delenv("FLASH_WMMA_EMULATOR", raising=False)
     kernel = broken(
         monkeypatch, tmp_path / "broken.cu", {"p.seqlen_q) - tile.first_row": "p.seqlen_q) + 1 - tile.first_row"}
     )
@@ -324,11 +324,13 @@ def test_mode_from_the_environment() -> None:
     )
 
 
-@pytest.mark.skipif(on_gpu(), reason="takes a minute if nothing is compiled yet")
-def test_command_build(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["build", "--mode", "fast"]) == 0
+def test_command_build(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    few = {name: kernel_sources()[name] for name in ("simt_naive", "wmma_v1")}
+    monkeypatch.setattr(command, "kernel_sources", lambda: few)
+    assert command.main(["build", "--mode", "fast"]) == 0
     out = capsys.readouterr().out
-    assert all(f"{kernel} " in out for kernel in kernel_sources())
+    assert all(f"{kernel} " in out for kernel in few)
+    assert "checked" not in out
 
 
 def test_threads_have_settings_of_their_own() -> None:
@@ -399,6 +401,17 @@ def test_interleaved_settings() -> None:
     assert (current().seed, current().arch) == (0, 75)
     second.__exit__(None, None, None)
     assert current() == before
+
+
+def test_interleaved_poison() -> None:
+    """Threads that run kernels at the same time leave torch's flag as it was."""
+    first, second = poisoned_memory(), poisoned_memory()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert torch.are_deterministic_algorithms_enabled()
+    second.__exit__(None, None, None)
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

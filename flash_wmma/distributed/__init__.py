@@ -10,6 +10,7 @@ torch.distributed: NCCL for CUDA tensors, gloo for CPU tensors.
 
 from __future__ import annotations
 
+import atexit
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -274,6 +275,7 @@ _Asked = tuple[Hashable, ...]
 _known: dict[_Asked, Ring] = {}
 """Calls that all ranks were found to agree on. Their checks, which look at no values, are not repeated: they would take
 the host as long as all the rest."""
+atexit.register(_known.clear)  # it keeps groups, whose threads must end before the interpreter does
 MANY_CALLS = 256
 
 

@@ -15,10 +15,11 @@
 
 #include "emulator/runtime.h"
 
+// __forceinline__ is no more than inline: always_inline compiles twice as long, and the code runs no faster.
 #define __global__
 #define __device__
 #define __host__
-#define __forceinline__ inline  // no more: always_inline compiles twice as long, and the code runs no faster
+#define __forceinline__ inline
 #define __noinline__  // empty, because the standard library writes __attribute__((__noinline__))
 #define __launch_bounds__(...)
 #define __grid_constant__
