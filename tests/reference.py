@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import math
 import threading
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
