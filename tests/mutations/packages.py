@@ -54,8 +54,8 @@ FAULTS = [
     Fault(
         name="hub-absolute-distributed",
         path="flash_wmma/__init__.py",
-        old='import_module(".distributed", __name__)',
-        new='import_module("flash_wmma.distributed")',
+        old='_import_module(f".{name}", __name__)',
+        new='_import_module(f"flash_wmma.{name}")',
         why="the hub's copy takes flash_wmma.distributed of the installed package",
     ),
     Fault(
