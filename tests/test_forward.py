@@ -108,8 +108,9 @@ def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, A
         return
     least = kernel.bf16_min_arch if dtype == torch.bfloat16 else kernel.min_arch
     device = c["device"] | {"arch": max(c["device"]["arch"], least)}
-    with settings(**device):
-        check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
+    for mode in ("checked", "fast"):
+        with settings(mode=mode, **device):
+            check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
 
 
 MASKS = (

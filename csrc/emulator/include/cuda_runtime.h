@@ -15,7 +15,7 @@
 
 #include "emulator/runtime.h"
 
-// __forceinline__ is no more than inline: always_inline compiles twice as long, and the code runs no faster.
+// __forceinline__ is no more than inline: always_inline compiles up to twice as long, and the code runs no faster.
 #define __global__
 #define __device__
 #define __host__
