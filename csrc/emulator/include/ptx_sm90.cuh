@@ -54,6 +54,7 @@ EMULATOR_BRICK inline void stmatrix_x4(void* shared_row, const std::uint32_t (&r
     emulator::collective(emulator::kStmatrix, ~emulator::LaneMask{0}, &argument, site, EMULATOR_PC);
 }
 EMULATOR_BRICK inline void fence_proxy_async() { emulator::fence_proxy_async(); }
+EMULATOR_BRICK inline void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
@@ -127,13 +128,8 @@ EMULATOR_BRICK void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], Shared
 
 // ---- Order among blocks ---------------------------------------------------------------------------------------------
 
-EMULATOR_BRICK inline unsigned load_acquire(const unsigned* p) {
-    return emulator::update(
-        const_cast<unsigned*>(p), [](unsigned old) __attribute__((always_inline)) { return old; }, EMULATOR_PC);
-}
-EMULATOR_BRICK inline void add_release(unsigned* p, unsigned x) {
-    emulator::update(p, [=](unsigned old) __attribute__((always_inline)) { return old + x; }, EMULATOR_PC);
-}
+EMULATOR_BRICK inline unsigned load_acquire(const unsigned* p) { return emulator::load_acquire(p, EMULATOR_PC); }
+EMULATOR_BRICK inline void add_release(unsigned* p, unsigned x) { emulator::add_release(p, x, EMULATOR_PC); }
 
 // ---- Registers and launches -----------------------------------------------------------------------------------------
 
