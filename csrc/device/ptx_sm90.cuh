@@ -76,10 +76,6 @@ __device__ __forceinline__ void stmatrix_x4(void* shared_row, const std::uint32_
 /// fence (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// Makes writes to global memory that are ordered before the fence, other blocks' too, visible to tensor copies that
-/// this thread issues after it (fence.proxy.async).
-__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
 /// Fetches a tensor map that is a kernel parameter ahead of its use (prefetch.tensormap).

@@ -6,6 +6,7 @@
 #include <cuda_fp16.h>
 #include <entry.h>
 #include <launch.h>
+#include <ptx_grid.cuh>
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 

@@ -117,15 +117,19 @@ __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, uns
     return first + at % mixed * tiles + at / mixed;
 }
 
+/// The number of the item at this place in the order of items, as owned_keys counts.
+template <class Tile, bool kPacked, Pass kPass>
+__device__ __forceinline__ unsigned item_at(const ForwardParams& p, unsigned place) {
+    if constexpr (kPass == Pass::kOrdered) return interleaved<Tile, kPacked>(p, place);
+    else return !kPacked && p.band.right < kUnbounded ? mixed_at_the_end<Tile>(p, place) : place;
+}
+
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
+__device__ __forceinline__ Item item_of(const ForwardParams& p, unsigned index) {
     constexpr int kStep = Tile::kQueries;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    auto place = static_cast<unsigned>(index);
-    if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
-    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
-    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
+    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, index);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(p);
     if (backwards && own.first_row >= 0 && own.rows > 0) {
@@ -166,6 +170,7 @@ struct alignas(16) TileFacts {
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
     bool hides;  // some queries do not see all keys of the item
+    int ends;    // for the producer: the unit whose item ends with this tile; negative: none does
 };
 
 /// Words of dQ's buffer from one group of rows to another.

@@ -69,7 +69,8 @@ class Consumer : ConsumerWarp<Tile> {
             for (std::uint32_t& word : four) word = 0;
         store_ds(0);
         unsigned tile = 0, late_item = 0, item = 0;  // how many there were; items: those with tiles
-        for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
+        RingPlace<Tile::kPlans> plan;
+        for (;; plan.advance()) {
             Slot& slot = smem_.plan_slot[plan.stage];
             ptx::barrier_wait(&slot.full, plan.parity);
             const Item& work = smem_.plan[plan.stage];
@@ -93,12 +94,14 @@ class Consumer : ConsumerWarp<Tile> {
             }
             tell(slot.empty);
         }
-        if (item == 0) return;
-        await_ds(tile);
-        ptx::wgmma_fence();
-        multiply_dq(tile, late_item);
-        ptx::wgmma_wait<0>();
-        add_late_dq(move_on({}), tile, false);
+        if (item > 0) {
+            await_ds(tile);
+            ptx::wgmma_fence();
+            multiply_dq(tile, late_item);
+            ptx::wgmma_wait<0>();
+            add_late_dq(move_on({}), tile, false);
+        }
+        tell(smem_.plan_slot[plan.stage].empty);
     }
 
   private:
@@ -268,7 +271,8 @@ class Consumer : ConsumerWarp<Tile> {
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
+    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
+             const __grid_constant__ Work work) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
@@ -285,8 +289,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kOrdered) keep_order(smem);
+        const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+        if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
+        else if (kPass == Pass::kOrdered && warp < 3) keep_order(smem);
+        else RowWorker<typename Tile::T, includes(kProblems, Problems::kPacked)>(problem, work).run();
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();

@@ -4,30 +4,58 @@
 #include <launch.h>
 
 #include <algorithm>
+#include <stdexcept>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/rows.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/element.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
-/// A kernel of an instance: the problem, its tensors and how many items there are.
-using InstanceKernel = void(const Problem, const Maps, int);
+/// A kernel of an instance: the problem, its tensors and what there is to do.
+using InstanceKernel = void(const Problem, const Maps, const Work);
+
+/// The units of heads (rows.cuh).
+inline std::int64_t units_of(const ForwardParams& p) {
+    return p.heads_k * (p.sequences.cu_seqlens_q ? 1 : p.batch);
+}
+/// Words of the counters, which come first in the workspace: those of Work, then, for an order, Problem::turns.
+inline std::int64_t counters_of(const ForwardParams& p, bool ordered) {
+    return 3 + 2 * units_of(p) + (ordered ? row_groups(p) : 0);
+}
+inline Work work_of(const ForwardParams& p, int keys, unsigned* counters) {
+    const unsigned items = owned_keys_grid(p, keys).x;
+    const std::int64_t groups = row_groups(p), units = units_of(p);
+    if (groups > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 groups of query rows");
+    unsigned* const of_units = counters + 3;
+    return {items,
+            static_cast<unsigned>(groups),
+            static_cast<unsigned>(items / units),
+            static_cast<unsigned>(groups / units),
+            counters,
+            counters + 1,
+            counters + 2,
+            of_units,
+            of_units + units};
+}
 
 template <class Tile, class Memory, InstanceKernel* kKernel>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
-    if (items == 0) return;
+    if (units_of(p) == 0) return;
+    const Work work = work_of(p, Tile::kKeys, problem.queue);
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
-    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
+    Maps maps{};
+    if (work.items > 0)
+        maps = {map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
                     map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
                     map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
-    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
+    const dim3 grid(std::min(std::max(work.items, work.groups), static_cast<unsigned>(problem.multiprocessors)));
+    if (grid.x > 0) launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, work);
 }
 
 /// The row of a kernel in the table of shapes. Memory: its map of the shared memory.

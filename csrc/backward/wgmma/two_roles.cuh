@@ -68,10 +68,10 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ void each_item(Begin begin, OnTile on_tile, End end, Unseen unseen) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
         Slot& key_slot = smem_.key_slot[0];
-        for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
-            Slot& slot = smem_.plan_slot[plan.stage];
-            ptx::barrier_wait(&slot.full, plan.parity);
-            const Item& work = smem_.plan[plan.stage];
+        for (;; plan_.advance()) {
+            Slot& slot = smem_.plan_slot[plan_.stage];
+            ptx::barrier_wait(&slot.full, plan_.parity);
+            const Item& work = smem_.plan[plan_.stage];
             const int tiles = told(work.tiles);
             if (tiles < 0) break;
             if (tiles > 0) {
@@ -89,7 +89,13 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
         }
     }
 
+    /// Behind the last item: all is done.
+    __device__ __forceinline__ void tell_end() const { tell(smem_.plan_slot[plan_.stage].empty); }
+
     TwoRolesMemory<Tile>& smem_;
+
+  private:
+    RingPlace<Tile::kPlans> plan_;
 };
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
@@ -116,6 +122,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
                 this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
+        this->tell_end();
     }
 
   private:
@@ -195,9 +202,11 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
                 this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
-        if (tiles_ == 0) return;
-        add_part<kParts - 1>(late_);
-        end_turn(tiles_ - 1);
+        if (tiles_ > 0) {
+            add_part<kParts - 1>(late_);
+            end_turn(tiles_ - 1);
+        }
+        this->tell_end();
     }
 
   private:
@@ -303,7 +312,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 // words once an item at d = 256. The loops over tiles have none.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
+    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
+                      const __grid_constant__ Work work) {
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
@@ -321,8 +331,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kOrdered) keep_order(smem);
+        const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
+        if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
+        else if (kPass == Pass::kOrdered && warp < 3) keep_order(smem);
+        else RowWorker<typename Tile::T, includes(kProblems, Problems::kPacked)>(problem, work).run();
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);
