@@ -9,10 +9,8 @@ namespace flash_wmma::ptx {
 /// this thread issues after it (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
-/// Fetches `bytes` from `from` on to L2, both multiples of 16 (cp.async.bulk.prefetch).
-__device__ __forceinline__ void prefetch_to_l2(const void* from, unsigned bytes) {
-    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
-}
+/// Fetches the 128 bytes around `from` to L2.
+__device__ __forceinline__ void prefetch_to_l2(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
 
 /// Rests for about so many nanoseconds.
 __device__ __forceinline__ void sleep(unsigned nanoseconds) {

@@ -3,6 +3,8 @@
 
 #include <ptx_sm90.cuh>
 
+#include <algorithm>
+
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/owned_tile.cuh"
@@ -201,6 +203,17 @@ struct alignas(16) Turn {
     unsigned place;   // of this item: it adds when so many have
 };
 
+/// A group of rows that a block brings: o and dO, in panels as those of Q, or dQ's buffer.
+template <class Tile>
+struct alignas(1024) RowStage {
+    typename Tile::T o[Tile::kPanels][kRowGroup * 64], dout[Tile::kPanels][kRowGroup * 64];
+};
+/// What is to be done with it. kFlush: all places are to be given back; kNone: and there are no more.
+struct RowTask {
+    enum Kind : int { kNone, kPrepare, kFinish, kFlush } kind;
+    unsigned index;
+};
+
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
 struct SharedMemory {
@@ -224,6 +237,17 @@ struct SharedMemory {
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
+    Slot help_slot;                             // full when the producer asks for help (rows.cuh), empty when it is given
+    bool no_more_help;
+
+    /// Before a block's items the rows that it brings lie in place of their tiles (row_stages.cuh).
+    static constexpr int kRowStages = std::min<int>(
+        6, (Tile::kKeyStages + Tile::kValueStages) * sizeof(KeyRows) / sizeof(RowStage<Tile>) +
+               2 * Tile::kStages * sizeof(QueryRows) / sizeof(RowStage<Tile>));
+    __device__ __forceinline__ RowStage<Tile>* row_stages() { return reinterpret_cast<RowStage<Tile>*>(k); }
+    Slot row_slot[kRowStages];
+    RowTask row_task[kRowStages];
+    ptx::Barrier rows_done;  // says that all consumers are done with the rows
     Turn turn[Tile::kTileFacts];
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
@@ -238,6 +262,7 @@ __device__ __forceinline__ void prepare_slots(Slot (&slots)[kCount], unsigned fi
 /// Where q, k, v and dO lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;
+    TensorMap row_o, row_dout;  // of groups of rows
 };
 
 }  // namespace flash_wmma::backward::wgmma

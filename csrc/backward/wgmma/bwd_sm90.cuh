@@ -38,6 +38,7 @@
 #include "backward/wgmma/consumer.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
+#include "backward/wgmma/row_stages.cuh"
 #include "backward/wgmma/shapes.h"
 
 namespace flash_wmma::backward::wgmma {
@@ -229,7 +230,7 @@ class Consumer : ConsumerWarp<Tile> {
     }
     __device__ __forceinline__ void add_dq(int rows) const {
         const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-        if ((Tile::kSharesQueries && rows <= first_row()) || columns <= 0) return;
+        if (rows <= first_row() || columns <= 0) return;  // the tile before the first has no rows
         const auto add = [&](int j) { ptx::red_add_4(dq_place_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
         if (columns >= Tile::kDqColumns) {
 #pragma unroll
@@ -274,7 +275,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
              const __grid_constant__ Work work) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
+    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     if (threadIdx.x == 0) {
+        smem.no_more_help = false;
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
         prepare_slots(smem.plan_slot, 1, kWarps);
         prepare_slots(smem.key_slot, 1, kWarps);
@@ -282,6 +285,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init(&smem.help_slot.full, 1);
+        ptx::barrier_init(&smem.help_slot.empty, 1);
+        prepare_slots(smem.row_slot, 1, kWarps);
+        ptx::barrier_init(&smem.rows_done, kWarps);
+        for (RowTask& task : smem.row_task) task.kind = RowTask::kNone;
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
@@ -291,10 +299,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::release_registers<Tile::kProducerRegisters>();
         const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
         if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
-        else if (kPass == Pass::kOrdered && warp < 3) keep_order(smem);
-        else RowWorker<typename Tile::T, includes(kProblems, Problems::kPacked)>(problem, work).run();
+        else if (warp == 3) help<typename Tile::T, kPacked>(problem, work, smem);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
+        RowConsumer<Tile, kPacked>(problem, smem).run();
         Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
     }
 }

@@ -7,6 +7,7 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/order.cuh"
+#include "backward/wgmma/row_stages.cuh"
 #include "backward/wgmma/rows.cuh"
 #include "device/constants.cuh"
 
@@ -25,6 +26,8 @@ class Producer {
     __device__ __forceinline__ void run() {
         if (lane_ == 0)
             for (TileFacts& tile : smem_.tile) tile.ends = -1;
+        RowProducer<Tile, kPacked>(problem_, work_, maps_, smem_).run();
+
         // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
         // all that follow. And whoever waits for an item waits for a block that runs.
         for (unsigned place = taken(); place < work_.items; place = taken()) {
@@ -42,6 +45,7 @@ class Producer {
         const unsigned parity = plan_.parity;
         publish(none);
         if (lane_ > 0) return;
+        ask_helper(true);
         ptx::barrier_wait(&end.empty, parity);
         for (const TileFacts& tile : smem_.tile) count(tile.ends);
     }
@@ -54,12 +58,24 @@ class Producer {
     __device__ __forceinline__ void count(int unit) const {
         if (lane_ == 0 && unit >= 0) ptx::add_release(work_.added + unit, 1);
     }
-    /// Waits until a unit's rows are prepared: lane 0 sees them, and so does whom it tells, and its copies.
-    __device__ __forceinline__ void await_rows(int unit) const {
+    /// Waits until a unit's rows are prepared: lane 0 sees them, and so does whom it tells, and its copies. Whoever
+    /// should prepare them may not run: so who waits for long has some prepared.
+    __device__ __forceinline__ void await_rows(int unit) {
+        constexpr unsigned kPatience = 64, kPause = 200;  // ns
         if (lane_ > 0) return;
-        while (ptx::load_acquire(work_.prepared + unit) != work_.unit_groups) {
+        for (unsigned i = 1; ptx::load_acquire(work_.prepared + unit) != work_.unit_groups; ++i) {
+            if (i % kPatience == 0) ask_helper(false);
+            ptx::sleep(kPause);
         }
         ptx::fence_proxy_async_global();
+    }
+    /// Lane 0: has the helper prepare a group, or end.
+    __device__ __forceinline__ void ask_helper(bool to_end) {
+        Slot& slot = smem_.help_slot;
+        ptx::barrier_wait(&slot.empty, help_.parity ^ 1);
+        smem_.no_more_help = to_end;
+        ptx::barrier_arrive(&slot.full);
+        help_.advance();
     }
 
     __device__ __forceinline__ void publish(const Turn& turn) {
@@ -219,6 +235,7 @@ class Producer {
     int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
     unsigned patch_parity_ = 0;
     RingPlace<Tile::kTileFacts> turn_;
+    RingPlace<1> help_;
 };
 
 }  // namespace flash_wmma::backward::wgmma

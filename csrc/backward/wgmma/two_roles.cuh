@@ -31,6 +31,7 @@
 #include "backward/wgmma/consumer.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
+#include "backward/wgmma/row_stages.cuh"
 #include "backward/wgmma/shapes.h"
 
 namespace flash_wmma::backward::wgmma {
@@ -226,8 +227,10 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
         ptx::wgmma_wait<2>();         // of none: for ptxas
-        add_part<kParts - 1>(late_);  // of the tile before the first: 0
-        if (tile > 0) end_turn(tile - 1);
+        if (tile > 0) {
+            add_part<kParts - 1>(late_);
+            end_turn(tile - 1);
+        }
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
@@ -315,7 +318,9 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
                       const __grid_constant__ Work work) {
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
+    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     if (threadIdx.x == 0) {
+        smem.no_more_help = false;
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
         prepare_slots(smem.plan_slot, 1, 2 * kWarps);
         prepare_slots(smem.key_slot, 1, 2 * kWarps);
@@ -323,6 +328,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, 2 * kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
+        ptx::barrier_init(&smem.help_slot.full, 1);
+        ptx::barrier_init(&smem.help_slot.empty, 1);
+        prepare_slots(smem.row_slot, 1, 2 * kWarps);
+        ptx::barrier_init(&smem.rows_done, 2 * kWarps);
+        for (RowTask& task : smem.row_task) task.kind = RowTask::kNone;
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
@@ -333,11 +343,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::release_registers<Tile::kProducerRegisters>();
         const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
         if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
-        else if (kPass == Pass::kOrdered && warp < 3) keep_order(smem);
-        else RowWorker<typename Tile::T, includes(kProblems, Problems::kPacked)>(problem, work).run();
+        else if (warp == 3) help<typename Tile::T, kPacked>(problem, work, smem);
+        else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);
+        RowConsumer<Tile, kPacked>(problem, smem).run();
         if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
         else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
     }

@@ -8,7 +8,7 @@
 namespace flash_wmma::ptx {
 
 EMULATOR_BRICK inline void fence_proxy_async_global() { emulator::fence_proxy_async_global(); }
-EMULATOR_INLINE void prefetch_to_l2(const void*, unsigned) {}
+EMULATOR_INLINE void prefetch_to_l2(const void*) {}
 EMULATOR_INLINE void sleep(unsigned) {}
 
 }  // namespace flash_wmma::ptx
