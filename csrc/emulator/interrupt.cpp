@@ -5,7 +5,6 @@
 namespace flash_wmma::emulator {
 
 std::atomic<bool> g_interrupted;
-std::atomic<bool> g_abandoned;
 
 namespace {
 

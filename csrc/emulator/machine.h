@@ -171,9 +171,6 @@ struct Block {
     std::array<Barrier, kBarriers> barriers;
 };
 
-/// Thrown by a block that stops because another has a finding.
-struct Abandoned {};
-
 /// A finding, thrown out of a launch. Fibers never throw: they stop, and the scheduler throws in their place.
 struct Finding {
     std::string what;
@@ -198,15 +195,12 @@ class Worker {
     void async_wait(int pending);
     void release(const void* object);
     void acquire(const void* object);
-    unsigned add_release(unsigned* counter, unsigned x);
-    unsigned load_acquire(const unsigned* counter);
     TransactionBarrier& transaction_barrier(const void* address, const char* use, Site site);
     void barrier_init(void* address, unsigned arrivals, Site site, const void* pc);
     void barrier_arrive(void* address, unsigned bytes, Site site, const void* pc);
     void barrier_wait(void* address, unsigned parity, Site site, const void* pc);
     void barrier_init_fence();
     void fence_proxy_async();
-    void fence_proxy_async_global();
     void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                      const void* pc);
     void multiply(void* const* arguments);

@@ -81,11 +81,6 @@ void wait_until(bool (*ready)(void*), void* argument, const char* name, Site sit
 void release(const void* object);
 void acquire(const void* object);
 
-/// The same among the blocks of a grid, through a counter in global memory: *counter += x, and *counter, which is in
-/// order behind the additions that it shows.
-void add_release(unsigned* counter, unsigned x, const void* pc);
-unsigned load_acquire(const unsigned* counter, const void* pc);
-
 // --- memory -------------------------------------------------------------------------------------------------------
 /// The block's shared memory. Reports a finding if the map is larger than the launch asked for.
 void* shared_memory(std::size_t map_bytes, const void* pc);
@@ -111,8 +106,7 @@ void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const
 void transaction_barrier_init_fence();
 void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc);
 void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const void* pc);
-void fence_proxy_async();         ///< of shared memory
-void fence_proxy_async_global();  ///< of what other blocks wrote
+void fence_proxy_async();
 
 /// A tensor in global memory and the boxes in which it is copied; the innermost dimension comes first.
 struct TensorMap {

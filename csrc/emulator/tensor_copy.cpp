@@ -110,14 +110,6 @@ void Worker::fence_proxy_async() {
     learn(lane, &lane, epoch, clock);
 }
 
-void Worker::fence_proxy_async_global() {
-    if (!config.checks) return;
-    Lane& lane = *t_lane;
-    Clock clock;
-    clock.counted_published = clock_of(lane).counted;
-    learn(lane, &lane.clock, epochs_[static_cast<std::size_t>(lane.warp)]++, clock);
-}
-
 void Worker::end_phase(TransactionBarrier& b) {
     b.completed.join(b.arrived);
     b.outstanding = b.arrivals;
@@ -253,7 +245,6 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
     const auto to = reinterpret_cast<std::uintptr_t>(copy.to);
     const std::string line = source_line(copy.site), name = name_of(copy.map);
     Accessor who = accessor(lane);
-    who.async_proxy = true;
     if (!b.fenced)
         stop(finding("a tensor copy may not see that its barrier is initialised",
                      describe(lane) + " in " + name + ", without barrier_init_fence", line,
@@ -271,6 +262,7 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
             stop_conflict(Access::kAsyncLoad, describe(lane) + ", in " + name + ",", address, bytes, line, conflict,
                           who.block);
     });
+    who.async_proxy = true;
     if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
         stop_conflict(Access::kAsyncStore, describe(lane) + ", in " + name + ",", to, copy.bytes, line, conflict,
                       who.block);
@@ -305,7 +297,6 @@ void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const v
     t_worker->barrier_wait(barrier, parity, site, pc);
 }
 void fence_proxy_async() { t_worker->fence_proxy_async(); }
-void fence_proxy_async_global() { t_worker->fence_proxy_async_global(); }
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc) {
     t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
 }

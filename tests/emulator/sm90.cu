@@ -6,7 +6,6 @@
 #include <cuda_fp16.h>
 #include <entry.h>
 #include <launch.h>
-#include <ptx_grid.cuh>
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
@@ -528,55 +527,6 @@ const Entry kBulk(
     "bulk", +[](float* out, const float* in, int fault) {
         constexpr int kFaults = static_cast<int>(Bulk::kTooLong) + 1;
         run_bulk(out, in, fault, std::make_integer_sequence<int, kFaults>());
-    });
-
-// --- what one block hands to the next through global memory ----------------------------------------------------------
-
-enum class Chain {
-    kNone,
-    kNoWait,
-    kNoRelease,
-    kNoSyncwarp,     // before the release
-    kNoGlobalFence,  // behind the acquire
-};
-
-/// Block by block, in the order in which they come: a row of 128 floats is the one before plus 1, and the first is in +
-/// 1. `counters`: blocks that have come, and rows that are written.
-template <Chain kFault>
-__global__ void chain(float* out, const float* in, int* counters) {
-    auto& smem = shared_memory<BulkMemory>();
-    auto* const written = reinterpret_cast<unsigned*>(counters) + 1;
-    const unsigned lane = threadIdx.x;
-    unsigned row = 0;
-    if (lane == 0) {
-        ptx::barrier_init(&smem.full, 1);
-        ptx::barrier_init_fence();
-        row = static_cast<unsigned>(atomicAdd(counters, 1));
-        while (kFault != Chain::kNoWait && ptx::load_acquire(written) < row) {
-        }
-        if (kFault != Chain::kNoGlobalFence) ptx::fence_proxy_async_global();
-        const float* const from = row > 0 ? out + kGroup * (row - 1) : in;
-        ptx::barrier_arrive_expect(&smem.full, kGroup * sizeof(float));
-        ptx::bulk_load(smem.words, from, kGroup * sizeof(float), &smem.full);  // fault: chain copy
-    }
-    __syncwarp();
-    row = __shfl_sync(~0u, row, 0);
-    ptx::barrier_wait(&smem.full, 0);
-    for (unsigned i = lane; i < kGroup; i += 32) out[kGroup * row + i] = smem.words[i] + 1.f;  // fault: chain write
-    if (kFault != Chain::kNoSyncwarp) __syncwarp();
-    if (lane > 0) return;
-    if (kFault == Chain::kNoRelease) atomicAdd(written, 1u);
-    else ptx::add_release(written, 1);
-}
-template <int... kFaults>
-void run_chain(float* out, const float* in, int* counters, int fault, std::integer_sequence<int, kFaults...>) {
-    constexpr decltype(&chain<Chain::kNone>) kKernels[] = {chain<static_cast<Chain>(kFaults)>...};
-    launch(kKernels[fault], {dim3(4), dim3(32), sizeof(BulkMemory)}, nullptr, out, in, counters);
-}
-const Entry kChain(
-    "chain", +[](float* out, const float* in, int* counters, int fault) {
-        constexpr int kFaults = static_cast<int>(Chain::kNoGlobalFence) + 1;
-        run_chain(out, in, counters, fault, std::make_integer_sequence<int, kFaults>());
     });
 
 // --- stores of matrices from registers -------------------------------------------------------------------------------

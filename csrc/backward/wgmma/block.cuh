@@ -3,8 +3,6 @@
 
 #include <ptx_sm90.cuh>
 
-#include <algorithm>
-
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/owned_tile.cuh"
@@ -119,19 +117,15 @@ __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, uns
     return first + at % mixed * tiles + at / mixed;
 }
 
-/// The number of the item at this place in the order of items, as owned_keys counts.
-template <class Tile, bool kPacked, Pass kPass>
-__device__ __forceinline__ unsigned item_at(const ForwardParams& p, unsigned place) {
-    if constexpr (kPass == Pass::kOrdered) return interleaved<Tile, kPacked>(p, place);
-    else return !kPacked && p.band.right < kUnbounded ? mixed_at_the_end<Tile>(p, place) : place;
-}
-
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ Item item_of(const ForwardParams& p, unsigned index) {
+__device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     constexpr int kStep = Tile::kQueries;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, index);
+    auto place = static_cast<unsigned>(index);
+    if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
+    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
+    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(p);
     if (backwards && own.first_row >= 0 && own.rows > 0) {
@@ -172,7 +166,6 @@ struct alignas(16) TileFacts {
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
     bool hides;  // some queries do not see all keys of the item
-    int ends;    // for the producer: the unit whose item ends with this tile; negative: none does
 };
 
 /// Words of dQ's buffer from one group of rows to another.
@@ -203,17 +196,6 @@ struct alignas(16) Turn {
     unsigned place;   // of this item: it adds when so many have
 };
 
-/// A group of rows that a block brings: o and dO, in panels as those of Q, or dQ's buffer.
-template <class Tile>
-struct alignas(1024) RowStage {
-    typename Tile::T o[Tile::kPanels][kRowGroup * 64], dout[Tile::kPanels][kRowGroup * 64];
-};
-/// What is to be done with it. kFlush: all places are to be given back; kNone: and there are no more.
-struct RowTask {
-    enum Kind : int { kNone, kPrepare, kFinish, kFlush } kind;
-    unsigned index;
-};
-
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
 struct SharedMemory {
@@ -237,17 +219,6 @@ struct SharedMemory {
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
-    Slot help_slot;                             // full when the producer asks for help (rows.cuh), empty when it is given
-    bool no_more_help;
-
-    /// Before a block's items the rows that it brings lie in place of their tiles (row_stages.cuh).
-    static constexpr int kRowStages = std::min<int>(
-        6, (Tile::kKeyStages + Tile::kValueStages) * sizeof(KeyRows) / sizeof(RowStage<Tile>) +
-               2 * Tile::kStages * sizeof(QueryRows) / sizeof(RowStage<Tile>));
-    __device__ __forceinline__ RowStage<Tile>* row_stages() { return reinterpret_cast<RowStage<Tile>*>(k); }
-    Slot row_slot[kRowStages];
-    RowTask row_task[kRowStages];
-    ptx::Barrier rows_done;  // says that all consumers are done with the rows
     Turn turn[Tile::kTileFacts];
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
@@ -262,7 +233,6 @@ __device__ __forceinline__ void prepare_slots(Slot (&slots)[kCount], unsigned fi
 /// Where q, k, v and dO lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;
-    TensorMap row_o, row_dout;  // of groups of rows
 };
 
 }  // namespace flash_wmma::backward::wgmma

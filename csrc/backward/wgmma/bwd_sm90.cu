@@ -2,12 +2,13 @@
 // architectures: 9.0a
 #include <algorithm>
 
-#include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
 
 namespace flash_wmma::backward {
 namespace {
+
+struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
@@ -24,20 +25,11 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(pass_of(p), p, device).facts;
 }
 
-/// The counters come first, in whole units of what has to stay aligned behind them.
+/// The queue and, for an order, the turns come first, in whole units of what has to stay aligned behind them.
 std::int64_t counters_bytes(const BackwardParams& p) {
     constexpr std::int64_t kUnit = 16, kCounter = sizeof(unsigned);
-    return (wgmma::counters_of(p.forward, p.deterministic) * kCounter + kUnit - 1) / kUnit * kUnit;
-}
-/// Last come the facts: dq, where they could lie otherwise, is written while other units still read theirs.
-std::int64_t facts_bytes(const BackwardParams& p) {
-    return row_groups(p.forward) * kRowGroup * std::int64_t{sizeof(RowPair)} / 2;
-}
-
-constexpr int kClearThreads = 256;
-__global__ void __launch_bounds__(kClearThreads) clear(unsigned* words, int count) {
-    const int i = static_cast<int>(blockIdx.x) * kClearThreads + static_cast<int>(threadIdx.x);
-    if (i < count) words[i] = 0;
+    const std::int64_t counters = 1 + (p.deterministic ? row_groups(p.forward) : 0);
+    return (counters * kCounter + kUnit - 1) / kUnit * kUnit;
 }
 
 /// The params for functions that know no order: dQ is always summed in the buffer.
@@ -48,24 +40,25 @@ BackwardParams without_order(const BackwardParams& p) {
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    const BackwardParams params = without_order(p);
-    return counters_bytes(p) + backward::workspace_bytes(params, /*converted=*/false) +
-           (facts_in_dq(params) ? facts_bytes(p) : 0);
+    return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false);
 }
 
-void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+template <class T>
+void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     BackwardParams params = without_order(p);
     params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
     Problem problem = problem_of(params);
-    problem.facts = reinterpret_cast<RowPair*>(static_cast<char*>(p.workspace) + workspace_bytes(p, device) -
-                                               facts_bytes(p));
     problem.queue = static_cast<unsigned*>(p.workspace);
-    const auto counters = static_cast<int>(wgmma::counters_of(p.forward, p.deterministic));
-    if (p.deterministic) problem.turns = problem.queue + counters - row_groups(p.forward);
+    if (p.deterministic) problem.turns = problem.queue + 1;
     problem.multiprocessors = std::max(device.sm_count, 1);
-    const auto blocks = static_cast<unsigned>((counters + kClearThreads - 1) / kClearThreads);
-    launch(clear, {dim3(blocks), dim3(kClearThreads)}, stream, problem.queue, counters);
+    launch_rows(prepare<Sm90, T, false>, problem, stream);
     shape_of(pass_of(p), p, device).launch(problem, stream);
+    launch_rows(finish<Sm90, T>, problem, stream);
+}
+
+void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    if (p.forward.dtype == DType::kFloat16) launch_of<half>(p, device, stream);
+    else launch_of<bf16>(p, device, stream);
 }
 
 /// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md).

@@ -38,7 +38,6 @@
 #include "backward/wgmma/consumer.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
-#include "backward/wgmma/row_stages.cuh"
 #include "backward/wgmma/shapes.h"
 
 namespace flash_wmma::backward::wgmma {
@@ -70,8 +69,7 @@ class Consumer : ConsumerWarp<Tile> {
             for (std::uint32_t& word : four) word = 0;
         store_ds(0);
         unsigned tile = 0, late_item = 0, item = 0;  // how many there were; items: those with tiles
-        RingPlace<Tile::kPlans> plan;
-        for (;; plan.advance()) {
+        for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
             Slot& slot = smem_.plan_slot[plan.stage];
             ptx::barrier_wait(&slot.full, plan.parity);
             const Item& work = smem_.plan[plan.stage];
@@ -95,14 +93,12 @@ class Consumer : ConsumerWarp<Tile> {
             }
             tell(slot.empty);
         }
-        if (item > 0) {
-            await_ds(tile);
-            ptx::wgmma_fence();
-            multiply_dq(tile, late_item);
-            ptx::wgmma_wait<0>();
-            add_late_dq(move_on({}), tile, false);
-        }
-        tell(smem_.plan_slot[plan.stage].empty);
+        if (item == 0) return;
+        await_ds(tile);
+        ptx::wgmma_fence();
+        multiply_dq(tile, late_item);
+        ptx::wgmma_wait<0>();
+        add_late_dq(move_on({}), tile, false);
     }
 
   private:
@@ -230,7 +226,7 @@ class Consumer : ConsumerWarp<Tile> {
     }
     __device__ __forceinline__ void add_dq(int rows) const {
         const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-        if (rows <= first_row() || columns <= 0) return;  // the tile before the first has no rows
+        if (rows <= first_row() || columns <= 0) return;  // the tile before the first has none, and 0 times K may be NaN
         const auto add = [&](int j) { ptx::red_add_4(dq_place_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
         if (columns >= Tile::kDqColumns) {
 #pragma unroll
@@ -272,12 +268,9 @@ class Consumer : ConsumerWarp<Tile> {
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
-             const __grid_constant__ Work work) {
+    backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     if (threadIdx.x == 0) {
-        smem.no_more_help = false;
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
         prepare_slots(smem.plan_slot, 1, kWarps);
         prepare_slots(smem.key_slot, 1, kWarps);
@@ -285,11 +278,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
-        ptx::barrier_init(&smem.help_slot.full, 1);
-        ptx::barrier_init(&smem.help_slot.empty, 1);
-        prepare_slots(smem.row_slot, 1, kWarps);
-        ptx::barrier_init(&smem.rows_done, kWarps);
-        for (RowTask& task : smem.row_task) task.kind = RowTask::kNone;
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
@@ -297,13 +285,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-        if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
-        else if (warp == 3) help<typename Tile::T, kPacked>(problem, work, smem);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
         else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        RowConsumer<Tile, kPacked>(problem, smem).run();
         Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
     }
 }

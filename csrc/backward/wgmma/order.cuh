@@ -67,8 +67,9 @@ __device__ __forceinline__ void pass_turns(SharedMemory<Tile>& smem) {
 /// A warp of warpgroup 0 beside the producer's.
 template <class Tile>
 __device__ __forceinline__ void keep_order(SharedMemory<Tile>& smem) {
-    if (threadIdx.x / 32 == 1) await_turns(smem);
-    else pass_turns(smem);
+    const auto warp = threadIdx.x / 32;
+    if (warp == 1) await_turns(smem);
+    if (warp == 2) pass_turns(smem);
 }
 
 /// Prepares the barriers. `adders`: warps that add.

@@ -2,80 +2,44 @@
 #pragma once
 
 #include <launch.h>
-#include <ptx_grid.cuh>
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/order.cuh"
-#include "backward/wgmma/row_stages.cuh"
-#include "backward/wgmma/rows.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
 /// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as
-/// its place is empty. What is to be known of a tile comes before. It also counts items whose dQ is added, for those
-/// who wait for them (rows.cuh).
+/// its place is empty. What is to be known of a tile comes before.
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer {
   public:
-    __device__ __forceinline__ Producer(const Problem& problem, const Work& work, const Maps& maps,
-                                        SharedMemory<Tile>& shared)
-        : problem_(problem), work_(work), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+    __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
+        : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
 
-    __device__ __forceinline__ void run() {
-        if (lane_ == 0)
-            for (TileFacts& tile : smem_.tile) tile.ends = -1;
-        RowProducer<Tile, kPacked>(problem_, work_, maps_, smem_).run();
-
+    __device__ __forceinline__ void run(int items) {
         // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
-        // all that follow. And whoever waits for an item waits for a block that runs.
-        for (unsigned place = taken(); place < work_.items; place = taken()) {
-            const unsigned index = item_at<Tile, kPacked, kPass>(problem_.forward, place);
-            const int unit = static_cast<int>(index / work_.unit_items);
+        // all that follow. And an item waits for those alone that were taken before.
+        const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
+        const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
+        for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, index);
             publish(item);
-            if (item.tiles > 0) load_item(item, unit);
-            else count(unit);
+            if (item.tiles > 0) load_item(item);
+            const int next = taken() + before;
+            index = uniform(next);
         }
-        if constexpr (kOrdered) publish({nullptr, 0});
         Item none{};
         none.tiles = -1;
-        Slot& end = smem_.plan_slot[plan_.stage];
-        const unsigned parity = plan_.parity;
         publish(none);
-        if (lane_ > 0) return;
-        ask_helper(true);
-        ptx::barrier_wait(&end.empty, parity);
-        for (const TileFacts& tile : smem_.tile) count(tile.ends);
+        if constexpr (kOrdered) publish({nullptr, 0});
     }
 
   private:
-    __device__ __forceinline__ unsigned taken() const {
-        return uniform(lane_ == 0 ? atomicAdd(work_.to_work_on, 1u) : 0u);
-    }
-    /// Counts an item of a unit, if it is one, whose dQ is added.
-    __device__ __forceinline__ void count(int unit) const {
-        if (lane_ == 0 && unit >= 0) ptx::add_release(work_.added + unit, 1);
-    }
-    /// Waits until a unit's rows are prepared: lane 0 sees them, and so does whom it tells, and its copies. Whoever
-    /// should prepare them may not run: so who waits for long has some prepared.
-    __device__ __forceinline__ void await_rows(int unit) {
-        constexpr unsigned kPatience = 64, kPause = 200;  // ns
-        if (lane_ > 0) return;
-        for (unsigned i = 1; ptx::load_acquire(work_.prepared + unit) != work_.unit_groups; ++i) {
-            if (i % kPatience == 0) ask_helper(false);
-            ptx::sleep(kPause);
-        }
-        ptx::fence_proxy_async_global();
-    }
-    /// Lane 0: has the helper prepare a group, or end.
-    __device__ __forceinline__ void ask_helper(bool to_end) {
-        Slot& slot = smem_.help_slot;
-        ptx::barrier_wait(&slot.empty, help_.parity ^ 1);
-        smem_.no_more_help = to_end;
-        ptx::barrier_arrive(&slot.full);
-        help_.advance();
+    /// In lane 0, how many items were taken from the queue before this one.
+    __device__ __forceinline__ int taken() const {
+        return lane_ == 0 ? static_cast<int>(atomicAdd(problem_.queue, 1u)) : 0;
     }
 
     __device__ __forceinline__ void publish(const Turn& turn) {
@@ -98,22 +62,21 @@ class Producer {
         plan_.advance();
     }
 
-    __device__ __forceinline__ void load_item(const Item& item, int unit) {
+    __device__ __forceinline__ void load_item(const Item& item) {
         load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
         keys_.advance();
         load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
         values_.advance();
-        await_rows(unit);
         QueryPlace at{item.start_head, item.start};
         for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
-            load_facts(item, at, left == 1 ? unit : -1);
+            load_facts(item, at);
             load_tile(item, at);
         }
     }
 
     /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was
     /// there has left Q's and dO's place to one whose copies were issued before.
-    __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at, int ends) {
+    __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
         const Sequence& sequence = item.sequence;
         const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
@@ -123,7 +86,7 @@ class Producer {
         if (lane_ == 0) {
             const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
             smem_.tile[facts_] = {group - group_before_, at.row, existing,
-                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key), ends};
+                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
             if (rows < Tile::kQueries) {  // behind the last group P is 0
                 for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
@@ -145,7 +108,6 @@ class Producer {
         Slot& slot = smem_.slot[place_.stage];
         auto &q = smem_.q[place_.stage], &dout = smem_.dout[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, if every lane writes there
-        count_late();
         if (lane_ == 0) {
             ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
             ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
@@ -160,16 +122,6 @@ class Producer {
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
-    }
-
-    /// Counts the item that ended three tiles before this one, if one did: whoever emptied this tile's place has added
-    /// dQ of the tile before the one that was there.
-    __device__ __forceinline__ void count_late() {
-        static_assert(Tile::kStages == 2 && Tile::kTileFacts == 4);
-        if (lane_ > 0) return;
-        TileFacts& late = smem_.tile[facts_];  // facts_: of the tile behind this one
-        count(late.ends);
-        late.ends = -1;
     }
 
     /// K or V of an item.
@@ -224,7 +176,6 @@ class Producer {
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked), kOrdered = kPass == Pass::kOrdered;
 
     const Problem& problem_;
-    const Work& work_;
     const Maps& maps_;
     SharedMemory<Tile>& smem_;
     const int lane_;
@@ -235,7 +186,6 @@ class Producer {
     int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
     unsigned patch_parity_ = 0;
     RingPlace<Tile::kTileFacts> turn_;
-    RingPlace<1> help_;
 };
 
 }  // namespace flash_wmma::backward::wgmma

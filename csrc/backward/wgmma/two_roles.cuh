@@ -31,7 +31,6 @@
 #include "backward/wgmma/consumer.cuh"
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
-#include "backward/wgmma/row_stages.cuh"
 #include "backward/wgmma/shapes.h"
 
 namespace flash_wmma::backward::wgmma {
@@ -69,10 +68,10 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ void each_item(Begin begin, OnTile on_tile, End end, Unseen unseen) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
         Slot& key_slot = smem_.key_slot[0];
-        for (;; plan_.advance()) {
-            Slot& slot = smem_.plan_slot[plan_.stage];
-            ptx::barrier_wait(&slot.full, plan_.parity);
-            const Item& work = smem_.plan[plan_.stage];
+        for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
+            Slot& slot = smem_.plan_slot[plan.stage];
+            ptx::barrier_wait(&slot.full, plan.parity);
+            const Item& work = smem_.plan[plan.stage];
             const int tiles = told(work.tiles);
             if (tiles < 0) break;
             if (tiles > 0) {
@@ -90,13 +89,7 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
         }
     }
 
-    /// Behind the last item: all is done.
-    __device__ __forceinline__ void tell_end() const { tell(smem_.plan_slot[plan_.stage].empty); }
-
     TwoRolesMemory<Tile>& smem_;
-
-  private:
-    RingPlace<Tile::kPlans> plan_;
 };
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
@@ -123,7 +116,6 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
                 this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
-        this->tell_end();
     }
 
   private:
@@ -203,11 +195,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
                 this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
-        if (tiles_ > 0) {
-            add_part<kParts - 1>(late_);
-            end_turn(tiles_ - 1);
-        }
-        this->tell_end();
+        if (tiles_ == 0) return;
+        add_part<kParts - 1>(late_);
+        end_turn(tiles_ - 1);
     }
 
   private:
@@ -227,10 +217,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
         ptx::wgmma_wait<2>();         // of none: for ptxas
-        if (tile > 0) {
-            add_part<kParts - 1>(late_);
-            end_turn(tile - 1);
-        }
+        add_part<kParts - 1>(late_);  // of the tile before the first: 0
+        if (tile > 0) end_turn(tile - 1);
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
@@ -315,12 +303,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 // words once an item at d = 256. The loops over tiles have none.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps,
-                      const __grid_constant__ Work work) {
+    backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
-    constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     if (threadIdx.x == 0) {
-        smem.no_more_help = false;
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
         prepare_slots(smem.plan_slot, 1, 2 * kWarps);
         prepare_slots(smem.key_slot, 1, 2 * kWarps);
@@ -328,11 +313,6 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.slot, 1, 2 * kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
-        ptx::barrier_init(&smem.help_slot.full, 1);
-        ptx::barrier_init(&smem.help_slot.empty, 1);
-        prepare_slots(smem.row_slot, 1, 2 * kWarps);
-        ptx::barrier_init(&smem.rows_done, 2 * kWarps);
-        for (RowTask& task : smem.row_task) task.kind = RowTask::kNone;
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
         prepare_order(smem, kWarps);
         ptx::barrier_init_fence();
@@ -341,14 +321,11 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        const int warp = uniform(static_cast<int>(threadIdx.x) / 32);
-        if (warp == 0) Producer<Tile, kProblems, kPass>(problem, work, maps, smem).run();
-        else if (warp == 3) help<typename Tile::T, kPacked>(problem, work, smem);
+        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
         else if (kPass == Pass::kOrdered) keep_order(smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);
-        RowConsumer<Tile, kPacked>(problem, smem).run();
         if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
         else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
     }
