@@ -475,8 +475,8 @@ def test_gradients_of_packed_sequences(backward_target: Target, deterministic: b
 
     def loss(name: str, q: Tensor, k: Tensor, slopes: Tensor, sinks: Tensor) -> Tensor:
         cu = [cumulative(n, device) for n in (lengths_q, lengths_k)]
-        options: dict[str, Any] = {"kernel": name} if name == "math" else {"backward_kernel": name}
-        options |= {"deterministic": deterministic, "return_aux": NAMES[1:]}
+        options: dict[str, Any] = {"deterministic": deterministic, "return_aux": NAMES[1:]}
+        options |= {"kernel": name} if name == "math" else {"backward_kernel": name, "kernel": exact_forward(q)}
         _, aux = flash_wmma.forward_varlen(
             q, k, k, *cu, 20, 16, alibi_slopes=slopes.float(), sinks=sinks, causal=True, **options
         )
