@@ -84,31 +84,6 @@ def wait(stream: Stream, word: int, number: int) -> None:
         time.sleep(0.0005)
 
 
-def test_lines() -> None:
-    """What the copy engine is told of a tensor is the tensor."""
-    base = torch.arange(4 * 3 * 6 * 40, dtype=torch.int32).view(4, 3, 6, 40)
-    whole = {
-        "all": base,
-        "rows": base[:, :, 1:4],
-        "columns": base[..., 8:],
-        "one head": base[:, 1:2],
-        "one row": base[:, :, 2:3],
-        "one entry's rows": base[2:3, :, 3:],
-        "packed rows": base[0][1:],
-    }
-    for name, t in whole.items():
-        lines = _peer._lines(t)
-        assert lines is not None, name
-        start, unit = t.storage_offset(), t.element_size()
-        found = [base.flatten()[start + i * lines.pitch // unit :][: lines.width // unit] for i in range(lines.height)]
-        torch.testing.assert_close(torch.cat(found), t.flatten(), rtol=0, atol=0, msg=name)
-    assert _peer._lines(base) == (base.numel() * 4, 1, base.numel() * 4)
-    assert _peer._lines(base[:, :, 1:4]) == (480, 12, 960)
-    for t in (base.transpose(1, 2), base[:, ::2, 1:4], base[..., :8], base[:, :1].expand(4, 3, 6, 40)):
-        assert _peer._lines(t) is None
-    assert ctypes.sizeof(_peer._Copy2D) == 128
-
-
 @pytest.fixture
 def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
     """Makes a host of so many ranks."""

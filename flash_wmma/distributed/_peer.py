@@ -1,9 +1,9 @@
 """Messages between the GPUs of one host by their copy engines, which take no multiprocessor from the kernels beside.
 
 Each rank has two places for messages in symmetric memory (torch.distributed._symmetric_memory), which the other ranks'
-GPUs read and write. A stream for copies brings a message to its place, out of the tensors that it is part of, and the
-reader's brings it from there. Two numbers in the ranks' symmetric memory order this, which streams write and wait for
-(the driver's stream memory operations, no kernels):
+GPUs read and write. The stream that computes writes a message to its place; its reader brings it from there on a stream
+for copies. Two numbers in the ranks' symmetric memory order this, which streams write and wait for (the driver's stream
+memory operations, no kernels):
 
 - ``written[sender]`` of the reader: how many messages the sender has written, whose last is the reader's;
 - ``read[reader]`` of the sender: how many messages were written when the reader had read its last one.
@@ -32,7 +32,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,8 +48,6 @@ VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
 LEAST = 1 << 20
 """Bytes of a place."""
-LEAST_LINE = 64
-"""Bytes of a line that is worth a copy of its own."""
 CALLS = 1024
 """Of a group, whose ends the host looks for at the same time."""
 
@@ -65,30 +63,7 @@ def _driver() -> ctypes.CDLL:
     for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
         getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
-    driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Copy2D), ctypes.c_void_p)
     return driver
-
-
-class _Copy2D(ctypes.Structure):
-    """CUDA_MEMCPY2D."""
-
-    _fields_ = [
-        *(
-            (side + name, kind)
-            for side in ("src_", "dst_")
-            for name, kind in (
-                *(("x", ctypes.c_size_t), ("y", ctypes.c_size_t), ("memory_type", ctypes.c_int)),
-                *(("host", ctypes.c_void_p), ("device", ctypes.c_uint64), ("array", ctypes.c_void_p)),
-                ("pitch", ctypes.c_size_t),
-            )
-        ),
-        ("width", ctypes.c_size_t),
-        ("height", ctypes.c_size_t),
-    ]
-
-
-_DEVICE_MEMORY = 2
-"""CU_MEMORYTYPE_DEVICE."""
 
 
 def _checked(result: int, what: str) -> None:
@@ -107,48 +82,12 @@ def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
     _checked(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, word, value, _AT_LEAST), "cuStreamWaitValue32")
 
 
-class _Lines(NamedTuple):
-    """A tensor's memory: lines of adjacent bytes at equal distances."""
-
-    width: int
-    height: int
-    pitch: int
-
-
-def _lines(t: Tensor) -> _Lines | None:
-    """``None`` if it is not so, or if the lines are short."""
-    width = 1
-    outer: list[tuple[int, int]] = []
-    for size, stride in zip(reversed(t.shape), reversed(t.stride()), strict=True):
-        if size == 1:
-            continue
-        if not outer and stride == width:
-            width *= size
-        elif not outer or stride == outer[-1][0] * outer[-1][1]:
-            outer.append((size, stride))
-        else:
-            return None
-    unit = t.element_size()
-    if outer and (outer[0][1] < width or width * unit < LEAST_LINE):
-        return None
-    return _Lines(width * unit, math.prod(size for size, _ in outer), (outer[0][1] if outer else width) * unit)
-
-
 def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
-    """As to.copy_(source) on the stream, in a tenth of the host's time. ``to`` is contiguous, ``source`` lines."""
+    """As to.copy_(source) of contiguous memory on the stream, in a tenth of the host's time."""
     if to.numel() == 0:
         return
-    lines = _lines(source)
-    assert lines is not None
-    if lines.height == 1:
-        given = to.data_ptr(), source.data_ptr(), lines.width, stream.cuda_stream
-        _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
-        return
-    copy = _Copy2D(width=lines.width, height=lines.height)
-    copy.src_memory_type = copy.dst_memory_type = _DEVICE_MEMORY
-    copy.src_device, copy.src_pitch = source.data_ptr(), lines.pitch
-    copy.dst_device, copy.dst_pitch = to.data_ptr(), lines.width
-    _checked(_driver().cuMemcpy2DAsync_v2(ctypes.byref(copy), stream.cuda_stream), "cuMemcpy2DAsync")
+    given = to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), stream.cuda_stream
+    _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
 
 
 class _Symmetric:
@@ -220,15 +159,12 @@ def _timeout(group: Group) -> float:
 
 
 class _PeerTravel:
-    def __init__(
-        self, post: Peer, number: int, to: int, sent: Sent | None, source: int, received: Message | None
-    ) -> None:
+    def __init__(self, post: Peer, number: int, to: int, sends: bool, source: int, received: Message | None) -> None:
         self._post, self._number = post, number
-        self._to, self._sent, self._source, self._received = to, sent, source, received
+        self._to, self._sends, self._source, self._received = to, sends, source, received
         self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready.record(post.computing)  # what is sent is there, and what is received has free memory
+        self._ready.record(post.computing)  # what is sent is in its place, and what is received has free memory
         self._over: torch.cuda.Event | None = None
-        self._left: torch.cuda.Event | None = None
 
     def start(self) -> None:
         self._post.start_up_to(self)
@@ -237,15 +173,7 @@ class _PeerTravel:
         """Its part on the stream for copies."""
         post, number, stream = self._post, self._number, self._post.copying
         stream.wait_event(self._ready)
-        if self._sent is not None:
-            if self._sent.before is not None:
-                reader, last = self._sent.before
-                _wait(stream, post.flags.word(post.place.rank, post.place.world + reader), last + 1)
-            message, tensors = post.message_of(post.place.rank, number, self._sent.tensors), self._sent.tensors
-            for to, source in zip((message.k, message.v), tensors, strict=True):
-                _copy(stream, to, source)
-            self._left = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._left.record(stream)
+        if self._sends:
             _write(stream, post.flags.word(self._to, post.place.rank), number + 1)
         if self._received is not None:
             came = self._received.k, self._received.v
@@ -264,18 +192,6 @@ class _PeerTravel:
     def finish(self) -> None:
         """The places say themselves when they may be overwritten."""
         self.start()
-        if self._left is not None:
-            self._post.computing.wait_event(self._left)
-        self._sent = None
-
-
-class Sent(NamedTuple):
-    """A message that a rank sends."""
-
-    tensors: tuple[Tensor, Tensor]
-    """k and v."""
-    before: tuple[int, int] | None
-    """Who reads the message that is in its place, and that message's number."""
 
 
 class Peer:
@@ -300,9 +216,9 @@ class Peer:
         """Travels that have not begun."""
         self._readers: list[tuple[int, int] | None] = [None] * PLACES
         """Of each place: who reads the message there, and its number."""
-        self._used: list[Message | Sent] = []
-        """What is received and sent by the call that is being made."""
-        self._kept: list[Message | Sent] = []
+        self._received: list[Message] = []
+        """Of the call that is being made."""
+        self._kept: list[Message] = []
         """Of calls that ended with an error: their copies may still be to come."""
         self._failed = False
         torch.cuda.synchronize()
@@ -321,10 +237,10 @@ class Peer:
             yield
         except BaseException:
             self._failed = True
-            self._kept += self._used
+            self._kept += self._received
             raise
         finally:
-            self._used.clear()
+            self._received.clear()
             self._watchdog.expect(self.computing)
 
     def _begin(self, capacity: int) -> None:
@@ -366,16 +282,17 @@ class Peer:
     def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
         number = self._number
         self._number += 1
-        going = None
         if sent is not None:
-            k, v = (t if _lines(t) else t.contiguous() for t in sent)
-            going = Sent((k, v), self._readers[number % PLACES])
+            before = self._readers[number % PLACES]
+            if before is not None:
+                reader, last = before
+                _wait(self.computing, self.flags.word(self.place.rank, self.place.world + reader), last + 1)
             self._readers[number % PLACES] = to, number
-            self._used.append(going)
+            self.message_of(self.place.rank, number, sent).fill(*sent)
         coming = None if received is None else Message(received)
         if coming is not None:
-            self._used.append(coming)
-        travel = _PeerTravel(self, number, to, going, source, coming)
+            self._received.append(coming)
+        travel = _PeerTravel(self, number, to, sent is not None, source, coming)
         self._waiting.append(travel)
         return travel
 
