@@ -338,10 +338,19 @@ FAULTS = [
     Fault(
         name="bwd-sm90-dq-of-a-single-row",
         path=ONE_ROLE,
-        old="rows <= first_row())",
-        new="rows <= first_row() + 1)",
+        old="if (rows <= first_row() ||",
+        new="if (rows <= first_row() + 1 ||",
         why="dQ of 64 queries of which one exists is not added",
         kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-adds-dq-of-no-tile",
+        path=ONE_ROLE,
+        old="if (rows <= first_row() ||",
+        new="if ((Tile::kSharesQueries && rows <= first_row()) ||",
+        why="0 times the first item's K is added to the first rows of the first head: NaN, if a key is infinite",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-late-step-forgotten",
