@@ -52,7 +52,7 @@ class Part(NamedTuple):
     of: int
 
 
-QUICK = Part(1, 8)
+QUICK = Part(1, 16)
 
 
 def part_of(text: str) -> Part:
@@ -135,6 +135,13 @@ def checked(request: pytest.FixtureRequest) -> Iterator[None]:
     given = set(KERNEL_FIXTURES) & set(request.fixturenames)
     with flash_wmma.emulator.settings(**{"mode": "checked"} if given else {}):
         yield
+
+
+@pytest.fixture
+def modes(pytestconfig: pytest.Config) -> tuple[str, ...]:
+    """The emulator's modes in which a test of both runs: with --quick the checked one, so that no kernel has to be
+    compiled twice."""
+    return ("checked",) if pytestconfig.getoption("part") == QUICK else ("checked", "fast")
 
 
 def kernel_on_gpu(kernel: flash_wmma.Kernel) -> flash_wmma.Kernel:

@@ -161,7 +161,9 @@ def test_pytest_is_given_a_selection(checkout: Path, arguments: str, expected: s
 @pytest.mark.parametrize(("arguments", "first"), [("", True), ("--full", True), ("-k simt", False)])
 def test_the_emulator_is_compiled_first(checkout: Path, arguments: str, first: bool) -> None:
     calls, said = dev(checkout, "test", *arguments.split())
-    assert any("flash_wmma.emulator build" in call for call in calls) == first
+    compiled = [call.split(" | ")[0] for call in calls if "flash_wmma.emulator build" in call]
+    mode = "" if arguments else " --mode checked"
+    assert compiled == [f"-m flash_wmma.emulator build{mode}"] * first
     assert ("compiling the CUDA kernels for the emulator" in said) == first
 
 
@@ -172,7 +174,7 @@ def collected(*arguments: str) -> list[str]:
 
 
 def test_parts_hold_every_case() -> None:
-    """Each part has cases of every test, other parts others where there are enough; --quick is the first eighth. Of
+    """Each part has cases of every test, other parts others where there are enough; --quick is the first sixteenth. Of
     tests with a case for each kernel, a part takes others in each test."""
     files = "tests/test_errors.py", "tests/test_torch.py"
     whole, of = collected(*files), conftest.QUICK.of
@@ -195,7 +197,7 @@ def test_parts_hold_every_case() -> None:
             assert max(1, count // of) <= cases(part)[test] <= -(-count // of)
     kernels = {node.partition("[")[2].split("-")[0].split(".")[0] for node in parts[0]}
     known = {kernel.name for kernel in flash_wmma.kernels()}
-    assert len(kernels & known) > len(known) / 2, "not the same eighth of the kernels in each test"
+    assert len(kernels & known) > len(known) / 2, "not the same part of the kernels in each test"
 
 
 @pytest.mark.parametrize("part", ["3", "0/2", "3/2", "1/0"])

@@ -95,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     parametrize(metafunc, "case", rows)
 
 
-def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]]) -> None:
+def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, Any]], modes: tuple[str, ...]) -> None:
     kernel, dtype, c = case
     hq, hk = c["heads"]
     shape = {"dtype": dtype, "device": kernel.device}
@@ -108,7 +108,7 @@ def test_against_float64(case: tuple[flash_wmma.Kernel, torch.dtype, dict[str, A
         return
     least = kernel.bf16_min_arch if dtype == torch.bfloat16 else kernel.min_arch
     device = c["device"] | {"arch": max(c["device"]["arch"], least)}
-    for mode in ("checked", "fast"):
+    for mode in modes:
         with settings(mode=mode, **device):
             check(*run(kernel, q, k, v, c["mask"], c["scale"]), expected)
 
