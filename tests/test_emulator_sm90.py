@@ -360,8 +360,12 @@ FAULTS = [
     ),
     Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
 ]
+FAULTS += [
+    Fault("chain", name, r"read after write, global memory: lane \d+ of warp 0, .*", "read", "write")
+    for name in ("NoWait", "NoRelease", "NoSyncwarp")
+]
 FOUND = [fault for fault in FAULTS if fault.found is not None]
-KERNELS = ("pipeline", "handover", "patch", "relay", "bulk", "matrices", "registers", "budget")
+KERNELS = ("pipeline", "handover", "patch", "relay", "bulk", "chain", "matrices", "registers", "budget")
 
 
 def variants(kernel: str) -> list[str]:
@@ -391,6 +395,9 @@ def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     if kernel == "bulk":
         values = torch.rand(LANES, generator=torch.Generator().manual_seed(0))
         return [values], values
+    if kernel == "chain":
+        values = integers(LANES).float()
+        return [values, torch.zeros(2, dtype=torch.int32)], values + torch.arange(1.0, 5.0)[:, None]
     if kernel == "matrices":
         return [], torch.arange(256.0).reshape(32, 8)[torch.arange(32) ^ 5].flatten()
     return [], torch.ones(3 * LANES)

@@ -197,6 +197,14 @@ void wait_until(bool (*ready)(void*), void* argument, const char* name, Site sit
 }
 void release(const void* object) { t_worker->release(object); }
 void acquire(const void* object) { t_worker->acquire(object); }
+void add_release(unsigned* counter, unsigned x, const void* pc) {
+    t_worker->access(reinterpret_cast<std::uintptr_t>(counter), sizeof(x), Access::kAtomic, pc);
+    t_worker->add_release(counter, x);
+}
+unsigned load_acquire(const unsigned* counter, const void* pc) {
+    t_worker->access(reinterpret_cast<std::uintptr_t>(counter), sizeof(*counter), Access::kAtomic, pc);
+    return t_worker->load_acquire(counter);
+}
 
 void* shared_memory(std::size_t map_bytes, const void* pc) {
     if (map_bytes > t_worker->launch.smem_bytes)

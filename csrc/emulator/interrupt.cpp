@@ -5,6 +5,7 @@
 namespace flash_wmma::emulator {
 
 std::atomic<bool> g_interrupted;
+std::atomic<bool> g_abandoned;
 
 namespace {
 

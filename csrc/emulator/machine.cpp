@@ -180,6 +180,7 @@ bool Worker::run_warp(Warp& warp) {
             t_lane = nullptr;
             if (failed_) throw Finding{error_};
             if (g_interrupted.load(std::memory_order_relaxed)) throw Finding{"interrupted"};
+            if (g_abandoned.load(std::memory_order_relaxed)) throw Abandoned{};
             if (lane.state != Lane::State::kGivingWay) idle_ = 0;
             again = ran = true;
         }
@@ -571,6 +572,27 @@ void Worker::acquire(const void* object) {
     learn(*t_lane, object, o.releases, o.clock);
 }
 
+unsigned Worker::add_release(unsigned* counter, unsigned x) {
+    const std::lock_guard lock(g_memory.counters.mutex);
+    if (config.checks) {
+        auto& [releases, clock] = g_memory.counters.clocks[counter];
+        Clock now;
+        hand_on(*t_lane, now);
+        now.known.add_to(clock.counted, static_cast<int>(warps.size()), g_memory.first_warp(accessor(*t_lane).block));
+        clock.counted.join(now.counted);
+        ++releases;
+    }
+    return __atomic_fetch_add(counter, x, __ATOMIC_RELAXED);
+}
+
+unsigned Worker::load_acquire(const unsigned* counter) {
+    const std::lock_guard lock(g_memory.counters.mutex);
+    const auto found = g_memory.counters.clocks.find(counter);
+    if (config.checks && found != g_memory.counters.clocks.end())
+        learn(*t_lane, counter, found->second.first, found->second.second);
+    return __atomic_load_n(counter, __ATOMIC_RELAXED);
+}
+
 // --- a launch --------------------------------------------------------------------------------------------------------
 
 namespace {
@@ -626,8 +648,9 @@ void launch(const Launch& l) {
                l);
 
     const InterruptWatch watch;
+    g_abandoned = false;
     const Config config = g_config;
-    g_memory.begin_launch(config.checks);
+    g_memory.begin_launch(config.checks, static_cast<int>(warps));
     const auto cluster = static_cast<std::uint64_t>(l.cluster), clusters = blocks / cluster;
     std::atomic<std::uint64_t> next{0};
     std::mutex mutex;
@@ -646,7 +669,9 @@ void launch(const Launch& l) {
                     t_worker = worker.get();
                 }
                 worker->run(c * cluster, l.cluster);
+            } catch (const Abandoned&) {
             } catch (const Finding& f) {
+                g_abandoned = true;
                 const std::lock_guard lock(mutex);
                 if (c < found_at) found_at = c, finding = f.what;
                 next = clusters;

@@ -171,6 +171,9 @@ struct Block {
     std::array<Barrier, kBarriers> barriers;
 };
 
+/// Thrown by a block that stops because another has a finding.
+struct Abandoned {};
+
 /// A finding, thrown out of a launch. Fibers never throw: they stop, and the scheduler throws in their place.
 struct Finding {
     std::string what;
@@ -195,6 +198,8 @@ class Worker {
     void async_wait(int pending);
     void release(const void* object);
     void acquire(const void* object);
+    unsigned add_release(unsigned* counter, unsigned x);
+    unsigned load_acquire(const unsigned* counter);
     TransactionBarrier& transaction_barrier(const void* address, const char* use, Site site);
     void barrier_init(void* address, unsigned arrivals, Site site, const void* pc);
     void barrier_arrive(void* address, unsigned bytes, Site site, const void* pc);

@@ -38,6 +38,13 @@ bool Epochs::cover_lane(int agent, int lane, std::uint32_t epoch) const {
     });
 }
 
+void Epochs::add_to(Epochs& to, int count, int first) const {
+    for (int agent = 0; agent < std::min(count, static_cast<int>(all_.size())); ++agent)
+        if (const std::uint32_t epoch = of(agent)) to.raise(first + agent, epoch);
+    for (const OfLane& x : lanes_)
+        if (x.agent < count) to.raise(first + x.agent, x.lane, x.epoch);
+}
+
 std::vector<Epochs::OfLane> Epochs::lanes_with(const Epochs& others) const {
     std::vector<OfLane> both(lanes_.size() + others.lanes_.size());
     std::merge(lanes_.begin(), lanes_.end(), others.lanes_.begin(), others.lanes_.end(), both.begin());
@@ -264,7 +271,9 @@ struct Record {
                static_cast<std::uint64_t>(lane & (kPacked - 1)) << 25 | std::uint64_t{flag} << 24 | (epoch & 0xffffff);
     }
     bool before(const Accessor& who) const {
-        return block == 0 || (block == who.block + 1 && ordered(who, warp, lane, epoch));
+        if (block == 0) return true;
+        if (block == who.block + 1) return ordered(who, warp, lane, epoch);
+        return who.clock->counted.cover(g_memory.first_warp(block - 1) + warp, lane, epoch);
     }
 };
 
@@ -291,7 +300,7 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
              !__atomic_compare_exchange_n(&a.last[g], &before, after, false, __ATOMIC_SEQ_CST, __ATOMIC_RELAXED));
     const void* was_pc = __atomic_exchange_n(&a.last_pcs[g], pc, __ATOMIC_RELAXED);
     const Record other = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
-    // Nothing orders accesses of different blocks, so a record of another block stays
+    // Little orders accesses of different blocks, so a record of another block stays
     if (keep && (was.block != now.block || other.block == 0 || other.block == now.block)) {
         __atomic_store_n(&a.other[g], before, __ATOMIC_RELAXED);
         __atomic_store_n(&a.other_pcs[g], was_pc, __ATOMIC_RELAXED);
@@ -320,7 +329,9 @@ void GlobalMemory::set(const Buffer* buffers, std::size_t count) {
     }
 }
 
-void GlobalMemory::begin_launch(bool checks) {
+void GlobalMemory::begin_launch(bool checks, int warps) {
+    warps_ = warps;
+    counters.clocks.clear();
     for (Watched& b : buffers_) {
         if (!checks || !b.writable) continue;
         const std::size_t granules = (b.end - b.begin) / kGranule + 2;

@@ -12,11 +12,17 @@
 // copies of a barrier, the products of a warpgroup. These agents reach shared memory through the asynchronous proxy,
 // which sees what a lane wrote only after a fence of that lane. So a clock also knows up to which epoch writes are
 // visible to that proxy.
+//
+// Blocks are in order only where a counter in global memory says so: what a lane knows when it adds to the counter with
+// release is known to each lane that reads the sum, or a later one, with acquire. For this a clock also has epochs of
+// warps of other blocks.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
+#include <mutex>
 #include <string>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
@@ -45,6 +51,8 @@ class Epochs {
     void join(const Epochs& others);
     /// Keeps what both have.
     void meet(const Epochs& others);
+    /// Adds those of the agents below `count` to `to`, where they have numbers from `first` on.
+    void add_to(Epochs& to, int count, int first) const;
 
   private:
     struct OfLane {
@@ -63,9 +71,14 @@ class Epochs {
 /// What an agent or lane knows: the epochs that are ordered before, and those whose writes the asynchronous proxy sees.
 struct Clock {
     Epochs known, published;
-    void clear() { known.clear(), published.clear(); }
-    void join(const Clock& other) { known.join(other.known), published.join(other.published); }
-    void meet(const Clock& other) { known.meet(other.known), published.meet(other.published); }
+    Epochs counted;  // epochs ordered before by counters, of warps numbered through the grid
+    void clear() { known.clear(), published.clear(), counted.clear(); }
+    void join(const Clock& other) {
+        known.join(other.known), published.join(other.published), counted.join(other.counted);
+    }
+    void meet(const Clock& other) {
+        known.meet(other.known), published.meet(other.published), counted.meet(other.counted);
+    }
 };
 
 /// The accessor of a piece of memory.
@@ -203,8 +216,16 @@ class GlobalMemory {
     };
 
     void set(const Buffer* buffers, std::size_t count);
-    /// Forgets accesses of earlier launches: a launch waits for the launches before it.
-    void begin_launch(bool checks);
+    /// Forgets accesses of earlier launches: a launch waits for the launches before it. `warps`: of a cluster.
+    void begin_launch(bool checks, int warps);
+    /// The number in the grid of a block's warp 0 (Clock::counted).
+    int first_warp(std::uint32_t block) const { return static_cast<int>(block) * warps_; }
+
+    /// A counter's words are read and added to while the lock is held, so that its clock is that of its value.
+    struct Counters {
+        std::mutex mutex;
+        std::unordered_map<const void*, std::pair<std::uint64_t, Clock>> clocks;  // how many releases, and their clock
+    } counters;
     bool known() const { return !buffers_.empty(); }
     Watched* find(std::uintptr_t address, int bytes);
     /// "12 bytes past the end of k".
@@ -216,6 +237,7 @@ class GlobalMemory {
 
   private:
     std::vector<Watched> buffers_;
+    int warps_ = 0;
 };
 
 extern GlobalMemory g_memory;

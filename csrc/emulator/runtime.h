@@ -81,6 +81,11 @@ void wait_until(bool (*ready)(void*), void* argument, const char* name, Site sit
 void release(const void* object);
 void acquire(const void* object);
 
+/// The same among the blocks of a grid, through a counter in global memory: *counter += x, and *counter, which is in
+/// order behind the additions that it shows.
+void add_release(unsigned* counter, unsigned x, const void* pc);
+unsigned load_acquire(const unsigned* counter, const void* pc);
+
 // --- memory -------------------------------------------------------------------------------------------------------
 /// The block's shared memory. Reports a finding if the map is larger than the launch asked for.
 void* shared_memory(std::size_t map_bytes, const void* pc);

@@ -529,6 +529,50 @@ const Entry kBulk(
         run_bulk(out, in, fault, std::make_integer_sequence<int, kFaults>());
     });
 
+// --- what one block hands to the next through global memory ----------------------------------------------------------
+
+enum class Chain {
+    kNone,
+    kNoWait,
+    kNoRelease,
+    kNoSyncwarp,  // before the release
+};
+
+/// Block by block, in the order in which they come: a row of 128 floats is the one before plus 1, and the first is in +
+/// 1. `counters`: blocks that have come, and rows that are written.
+template <Chain kFault>
+__global__ void chain(float* out, const float* in, int* counters) {
+    auto* const written = reinterpret_cast<unsigned*>(counters) + 1;
+    const unsigned lane = threadIdx.x;
+    unsigned row = 0;
+    if (lane == 0) {
+        row = static_cast<unsigned>(atomicAdd(counters, 1));
+        while (kFault != Chain::kNoWait && ptx::load_acquire(written) < row) {
+        }
+    }
+    __syncwarp();
+    row = __shfl_sync(~0u, row, 0);
+    const float* const from = row > 0 ? out + kGroup * (row - 1) : in;
+    for (unsigned i = lane; i < kGroup; i += 32) {
+        const float before = from[i ^ 1];            // fault: chain read
+        out[kGroup * row + (i ^ 1)] = before + 1.f;  // fault: chain write
+    }
+    if (kFault != Chain::kNoSyncwarp) __syncwarp();
+    if (lane > 0) return;
+    if (kFault == Chain::kNoRelease) atomicAdd(written, 1u);
+    else ptx::add_release(written, 1);
+}
+template <int... kFaults>
+void run_chain(float* out, const float* in, int* counters, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&chain<Chain::kNone>) kKernels[] = {chain<static_cast<Chain>(kFaults)>...};
+    launch(kKernels[fault], {dim3(4), dim3(32)}, nullptr, out, in, counters);
+}
+const Entry kChain(
+    "chain", +[](float* out, const float* in, int* counters, int fault) {
+        constexpr int kFaults = static_cast<int>(Chain::kNoSyncwarp) + 1;
+        run_chain(out, in, counters, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
 // --- stores of matrices from registers -------------------------------------------------------------------------------
 
 enum class Matrices {

@@ -127,13 +127,8 @@ EMULATOR_BRICK void wgmma(float (&d)[N / 2], const std::uint32_t (&a)[4], Shared
 
 // ---- Order among blocks ---------------------------------------------------------------------------------------------
 
-EMULATOR_BRICK inline unsigned load_acquire(const unsigned* p) {
-    return emulator::update(
-        const_cast<unsigned*>(p), [](unsigned old) __attribute__((always_inline)) { return old; }, EMULATOR_PC);
-}
-EMULATOR_BRICK inline void add_release(unsigned* p, unsigned x) {
-    emulator::update(p, [=](unsigned old) __attribute__((always_inline)) { return old + x; }, EMULATOR_PC);
-}
+EMULATOR_BRICK inline unsigned load_acquire(const unsigned* p) { return emulator::load_acquire(p, EMULATOR_PC); }
+EMULATOR_BRICK inline void add_release(unsigned* p, unsigned x) { emulator::add_release(p, x, EMULATOR_PC); }
 
 // ---- Registers and launches -----------------------------------------------------------------------------------------
 
