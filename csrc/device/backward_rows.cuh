@@ -46,6 +46,11 @@ struct alignas(16) QueryScales {
     float q, dout, dout_norm, delta;
 };
 
+/// Of a group of rows: how many tiles of keys took a number for their part of its dQ, and how many are done with it.
+struct TurnCount {
+    unsigned taken, done;
+};
+
 /// What the kernels are given: the params, and where in the workspace things are.
 struct Problem : BackwardParams {
     RowPair* facts;
@@ -53,7 +58,7 @@ struct Problem : BackwardParams {
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
     unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
     int multiprocessors = 0;        // of the device, only with a queue
-    unsigned* turns = nullptr;      // of each group of rows: how many tiles of keys added to its dQ; only if in order
+    TurnCount* turns = nullptr;     // one a group, only if the kernel writes dq itself: no finish, nothing cleared
     KeyExtent* extents = nullptr;   // of each group of rows; only with key ranges
 };
 
@@ -144,6 +149,26 @@ struct TermsBoundMemory {
     float of_queries[kRowThreads / 32], of_keys[kRowThreads / 32];
 };
 
+/// Before a kernel that writes dq itself: nobody took a number, and dq of a group of rows that see no key is zero.
+template <class T>
+__device__ __forceinline__ void prepare_turns(const Problem& problem, const RowGroup& group) {
+    const ForwardParams& p = problem.forward;
+    const int tid = static_cast<int>(threadIdx.x);
+    if (tid == 0) problem.turns[blockIdx.x] = {0, 0};
+    const int rows = min(kRowGroup, group.sequence.seqlen_q - group.first_row), vectors = p.head_dim / 8;
+    if (group.first_row < 0 || rows <= 0) return;
+    const BandMask mask(p.band, group.sequence.seqlen_q, group.sequence.seqlen_k);
+    const KeyExtent keys = mask.extent(group.first_row, group.first_row + rows - 1);
+    if (keys.some_begin < keys.some_end) return;
+    for (int i = tid; i < rows * vectors; i += kRowThreads) {
+        T* to = row_of<T>(problem.dq, group.sequence.index, group.head,
+                          group.sequence.first_q + group.first_row + i / vectors);
+#pragma unroll
+        for (int v = 0; v < static_cast<int>(sizeof(T)) / 2; ++v)
+            reinterpret_cast<uint4*>(to + i % vectors * 8)[v] = uint4{};
+    }
+}
+
 // prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
 // between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
 template <class Machine, class T, bool Converted>
@@ -154,8 +179,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && blockIdx.x == 0 && tid == 0) *problem.queue = 0;
-    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = 0;
-    if (problem.dq_rows) {
+    if (problem.turns) prepare_turns<T>(problem, group);
+    else if (problem.dq_rows) {
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
@@ -297,12 +322,19 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
     if (threadIdx.x == 0) problem.extents[blockIdx.x] = keys;
 }
 
+/// How a kernel comes to dq.
+enum class DqBy {
+    kSums,    ///< additions to the buffer, which prepare clears and finish brings to dq
+    kTurns,   ///< the same buffer, and dq by the kernel itself (Problem::turns)
+    kQueries  ///< without a buffer: a pass of its own
+};
+
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
-inline bool facts_in_dq(const BackwardParams& params) {
+inline bool facts_in_dq(const BackwardParams& params, DqBy by) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
-    return !params.deterministic && !p.sequences.cu_seqlens_q &&
+    return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&
            row_groups(p) * kRowGroup * std::int64_t{sizeof(RowPair)} / 2 <=
                p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
@@ -313,23 +345,23 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
 }
 
 /// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
-inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted) {
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by) {
     const std::int64_t groups = row_groups(params.forward);
-    const std::int64_t dq = params.deterministic ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = facts_in_dq(params) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
+    const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
+    const std::int64_t facts = facts_in_dq(params, by) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
-inline Problem problem_of(const BackwardParams& params) {
+inline Problem problem_of(const BackwardParams& params, DqBy by) {
     const std::int64_t groups = row_groups(params.forward);
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
-        dq_rows + (params.deterministic ? 0 : groups * kRowGroup * params.forward.head_dim));
+        dq_rows + (by == DqBy::kQueries ? 0 : groups * kRowGroup * params.forward.head_dim));
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
     void* behind = extents + (has_ranges ? groups : 0);
-    Problem problem{params, static_cast<RowPair*>(facts_in_dq(params) ? params.dq.data : behind),
-                    params.deterministic ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+    Problem problem{params, static_cast<RowPair*>(facts_in_dq(params, by) ? params.dq.data : behind),
+                    by == DqBy::kQueries ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
     if (has_ranges) problem.extents = extents;
     return problem;
 }
@@ -342,11 +374,14 @@ inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream 
         launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads), smem_bytes}, stream, problem);
 }
 
+/// Of kernels that compute dQ in a pass of its own if that is to be deterministic.
+inline DqBy dq_by(const BackwardParams& p) { return p.deterministic ? DqBy::kQueries : DqBy::kSums; }
+
 /// All launches of a backward of T; shape(pass) is the Shape that runs a pass. Converted: the products are of half.
 template <class Machine, class T, bool Converted, class ShapeOf>
 void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
-    const Problem problem = problem_of(params);
+    const Problem problem = problem_of(params, dq_by(params));
     launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
     if constexpr (Converted)
         if (problem.dentropy || problem.dcolumn_sum)

@@ -21,7 +21,7 @@ struct TensorCoreRow {
     }
     static std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
         if (p.statistics.wanted) return scores_bytes(p) + extents_bytes(p.forward);
-        return backward::workspace_bytes(p, converts(p));
+        return backward::workspace_bytes(p, converts(p), dq_by(p));
     }
     static void launch(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
         if (p.statistics.wanted) return launch_statistics(kStatisticsShapes, problem_of_scores(p, stream), stream);

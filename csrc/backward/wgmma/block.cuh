@@ -65,7 +65,7 @@ struct KeyTile {
 /// last tile: so what one block reads and adds to is in the L2 cache for the others, though some have fewer tiles than
 /// others (causal). At d = 64 the additions bind, and come too close: a tenth slower.
 ///
-/// If the additions have an order (order.cuh), start is first. With a band that is bounded on the right (causal) the
+/// If the additions have an order (turns.cuh), start is first. With a band that is bounded on the right (causal) the
 /// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
 /// queries, is the sequence's first item. Otherwise a block would wait at its first tile for all items before.
 struct Item {
@@ -162,16 +162,10 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
 }
 
 /// What the consumers are told of a tile of queries.
-struct alignas(16) TileFacts {
-    int groups;  // of rows, from the tile before to this one in dQ's buffer
-    int first_query, rows;
+struct TileFacts {
+    int first_query;
     bool hides;  // some queries do not see all keys of the item
 };
-
-/// Words of dQ's buffer from one group of rows to another.
-__device__ __forceinline__ std::int64_t dq_step(const Problem& problem, int groups) {
-    return static_cast<std::int64_t>(groups) * (kRowGroup * static_cast<int>(problem.forward.head_dim));
-}
 
 /// The place of a tile of queries in an item.
 struct QueryPlace {
@@ -190,10 +184,12 @@ struct QueryPlace {
     }
 };
 
-/// When a block may add its dQ of a tile of queries, if the additions have an order.
-struct alignas(16) Turn {
-    unsigned* count;  // of the items that have added theirs; null: there are no more tiles
-    unsigned place;   // of this item: it adds when so many have
+/// A block's turn at dQ of a tile of queries (turns.cuh).
+struct Turn {
+    void* dq;                // the tile's first row in the caller's dq
+    int group;               // of rows, in the buffer
+    int rows;                // how many exist. 0: no tile
+    unsigned place, others;  // the item's number among those that see the tile, and how many others do
 };
 
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
@@ -220,8 +216,9 @@ struct SharedMemory {
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
     Turn turn[Tile::kTileFacts];
+    Turn turn_now[2];                                 // of turn_slot
     Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];                        // says that TurnPasser knows that it is over
+    ptx::Barrier turn_seen[2];                        // says that pass_turns knows that it is over
 };
 
 /// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.

@@ -8,7 +8,7 @@
 namespace flash_wmma::backward {
 namespace {
 
-struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
+struct Sm90 {};  // prepare is compiled once more, for sm_90a
 
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
@@ -25,35 +25,27 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(pass_of(p), p, device).facts;
 }
 
-/// The queue and, for an order, the turns come first, in whole units of what has to stay aligned behind them.
+/// The turns and the queue come first, in whole units of what has to stay aligned behind them.
 std::int64_t counters_bytes(const BackwardParams& p) {
-    constexpr std::int64_t kUnit = 16, kCounter = sizeof(unsigned);
-    const std::int64_t counters = 1 + (p.deterministic ? row_groups(p.forward) : 0);
-    return (counters * kCounter + kUnit - 1) / kUnit * kUnit;
-}
-
-/// The params for functions that know no order: dQ is always summed in the buffer.
-BackwardParams without_order(const BackwardParams& p) {
-    BackwardParams params = p;
-    params.deterministic = false;
-    return params;
+    constexpr std::int64_t kUnit = 16;
+    const std::int64_t bytes = row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} + std::int64_t{sizeof(unsigned)};
+    return (bytes + kUnit - 1) / kUnit * kUnit;
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false);
+    return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, DqBy::kTurns);
 }
 
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    BackwardParams params = without_order(p);
+    BackwardParams params = p;
     params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
-    Problem problem = problem_of(params);
-    problem.queue = static_cast<unsigned*>(p.workspace);
-    if (p.deterministic) problem.turns = problem.queue + 1;
+    Problem problem = problem_of(params, DqBy::kTurns);
+    problem.turns = static_cast<TurnCount*>(p.workspace);
+    problem.queue = reinterpret_cast<unsigned*>(problem.turns + row_groups(p.forward));
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     shape_of(pass_of(p), p, device).launch(problem, stream);
-    launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {

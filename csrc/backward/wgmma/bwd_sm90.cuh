@@ -22,7 +22,7 @@
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
 //
-// d above 128: two_roles.cuh. The order of the additions of deterministic calls: order.cuh.
+// d above 128: two_roles.cuh. The first and the last item at a tile's dQ, and the order of deterministic calls: turns.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -45,9 +45,9 @@ namespace flash_wmma::backward::wgmma {
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 keys.
-template <class Tile, Pass kPass, bool kDrops>
-class Consumer : ConsumerWarp<Tile> {
-    using Base = ConsumerWarp<Tile>;
+template <class Tile, bool kDrops>
+class Consumer : ConsumerWarp<Tile, kDrops> {
+    using Base = ConsumerWarp<Tile, kDrops>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
     using Kept = KeptTile<true, 16, kQueries>;
@@ -56,10 +56,7 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
         : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           smem_(shared),
-          dropout_(problem.forward.dropout),
-          dq_place_(problem.dq_rows + 4 * lane_ +
-                    DqFragment::offset(first_row() + 16 * warp_, first_column(),
-                                       static_cast<int>(problem.forward.head_dim))) {}
+          dropout_(problem.forward.dropout) {}
 
     __device__ __forceinline__ void run() {
         // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
@@ -84,8 +81,7 @@ class Consumer : ConsumerWarp<Tile> {
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left)
-                    work_on_tile(work, places, tile == 0 && left == tiles, left == 1);
+                for (int left = tiles; left > 0; --left) work_on_tile(work, places, left == 1);
                 tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys));
             } else {
@@ -95,10 +91,11 @@ class Consumer : ConsumerWarp<Tile> {
         }
         if (item == 0) return;
         await_ds(tile);
+        const Turn late = await_turn(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        add_late_dq(move_on({}), tile, false);
+        bring_late_dq(late, tile);
     }
 
   private:
@@ -109,9 +106,9 @@ class Consumer : ConsumerWarp<Tile> {
         return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
-    /// become those of the item's next tile.
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
+    /// Everything for a tile but its dQ, and dQ of the tile before. `last` of the item. `places` become those of the
+    /// item's next tile.
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool last) {
         const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
@@ -131,7 +128,6 @@ class Consumer : ConsumerWarp<Tile> {
         if (!Tile::kLooksAhead) load_lse(tile);
         this->weigh(s_, of_query_);
         if (Tile::kLooksAhead) load_delta(tile);
-        const int late_rows = move_on(of_tile);
         if (of_tile.hides) this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
         if (!Tile::kLooksAhead) load_delta(tile);
@@ -143,6 +139,7 @@ class Consumer : ConsumerWarp<Tile> {
 
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
         await_ds(tile);
+        const Turn late = await_turn(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         this->multiply_weights(dv_, p_, dout);
@@ -152,7 +149,7 @@ class Consumer : ConsumerWarp<Tile> {
         if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        add_late_dq(late_rows, tile, first);
+        bring_late_dq(late, tile);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
         if (late_item != item) tell(smem_.key_slot[late_item].empty);
@@ -201,49 +198,25 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
-    __device__ __forceinline__ int move_on(const TileFacts& tile) {
-        const int rows = late_rows_;
-        dq_place_ += dq_step(problem_, late_step_);
-        late_step_ = tile.groups, late_rows_ = tile.rows;
-        return rows;
+    /// Waits until this block may bring dQ, of dS number n, to where it goes.
+    __device__ __forceinline__ Turn await_turn(unsigned n) {
+        ptx::barrier_wait(&smem_.turn_slot[n % 2].full, n / 2 % 2);
+        return smem_.turn_now[n % 2];
     }
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Adds dQ, of dS number n, to the buffer: in its turn, if there is an order. The first dS is of no tile.
-    __device__ __forceinline__ void add_late_dq(int rows, unsigned n, [[maybe_unused]] bool first) const {
-        if constexpr (kPass == Pass::kOrdered) {
-            if (first) return;
-            const unsigned tile = n - 1;
-            Slot& slot = smem_.turn_slot[tile % 2];
-            ptx::barrier_wait(&slot.full, tile / 2 % 2);
-            add_dq(rows);
-            tell(slot.empty);
-        } else {
-            add_dq(rows);
-        }
-    }
-    __device__ __forceinline__ void add_dq(int rows) const {
-        const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-        if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
-        const auto add = [&](int j) { ptx::red_add_4(dq_place_ + DqFragment::offset(0, 8 * j, 0), dq_.block[0][j]); };
-        if (columns >= Tile::kDqColumns) {
-#pragma unroll
-            for (int j = 0; j < Tile::kDqColumns / 8; ++j) add(j);
-        } else {
-#pragma unroll
-            for (int j = 0; j < Tile::kDqColumns / 8; ++j)
-                if (8 * j < columns) add(j);
-        }
+    /// Brings this warp's part of dQ, of dS number n, to where it goes. The first dS is of no tile.
+    __device__ __forceinline__ void bring_late_dq(const Turn& turn, unsigned n) {
+        this->bring(turn, dq_, first_row() + 16 * warp_, first_column());
+        tell(smem_.turn_slot[n % 2].empty);
     }
 
     /// Writes dK and dV.
     __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        const float factor = kDrops ? unscaled_factor(p) : 1.f;
-        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * factor);
-        Base::store(problem_.dv, keys, p.head_dim_v, dv_, factor);
+        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->unscaled());
+        Base::store(problem_.dv, keys, p.head_dim_v, dv_, this->unscaled());
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
@@ -257,8 +230,6 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
     ItemDropout<Tile, kDrops> dropout_;
-    float* dq_place_;                      // this lane's place in dQ's buffer
-    int late_step_ = 0, late_rows_ = 0;    // of the tile before
     typename Base::QueryValues of_query_;  // L, then D
 };
 
@@ -279,17 +250,17 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
-        prepare_order(smem, kWarps);
+        prepare_turns(smem, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kOrdered) keep_order(smem);
+        else keep_turns<Tile, kPass>(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
+        Consumer<Tile, includes(kProblems, Problems::kDropped)>(problem, smem).run();
     }
 }
 

@@ -5,7 +5,7 @@
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
-#include "backward/wgmma/order.cuh"
+#include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
@@ -33,7 +33,7 @@ class Producer {
         Item none{};
         none.tiles = -1;
         publish(none);
-        if constexpr (kOrdered) publish({nullptr, 0});
+        publish(Turn{});
     }
 
   private:
@@ -78,15 +78,13 @@ class Producer {
     /// there has left Q's and dO's place to one whose copies were issued before.
     __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
         const Sequence& sequence = item.sequence;
-        const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
         RowPair* const facts = smem_.facts[facts_];
         if (lane_ == 0) {
             const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-            smem_.tile[facts_] = {group - group_before_, at.row, existing,
-                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
+            smem_.tile[facts_] = {at.row, !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
             if (rows < Tile::kQueries) {  // behind the last group P is 0
                 for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
@@ -94,9 +92,8 @@ class Producer {
             ptx::barrier_arrive_expect(&smem_.facts_full[facts_], bytes);
             ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, &smem_.facts_full[facts_]);
         }
-        group_before_ = group;
         facts_ = (facts_ + 1) % Tile::kTileFacts;
-        if constexpr (kOrdered) publish(turn_of<Tile, kPass>(problem_, item, at));
+        publish(turn_of<Tile, kPass>(problem_, item, at));
     }
 
     /// Q and dO of a tile of queries.
@@ -183,7 +180,7 @@ class Producer {
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;
     RingPlace<Tile::kStages> place_;
-    int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
+    int facts_ = 0;  // place of the next facts
     unsigned patch_parity_ = 0;
     RingPlace<Tile::kTileFacts> turn_;
 };

@@ -53,10 +53,10 @@ struct Places {
 };
 
 /// Calls of both roles: each item with tiles, its tiles, and items that no query sees.
-template <class Tile>
-class TwoRolesWarp : protected ConsumerWarp<Tile> {
+template <class Tile, bool kDrops>
+class TwoRolesWarp : protected ConsumerWarp<Tile, kDrops> {
   protected:
-    using Base = ConsumerWarp<Tile>;
+    using Base = ConsumerWarp<Tile, kDrops>;
     using Base::told, Base::tell;
 
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
@@ -95,8 +95,8 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
 template <class Tile, bool kDrops>
-class ScoresConsumer : TwoRolesWarp<Tile> {
-    using Base = TwoRolesWarp<Tile>;
+class ScoresConsumer : TwoRolesWarp<Tile, kDrops> {
+    using Base = TwoRolesWarp<Tile, kDrops>;
     using Base::smem_, Base::problem_, Base::lane_, Base::tell;
 
   public:
@@ -112,8 +112,8 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
             },
             [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
-                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
-                this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
+                const ForwardParams& p = problem_.forward;
+                this->store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->unscaled());
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
     }
@@ -174,82 +174,74 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, Pass kPass, bool kDrops>
-class ValuesConsumer : TwoRolesWarp<Tile> {
-    using Base = TwoRolesWarp<Tile>;
+template <class Tile, bool kDrops>
+class ValuesConsumer : TwoRolesWarp<Tile, kDrops> {
+    using Base = TwoRolesWarp<Tile, kDrops>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
     using typename Base::T;
 
   public:
     __device__ __forceinline__ ValuesConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared),
-          late_(problem.dq_rows + 4 * lane_ +
-                DqFragment::offset(16 * warp_, 0, static_cast<int>(problem.forward.head_dim))) {}
+        : Base(problem, shared) {}
 
     __device__ __forceinline__ void run() {
         dq_[(kParts - 1) % kSets].clear();
+        begin_turn(0);
         this->each_item(
             [&](const Item&, unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) {
-                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
-                this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
+                this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, this->unscaled());
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
         if (tiles_ == 0) return;
-        add_part<kParts - 1>(late_);
-        end_turn(tiles_ - 1);
+        bring_part<kParts - 1>(tiles_);
+        end_turn(tiles_);
     }
 
   private:
     static constexpr int kParts = Tile::kPanels, kSets = kParts % 2 ? 3 : 2;
     static_assert(kParts >= 3 && kParts % kSets == 0);
 
-    /// dV and dQ of a tile, but for the additions of dQ's last part, and these of the tile before.
+    /// dV and dQ of a tile, but for where dQ's last part goes, and this of the tile before. Turn n + 1 is of tile n.
     __device__ __forceinline__ void work_on_tile(unsigned tile) {
-        const unsigned facts = tile % Tile::kTileFacts;
         const auto [stage, parity] = Places::of<Tile>(tile);
         Slot &slot = smem_.slot[stage], &ds_slot = smem_.ds_slot[stage];
         const auto& ds = smem_.ds[stage];
         ptx::barrier_wait(&ds_slot.full, parity);
         ptx::barrier_wait(&slot.full, parity);
-        float* const dq = late_ + dq_step(problem_, smem_.tile[facts].groups);
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
-        ptx::wgmma_wait<2>();         // of none: for ptxas
-        add_part<kParts - 1>(late_);  // of the tile before the first: 0
-        if (tile > 0) end_turn(tile - 1);
+        ptx::wgmma_wait<2>();  // of none: for ptxas
+        bring_part<kParts - 1>(tile);
+        end_turn(tile);
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
-        begin_turn(tile);
-        add_part<0>(dq);
+        begin_turn(tile + 1);
+        bring_part<0>(tile + 1);
         ptx::wgmma_wait<1>();
         tell(slot.empty);
-        add_parts<1>(ds, dq);
+        bring_parts<1>(ds, tile + 1);
         ptx::wgmma_wait<0>();
         tell(ds_slot.empty);
-        late_ = dq;
         tiles_ = tile + 1;
     }
 
-    /// The turn to add dQ of a tile, if there is an order.
-    __device__ __forceinline__ void begin_turn(unsigned tile) {
-        if constexpr (kPass == Pass::kOrdered) ptx::barrier_wait(&smem_.turn_slot[tile % 2].full, tile / 2 % 2);
+    __device__ __forceinline__ void begin_turn(unsigned n) {
+        ptx::barrier_wait(&smem_.turn_slot[n % 2].full, n / 2 % 2);
     }
-    __device__ __forceinline__ void end_turn(unsigned tile) {
-        if constexpr (kPass == Pass::kOrdered) tell(smem_.turn_slot[tile % 2].empty);
-    }
+    __device__ __forceinline__ void end_turn(unsigned n) { tell(smem_.turn_slot[n % 2].empty); }
 
-    /// Adds the parts from kPart on, but for the last, and issues each time the part that follows.
+    /// Brings the parts from kPart on, but for the last, to where they go, and issues each time the part that follows.
     template <int kPart, class Transposed>
-    __device__ __forceinline__ void add_parts(const Transposed& ds, float* dq) {
+    __device__ __forceinline__ void bring_parts(const Transposed& ds, unsigned turn) {
         if constexpr (kPart + 1 < kParts) {
             ptx::wgmma_fence();
             multiply_part<kPart + 1>(ds);
             ptx::wgmma_wait<1>();
-            add_part<kPart>(dq);
-            add_parts<kPart + 1>(ds, dq);
+            bring_part<kPart>(turn);
+            bring_parts<kPart + 1>(ds, turn);
         }
     }
 
@@ -274,26 +266,14 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Adds a part of dQ to the buffer. `dq`: this lane's place in it.
+    /// Brings a part of dQ to where it goes.
     template <int kPart>
-    __device__ __forceinline__ void add_part(float* dq) const {
-        const int columns = static_cast<int>(problem_.forward.head_dim) - 64 * kPart;
-        const auto add = [&](int j) {
-            ptx::red_add_4(dq + DqFragment::offset(0, 64 * kPart + 8 * j, 0), dq_[kPart % kSets].block[0][j]);
-        };
-        if (columns >= 64) {
-#pragma unroll
-            for (int j = 0; j < 8; ++j) add(j);
-        } else {
-#pragma unroll
-            for (int j = 0; j < 8; ++j)
-                if (8 * j < columns) add(j);
-        }
+    __device__ __forceinline__ void bring_part(unsigned turn) {
+        this->bring(Turn(smem_.turn_now[turn % 2]), dq_[kPart % kSets], 16 * warp_, 64 * kPart);
     }
 
     typename Base::Gradient dv_;
     RegisterTile<16, 64> dq_[kSets];
-    float* late_;         // where the last part of the tile before is to be added
     unsigned tiles_ = 0;  // how many there were
 };
 
@@ -314,7 +294,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         prepare_slots(smem.ds_slot, kWarps, kWarps);
         ptx::barrier_init(&smem.patch, 1);
         for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
-        prepare_order(smem, kWarps);
+        prepare_turns(smem, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
@@ -322,12 +302,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kOrdered) keep_order(smem);
+        else keep_turns<Tile, kPass>(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);
         if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
-        else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
+        else ValuesConsumer<Tile, kDrops>(problem, smem).run();
     }
 }
 
