@@ -11,9 +11,9 @@ namespace flash_wmma::backward {
 
 struct Problem;
 
-/// What a launch computes (backward/mma/kernel.cuh). kOrdered: the same as kFused, and what blocks add to dQ they add
-/// in an order that does not depend on time.
-enum class Pass { kFused, kKeys, kQueries, kOrdered };
+/// What a launch computes (backward/mma/kernel.cuh). kTurns: the same as kFused, and blocks take turns at dQ of a tile,
+/// so that the last one can write dq (backward/wgmma/turns.cuh).
+enum class Pass { kFused, kKeys, kQueries, kTurns };
 
 /// A tile shape of a pass and its launch.
 struct Shape {

@@ -51,6 +51,13 @@ struct TurnCount {
     unsigned taken, done;
 };
 
+/// How a kernel comes to dq.
+enum class DqBy {
+    kSums,    ///< additions to the buffer, which prepare clears and finish brings to dq
+    kTurns,   ///< the same buffer, which the kernel itself brings to dq (backward/wgmma/turns.cuh)
+    kQueries  ///< without a buffer: a pass of its own
+};
+
 /// What the kernels are given: the params, and where in the workspace things are.
 struct Problem : BackwardParams {
     RowPair* facts;
@@ -58,8 +65,9 @@ struct Problem : BackwardParams {
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
     unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
     int multiprocessors = 0;        // of the device, only with a queue
-    TurnCount* turns = nullptr;     // one a group, only if the kernel writes dq itself: no finish, nothing cleared
-    KeyExtent* extents = nullptr;   // of each group of rows; only with key ranges
+    TurnCount* turns = nullptr;     // one a group, only if tiles of keys take turns at dQ
+    DqBy dq_by = DqBy::kSums;
+    KeyExtent* extents = nullptr;  // of each group of rows; only with key ranges
 };
 
 /// -L in natural units, and -D, of one query row (RowPair).
@@ -149,12 +157,11 @@ struct TermsBoundMemory {
     float of_queries[kRowThreads / 32], of_keys[kRowThreads / 32];
 };
 
-/// Before a kernel that writes dq itself: nobody took a number, and dq of a group of rows that see no key is zero.
+/// Before a kernel that writes dq itself: dq of a group of rows that see no key is zero.
 template <class T>
-__device__ __forceinline__ void prepare_turns(const Problem& problem, const RowGroup& group) {
+__device__ __forceinline__ void clear_unseen(const Problem& problem, const RowGroup& group) {
     const ForwardParams& p = problem.forward;
     const int tid = static_cast<int>(threadIdx.x);
-    if (tid == 0) problem.turns[blockIdx.x] = {0, 0};
     const int rows = min(kRowGroup, group.sequence.seqlen_q - group.first_row), vectors = p.head_dim / 8;
     if (group.first_row < 0 || rows <= 0) return;
     const BandMask mask(p.band, group.sequence.seqlen_q, group.sequence.seqlen_k);
@@ -179,7 +186,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && blockIdx.x == 0 && tid == 0) *problem.queue = 0;
-    if (problem.turns) prepare_turns<T>(problem, group);
+    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};
+    if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
     else if (problem.dq_rows) {
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
@@ -322,13 +330,6 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
     if (threadIdx.x == 0) problem.extents[blockIdx.x] = keys;
 }
 
-/// How a kernel comes to dq.
-enum class DqBy {
-    kSums,    ///< additions to the buffer, which prepare clears and finish brings to dq
-    kTurns,   ///< the same buffer, and dq by the kernel itself (Problem::turns)
-    kQueries  ///< without a buffer: a pass of its own
-};
-
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
 inline bool facts_in_dq(const BackwardParams& params, DqBy by) {
@@ -362,6 +363,7 @@ inline Problem problem_of(const BackwardParams& params, DqBy by) {
     void* behind = extents + (has_ranges ? groups : 0);
     Problem problem{params, static_cast<RowPair*>(facts_in_dq(params, by) ? params.dq.data : behind),
                     by == DqBy::kQueries ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+    problem.dq_by = by;
     if (has_ranges) problem.extents = extents;
     return problem;
 }

@@ -85,8 +85,12 @@ constexpr bool heads_together() {
 }
 
 template <Pass kPass>
-__device__ __forceinline__ bool runs_backwards(const ForwardParams& p) {
-    return kPass == Pass::kOrdered && p.band.right < kUnbounded;
+__device__ __forceinline__ bool in_order(const Problem& problem) {
+    return kPass == Pass::kTurns && problem.deterministic;
+}
+template <Pass kPass>
+__device__ __forceinline__ bool runs_backwards(const Problem& problem) {
+    return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
 /// The order of items if the additions have one: the items of kInterleavedHeads heads by turns. An item follows the one
@@ -119,15 +123,17 @@ __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, uns
 
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
+__device__ __forceinline__ Item item_of(const Problem& problem, int index) {
+    const ForwardParams& p = problem.forward;
     constexpr int kStep = Tile::kQueries;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
-    if constexpr (kPass == Pass::kOrdered) place = interleaved<Tile, kPacked>(p, place);
+    const bool ordered = in_order<kPass>(problem);
+    if (ordered) place = interleaved<Tile, kPacked>(p, place);
     else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
     OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
-    const bool backwards = runs_backwards<kPass>(p);
+    const bool backwards = runs_backwards<kPass>(problem);
     if (backwards && own.first_row >= 0 && own.rows > 0) {
         const int rows = own.first_row + own.rows, tiles = (rows + Tile::kKeys - 1) / Tile::kKeys;
         own.first_row = (tiles - 1) * Tile::kKeys - own.first_row;
@@ -141,7 +147,7 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
     const int tiles = used ? (last - first) / kStep + 1 : 0;
     const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
-    const bool turns = used && kPass != Pass::kOrdered, together = turns && heads > 1 && heads_together<Tile>();
+    const bool turns = used && !ordered, together = turns && heads > 1 && heads_together<Tile>();
     const bool down = backwards || together;
     int turned = 0;
     if (together) turned = min(block / heads, tiles - 1);
@@ -162,10 +168,16 @@ __device__ __forceinline__ Item item_of(const ForwardParams& p, int index) {
 }
 
 /// What the consumers are told of a tile of queries.
-struct TileFacts {
-    int first_query;
+struct alignas(16) TileFacts {
+    int groups;  // of rows, from the tile before to this one in dQ's buffer
+    int first_query, rows;
     bool hides;  // some queries do not see all keys of the item
 };
+
+/// Words of dQ's buffer from one group of rows to another.
+__device__ __forceinline__ std::int64_t dq_step(const Problem& problem, int groups) {
+    return static_cast<std::int64_t>(groups) * (kRowGroup * static_cast<int>(problem.forward.head_dim));
+}
 
 /// The place of a tile of queries in an item.
 struct QueryPlace {
@@ -184,12 +196,11 @@ struct QueryPlace {
     }
 };
 
-/// A block's turn at dQ of a tile of queries (turns.cuh).
-struct Turn {
-    void* dq;                // the tile's first row in the caller's dq
-    int group;               // of rows, in the buffer
-    int rows;                // how many exist. 0: no tile
-    unsigned place, others;  // the item's number among those that see the tile, and how many others do
+/// Where an item's dQ of a tile of queries goes, and how, if blocks take turns (turns.cuh).
+struct alignas(8) DqTask {
+    void* dq;             // the tile's first row in the caller's dq
+    int group, rows;      // of rows, in the buffer; how many rows exist from the first on
+    int first, finishes;  // whether the item is the first to be done with the tile, and whether it is the last
 };
 
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
@@ -215,10 +226,9 @@ struct SharedMemory {
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
     ptx::Barrier patch;                         // says that rows have come of which the producer clears some
-    Turn turn[Tile::kTileFacts];
-    Turn turn_now[2];                                 // of turn_slot
-    Slot known_turn[Tile::kTileFacts], turn_slot[2];  // turn_slot: full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];                        // says that pass_turns knows that it is over
+    DqTask task[2];
+    Slot turn_slot[2];          // of task: full when the turn has come, empty when it is over
+    ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
 };
 
 /// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.

@@ -8,7 +8,7 @@
 namespace flash_wmma::backward {
 namespace {
 
-struct Sm90 {};  // prepare is compiled once more, for sm_90a
+struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
@@ -19,33 +19,43 @@ const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& dev
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
-Pass pass_of(const BackwardParams& p) { return p.deterministic ? Pass::kOrdered : Pass::kFused; }
+/// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
+/// time (docs/tuning/hopper_backward.md).
+DqBy dq_of(const BackwardParams& p) {
+    const std::int64_t longest = std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 ? 1024 : 512;
+    return p.forward.seqlen_k <= longest ? DqBy::kTurns : DqBy::kSums;
+}
+/// Turns also give the additions an order.
+bool takes_turns(const BackwardParams& p) { return p.deterministic || dq_of(p) == DqBy::kTurns; }
+Pass pass_of(const BackwardParams& p) { return takes_turns(p) ? Pass::kTurns : Pass::kFused; }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
     return shape_of(pass_of(p), p, device).facts;
 }
 
-/// The turns and the queue come first, in whole units of what has to stay aligned behind them.
+/// The queue and the turns come first, each aligned as what follows has to be.
+constexpr std::int64_t kUnit = 16;
 std::int64_t counters_bytes(const BackwardParams& p) {
-    constexpr std::int64_t kUnit = 16;
-    const std::int64_t bytes = row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} + std::int64_t{sizeof(unsigned)};
-    return (bytes + kUnit - 1) / kUnit * kUnit;
+    const std::int64_t turns = takes_turns(p) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} : 0;
+    return kUnit + (turns + kUnit - 1) / kUnit * kUnit;
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, DqBy::kTurns);
+    return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p));
 }
 
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    auto* const workspace = static_cast<char*>(p.workspace);
     BackwardParams params = p;
-    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p);
-    Problem problem = problem_of(params, DqBy::kTurns);
-    problem.turns = static_cast<TurnCount*>(p.workspace);
-    problem.queue = reinterpret_cast<unsigned*>(problem.turns + row_groups(p.forward));
+    params.workspace = workspace + counters_bytes(p);
+    Problem problem = problem_of(params, dq_of(p));
+    problem.queue = reinterpret_cast<unsigned*>(workspace);
+    if (takes_turns(p)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     shape_of(pass_of(p), p, device).launch(problem, stream);
+    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {

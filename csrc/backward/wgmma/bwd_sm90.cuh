@@ -22,7 +22,7 @@
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
 //
-// d above 128: two_roles.cuh. The first and the last item at a tile's dQ, and the order of deterministic calls: turns.cuh.
+// d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -39,15 +39,16 @@
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
+#include "backward/wgmma/turns.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 keys.
-template <class Tile, bool kDrops>
-class Consumer : ConsumerWarp<Tile, kDrops> {
-    using Base = ConsumerWarp<Tile, kDrops>;
+template <class Tile, Pass kPass, bool kDrops>
+class Consumer : ConsumerWarp<Tile> {
+    using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
     using Kept = KeptTile<true, 16, kQueries>;
@@ -56,7 +57,10 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
     __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
         : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           smem_(shared),
-          dropout_(problem.forward.dropout) {}
+          dropout_(problem.forward.dropout),
+          dq_place_(problem.dq_rows + 4 * lane_ +
+                    DqFragment::offset(first_row() + 16 * warp_, first_column(),
+                                       static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
         // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
@@ -81,7 +85,8 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left) work_on_tile(work, places, left == 1);
+                for (int left = tiles; left > 0; --left)
+                    work_on_tile(work, places, tile == 0 && left == tiles, left == 1);
                 tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys));
             } else {
@@ -91,11 +96,10 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
         }
         if (item == 0) return;
         await_ds(tile);
-        const Turn late = await_turn(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        bring_late_dq(late, tile);
+        bring_late_dq(move_on({}), tile, false);
     }
 
   private:
@@ -106,9 +110,9 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
         return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `last` of the item. `places` become those of the
-    /// item's next tile.
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool last) {
+    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
+    /// become those of the item's next tile.
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
         const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
@@ -128,6 +132,7 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
         if (!Tile::kLooksAhead) load_lse(tile);
         this->weigh(s_, of_query_);
         if (Tile::kLooksAhead) load_delta(tile);
+        const int late_rows = move_on(of_tile);
         if (of_tile.hides) this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
         if (!Tile::kLooksAhead) load_delta(tile);
@@ -139,7 +144,6 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
 
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
         await_ds(tile);
-        const Turn late = await_turn(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         this->multiply_weights(dv_, p_, dout);
@@ -149,7 +153,7 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
         if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        bring_late_dq(late, tile);
+        bring_late_dq(late_rows, tile, first);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
         if (late_item != item) tell(smem_.key_slot[late_item].empty);
@@ -198,25 +202,38 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
         ptx::wgmma_commit();
     }
 
-    /// Waits until this block may bring dQ, of dS number n, to where it goes.
-    __device__ __forceinline__ Turn await_turn(unsigned n) {
-        ptx::barrier_wait(&smem_.turn_slot[n % 2].full, n / 2 % 2);
-        return smem_.turn_now[n % 2];
+    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
+    __device__ __forceinline__ int move_on(const TileFacts& tile) {
+        const int rows = late_rows_;
+        dq_place_ += dq_step(problem_, late_step_);
+        late_step_ = tile.groups, late_rows_ = tile.rows;
+        return rows;
     }
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Brings this warp's part of dQ, of dS number n, to where it goes. The first dS is of no tile.
-    __device__ __forceinline__ void bring_late_dq(const Turn& turn, unsigned n) {
-        this->bring(turn, dq_, first_row() + 16 * warp_, first_column());
-        tell(smem_.turn_slot[n % 2].empty);
+    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile.
+    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first) {
+        if constexpr (kPass == Pass::kTurns) {
+            if (first) return;
+            const unsigned tile = n - 1;
+            Slot& slot = smem_.turn_slot[tile % 2];
+            ptx::barrier_wait(&slot.full, tile / 2 % 2);
+            this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(), unscaled());
+            tell(slot.empty);
+        } else {
+            const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
+            if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
+            this->add(dq_place_, dq_, columns);
+        }
     }
+    __device__ __forceinline__ float unscaled() const { return kDrops ? unscaled_factor(problem_.forward) : 1.f; }
 
     /// Writes dK and dV.
     __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->unscaled());
-        Base::store(problem_.dv, keys, p.head_dim_v, dv_, this->unscaled());
+        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * unscaled());
+        Base::store(problem_.dv, keys, p.head_dim_v, dv_, unscaled());
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
@@ -230,6 +247,8 @@ class Consumer : ConsumerWarp<Tile, kDrops> {
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
     ItemDropout<Tile, kDrops> dropout_;
+    float* dq_place_;                      // this lane's place in dQ's buffer
+    int late_step_ = 0, late_rows_ = 0;    // of the tile before
     typename Base::QueryValues of_query_;  // L, then D
 };
 
@@ -243,7 +262,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-        prepare_slots(smem.plan_slot, 1, kWarps);
+        prepare_slots(smem.plan_slot, 1, kWarps + turn_keepers<kPass>());
         prepare_slots(smem.key_slot, 1, kWarps);
         prepare_slots(smem.value_slot, 1, kWarps);
         prepare_slots(smem.slot, 1, kWarps);
@@ -257,10 +276,10 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else keep_turns<Tile, kPass>(problem, smem);
+        else if (kPass == Pass::kTurns) keep_turns(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, includes(kProblems, Problems::kDropped)>(problem, smem).run();
+        Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
     }
 }
 

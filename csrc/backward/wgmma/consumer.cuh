@@ -45,7 +45,7 @@ class ItemDropout<Tile, true> {
 };
 
 /// A warp of a consumer, with 16 of the block's keys.
-template <class Tile, bool kDrops>
+template <class Tile>
 class ConsumerWarp {
   protected:
     using T = typename Tile::T;
@@ -157,39 +157,51 @@ class ConsumerWarp {
 
     // ---- dQ ---------------------------------------------------------------------------------------------------------
 
-    /// Brings 16 rows of dQ of a tile, from its row and column on, to the buffer, or with what is there to dq.
+    /// Adds 16 rows of dQ to the buffer. `to`: this lane's place there. `columns`: how many exist.
     template <int kColumns>
-    __device__ __forceinline__ void bring(const Turn& turn, RegisterTile<16, kColumns>& dq, int row, int column) const {
+    __device__ __forceinline__ static void add(float* to, const RegisterTile<16, kColumns>& dq, int columns) {
+        each_block<kColumns>(columns,
+                             [&](int j) { ptx::red_add_4(to + DqFragment::offset(0, 8 * j, 0), dq.block[0][j]); });
+    }
+    /// Brings 16 rows of dQ of a tile, from its row and column on, to where the task says.
+    template <int kColumns>
+    __device__ __forceinline__ void bring(const DqTask& task, RegisterTile<16, kColumns>& dq, int row, int column,
+                                          float factor) const {
         const ForwardParams& p = problem_.forward;
         const int head_dim = static_cast<int>(p.head_dim), columns = head_dim - column;
-        if (turn.rows <= row || columns <= 0) return;
-        auto* const buffer = reinterpret_cast<float4*>(problem_.dq_rows +
-                                                       static_cast<std::int64_t>(turn.group) * (kRowGroup * head_dim) +
-                                                       DqFragment::offset(row, column, head_dim));
-        const auto each = [&](auto f) {  // f(this lane's 16 bytes, accumulators)
-            if (columns >= kColumns) {
-#pragma unroll
-                for (int j = 0; j < kColumns / 8; ++j) f(buffer + 32 * j + lane_, dq.block[0][j]);
-            } else {
-#pragma unroll
-                for (int j = 0; j < kColumns / 8; ++j)
-                    if (8 * j < columns) f(buffer + 32 * j + lane_, dq.block[0][j]);
-            }
-        };
-        const bool first = turn.place == 0;
-        if (turn.place == turn.others) {
-            if (!first)
-                each([](const float4* sum, float (&x)[4]) {
-                    const float4 y = *sum;
-                    x[0] += y.x, x[1] += y.y, x[2] += y.z, x[3] += y.w;
+        if (task.rows <= row || columns <= 0) return;
+        float* const sums = problem_.dq_rows + static_cast<std::int64_t>(task.group) * (kRowGroup * head_dim) +
+                            DqFragment::offset(row, column, head_dim) + 4 * lane_;
+        const auto at = [&](int j) { return reinterpret_cast<float4*>(sums + DqFragment::offset(0, 8 * j, 0)); };
+        if (task.finishes) {
+            if (!task.first)
+                each_block<kColumns>(columns, [&](int j) {
+                    const float4 sum = *at(j);
+                    float (&x)[4] = dq.block[0][j];
+                    x[0] += sum.x, x[1] += sum.y, x[2] += sum.z, x[3] += sum.w;
                 });
             const std::int64_t pitch = problem_.dq.row;
-            store_rows(static_cast<T*>(turn.dq) + (row + this->row()) * pitch + column, pitch,
-                       turn.rows - row - this->row(), columns, dq, p.scale * unscaled(), lane_);
-        } else if (first) {
-            each([](float4* sum, const float (&x)[4]) { *sum = make_float4(x[0], x[1], x[2], x[3]); });
+            store_rows(static_cast<T*>(task.dq) + (row + this->row()) * pitch + column, pitch,
+                       task.rows - row - this->row(), columns, dq, p.scale * factor, lane_);
+        } else if (task.first) {
+            each_block<kColumns>(columns, [&](int j) {
+                const float (&x)[4] = dq.block[0][j];
+                *at(j) = make_float4(x[0], x[1], x[2], x[3]);
+            });
         } else {
-            each([](float4* sum, const float (&x)[4]) { ptx::red_add_4(&sum->x, x); });
+            add(sums, dq, columns);
+        }
+    }
+    /// f(j) for each block of 8 columns that exists.
+    template <int kColumns, class F>
+    __device__ __forceinline__ static void each_block(int columns, F f) {
+        if (columns >= kColumns) {
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j) f(j);
+        } else {
+#pragma unroll
+            for (int j = 0; j < kColumns / 8; ++j)
+                if (8 * j < columns) f(j);
         }
     }
 
@@ -223,9 +235,6 @@ class ConsumerWarp {
                                           i % (columns / 8) * 8) = uint4{};
         }
     }
-
-    /// What gradients of dropped weights are multiplied by.
-    __device__ __forceinline__ float unscaled() const { return kDrops ? unscaled_factor(problem_.forward) : 1.f; }
 
     const Problem& problem_;
     const int group_, warp_, lane_;  // 64 of the block's keys, 16 of them

@@ -5,7 +5,6 @@
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
-#include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
@@ -21,10 +20,11 @@ class Producer {
     __device__ __forceinline__ void run(int items) {
         // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
         // all that follow. And an item waits for those alone that were taken before.
-        const int first = kOrdered ? taken() : static_cast<int>(blockIdx.x);
-        const int before = kOrdered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
+        const bool ordered = in_order<kPass>(problem_);
+        const int first = ordered ? taken() : static_cast<int>(blockIdx.x);
+        const int before = ordered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
         for (int index = uniform(first); index < items;) {
-            const Item item = item_of<Tile, kProblems, kPass>(problem_.forward, index);
+            const Item item = item_of<Tile, kProblems, kPass>(problem_, index);
             publish(item);
             if (item.tiles > 0) load_item(item);
             const int next = taken() + before;
@@ -33,23 +33,12 @@ class Producer {
         Item none{};
         none.tiles = -1;
         publish(none);
-        publish(Turn{});
     }
 
   private:
     /// In lane 0, how many items were taken from the queue before this one.
     __device__ __forceinline__ int taken() const {
         return lane_ == 0 ? static_cast<int>(atomicAdd(problem_.queue, 1u)) : 0;
-    }
-
-    __device__ __forceinline__ void publish(const Turn& turn) {
-        Slot& slot = smem_.known_turn[turn_.stage];
-        if (lane_ == 0) {
-            ptx::barrier_wait(&slot.empty, turn_.parity ^ 1);
-            smem_.turn[turn_.stage] = turn;
-            ptx::barrier_arrive(&slot.full);
-        }
-        turn_.advance();
     }
 
     __device__ __forceinline__ void publish(const Item& item) {
@@ -78,13 +67,15 @@ class Producer {
     /// there has left Q's and dO's place to one whose copies were issued before.
     __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
         const Sequence& sequence = item.sequence;
+        const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
         RowPair* const facts = smem_.facts[facts_];
         if (lane_ == 0) {
             const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-            smem_.tile[facts_] = {at.row, !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
+            smem_.tile[facts_] = {group - group_before_, at.row, existing,
+                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
             if (rows < Tile::kQueries) {  // behind the last group P is 0
                 for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
@@ -92,8 +83,8 @@ class Producer {
             ptx::barrier_arrive_expect(&smem_.facts_full[facts_], bytes);
             ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, &smem_.facts_full[facts_]);
         }
+        group_before_ = group;
         facts_ = (facts_ + 1) % Tile::kTileFacts;
-        publish(turn_of<Tile, kPass>(problem_, item, at));
     }
 
     /// Q and dO of a tile of queries.
@@ -170,7 +161,7 @@ class Producer {
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
     }
 
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked), kOrdered = kPass == Pass::kOrdered;
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
 
     const Problem& problem_;
     const Maps& maps_;
@@ -180,9 +171,8 @@ class Producer {
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;
     RingPlace<Tile::kStages> place_;
-    int facts_ = 0;  // place of the next facts
+    int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
     unsigned patch_parity_ = 0;
-    RingPlace<Tile::kTileFacts> turn_;
 };
 
 }  // namespace flash_wmma::backward::wgmma

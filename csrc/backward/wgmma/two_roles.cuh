@@ -32,6 +32,7 @@
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
+#include "backward/wgmma/turns.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -53,10 +54,10 @@ struct Places {
 };
 
 /// Calls of both roles: each item with tiles, its tiles, and items that no query sees.
-template <class Tile, bool kDrops>
-class TwoRolesWarp : protected ConsumerWarp<Tile, kDrops> {
+template <class Tile>
+class TwoRolesWarp : protected ConsumerWarp<Tile> {
   protected:
-    using Base = ConsumerWarp<Tile, kDrops>;
+    using Base = ConsumerWarp<Tile>;
     using Base::told, Base::tell;
 
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, TwoRolesMemory<Tile>& shared)
@@ -95,8 +96,8 @@ class TwoRolesWarp : protected ConsumerWarp<Tile, kDrops> {
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
 template <class Tile, bool kDrops>
-class ScoresConsumer : TwoRolesWarp<Tile, kDrops> {
-    using Base = TwoRolesWarp<Tile, kDrops>;
+class ScoresConsumer : TwoRolesWarp<Tile> {
+    using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::tell;
 
   public:
@@ -112,8 +113,8 @@ class ScoresConsumer : TwoRolesWarp<Tile, kDrops> {
             },
             [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
-                const ForwardParams& p = problem_.forward;
-                this->store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->unscaled());
+                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
     }
@@ -174,74 +175,84 @@ class ScoresConsumer : TwoRolesWarp<Tile, kDrops> {
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, bool kDrops>
-class ValuesConsumer : TwoRolesWarp<Tile, kDrops> {
-    using Base = TwoRolesWarp<Tile, kDrops>;
+template <class Tile, Pass kPass, bool kDrops>
+class ValuesConsumer : TwoRolesWarp<Tile> {
+    using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
     using typename Base::T;
 
   public:
     __device__ __forceinline__ ValuesConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared) {}
+        : Base(problem, shared),
+          late_(problem.dq_rows + 4 * lane_ +
+                DqFragment::offset(16 * warp_, 0, static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
         dq_[(kParts - 1) % kSets].clear();
-        begin_turn(0);
         this->each_item(
             [&](const Item&, unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) {
-                this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, this->unscaled());
+                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
         if (tiles_ == 0) return;
-        bring_part<kParts - 1>(tiles_);
-        end_turn(tiles_);
+        bring_part<kParts - 1>(late_, tiles_ - 1);
+        end_turn(tiles_ - 1);
     }
 
   private:
     static constexpr int kParts = Tile::kPanels, kSets = kParts % 2 ? 3 : 2;
     static_assert(kParts >= 3 && kParts % kSets == 0);
 
-    /// dV and dQ of a tile, but for where dQ's last part goes, and this of the tile before. Turn n + 1 is of tile n.
+    /// dV and dQ of a tile, but for the additions of dQ's last part, and these of the tile before.
     __device__ __forceinline__ void work_on_tile(unsigned tile) {
+        const unsigned facts = tile % Tile::kTileFacts;
         const auto [stage, parity] = Places::of<Tile>(tile);
         Slot &slot = smem_.slot[stage], &ds_slot = smem_.ds_slot[stage];
         const auto& ds = smem_.ds[stage];
         ptx::barrier_wait(&ds_slot.full, parity);
         ptx::barrier_wait(&slot.full, parity);
+        float* const dq = late_ + dq_step(problem_, smem_.tile[facts].groups);
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage]);
         ptx::wgmma_wait<2>();  // of none: for ptxas
-        bring_part<kParts - 1>(tile);
-        end_turn(tile);
+        if (tile > 0) {
+            bring_part<kParts - 1>(late_, tile - 1);
+            end_turn(tile - 1);
+        }
         ptx::wgmma_fence();
         multiply_part<1>(ds);
         ptx::wgmma_wait<2>();
-        begin_turn(tile + 1);
-        bring_part<0>(tile + 1);
+        begin_turn(tile);
+        bring_part<0>(dq, tile);
         ptx::wgmma_wait<1>();
         tell(slot.empty);
-        bring_parts<1>(ds, tile + 1);
+        bring_parts<1>(ds, dq, tile);
         ptx::wgmma_wait<0>();
         tell(ds_slot.empty);
+        late_ = dq;
         tiles_ = tile + 1;
     }
 
-    __device__ __forceinline__ void begin_turn(unsigned n) {
-        ptx::barrier_wait(&smem_.turn_slot[n % 2].full, n / 2 % 2);
+    /// The turn at dQ of a tile, if blocks take turns.
+    __device__ __forceinline__ void begin_turn(unsigned tile) {
+        if constexpr (kPass == Pass::kTurns) ptx::barrier_wait(&smem_.turn_slot[tile % 2].full, tile / 2 % 2);
     }
-    __device__ __forceinline__ void end_turn(unsigned n) { tell(smem_.turn_slot[n % 2].empty); }
+    __device__ __forceinline__ void end_turn(unsigned tile) {
+        if constexpr (kPass == Pass::kTurns) tell(smem_.turn_slot[tile % 2].empty);
+    }
 
     /// Brings the parts from kPart on, but for the last, to where they go, and issues each time the part that follows.
     template <int kPart, class Transposed>
-    __device__ __forceinline__ void bring_parts(const Transposed& ds, unsigned turn) {
+    __device__ __forceinline__ void bring_parts(const Transposed& ds, float* dq, unsigned tile) {
         if constexpr (kPart + 1 < kParts) {
             ptx::wgmma_fence();
             multiply_part<kPart + 1>(ds);
             ptx::wgmma_wait<1>();
-            bring_part<kPart>(turn);
-            bring_parts<kPart + 1>(ds, turn);
+            bring_part<kPart>(dq, tile);
+            bring_parts<kPart + 1>(ds, dq, tile);
         }
     }
 
@@ -266,14 +277,21 @@ class ValuesConsumer : TwoRolesWarp<Tile, kDrops> {
         ptx::wgmma_commit();
     }
 
-    /// Brings a part of dQ to where it goes.
+    /// Brings a part of dQ of a tile to where it goes. `to`: this lane's place in the buffer.
     template <int kPart>
-    __device__ __forceinline__ void bring_part(unsigned turn) {
-        this->bring(Turn(smem_.turn_now[turn % 2]), dq_[kPart % kSets], 16 * warp_, 64 * kPart);
+    __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
+        auto& dq = dq_[kPart % kSets];
+        if constexpr (kPass == Pass::kTurns)
+            this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart,
+                        kDrops ? unscaled_factor(problem_.forward) : 1.f);
+        else
+            this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
+                      static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
     }
 
     typename Base::Gradient dv_;
     RegisterTile<16, 64> dq_[kSets];
+    float* late_;         // where the last part of the tile before is to be added
     unsigned tiles_ = 0;  // how many there were
 };
 
@@ -287,7 +305,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
-        prepare_slots(smem.plan_slot, 1, 2 * kWarps);
+        prepare_slots(smem.plan_slot, 1, 2 * kWarps + turn_keepers<kPass>());
         prepare_slots(smem.key_slot, 1, 2 * kWarps);
         prepare_slots(smem.value_slot, 1, kWarps);
         prepare_slots(smem.slot, 1, 2 * kWarps);
@@ -302,12 +320,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else keep_turns<Tile, kPass>(problem, smem);
+        else if (kPass == Pass::kTurns) keep_turns(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         constexpr bool kDrops = includes(kProblems, Problems::kDropped);
         if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
-        else ValuesConsumer<Tile, kDrops>(problem, smem).run();
+        else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
     }
 }
 

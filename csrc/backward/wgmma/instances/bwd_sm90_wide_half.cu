@@ -1,4 +1,4 @@
-// The half instances of bwd_sm90 for d above 128. The one for an order serves dense problems too.
+// The half instances of bwd_sm90 for d above 128. The one for turns serves dense problems too.
 // architectures: 9.0a
 #include "backward/wgmma/two_roles.cuh"
 
@@ -6,6 +6,6 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_shapes() {
     return join({wgmma::wide_shapes<half, Problems::kPlain, Pass::kFused>(),
                  wgmma::wide_shapes<half, Problems::kPacked, Pass::kFused>(),
-                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kOrdered>()});
+                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kTurns>()});
 }
 }  // namespace flash_wmma::backward
