@@ -20,6 +20,8 @@ TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest valu
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
 SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64."""
+LONG = 1100
+"""Keys of a sequence in which blocks take no turns at dQ, unless its gradients have an order."""
 
 
 class Case(NamedTuple):
@@ -104,9 +106,10 @@ def check_packed(
     bad: tuple[int, ...] = (),
     sm_count: int = 2,
     deterministic: bool = False,
+    bound: int = 0,
 ) -> None:
-    """Of sequences of (queries, keys, keys in use). Rows of no sequence, keys that are not in use and the sequences
-    `bad` hold NaN and infinity, which reach nothing else."""
+    """Of sequences of (queries, keys, keys in use), for which the caller says that they have at most `bound` keys. Rows
+    of no sequence, keys that are not in use and the sequences `bad` hold NaN and infinity, which reach nothing else."""
     dtype, heads, margin = torch.float16, (2, 1), 3
     ends_q = [margin, *itertools.accumulate((n for n, _, _ in lengths), initial=margin)][1:]
     ends_k = [margin, *itertools.accumulate((n for _, n, _ in lengths), initial=margin)][1:]
@@ -129,6 +132,7 @@ def check_packed(
         dlse[:, rows], lse[:, rows] = given.dlse[0], given.lse[0]
     tables = [torch.tensor(t, dtype=torch.int32) for t in (ends_q, ends_k, [used for _, _, used in lengths])]
     longest = [max(column) for column in zip(*lengths, strict=True)]
+    longest[1] = max(longest[1], bound)
     with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
         dq, dk, dv_, _ = ops.backward_varlen(
             *(dout, dlse, q, k, v, out, lse, *tables, *longest[:2], None),
@@ -161,11 +165,12 @@ EDGES = [
 ]
 
 
+@pytest.mark.parametrize("bound", [0, LONG])
 @pytest.mark.parametrize("mask", [DENSE, Mask(True), Mask("bottom_right", (70, 0))], ids=str)
 @pytest.mark.parametrize("d", SHAPES)
-def test_packed(d: int, mask: Mask) -> None:
+def test_packed(d: int, mask: Mask, bound: int) -> None:
     """Lengths around a tile of 64 and of 128, none, one; keys that are not in use, in whole tiles too."""
-    check_packed([*EDGES, (65, 300, 20)], mask, d, d)
+    check_packed([*EDGES, (65, 300, 20)], mask, d, d, bound=bound)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(40, 64), (128, 72), (136, 192), (256, 200)])
@@ -173,7 +178,7 @@ def test_packed_among_infinite_ones(d: int, dv: int) -> None:
     """Every second sequence is NaN, one block works on all."""
     lengths = [(70, 70, 70), (20, 150, 130), (130, 60, 60), (65, 64, 64), (64, 65, 65), (3, 3, 3)]
     check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1)
-    check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4))
+    check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4), bound=LONG)
 
 
 @pytest.mark.parametrize("d", [64, 256])
@@ -225,12 +230,29 @@ def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
     check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(70, LONG, Mask("bottom_right")),
+        Case(140, LONG, Mask(True), heads=(6, 2)),
+        Case(130, LONG, heads=(3, 3)),
+        Case(65, LONG, Mask("bottom_right", (500, 0))),
+    ],
+)
+@pytest.mark.parametrize("d", SHAPES)
+def test_long_sequences(d: int, case: Case) -> None:
+    """In which blocks take no turns at dQ."""
+    check(case, d, sm_count=3)
+    check(case, d - 24, d - 40, torch.bfloat16, sm_count=1)
+
+
+@pytest.mark.parametrize("nk", [150, LONG])
 @pytest.mark.parametrize("sm_count", [1, 3])
 @pytest.mark.parametrize("d", SHAPES)
-def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int) -> None:
+def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk: int) -> None:
     """A head's NaN reaches no other head, though a block works on one after the other. The third block begins with it:
     nothing came before, whose dQ could be added to the first rows of all."""
-    case = Case(70, 150, heads=(3, 3))
+    case = Case(70, nk, heads=(3, 3))
     given, expected = solved(case, d, d, torch.float16)
     for t in (given.q, given.k, given.v, given.dout, given.out):
         t[:, 1] = math.nan
@@ -279,6 +301,7 @@ ORDERED = [
     Case(400, 410, Mask(window=(90, 40))),
     Case(300, 320, Mask(True, window=(150, 10))),
     Case(140, 200, Mask(True), (6, 6)),  # more heads than take turns, and a rest of them
+    Case(140, LONG, Mask("bottom_right")),
 ]
 """Three or more tiles of keys and of queries: items that wait for their turns, forwards and backwards."""
 

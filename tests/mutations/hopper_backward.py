@@ -8,6 +8,7 @@ KERNEL = ("bwd_sm90",)
 FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
+TURNS = FOLDER + "turns.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
 LOAD_DELTA = "        if (!Tile::kLooksAhead) load_delta(tile);\n"
@@ -133,8 +134,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-queue-begins-early",
         path=PRODUCER,
-        old="kOrdered ? 0 : static_cast<int>(gridDim.x);",
-        new="kOrdered ? 0 : 1;",
+        old="ordered ? 0 : static_cast<int>(gridDim.x);",
+        new="ordered ? 0 : 1;",
         why="an item that a block begins with is worked on again",
         kernels=KERNEL,
     ),
@@ -149,7 +150,7 @@ FAULTS = [
     # ------------------------------------------------------------------------------------------------------- its items
     Fault(
         name="bwd-sm90-turn-ends-unseen",
-        path=FOLDER + "order.cuh",
+        path=TURNS,
         old="ptx::barrier_wait(&smem.turn_seen[n % 2], n / 2 % 2 ^ 1);",
         new="ptx::barrier_wait(&smem.turn_slot[n % 2].empty, n / 2 % 2 ^ 1);",
         why="consumers run ahead of the warp that passes turns, which then waits for one that is over: a hang",
@@ -371,7 +372,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-last-dq-left-out",
         path=ONE_ROLE,
-        old="        add_late_dq(move_on({}), tile, false);\n",
+        old="        bring_late_dq(move_on({}), tile, false);\n",
         new="",
         why="dQ of a block's last tile is not added",
         kernels=KERNEL,
@@ -412,15 +413,15 @@ FAULTS = [
     Fault(
         name="bwd-sm90-roles-late-part-with-the-new-tile",
         path=TWO_ROLES,
-        old="add_part<kParts - 1>(late_);  // of the tile before the first: 0",
-        new="add_part<kParts - 1>(dq);",
+        old="            bring_part<kParts - 1>(late_, tile - 1);\n",
+        new="            bring_part<kParts - 1>(dq, tile);\n",
         why="the last part of dQ is added to the next tile's rows",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-last-part-left-out",
         path=TWO_ROLES,
-        old="        add_part<kParts - 1>(late_);\n        end_turn(tiles_ - 1);\n",
+        old="        bring_part<kParts - 1>(late_, tiles_ - 1);\n        end_turn(tiles_ - 1);\n",
         new="        end_turn(tiles_ - 1);\n",
         why="the last part of dQ of a block's last tile is not added",
         kernels=KERNEL,
@@ -445,8 +446,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-workspace-without-queue",
         path=LAUNCH,
-        old="return counters_bytes(p) + backward::workspace_bytes(without_order(p), /*converted=*/false);",
-        new="return backward::workspace_bytes(without_order(p), /*converted=*/false);",
+        old="return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p));",
+        new="return backward::workspace_bytes(p, /*converted=*/false, dq_of(p));",
         why="the last bytes of the workspace lie behind its end",
         kernels=KERNEL,
     ),
@@ -460,15 +461,15 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-order-backwards-without-it",
-        path="csrc/backward/wgmma/order.cuh",
-        old="runs_backwards<kPass>(problem.forward) ? last - own : own - first",
+        path=TURNS,
+        old="runs_backwards<Pass::kTurns>(problem) ? last - own : own - first",
         new="own - first",
         why="causal and deterministic: blocks wait for turns that do not come",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-order-first-key-tile",
-        path="csrc/backward/wgmma/order.cuh",
+        path=TURNS,
         old="const int first = item.mask.begin(at.row) / Tile::kKeys,",
         new="const int first = 0,",
         why="deterministic with a window: blocks wait for turns that do not come",
@@ -476,8 +477,8 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-order-turn-not-passed",
-        path="csrc/backward/wgmma/order.cuh",
-        old="        ptx::add_release(turn.count, 1);\n",
+        path=TURNS,
+        old="        ptx::add_release(&problem.turns[group].done, 1);\n",
         new="",
         why="deterministic: the second item of a head waits for ever",
         kernels=KERNEL,
@@ -485,9 +486,73 @@ FAULTS = [
     Fault(
         name="bwd-sm90-order-turns-not-cleared",
         path="csrc/device/backward_rows.cuh",
-        old="if (problem.turns && tid == 0) problem.turns[blockIdx.x] = 0;",
+        old="if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};",
         new="",
         why="deterministic: turns begin with what lies in the workspace",
         kernels=KERNEL,
+    ),
+    # ------------------------------------------------------------------------------------------------- the turns at dQ
+    Fault(
+        name="bwd-sm90-adds-to-what-is-not-stored",
+        path=TURNS,
+        old="? turn.place : min(turn.place, 1u);",
+        new="? turn.place : 0u;",
+        why="an item adds to dQ of a tile before the first one has stored it",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-last-does-not-wait-for-all",
+        path=TURNS,
+        old="problem.deterministic || last ? turn.place",
+        new="problem.deterministic ? turn.place",
+        why="dq lacks what an item adds after the last one has read the buffer",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-counts-itself-among-the-others",
+        path=TURNS,
+        old="static_cast<unsigned>(last - first)};",
+        new="static_cast<unsigned>(last - first + 1)};",
+        why="no item is the last: dq is not written",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-last-forgets-the-others",
+        path=CONSUMER,
+        old="            if (!task.first)\n",
+        new="            if (task.first)\n",
+        why="dq is the last item's part alone",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-first-adds",
+        path=CONSUMER,
+        old="} else if (task.first) {",
+        new="} else if (false) {",
+        why="the first item adds to what lies in the workspace",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-unseen-queries-not-cleared",
+        path="csrc/device/backward_rows.cuh",
+        old="    if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);\n    else if",
+        new="    if (problem.dq_by == DqBy::kTurns) return;\n    else if",
+        why="dq of queries that see no key is what lay there, and no row has its L and D",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-facts-in-dq",
+        path="csrc/device/backward_rows.cuh",
+        old="    return by == DqBy::kSums &&",
+        new="    return by != DqBy::kQueries &&",
+        why="dq is written over L and D that other items still read",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
     ),
 ]
