@@ -62,21 +62,25 @@ __device__ __forceinline__ void each_tile(SharedMemory<Tile>& smem, OnTile on_ti
 
 template <class Tile>
 __device__ __forceinline__ void await_turns(const Problem& problem, SharedMemory<Tile>& smem) {
+    const bool writes = problem.dq_by == DqBy::kTurns;
     each_tile(smem, [&](unsigned n, const Item& item, const QueryPlace& at) {
         Turn turn = turn_of<Tile>(problem, item, at);
+        TurnCount& count = problem.turns[turn.group];
+        DqTask& task = smem.task[n % 2];
         // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this one,
         // which it would then never see
         ptx::barrier_wait(&smem.turn_seen[n % 2], n / 2 % 2 ^ 1);
-        TurnCount& count = problem.turns[turn.group];
+        task.dq = row_of<typename Tile::T>(problem.dq, item.sequence.index, at.head, item.sequence.first_q + at.row);
+        task.group = turn.group;
+        task.rows = item.sequence.seqlen_q - at.row;
         if (!problem.deterministic) turn.place = atomicAdd(&count.taken, 1u);
-        const bool first = turn.place == 0, last = turn.place == turn.others, writes = problem.dq_by == DqBy::kTurns;
+        const bool first = turn.place == 0, last = turn.place == turn.others;
         const unsigned awaited = problem.deterministic || last ? turn.place : min(turn.place, 1u);
+        task.first = writes && first;
+        task.finishes = writes && last;
         if (awaited > 0)
             while (ptx::load_acquire(&count.done) < awaited) {
             }
-        smem.task[n % 2] = {
-            row_of<typename Tile::T>(problem.dq, item.sequence.index, at.head, item.sequence.first_q + at.row),
-            turn.group, item.sequence.seqlen_q - at.row, writes && first, writes && last};
         ptx::barrier_arrive(&smem.turn_slot[n % 2].full);
     });
 }
