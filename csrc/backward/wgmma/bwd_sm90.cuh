@@ -252,9 +252,9 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::QueryValues of_query_;  // L, then D
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; at d = 64 the consumers
-// reload a word a tile, and a few more where keys are hidden. With dropout they reload some ten words a tile at d = 64
-// and 128.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers reload a word a
+// tile at d = 64, and at d = 128 where blocks take turns, and a few more where keys are hidden. With dropout they reload
+// some ten words a tile at d = 64 and 128.
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
