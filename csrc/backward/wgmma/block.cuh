@@ -197,7 +197,7 @@ struct QueryPlace {
 };
 
 /// Where an item's dQ of a tile of queries goes, and how, if blocks take turns (turns.cuh).
-struct alignas(8) DqTask {
+struct DqTask {
     void* dq;             // the tile's first row in the caller's dq
     int group, rows;      // of rows, in the buffer; how many rows exist from the first on
     int first, finishes;  // whether the item is the first to be done with the tile, and whether it is the last

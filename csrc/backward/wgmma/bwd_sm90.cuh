@@ -219,7 +219,8 @@ class Consumer : ConsumerWarp<Tile> {
             const unsigned tile = n - 1;
             Slot& slot = smem_.turn_slot[tile % 2];
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
-            this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(), unscaled());
+            this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(),
+                        this->template unscaled<kDrops>());
             tell(slot.empty);
         } else {
             const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
@@ -227,13 +228,12 @@ class Consumer : ConsumerWarp<Tile> {
             this->add(dq_place_, dq_, columns);
         }
     }
-    __device__ __forceinline__ float unscaled() const { return kDrops ? unscaled_factor(problem_.forward) : 1.f; }
 
     /// Writes dK and dV.
     __device__ __forceinline__ void store(const KeyTile& keys) const {
         const ForwardParams& p = problem_.forward;
-        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * unscaled());
-        Base::store(problem_.dv, keys, p.head_dim_v, dv_, unscaled());
+        Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->template unscaled<kDrops>());
+        Base::store(problem_.dv, keys, p.head_dim_v, dv_, this->template unscaled<kDrops>());
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {

@@ -236,6 +236,12 @@ class ConsumerWarp {
         }
     }
 
+    /// What gradients of dropped weights are multiplied by.
+    template <bool kDrops>
+    __device__ __forceinline__ float unscaled() const {
+        return kDrops ? unscaled_factor(problem_.forward) : 1.f;
+    }
+
     const Problem& problem_;
     const int group_, warp_, lane_;  // 64 of the block's keys, 16 of them
 };

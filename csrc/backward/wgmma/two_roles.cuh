@@ -113,7 +113,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
             },
             [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
-                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                const float factor = this->template unscaled<kDrops>();
                 this->store(problem_.dk, keys, problem_.forward.head_dim, dk_, problem_.forward.scale * factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dk, keys, problem_.forward.head_dim); });
@@ -192,7 +192,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         this->each_item(
             [&](const Item&, unsigned) { dv_.clear(); }, [&](const Item&, unsigned tile, bool) { work_on_tile(tile); },
             [&](const KeyTile& keys) {
-                const float factor = kDrops ? unscaled_factor(problem_.forward) : 1.f;
+                const float factor = this->template unscaled<kDrops>();
                 this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);
             },
             [&](const KeyTile& keys) { this->store_zeros(problem_.dv, keys, problem_.forward.head_dim_v); });
@@ -282,8 +282,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
     __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
         auto& dq = dq_[kPart % kSets];
         if constexpr (kPass == Pass::kTurns)
-            this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart,
-                        kDrops ? unscaled_factor(problem_.forward) : 1.f);
+            this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart, this->template unscaled<kDrops>());
         else
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
                       static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
