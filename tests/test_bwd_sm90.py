@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from reference import DENSE, Mask, attention, poisoned_memory
+from reference import DENSE, PLAIN, Mask, Modification, attention, poisoned_memory
 from torch import Tensor
 
 import flash_wmma
@@ -33,7 +33,7 @@ class Case(NamedTuple):
 
 
 class Attention(NamedTuple):
-    """What the kernel is given."""
+    """What the kernel is given, beside a mask and what changes scores."""
 
     q: Tensor
     k: Tensor
@@ -44,45 +44,69 @@ class Attention(NamedTuple):
     lse: Tensor
 
 
-def solved(case: Case, d: int, dv: int, dtype: torch.dtype, seed: int = 0) -> tuple[Attention, list[Tensor]]:
-    """Inputs, and float64's gradients of q, k and v."""
+def additive(modification: Modification) -> bool:
+    """Whether there is a bias that has a gradient."""
+    return modification.attn_bias is not None and modification.attn_bias.is_floating_point()
+
+
+def solved(
+    case: Case, d: int, dv: int, dtype: torch.dtype, seed: int = 0, modification: Modification = PLAIN
+) -> tuple[Attention, list[Tensor]]:
+    """Inputs, and float64's gradients of q, k and v, and of an additive bias."""
     make = torch.Generator().manual_seed(seed)
     (hq, hk), b = case.heads, case.batch
     shapes = ((b, hq, case.nq, d), (b, hk, case.nk, d), (b, hk, case.nk, dv), (b, hq, case.nq, dv))
     q, k, v, dout = (torch.randn(shape, generator=make).to(dtype) for shape in shapes)
     dlse = torch.randn(b, hq, case.nq, generator=make)
     leaves = [t.double().requires_grad_() for t in (q, k, v)]
-    out, lse = attention(*leaves, case.mask)
+    if additive(modification):
+        leaves.append(modification.attn_bias.double().requires_grad_())  # type: ignore[union-attr]
+        modification = modification._replace(attn_bias=leaves[3])
+    out, lse = attention(*leaves[:3], case.mask, None, modification)
     loss = (out * dout.double()).sum() + (lse.masked_fill(lse.isneginf(), 0) * dlse.double()).sum()
     expected = list(torch.autograd.grad(loss, leaves))
     return Attention(q, k, v, dout, dlse, out.detach().to(dtype), lse.detach().float()), expected
 
 
 def judge(
-    gradients: Sequence[Tensor], expected: Sequence[Tensor], dtype: torch.dtype, largest: Sequence[float] | None = None
+    gradients: Sequence[Tensor],
+    expected: Sequence[Tensor],
+    dtype: torch.dtype,
+    largest: Sequence[float] | None = None,
+    drops: bool = False,
 ) -> None:
-    """In units of the largest value of each gradient, or of `largest`."""
+    """In units of the largest value of each gradient, or of `largest`. With dropout a query that sees but one key has a
+    gradient of 0, which is but nearly so after rounding."""
     if largest is None:
         largest = [t.abs().amax().item() for t in expected]
-    for name, got, want, unit in zip(("dq", "dk", "dv"), gradients, expected, largest, strict=True):
+    for name, got, want, unit in zip(("dq", "dk", "dv", "dbias"), gradients, expected, largest, strict=False):
         assert not got.isnan().any(), f"NaN in {name}"
         error = (got.double() - want).abs().max().item() / max(unit, 1e-6) if got.numel() else 0.0
         assert error <= TOLERANCE[dtype], f"{name}: {error}"
-        assert not got[want.abs().sum(3) == 0].any(), f"{name} of a row without weights"
+        assert got.shape == want.shape
+        if not drops:
+            assert not got[want.abs().sum(3) == 0].any(), f"{name} of a row without weights"
 
 
 def compute(
-    given: Attention, mask: Mask = DENSE, sm_count: int = 2, seed: int = 0, deterministic: bool = False
+    given: Attention,
+    mask: Mask = DENSE,
+    sm_count: int = 2,
+    seed: int = 0,
+    deterministic: bool = False,
+    modification: Modification = PLAIN,
 ) -> list[Tensor]:
-    """The kernel's gradients of q, k and v, from poisoned memory."""
+    """The kernel's gradients of q, k and v, and of an additive bias, from poisoned memory."""
     with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count, seed=seed), poisoned_memory():
-        *gradients, _ = ops.backward(
+        *gradients, dbias = ops.backward(
             *(given.dout, given.dlse, given.q, given.k, given.v, given.out, given.lse, None),
             *band(mask.causal, mask.window),
+            *modification,
+            bias_grad=additive(modification),
             deterministic=deterministic,
             kernel_name="bwd_sm90",
         )
-    return gradients
+    return [*gradients, dbias] if additive(modification) else gradients
 
 
 def check(
@@ -93,9 +117,10 @@ def check(
     sm_count: int = 2,
     seed: int = 0,
     deterministic: bool = False,
+    modification: Modification = PLAIN,
 ) -> None:
-    given, expected = solved(case, d, dv or d, dtype)
-    judge(compute(given, case.mask, sm_count, seed, deterministic), expected, dtype)
+    given, expected = solved(case, d, dv or d, dtype, modification=modification)
+    judge(compute(given, case.mask, sm_count, seed, deterministic, modification), expected, dtype)
 
 
 def check_packed(
@@ -272,8 +297,80 @@ def test_scores_far_below_zero(d: int) -> None:
     judge(compute(given), expected, torch.bfloat16)
 
 
+def change_of(kind: str, nq: int, nk: int, heads: int = 2) -> Modification:
+    """One of CHANGES, the same for all batch entries."""
+    make = torch.Generator().manual_seed(5)
+    bias = torch.randn(1, heads, nq, nk, generator=make)
+    slopes = torch.rand(heads, generator=make)
+    begin = torch.randint(-2, nk, (1, heads, nq), generator=make)
+    ranges = torch.stack((begin, begin + torch.randint(-1, nk, begin.shape, generator=make)), -1).int()
+    if kind == "bias":
+        return Modification(bias.half())
+    if kind == "bias of a key":
+        return Modification(bias[:, :1, :1])
+    if kind == "mask":
+        return Modification(bias > -0.5)
+    if kind == "ALiBi":
+        return Modification(alibi_slopes=slopes)
+    if kind == "soft cap":
+        return Modification(softcap=1.5)
+    if kind == "documents":
+        row = torch.arange(nq) * nk // nq // 90 * 90  # of about 90 keys
+        return Modification(key_ranges=torch.stack((row, row + 90), -1).int()[None, None])
+    if kind == "ranges":
+        return Modification(key_ranges=ranges)
+    return Modification(bias, slopes, ranges, 1.5)
+
+
+CHANGES = ["bias", "bias of a key", "mask", "ALiBi", "soft cap", "documents", "ranges", "all"]
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(150, 330, Mask("bottom_right"), batch=2),
+        Case(200, 140, heads=(2, 2)),
+        Case(70, LONG, Mask(False, (700, 300))),  # no turns, unless ranges are to be deterministic
+    ],
+)
+@pytest.mark.parametrize("kind", CHANGES)
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_changes(d: int, kind: str, case: Case, deterministic: bool) -> None:
+    """Biases, ALiBi, soft caps and key ranges, in items of several tiles."""
+    change = change_of(kind, case.nq, case.nk)
+    if deterministic and change.attn_bias is not None and additive(change):  # if broadcast, its gradient has no order
+        case = case._replace(batch=1)
+        change = change._replace(attn_bias=change.attn_bias.expand(1, 2, case.nq, case.nk).contiguous())
+    dtype = torch.bfloat16 if kind in ("ALiBi", "soft cap", "documents") else torch.float16
+    check(case, d, d - 16, dtype, deterministic=deterministic, modification=change)
+
+
+@pytest.mark.parametrize("nk", [200, LONG])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_changes_with_dropout(d: int, nk: int) -> None:
+    """Dropped weights have a part in the bias's gradient, and their dS passes the soft cap."""
+    nq, dtype, p = 70, torch.float16, 0.3
+    make = torch.Generator().manual_seed(1)
+    q, k, v, dout = (torch.randn(1, 2, n, d, generator=make).to(dtype) for n in (nq, nk, nk, nq))
+    change, state = change_of("all", nq, nk), torch.tensor([7, 3])
+    out, lse = flash_wmma.forward(
+        *(q, k, v), causal="bottom_right", dropout_p=p, rng_state=state, return_lse=True, **change._asdict()
+    )
+    assert change.attn_bias is not None
+    leaves = [t.double().requires_grad_() for t in (q, k, v, change.attn_bias)]
+    factors = flash_wmma.dropout_mask(state, p, 1, 2, nq, nk) / (1 - p)
+    exact, _ = attention(*leaves[:3], Mask("bottom_right"), None, change._replace(attn_bias=leaves[3]), factors)
+    expected = torch.autograd.grad((exact * dout.double()).sum(), leaves)
+    options = {"bias_grad": True, "dropout_p": p, "rng_state": state, "kernel_name": "bwd_sm90"}
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
+        gradients = ops.backward(dout, None, q, k, v, out, lse, None, *band("bottom_right", None), *change, **options)
+    judge(gradients, expected, dtype, drops=True)
+
+
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: all that it takes, but deterministic gradients above d = 128; other cards have bwd_sm80."""
+    """`auto` on sm_90: all that it takes, but deterministic gradients above d = 128, and what changes scores, which was
+    not timed; other cards have bwd_sm80."""
     q, wide = (torch.empty(2, 8, 1000, d, dtype=torch.float16, device="meta") for d in (64, 192))
     for options in ({}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).backward_kernel == "bwd_sm90"  # type: ignore[arg-type]
@@ -286,7 +383,7 @@ def test_who_takes_what() -> None:
     for options in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(8, device="meta")}):
         answer = flash_wmma.explain(q, q, q, device_facts=DEVICE, **options)  # type: ignore[arg-type]
         assert answer.backward_kernel == "bwd_sm80"
-        assert "does not support" in answer.backward_reasons["bwd_sm90"]
+        assert answer.backward_reasons["bwd_sm90"] == "leaves such a problem to another kernel"
     assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).backward_kernel == "bwd_sm80"
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))

@@ -8,13 +8,95 @@ KERNEL = ("bwd_sm90",)
 FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
-TURNS = FOLDER + "turns.cuh"
+TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
 LOAD_DELTA = "        if (!Tile::kLooksAhead) load_delta(tile);\n"
 RELEASE_VALUES = "        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
 
 FAULTS = [
+    # ------------------------------------------------------------------------------------------------ general problems
+    Fault(
+        name="bwd-sm90-soft-cap-of-the-other-query",
+        path=CHANGES,
+        old="static_cast<unsigned short>(c % 2 ? word >> 16 : word & 0xffff)",
+        new="static_cast<unsigned short>(c % 2 ? word & 0xffff : word >> 16)",
+        why="two neighbouring queries exchange the soft cap's derivatives",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-soft-cap-without-derivative",
+        path=CHANGES,
+        old="        if (p.softcap != 0.f) ds.each([&](float& x, int i, int c) { x *= slope(i, c); });\n",
+        new="",
+        why="dS is that of capped scores",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-bias-of-the-first-keys",
+        path=CONSUMER,
+        old="at.row + column(), item.first_key + warp_key() + row()};",
+        new="at.row + column(), item.first_key + row()};",
+        why="all warps read the first one's bias",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-dbias-of-kept-weights-alone",
+        path=CHANGES,
+        old="            if (x != 0.f && q < queries",
+        new="            if (x > 0.f && q < queries",
+        why="the bias's gradient lacks what is negative",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-dbias-still-scaled",
+        path=CHANGES,
+        old="const float unit = unscaled_factor(p);",
+        new="const float unit = 1.f;",
+        why="with dropout the bias's gradient is 1 - p of itself",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-unseen-keys-reach-dq",
+        path=CHANGES,
+        old="        if (seen == Seen::kNone) gradient.clear();\n",
+        new="        (void)gradient, (void)seen;\n",
+        why="in turns, keys that a tile's ranges hide reach its dQ if they are infinite",
+        kernels=KERNEL,
+        tests=("key_ranges",),
+    ),
+    Fault(
+        name="bwd-sm90-late-tile-as-seen-as-the-next",
+        path=ONE_ROLE,
+        old="changes_.drop_unseen(dq_, late_seen_);",
+        new="changes_.drop_unseen(dq_, smem_.tile[n % Tile::kTileFacts].seen);",
+        why="dQ of a tile is dropped if the next tile's queries see nothing",
+        kernels=KERNEL,
+        tests=("bwd_sm90", "key_ranges"),
+    ),
+    Fault(
+        name="bwd-sm90-first-group-says-what-a-tile-sees",
+        path=PRODUCER,
+        old="for (int row = at.row; row < at.row + existing; row += kRowGroup) {",
+        new="for (int row = at.row; row < at.row + kRowGroup; row += kRowGroup) {",
+        why="ranges of a tile's second group hide nothing where the first group sees all keys",
+        kernels=KERNEL,
+        tests=("bwd_sm90", "key_ranges"),
+    ),
+    Fault(
+        name="bwd-sm90-runs-of-the-band",
+        path=BLOCK,
+        old="query_mask<kRanged>(problem, s, own.head)",
+        new="query_mask<false>(problem, s, own.head)",
+        why="items have tiles whose ranges hide all their keys, and infinite keys reach these tiles' dQ",
+        kernels=KERNEL,
+        tests=("key_ranges",),
+    ),
     # ------------------------------------------------------------------------------------------------------- the items
     Fault(
         name="bwd-sm90-mixed-twice",
@@ -176,17 +258,17 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-last-query-left-out",
-        path=BLOCK,
-        old="mask.last_query(end_key - 1)) + 1;",
-        new="mask.last_query(end_key - 1));",
+        path=GROUPS,
+        old="min(seqlen_q - 1, mask.last_query(last_key)) + 1};",
+        new="min(seqlen_q - 1, mask.last_query(last_key))};",
         why="the last query that sees a tile of keys is left out if it begins a tile",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-first-query-of-the-last-key",
-        path=BLOCK,
-        old="const int begin = mask.first_query(own.first_row),",
-        new="const int begin = mask.first_query(end_key - 1),",
+        path=GROUPS,
+        old="return {mask.first_query(first_key), min(",
+        new="return {mask.first_query(last_key), min(",
         why="queries that see the first keys of a tile alone are left out",
         kernels=KERNEL,
     ),
@@ -454,8 +536,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-claims-no-window",
         path=LAUNCH,
-        old=".features = kCausal | kWindow | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,",
-        new=".features = kCausal | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,",
+        old=".features = kCausal | kWindow | kBias | ",
+        new=".features = kCausal | kBias | ",
         why="a window is refused",
         kernels=KERNEL,
     ),

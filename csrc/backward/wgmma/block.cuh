@@ -7,6 +7,7 @@
 #include "device/mask.cuh"
 #include "device/owned_tile.cuh"
 #include "device/pipeline.cuh"
+#include "device/row_group_mask.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -141,7 +142,11 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
     }
     const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
     const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
-    const int begin = mask.first_query(own.first_row), end = min(s.seqlen_q - 1, mask.last_query(end_key - 1)) + 1;
+    // Whose turn it is follows from the band alone (turns.cuh): there items have all tiles that it shows, and ranges may
+    // hide all keys of an item from all queries of a tile
+    constexpr bool kRanged = includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;
+    const auto [begin, end] =
+        queries_that_see(query_mask<kRanged>(problem, s, own.head), own.head, own.first_row, end_key - 1, s.seqlen_q);
     const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
     const bool used = end > begin && own.first_row >= 0 && own.first_row < s.seqlen_k;
     const int tiles = used ? (last - first) / kStep + 1 : 0;
@@ -167,11 +172,14 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
             tiles * heads};
 }
 
+/// How much of an item's keys a tile's queries see: kNone only where items have such tiles (item_of).
+enum class Seen : unsigned char { kAll, kSome, kNone };
+
 /// What the consumers are told of a tile of queries.
 struct alignas(16) TileFacts {
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
-    bool hides;  // some queries do not see all keys of the item
+    Seen seen;
 };
 
 /// Words of dQ's buffer from one group of rows to another.

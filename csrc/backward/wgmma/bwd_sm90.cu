@@ -13,15 +13,17 @@ struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
-          sm90_wide_bf16_dropped_shapes()});
+          sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
+          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes()});
 
 const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
 /// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
-/// time (docs/tuning/hopper_backward.md).
+/// time (docs/tuning/hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p) {
+    if (p.forward.key_ranges.data && !p.deterministic) return DqBy::kSums;
     const std::int64_t longest = std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 ? 1024 : 512;
     return p.forward.seqlen_k <= longest ? DqBy::kTurns : DqBy::kSums;
 }
@@ -54,6 +56,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     if (takes_turns(p)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
+    if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape_of(pass_of(p), p, device).launch(problem, stream);
     if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }
@@ -63,9 +66,11 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
-/// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md).
+/// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md). General problems
+/// were not timed: auto leaves them to bwd_sm80.
 bool yields(const BackwardParams& p, const DeviceFacts&) {
-    return p.deterministic && std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
+    const bool wide = std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
+    return (p.deterministic && wide) || includes(problems_of(p.forward, /*converted=*/false), Problems::kModified);
 }
 
 const BackwardKernelInfo kInfo = {
@@ -75,7 +80,8 @@ const BackwardKernelInfo kInfo = {
                     .max_arch = 90,
                     .bf16_min_arch = 90,
                     .float16 = true,
-                    .features = kCausal | kWindow | kVarlen | kValueDim | kDropout | kSinks | kDeterministic,
+                    .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim |
+                                kDropout | kSinks | kBiasGradient | kDeterministic,
                     .auto_rank = 40},
                    kShapes),
     choose,

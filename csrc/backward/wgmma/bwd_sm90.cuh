@@ -22,7 +22,8 @@
 // The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
 // before them, where there are registers for it.
 //
-// d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh.
+// d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh. What
+// changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -46,8 +47,10 @@ namespace flash_wmma::backward::wgmma {
 // ---- Consumers ------------------------------------------------------------------------------------------------------
 
 /// One warpgroup with its 64 keys.
-template <class Tile, Pass kPass, bool kDrops>
+template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
+    using Asked = Asks<Tile, kProblems>;
+    static constexpr bool kDrops = Asked::kDrops;
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
@@ -58,6 +61,7 @@ class Consumer : ConsumerWarp<Tile> {
         : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
           smem_(shared),
           dropout_(problem.forward.dropout),
+          changes_(problem),
           dq_place_(problem.dq_rows + 4 * lane_ +
                     DqFragment::offset(first_row() + 16 * warp_, first_column(),
                                        static_cast<int>(problem.forward.head_dim))) {}
@@ -81,7 +85,7 @@ class Consumer : ConsumerWarp<Tile> {
                 ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
                 dk_.clear();
                 dv_.clear();
-                dropout_.begin(work);
+                place_.begin(work);
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
 #pragma unroll 1
@@ -122,23 +126,27 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
 
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        const QueryPlace at = place_.take(work);
         [[maybe_unused]] Kept kept;
-        if constexpr (kDrops) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
+        if (dropout_.drops()) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
             await_facts(tile);
-            kept = dropout_.next(work, this->warp_key());
+            kept = dropout_.kept(work, at, this->warp_key());
             await_facts(tile);
         }
         ptx::wgmma_wait<1>();
         if (!Tile::kLooksAhead) load_lse(tile);
-        this->weigh(s_, of_query_);
+        this->weigh(s_, of_query_, changes_.apply(s_, this->scores_place(work, at)));
         if (Tile::kLooksAhead) load_delta(tile);
         const int late_rows = move_on(of_tile);
-        if (of_tile.hides) this->hide(s_, work, of_tile.first_query);
+        const Seen seen = of_tile.seen;
+        if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
+            this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
         if (!Tile::kLooksAhead) load_delta(tile);
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        if constexpr (kDrops) this->differentiate(dp_, s_, of_query_, kept);
+        if (dropout_.drops()) this->differentiate(dp_, s_, of_query_, kept);
         else this->differentiate(dp_, s_, of_query_);
+        changes_.follow_back(dp_, this->scores_place(work, at), seen);
         this->pack(p_, s_);
         this->pack(ds_, dp_);
 
@@ -154,6 +162,7 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
         bring_late_dq(late_rows, tile, first);
+        late_seen_ = seen;
         ptx::wgmma_wait<0>();
         tell(slot.empty);
         if (late_item != item) tell(smem_.key_slot[late_item].empty);
@@ -218,6 +227,7 @@ class Consumer : ConsumerWarp<Tile> {
             if (first) return;
             const unsigned tile = n - 1;
             Slot& slot = smem_.turn_slot[tile % 2];
+            changes_.drop_unseen(dq_, late_seen_);
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
             this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(),
                         this->template unscaled<kDrops>());
@@ -246,15 +256,19 @@ class Consumer : ConsumerWarp<Tile> {
     typename Base::Weights p_, ds_;  // as operands
     typename Base::Gradient dk_, dv_;
     RegisterTile<16, Tile::kDqColumns> dq_;
-    ItemDropout<Tile, kDrops> dropout_;
+    typename Asked::Place place_;
+    typename Asked::Dropout dropout_;
+    typename Asked::Changes changes_;
     float* dq_place_;                      // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;    // of the tile before
+    Seen late_seen_ = Seen::kAll;          // by its queries
     typename Base::QueryValues of_query_;  // L, then D
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers reload a word a
 // tile at d = 64, and at d = 128 where blocks take turns, and a few more where keys are hidden. With dropout they reload
-// some ten words a tile at d = 64 and 128.
+// some ten words a tile at d = 64 and 128. In general problems there are 240 and 100 loads and stores of local memory in
+// the loop, many of them where one feature is at work.
 // ptxas: C7519: it fences before dK's products, behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
@@ -279,7 +293,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         else if (kPass == Pass::kTurns) keep_turns(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kPass, includes(kProblems, Problems::kDropped)>(problem, smem).run();
+        Consumer<Tile, kProblems, kPass>(problem, smem).run();
     }
 }
 
@@ -294,9 +308,11 @@ inline constexpr TileShape kShapes[] = {
     {.d = 96, .queries = 64, .value_stages = 1, .ds_stages = 4},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
 };
-template <class T, Problems kProblems, Pass kPass>
+/// Of general problems. None was timed.
+inline constexpr TileShape kGeneralShapes[] = {kShapes[0], kShapes[2]};
+template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {
-    return of_rows<kShapes>([](auto i) { return shape<Tile<T, kShapes[i]>, kProblems, kPass>(); });
+    return of_rows<kRows>([](auto i) { return shape<Tile<T, kRows[i]>, kProblems, kPass>(); });
 }
 
 }  // namespace flash_wmma::backward::wgmma

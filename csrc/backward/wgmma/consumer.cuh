@@ -6,7 +6,10 @@
 #include <ptx.cuh>
 #include <ptx_sm90.cuh>
 
+#include <type_traits>
+
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/score_changes.cuh"
 #include "backward/wgmma/store_rows.cuh"
 #include "device/constants.cuh"
 #include "device/dropout_tile.cuh"
@@ -15,25 +18,39 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// Which weights of an item's tiles dropout keeps. Without dropout there is nothing to know.
-template <class Tile, bool kDrops>
-class ItemDropout {
+/// The place of an item's next tile, in instances that ask for it.
+template <class Tile, bool kAsks>
+class NextPlace {
   public:
-    __device__ __forceinline__ explicit ItemDropout(const Dropout&) {}
     __device__ __forceinline__ void begin(const Item&) {}
+    __device__ __forceinline__ QueryPlace take(const Item&) { return {}; }
 };
-/// With dropout. What is known of an item stays in shared memory.
 template <class Tile>
-class ItemDropout<Tile, true> {
+class NextPlace<Tile, true> {
   public:
-    __device__ __forceinline__ explicit ItemDropout(const Dropout& dropout)
-        : dropout_(dropout), state_(dropout_state(dropout)) {}
-
     __device__ __forceinline__ void begin(const Item& item) { next_ = {item.start_head, item.start}; }
-    /// Of the item's next tile and of the keys of a warp.
-    __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> next(const Item& item, int warp_key) {
+    __device__ __forceinline__ QueryPlace take(const Item& item) {
         const QueryPlace at = next_;
         next_.template advance<Tile>(item);
+        return at;
+    }
+
+  private:
+    QueryPlace next_{};
+};
+
+/// Which weights of an item's tiles dropout keeps. What is known of an item stays in shared memory. kAlways: there is
+/// dropout in all problems of the instance.
+template <class Tile, bool kAlways>
+class ItemDropout {
+  public:
+    __device__ __forceinline__ explicit ItemDropout(const Dropout& dropout)
+        : dropout_(dropout), state_(drops() ? dropout_state(dropout) : DropoutState{}) {}
+
+    __device__ __forceinline__ bool drops() const { return kAlways || dropout_.rng_state; }
+    /// Of a tile and of the keys of a warp.
+    __device__ __forceinline__ KeptTile<true, 16, Tile::kQueries> kept(const Item& item, const QueryPlace& at,
+                                                                       int warp_key) const {
         const DropoutMask mask(state_, dropout_.origin, item.sequence.index, at.head);
         return {dropout_, mask, at.row, item.first_key + warp_key};
     }
@@ -41,7 +58,26 @@ class ItemDropout<Tile, true> {
   private:
     const Dropout& dropout_;
     const DropoutState state_;
-    QueryPlace next_{};
+};
+
+template <class Tile>
+class NoDropout {
+  public:
+    __device__ __forceinline__ explicit NoDropout(const Dropout&) {}
+    __device__ __forceinline__ static constexpr bool drops() { return false; }
+    __device__ __forceinline__ static KeptTile<true, 16, Tile::kQueries> kept(const Item&, const QueryPlace&, int) {
+        return {};
+    }
+};
+
+/// What an instance's problems ask of its consumers.
+template <class Tile, Problems kProblems>
+struct Asks {
+    static constexpr bool kDrops = includes(kProblems, Problems::kDropped),
+                          kChanges = includes(kProblems, Problems::kModified);
+    using Place = NextPlace<Tile, kDrops || kChanges>;
+    using Dropout = std::conditional_t<kDrops, ItemDropout<Tile, !kChanges>, NoDropout<Tile>>;
+    using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile>>;
 };
 
 /// A warp of a consumer, with 16 of the block's keys.
@@ -109,11 +145,15 @@ class ConsumerWarp {
         return values[c / 8 * 2 + c % 2];
     }
 
-    /// P of own keys in place of S.
-    __device__ __forceinline__ void weigh(Scores& s, const QueryValues& minus_lse) const {
-        const float factor = problem_.forward.scale * kLog2e;
+    /// P of own keys in place of S, which `factor` brings to log2 units.
+    __device__ __forceinline__ static void weigh(Scores& s, const QueryValues& minus_lse, float factor) {
         s.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, of_column(minus_lse, c))); });
     }
+    /// Of own keys and a tile of queries.
+    __device__ __forceinline__ ScoresPlace scores_place(const Item& item, const QueryPlace& at) const {
+        return {item.sequence, at.head, at.row + column(), item.first_key + warp_key() + row()};
+    }
+
     /// P = 0 where a query does not see a key.
     __device__ __forceinline__ void hide(Scores& p, const Item& item, int first_query) const {
         const BandMask mask = told(item.mask);

@@ -74,8 +74,10 @@ class Producer {
         RowPair* const facts = smem_.facts[facts_];
         if (lane_ == 0) {
             const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-            smem_.tile[facts_] = {group - group_before_, at.row, existing,
-                                  !item.mask.all_visible(at.row, last_query, item.first_key, last_key)};
+            Seen seen = item.mask.all_visible(at.row, last_query, item.first_key, last_key) ? Seen::kAll : Seen::kSome;
+            if constexpr (kRanged)
+                if (problem_.extents) seen = seen_by_ranges(item, at, existing, last_key, seen);
+            smem_.tile[facts_] = {group - group_before_, at.row, existing, seen};
             if (rows < Tile::kQueries) {  // behind the last group P is 0
                 for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
                 ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
@@ -85,6 +87,18 @@ class Producer {
         }
         group_before_ = group;
         facts_ = (facts_ + 1) % Tile::kTileFacts;
+    }
+
+    /// With ranges. `by_band`: without them.
+    __device__ __forceinline__ Seen seen_by_ranges(const Item& item, const QueryPlace& at, int existing, int last_key,
+                                                   Seen by_band) const {
+        const RowGroupMask mask(problem_, item.sequence, at.head);
+        bool all = by_band == Seen::kAll, none = true;
+        for (int row = at.row; row < at.row + existing; row += kRowGroup) {
+            all &= mask.all_visible(row, row + kRowGroup - 1, item.first_key, last_key);
+            none &= !mask.some_visible(row, row + kRowGroup - 1, item.first_key, last_key);
+        }
+        return all ? Seen::kAll : none ? Seen::kNone : Seen::kSome;
     }
 
     /// Q and dO of a tile of queries.
@@ -161,7 +175,8 @@ class Producer {
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
     }
 
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked),
+                          kRanged = includes(kProblems, Problems::kModified);
 
     const Problem& problem_;
     const Maps& maps_;

@@ -13,5 +13,9 @@ std::vector<Shape> sm90_half_dropped_shapes();
 std::vector<Shape> sm90_bf16_dropped_shapes();
 std::vector<Shape> sm90_wide_half_dropped_shapes();
 std::vector<Shape> sm90_wide_bf16_dropped_shapes();
+std::vector<Shape> sm90_half_general_shapes();
+std::vector<Shape> sm90_bf16_general_shapes();
+std::vector<Shape> sm90_wide_half_general_shapes();
+std::vector<Shape> sm90_wide_bf16_general_shapes();
 
 }  // namespace flash_wmma::backward

@@ -95,21 +95,23 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, bool kDrops>
+template <class Tile, Problems kProblems>
 class ScoresConsumer : TwoRolesWarp<Tile> {
+    using Asked = Asks<Tile, kProblems>;
+    static constexpr bool kDrops = Asked::kDrops;
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::tell;
 
   public:
     __device__ __forceinline__ ScoresConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared), dropout_(problem.forward.dropout) {}
+        : Base(problem, shared), dropout_(problem.forward.dropout), changes_(problem) {}
 
     __device__ __forceinline__ void run() {
         this->each_item(
             [&](const Item& work, unsigned item) {
                 ptx::barrier_wait(&smem_.value_slot[0].full, item % 2);
                 dk_.clear();
-                dropout_.begin(work);
+                place_.begin(work);
             },
             [&](const Item& work, unsigned tile, bool last) { work_on_tile(work, tile, last); },
             [&](const KeyTile& keys) {
@@ -134,28 +136,30 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
         this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        const QueryPlace at = place_.take(work);
         [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
-        if constexpr (kDrops)  // beside the products
-            kept = dropout_.next(work, this->warp_key());
+        if (dropout_.drops()) kept = dropout_.kept(work, at, this->warp_key());  // beside the products
         ptx::wgmma_wait<1>();
-        const bool hides = of_tile.hides;
-        this->weigh(s_, of_query);
+        const Seen seen = of_tile.seen;
+        this->weigh(s_, of_query, changes_.apply(s_, this->scores_place(work, at)));
         this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
-        if (hides) this->hide(s_, work, of_tile.first_query);
+        if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
+            this->hide(s_, work, of_tile.first_query);
         ptx::barrier_wait(&ds_slot.empty, parity ^ 1);
-        if constexpr (!kDrops) {
+        if (!dropout_.drops()) {
             this->pack(weights_, s_);
             this->store_weights(smem_.p[stage], weights_);
         }
         ptx::wgmma_wait<0>();
         if (last) tell(smem_.value_slot[0].empty);
-        if constexpr (kDrops) {  // dS needs the weights that P loses
+        if (dropout_.drops()) {  // dS needs the weights that P loses
             this->differentiate(dp_, s_, of_query, kept);
             this->pack(weights_, s_);
             this->store_weights(smem_.p[stage], weights_);
         } else {
             this->differentiate(dp_, s_, of_query);
         }
+        changes_.follow_back(dp_, this->scores_place(work, at), seen);
         this->pack(weights_, dp_);
         this->store_weights(smem_.ds[stage], weights_);
         ptx::fence_proxy_async();
@@ -170,13 +174,17 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
     typename Base::Scores s_, dp_;  // scores, then P; dP, then dS
     typename Base::Weights weights_;
     typename Base::Gradient dk_;
-    ItemDropout<Tile, kDrops> dropout_;
+    typename Asked::Place place_;
+    typename Asked::Dropout dropout_;
+    typename Asked::Changes changes_;
 };
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, Pass kPass, bool kDrops>
+template <class Tile, Problems kProblems, Pass kPass>
 class ValuesConsumer : TwoRolesWarp<Tile> {
+    using Asked = Asks<Tile, kProblems>;
+    static constexpr bool kDrops = Asked::kDrops;
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
     using typename Base::T;
@@ -281,9 +289,10 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
     template <int kPart>
     __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
         auto& dq = dq_[kPart % kSets];
-        if constexpr (kPass == Pass::kTurns)
+        if constexpr (kPass == Pass::kTurns) {
+            Asked::Changes::drop_unseen(dq, smem_.tile[tile % Tile::kTileFacts].seen);
             this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart, this->template unscaled<kDrops>());
-        else
+        } else
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
                       static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
     }
@@ -297,7 +306,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 // ---- Kernel ---------------------------------------------------------------------------------------------------------
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; Scores does so with a few
-// words once an item at d = 256. The loops over tiles have none.
+// words once an item at d = 256. The loops over tiles have none, but in general problems 85 loads and stores, in Scores.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
@@ -322,9 +331,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         else if (kPass == Pass::kTurns) keep_turns(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        constexpr bool kDrops = includes(kProblems, Problems::kDropped);
-        if (group == 1) ScoresConsumer<Tile, kDrops>(problem, smem).run();
-        else ValuesConsumer<Tile, kPass, kDrops>(problem, smem).run();
+        if (group == 1) ScoresConsumer<Tile, kProblems>(problem, smem).run();
+        else ValuesConsumer<Tile, kProblems, kPass>(problem, smem).run();
     }
 }
 
@@ -338,9 +346,11 @@ inline constexpr TileShape kWideShapes[] = {
     {.d = 192, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
     {.d = 256, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
 };
-template <class T, Problems kProblems, Pass kPass>
+/// Of general problems. Not timed.
+inline constexpr TileShape kGeneralWideShapes[] = {kWideShapes[1]};
+template <class T, Problems kProblems, Pass kPass, const auto& kRows = kWideShapes>
 std::vector<Shape> wide_shapes() {
-    return of_rows<kWideShapes>([](auto i) { return shape_in_roles<Tile<T, kWideShapes[i]>, kProblems, kPass>(); });
+    return of_rows<kRows>([](auto i) { return shape_in_roles<Tile<T, kRows[i]>, kProblems, kPass>(); });
 }
 
 }  // namespace flash_wmma::backward::wgmma

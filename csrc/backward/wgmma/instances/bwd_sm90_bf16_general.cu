@@ -1,0 +1,10 @@
+// The bf16 instances of bwd_sm90 for any problem.
+// architectures: 9.0a
+#include "backward/wgmma/bwd_sm90.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_bf16_general_shapes() {
+    return join({wgmma::shapes<bf16, Problems::kGeneral, Pass::kFused, wgmma::kGeneralShapes>(),
+                 wgmma::shapes<bf16, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralShapes>()});
+}
+}  // namespace flash_wmma::backward

@@ -1,0 +1,10 @@
+// The half instances of bwd_sm90 for d above 128 for any problem.
+// architectures: 9.0a
+#include "backward/wgmma/two_roles.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_wide_half_general_shapes() {
+    return join({wgmma::wide_shapes<half, Problems::kGeneral, Pass::kFused, wgmma::kGeneralWideShapes>(),
+                 wgmma::wide_shapes<half, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralWideShapes>()});
+}
+}  // namespace flash_wmma::backward
