@@ -172,7 +172,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(NotImplementedError, match="gradient of a gradient"):
         first.sum().backward()
     out = flash_wmma.forward(q.half(), q.half(), q.half(), alibi_slopes=slopes, backward_kernel="bwd_sm90")
-    with pytest.raises(
-        ValueError, match="'bwd_sm90' cannot run this: does not support alibi_slopes, the gradient of al"
-    ):
+    with pytest.raises(ValueError, match="'bwd_sm90' cannot run this: does not support the gradient of alibi_slopes"):
         out.sum().backward()

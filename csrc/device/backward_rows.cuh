@@ -1,5 +1,6 @@
-// What backward has for every query row in its workspace, and the two small kernels around the products: `prepare`
-// computes L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ. Bound: HBM.
+// What backward has for every query row in its workspace, and the small kernels around the products: `prepare` computes
+// L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ, unless the kernel between them does
+// both (DqBy). Bound: HBM.
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
@@ -51,6 +52,12 @@ struct TurnCount {
     unsigned taken, done;
 };
 
+/// Of items of a kernel whose blocks take them one after the other. prepare makes it.
+struct Queue {
+    unsigned taken;   // how many
+    unsigned broken;  // how often packed lengths decrease: then some items are found twice and others never
+};
+
 /// How a kernel comes to dq.
 enum class DqBy {
     kSums,    ///< additions to the buffer, which prepare clears and finish brings to dq
@@ -63,7 +70,7 @@ struct Problem : BackwardParams {
     RowPair* facts;
     float* dq_rows;                 // DqFragments, only if dQ is accumulated
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
-    unsigned* queue = nullptr;      // how many items blocks took, only if they take them from a queue; 0 after prepare
+    Queue* queue = nullptr;         // only if blocks take items from a queue
     int multiprocessors = 0;        // of the device, only with a queue
     TurnCount* turns = nullptr;     // one a group, only if tiles of keys take turns at dQ
     DqBy dq_by = DqBy::kSums;
@@ -185,7 +192,14 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
-    if (problem.queue && blockIdx.x == 0 && tid == 0) *problem.queue = 0;
+    if (problem.queue && blockIdx.x == 0) {
+        if (tid == 0) *problem.queue = {0, 0};
+        __syncthreads();
+        const Sequences& s = p.sequences;
+        for (const std::int32_t* const ends : {s.cu_seqlens_q, s.cu_seqlens_k})
+            for (std::int64_t i = tid; ends && i < p.batch; i += kRowThreads)
+                if (ends[i] > ends[i + 1]) atomicAdd(&problem.queue->broken, 1u);
+    }
     if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};
     if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
     else if (problem.dq_rows) {

@@ -172,7 +172,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
             tiles * heads};
 }
 
-/// How much of an item's keys a tile's queries see: kNone only where items have such tiles (item_of).
+/// How much of an item's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, and in turns.
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.

@@ -52,7 +52,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     BackwardParams params = p;
     params.workspace = workspace + counters_bytes(p);
     Problem problem = problem_of(params, dq_of(p));
-    problem.queue = reinterpret_cast<unsigned*>(workspace);
+    problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);

@@ -49,7 +49,7 @@ namespace flash_wmma::backward::wgmma {
 /// One warpgroup with its 64 keys.
 template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
-    using Asked = Asks<Tile, kProblems>;
+    using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kDrops = Asked::kDrops;
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
@@ -103,7 +103,7 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
         ptx::wgmma_wait<0>();
-        bring_late_dq(move_on({}), tile, false);
+        bring_late_dq(move_on({}), tile, false, late_unseen_);
     }
 
   private:
@@ -137,8 +137,10 @@ class Consumer : ConsumerWarp<Tile> {
         if (!Tile::kLooksAhead) load_lse(tile);
         this->weigh(s_, of_query_, changes_.apply(s_, this->scores_place(work, at)));
         if (Tile::kLooksAhead) load_delta(tile);
-        const int late_rows = move_on(of_tile);
         const Seen seen = of_tile.seen;
+        const bool unseen = Asked::leaves_out(seen), late_unseen = late_unseen_;
+        late_unseen_ = unseen;
+        const int late_rows = move_on(of_tile);
         if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
             this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
@@ -154,15 +156,14 @@ class Consumer : ConsumerWarp<Tile> {
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
-        this->multiply_weights(dv_, p_, dout);
+        this->multiply_weights(dv_, p_, dout, unseen);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
-        this->multiply_weights(dk_, ds_, q);
+        this->multiply_weights(dk_, ds_, q, unseen);
         places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        bring_late_dq(late_rows, tile, first);
-        late_seen_ = seen;
+        bring_late_dq(late_rows, tile, first, late_unseen);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
         if (late_item != item) tell(smem_.key_slot[late_item].empty);
@@ -221,20 +222,22 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile.
-    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first) {
+    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile. dQ of an
+    /// unseen tile is 0, whatever the products say.
+    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first, bool unseen) {
         if constexpr (kPass == Pass::kTurns) {
             if (first) return;
             const unsigned tile = n - 1;
             Slot& slot = smem_.turn_slot[tile % 2];
-            changes_.drop_unseen(dq_, late_seen_);
+            if (unseen) dq_.clear();
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
             this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(),
                         this->template unscaled<kDrops>());
             tell(slot.empty);
         } else {
             const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-            if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
+            // Before the first tile: no rows, and 0 times K
+            if (rows <= first_row() || columns <= 0 || unseen) return;
             this->add(dq_place_, dq_, columns);
         }
     }
@@ -261,7 +264,7 @@ class Consumer : ConsumerWarp<Tile> {
     typename Asked::Changes changes_;
     float* dq_place_;                      // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;    // of the tile before
-    Seen late_seen_ = Seen::kAll;          // by its queries
+    bool late_unseen_ = false;             // its queries see none of the item's keys
     typename Base::QueryValues of_query_;  // L, then D
 };
 

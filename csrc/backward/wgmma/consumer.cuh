@@ -70,14 +70,22 @@ class NoDropout {
     }
 };
 
-/// What an instance's problems ask of its consumers.
-template <class Tile, Problems kProblems>
+/// What an instance's problems and pass ask of its consumers.
+template <class Tile, Problems kProblems, Pass kPass>
 struct Asks {
     static constexpr bool kDrops = includes(kProblems, Problems::kDropped),
                           kChanges = includes(kProblems, Problems::kModified);
     using Place = NextPlace<Tile, kDrops || kChanges>;
     using Dropout = std::conditional_t<kDrops, ItemDropout<Tile, !kChanges>, NoDropout<Tile>>;
     using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile>>;
+
+    /// Whether a tile has no part in any gradient, whatever its rows and the keys hold. In turns alone, where ranges leave
+    /// many such tiles: a branch about products costs registers.
+    __device__ __forceinline__ static bool leaves_out(Seen seen) {
+        if constexpr (kChanges && kPass == Pass::kTurns)
+            return uniform(static_cast<int>(seen)) == static_cast<int>(Seen::kNone);
+        else return false;
+    }
 };
 
 /// A warp of a consumer, with 16 of the block's keys.
@@ -247,14 +255,15 @@ class ConsumerWarp {
 
     // ---- dK and dV --------------------------------------------------------------------------------------------------
 
-    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q.
+    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`.
     template <class QueryRows>
     __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
-                                                     const QueryRows& queries) const {
+                                                     const QueryRows& queries, bool left_out) const {
         const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
+        if (!left_out)
 #pragma unroll
-        for (int step = 0; step < kQueries / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
+            for (int step = 0; step < kQueries / 16; ++step)
+                ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
         ptx::wgmma_commit();
     }
 

@@ -38,7 +38,7 @@ class Producer {
   private:
     /// In lane 0, how many items were taken from the queue before this one.
     __device__ __forceinline__ int taken() const {
-        return lane_ == 0 ? static_cast<int>(atomicAdd(problem_.queue, 1u)) : 0;
+        return lane_ == 0 ? static_cast<int>(atomicAdd(&problem_.queue->taken, 1u)) : 0;
     }
 
     __device__ __forceinline__ void publish(const Item& item) {

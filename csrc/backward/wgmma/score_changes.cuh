@@ -33,8 +33,6 @@ class NoChanges {
     }
     __device__ __forceinline__ static constexpr bool hide(Scores&, const ScoresPlace&) { return false; }
     __device__ __forceinline__ static void follow_back(Scores&, const ScoresPlace&, Seen) {}
-    template <class Dq>
-    __device__ __forceinline__ static void drop_unseen(Dq&, Seen) {}
 
   private:
     const Problem& problem_;
@@ -75,15 +73,9 @@ class ScoreChanges {
     /// Adds dS to the bias's gradient, and brings it through the soft cap.
     __device__ __forceinline__ void follow_back(Scores& ds, const ScoresPlace& at, Seen seen) const {
         const ForwardParams& p = problem_.forward;
-        drop_unseen(ds, seen);
+        if (seen == Seen::kNone) ds.clear();  // whatever the keys and the tile's rows hold
         if (problem_.dbias.data) add_to_dbias(ds, at);
         if (p.softcap != 0.f) ds.each([&](float& x, int i, int c) { x *= slope(i, c); });
-    }
-
-    /// dS or dQ of keys that no query of the tile sees, which is 0 whatever they hold.
-    template <class Gradient>
-    __device__ __forceinline__ static void drop_unseen(Gradient& gradient, Seen seen) {
-        if (seen == Seen::kNone) gradient.clear();
     }
 
   private:

@@ -12,7 +12,8 @@
 //
 // If the additions have an order, so that the same inputs give the same bits (deterministic=True), an item's number is
 // its place among the items that see the tile, in the order in which blocks took them, and it waits until as many are
-// done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer.
+// done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
+// packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
 // Roles: beside the producer, two warps of warpgroup 0 walk through the plan. `await_turns` takes numbers, reads the
 // counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes it
@@ -62,7 +63,7 @@ __device__ __forceinline__ void each_tile(SharedMemory<Tile>& smem, OnTile on_ti
 
 template <class Tile>
 __device__ __forceinline__ void await_turns(const Problem& problem, SharedMemory<Tile>& smem) {
-    const bool writes = problem.dq_by == DqBy::kTurns;
+    const bool writes = problem.dq_by == DqBy::kTurns, broken = problem.queue->broken > 0;
     each_tile(smem, [&](unsigned n, const Item& item, const QueryPlace& at) {
         Turn turn = turn_of<Tile>(problem, item, at);
         TurnCount& count = problem.turns[turn.group];
@@ -75,7 +76,7 @@ __device__ __forceinline__ void await_turns(const Problem& problem, SharedMemory
         task.rows = item.sequence.seqlen_q - at.row;
         if (!problem.deterministic) turn.place = atomicAdd(&count.taken, 1u);
         const bool first = turn.place == 0, last = turn.place == turn.others;
-        const unsigned awaited = problem.deterministic || last ? turn.place : min(turn.place, 1u);
+        const unsigned awaited = broken ? 0 : problem.deterministic || last ? turn.place : min(turn.place, 1u);
         task.first = writes && first;
         task.finishes = writes && last;
         if (awaited > 0)

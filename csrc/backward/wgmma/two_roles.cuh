@@ -95,9 +95,9 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
 
 // ---- Scores ---------------------------------------------------------------------------------------------------------
 
-template <class Tile, Problems kProblems>
+template <class Tile, Problems kProblems, Pass kPass>
 class ScoresConsumer : TwoRolesWarp<Tile> {
-    using Asked = Asks<Tile, kProblems>;
+    using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kDrops = Asked::kDrops;
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::tell;
@@ -166,7 +166,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         tell(ds_slot.full);
 
         ptx::wgmma_fence();
-        this->multiply_weights(dk_, weights_, q);
+        this->multiply_weights(dk_, weights_, q, Asked::leaves_out(seen));
         ptx::wgmma_wait<0>();
         tell(slot.empty);
     }
@@ -183,7 +183,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
 
 template <class Tile, Problems kProblems, Pass kPass>
 class ValuesConsumer : TwoRolesWarp<Tile> {
-    using Asked = Asks<Tile, kProblems>;
+    using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kDrops = Asked::kDrops;
     using Base = TwoRolesWarp<Tile>;
     using Base::smem_, Base::problem_, Base::lane_, Base::warp_, Base::tell;
@@ -224,7 +224,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         float* const dq = late_ + dq_step(problem_, smem_.tile[facts].groups);
         ptx::wgmma_fence();
         multiply_part<0>(ds);
-        multiply_values(smem_.p[stage], smem_.dout[stage]);
+        multiply_values(smem_.p[stage], smem_.dout[stage], unseen(tile));
         ptx::wgmma_wait<2>();  // of none: for ptxas
         if (tile > 0) {
             bring_part<kParts - 1>(late_, tile - 1);
@@ -264,14 +264,20 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         }
     }
 
-    /// Issues dV += P^T dO.
+    /// Whether the tile's queries see none of the item's keys.
+    __device__ __forceinline__ bool unseen(unsigned tile) const {
+        return Asked::leaves_out(smem_.tile[tile % Tile::kTileFacts].seen);
+    }
+
+    /// Issues dV += P^T dO. Unless `left_out`.
     template <class Transposed, class QueryRows>
-    __device__ __forceinline__ void multiply_values(const Transposed& p, const QueryRows& dout) {
+    __device__ __forceinline__ void multiply_values(const Transposed& p, const QueryRows& dout, bool left_out) {
         const ptx::SharedMatrix<ptx::Major::K> a(p.panel[0]);
         const ptx::SharedMatrix<ptx::Major::N> b(dout.panel, sizeof(dout.panel[0]));
+        if (!left_out)
 #pragma unroll
-        for (int step = 0; step < Tile::kQueries / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(dv_.flat(), a + 32 * step, b + 16 * 128 * step, true);
+            for (int step = 0; step < Tile::kQueries / 16; ++step)
+                ptx::wgmma<T, Tile::kD>(dv_.flat(), a + 32 * step, b + 16 * 128 * step, true);
         ptx::wgmma_commit();
     }
 
@@ -285,14 +291,14 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Brings a part of dQ of a tile to where it goes. `to`: this lane's place in the buffer.
+    /// Brings a part of dQ of a tile to where it goes: 0 of an unseen tile. `to`: this lane's place in the buffer.
     template <int kPart>
     __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
         auto& dq = dq_[kPart % kSets];
         if constexpr (kPass == Pass::kTurns) {
-            Asked::Changes::drop_unseen(dq, smem_.tile[tile % Tile::kTileFacts].seen);
+            if (unseen(tile)) dq.clear();
             this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart, this->template unscaled<kDrops>());
-        } else
+        } else if (!unseen(tile))
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
                       static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
     }
@@ -331,7 +337,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         else if (kPass == Pass::kTurns) keep_turns(problem, smem);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        if (group == 1) ScoresConsumer<Tile, kProblems>(problem, smem).run();
+        if (group == 1) ScoresConsumer<Tile, kProblems, kPass>(problem, smem).run();
         else ValuesConsumer<Tile, kProblems, kPass>(problem, smem).run();
     }
 }
