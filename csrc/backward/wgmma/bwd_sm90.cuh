@@ -272,7 +272,7 @@ class Consumer : ConsumerWarp<Tile> {
 // tile at d = 64, and at d = 128 where blocks take turns, and a few more where keys are hidden. With dropout they reload
 // some ten words a tile at d = 64 and 128. In general problems there are 240 and 100 loads and stores of local memory in
 // the loop, many of them where one feature is at work.
-// ptxas: C7519: it fences before dK's products, behind the store of dS.
+// ptxas: C7519: it fences before dK's products, behind the store of dS, and about products that may be left out.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
