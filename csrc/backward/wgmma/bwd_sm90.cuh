@@ -222,9 +222,10 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile. dQ of an
-    /// unseen tile is 0, whatever the products say.
-    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first, bool unseen) {
+    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile. In turns
+    /// dQ of an unseen tile is 0, whatever the products say.
+    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first,
+                                                  [[maybe_unused]] bool unseen) {
         if constexpr (kPass == Pass::kTurns) {
             if (first) return;
             const unsigned tile = n - 1;
@@ -236,8 +237,7 @@ class Consumer : ConsumerWarp<Tile> {
             tell(slot.empty);
         } else {
             const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-            // Before the first tile: no rows, and 0 times K
-            if (rows <= first_row() || columns <= 0 || unseen) return;
+            if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
             this->add(dq_place_, dq_, columns);
         }
     }

@@ -80,7 +80,7 @@ struct Asks {
     using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile>>;
 
     /// Whether a tile has no part in any gradient, whatever its rows and the keys hold. In turns alone, where ranges leave
-    /// many such tiles: a branch about products costs registers.
+    /// many such tiles: ptxas fences about products that may be left out.
     __device__ __forceinline__ static bool leaves_out(Seen seen) {
         if constexpr (kChanges && kPass == Pass::kTurns)
             return uniform(static_cast<int>(seen)) == static_cast<int>(Seen::kNone);

@@ -291,14 +291,14 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Brings a part of dQ of a tile to where it goes: 0 of an unseen tile. `to`: this lane's place in the buffer.
+    /// Brings a part of dQ of a tile to where it goes: in turns 0 of an unseen tile. `to`: this lane's place in the buffer.
     template <int kPart>
     __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
         auto& dq = dq_[kPart % kSets];
         if constexpr (kPass == Pass::kTurns) {
             if (unseen(tile)) dq.clear();
             this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart, this->template unscaled<kDrops>());
-        } else if (!unseen(tile))
+        } else
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
                       static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
     }
