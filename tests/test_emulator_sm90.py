@@ -109,6 +109,18 @@ def test_products(machine: Machine, name: str) -> None:
     assert torch.equal(out.cpu(), registers_of_d(a.float() @ b.float() + c))
 
 
+@pytest.mark.parametrize("name", ["short_rows_half_64", "short_rows_bf16_128"])
+def test_products_of_short_rows(machine: Machine, name: str) -> None:
+    """B whose rows have 8 elements along k, which a product reads twice; what lies between the groups of rows is NaN."""
+    kind, columns = name.split("_")[2:]
+    dtype = torch.float16 if kind == "half" else torch.bfloat16
+    n = int(columns)
+    a, b = integers(SIDE, 16, dtype=dtype), integers(n, 8, dtype=dtype, seed=1)
+    out = torch.zeros(LANES, n // 2, device=machine.device)
+    machine.call(name, out, registers_of_a(a.repeat(1, 4))[:, 0].contiguous(), b)
+    assert torch.equal(out.cpu(), registers_of_d(a.float() @ torch.cat((b, b), 1).float().T))
+
+
 @pytest.mark.parametrize(
     ("columns", "rows", "column", "row"),
     [

@@ -41,6 +41,38 @@ struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
 
+/// The same of eight adjacent rows as terms of products (backward/wgmma/query_facts.cuh): -L over terms_scale, and -D. A
+/// row's first three elements add up to it, the others are 0. Nothing is infinite here: -inf is a number so large that P
+/// is 0.
+struct alignas(16) RowTerms {
+    bf16 minus_lse[8][8], minus_delta[8][8];
+};
+__device__ __forceinline__ void write_term(bf16 (&to)[8], float x) {
+    constexpr float kLargest = 3e38f;
+    if (fabsf(x) > kLargest) x = copysignf(kLargest, x);
+    union {
+        bf16 parts[8];
+        uint4 vector{};
+    } term;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        term.parts[i] = Element<bf16>::from(x);
+        x -= __bfloat162float(term.parts[i]);
+    }
+    *reinterpret_cast<uint4*>(to) = term.vector;
+}
+/// `minus_lse` in natural units.
+__device__ __forceinline__ void write_terms(RowTerms& eight, int row, float minus_lse, float minus_delta,
+                                            float terms_scale) {
+    write_term(eight.minus_lse[row], minus_lse / terms_scale);
+    write_term(eight.minus_delta[row], minus_delta);
+}
+/// The scale, but not so near to 0 that L over it might not exist.
+inline float terms_scale_of(const ForwardParams& p) {
+    constexpr float kLeast = 1e-30f;
+    return std::abs(p.scale) < kLeast ? std::copysign(kLeast, p.scale) : p.scale;
+}
+
 /// Of a group of rows of converted inputs: the exponents of q and dout, and bounds of log2 of the norms of dout's rows
 /// and of log2 |D|, or of log2 of what the statistics' gradients add to dS, if that is larger (bound_terms).
 struct alignas(16) QueryScales {
@@ -67,13 +99,15 @@ enum class DqBy {
 
 /// What the kernels are given: the params, and where in the workspace things are.
 struct Problem : BackwardParams {
-    RowPair* facts;
+    RowPair* facts;                 // null if there are terms
     float* dq_rows;                 // DqFragments, only if dQ is accumulated
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
     Queue* queue = nullptr;         // only if blocks take items from a queue
     int multiprocessors = 0;        // of the device, only with a queue
     TurnCount* turns = nullptr;     // one a group, only if tiles of keys take turns at dQ
     DqBy dq_by = DqBy::kSums;
+    RowTerms* terms = nullptr;  // the facts of kernels that take them so
+    float terms_scale = 1.f;
     KeyExtent* extents = nullptr;  // of each group of rows; only with key ranges
 };
 
@@ -104,6 +138,9 @@ inline std::int64_t row_groups(const ForwardParams& p) {
 /// Facts of rows 0 and 1 of a sequence's head.
 __device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const Sequence& sequence, int head) {
     return problem.facts + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 2);
+}
+__device__ __forceinline__ const RowTerms* terms_of(const Problem& problem, const Sequence& sequence, int head) {
+    return problem.terms + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 8);
 }
 /// With key ranges: what the groups of rows of a sequence's head see.
 __device__ __forceinline__ const KeyExtent* extents_of(const Problem& problem, const Sequence& sequence, int head) {
@@ -233,9 +270,14 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         if (lane == 0) {
             RowFacts facts;
             if (used) facts = {problem, sequence, group.head, row, sum};
-            RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
-            pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
-            pair.minus_delta[i % 2] = facts.minus_delta;
+            const std::int64_t at = std::int64_t{blockIdx.x} * kRowGroup + i;
+            if (problem.terms) {
+                write_terms(problem.terms[at / 8], i % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
+            } else {
+                RowPair& pair = problem.facts[at / 2];
+                pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
+                pair.minus_delta[i % 2] = facts.minus_delta;
+            }
             if (Converted && isfinite(facts.minus_delta)) largest = fmaxf(largest, fabsf(facts.minus_delta));
         }
     }
@@ -344,14 +386,17 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
     if (threadIdx.x == 0) problem.extents[blockIdx.x] = keys;
 }
 
+/// Bytes of a row's facts.
+constexpr std::int64_t facts_bytes(bool terms) {
+    return terms ? std::int64_t{sizeof(RowTerms)} / 8 : std::int64_t{sizeof(RowPair)} / 2;
+}
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
-inline bool facts_in_dq(const BackwardParams& params, DqBy by) {
+inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
     return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&
-           row_groups(p) * kRowGroup * std::int64_t{sizeof(RowPair)} / 2 <=
-               p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
+           row_groups(p) * kRowGroup * facts_bytes(terms) <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 
 /// Bytes of Problem::extents.
@@ -360,24 +405,25 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
 }
 
 /// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
-inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by) {
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = facts_in_dq(params, by) ? 0 : std::int64_t{sizeof(RowPair)} / 2;
+    const std::int64_t facts = facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
-inline Problem problem_of(const BackwardParams& params, DqBy by) {
+inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = false) {
     const std::int64_t groups = row_groups(params.forward);
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
         dq_rows + (by == DqBy::kQueries ? 0 : groups * kRowGroup * params.forward.head_dim));
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
-    void* behind = extents + (has_ranges ? groups : 0);
-    Problem problem{params, static_cast<RowPair*>(facts_in_dq(params, by) ? params.dq.data : behind),
-                    by == DqBy::kQueries ? nullptr : dq_rows, params.exponents.dout ? scales : nullptr};
+    void* const facts = facts_in_dq(params, by, terms) ? params.dq.data : extents + (has_ranges ? groups : 0);
+    Problem problem{params, terms ? nullptr : static_cast<RowPair*>(facts), by == DqBy::kQueries ? nullptr : dq_rows,
+                    params.exponents.dout ? scales : nullptr};
     problem.dq_by = by;
+    if (terms) problem.terms = static_cast<RowTerms*>(facts), problem.terms_scale = terms_scale_of(params.forward);
     if (has_ranges) problem.extents = extents;
     return problem;
 }

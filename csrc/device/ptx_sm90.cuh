@@ -111,15 +111,21 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
 /// which the 128-byte swizzle permutes: byte b of a panel lies at b ^ (b / 128 % 8) * 16, as a tensor copy writes it.
 ///     K: a panel's rows are the matrix's rows or columns (m or n), and run along k. One panel.
 ///     N: a panel's rows are k, and run along n (or m); panels of 64 n follow each other at a distance.
-enum class Major { K, N };
+/// Or as wgmma's B without panels and swizzle:
+///     K8: rows of 8 elements along k; groups of 8 adjacent rows follow each other at a distance. A product's k 8 to 15
+///     read the same elements as its k 0 to 7.
+enum class Major { K, N, K8 };
 
 /// A matrix in shared memory as wgmma's operand (a matrix descriptor).
 template <Major kMajor>
 class SharedMatrix {
   public:
-    /// From the first row of a panel. `panel_bytes`: the distance between panels (Major::N).
-    __device__ __forceinline__ explicit SharedMatrix(const void* panel, int panel_bytes = 16)
-        : low_(detail::shared_address(panel) >> 4 | static_cast<unsigned>(panel_bytes) >> 4 << 16) {}
+    /// From the first row of a panel, or of a group, on. `distance`: between panels (Major::N) or groups (Major::K8), in
+    /// bytes.
+    __device__ __forceinline__ explicit SharedMatrix(const void* first, int distance = 16)
+        : low_(detail::shared_address(first) >> 4 |
+               (kMajor == Major::K8 ? 0 : static_cast<unsigned>(distance) >> 4 << 16)),
+          high_(kMajor == Major::K8 ? static_cast<unsigned>(distance) >> 4 : kGroupBytes >> 4 | kSwizzle128 << 30) {}
 
     /// The matrix that begins `bytes` further on, counted before the swizzle: 32 bytes (below 128 in all) for every 16
     /// k along the rows (Major::K), 1024 for every 8 rows.
@@ -129,13 +135,11 @@ class SharedMatrix {
         return moved;
     }
 
-    __device__ __forceinline__ std::uint64_t bits() const {
-        constexpr std::uint64_t kGroupBytes = 1024, kSwizzle128 = 1;  // of 8 rows
-        return low_ | (kGroupBytes >> 4) << 32 | kSwizzle128 << 62;
-    }
+    __device__ __forceinline__ std::uint64_t bits() const { return low_ | std::uint64_t{high_} << 32; }
 
   private:
-    std::uint32_t low_;
+    static constexpr unsigned kGroupBytes = 1024, kSwizzle128 = 1;  // of 8 rows of a panel
+    std::uint32_t low_, high_;
 };
 
 /// Orders this warpgroup's accesses to registers, and its shared memory reads, before its next products that use them

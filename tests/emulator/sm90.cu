@@ -125,6 +125,39 @@ const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, 
 const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, Left::kRegisters, Major::N>);
 const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, Left::kRegisters, Major::K>);
 
+/// d[thread][i] = the product of A, 64 x 16 as registers, and the transpose of B, N rows of 8, twice side by side. Groups
+/// of 8 rows are two groups apart.
+template <int N>
+struct ShortRows {
+    alignas(16) std::uint16_t groups[N / 8][2][8][8];
+};
+template <class T, int N>
+__global__ void short_rows(float* d, const std::uint32_t* a, const std::uint16_t* b) {
+    auto& smem = shared_memory<ShortRows<N>>();
+    const int thread = static_cast<int>(threadIdx.x);
+    for (int i = thread; i < 2 * N; i += kGroup) {
+        const int row = i / 16 * 8 + i % 8;
+        for (int k = 0; k < 8; ++k)
+            smem.groups[i / 16][i / 8 % 2][i % 8][k] = i / 8 % 2 ? 0x7fff : b[8 * row + k];  // NaN
+    }
+    ptx::fence_proxy_async();
+    __syncthreads();
+    float x[N / 2];
+    const std::uint32_t left[4] = {a[4 * thread], a[4 * thread + 1], a[4 * thread + 2], a[4 * thread + 3]};
+    ptx::wgmma_fence();
+    ptx::wgmma<T, N>(x, left, ptx::SharedMatrix<Major::K8>(smem.groups, sizeof(smem.groups[0])), false);
+    ptx::wgmma_commit();
+    ptx::wgmma_wait<0>();
+    for (int i = 0; i < N / 2; ++i) d[N / 2 * thread + i] = x[i];
+}
+template <class T, int N>
+void run_short_rows(float* d, const void* a, const void* b) {
+    launch(short_rows<T, N>, {dim3(1), dim3(kGroup), sizeof(ShortRows<N>)}, nullptr, d,
+           static_cast<const std::uint32_t*>(a), static_cast<const std::uint16_t*>(b));
+}
+const Entry kShortRowsHalf("short_rows_half_64", run_short_rows<half, 64>);
+const Entry kShortRowsBf16("short_rows_bf16_128", run_short_rows<bf16, 128>);
+
 // --- a pipeline: a producer warp copies tiles, a warpgroup adds up their products ------------------------------------
 
 constexpr int kStages = 2, kTiles = 9;

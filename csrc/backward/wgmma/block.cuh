@@ -21,6 +21,7 @@ struct TileShape {
     int ds_stages = 2;          ///< tiles of dS in flight
     int consumers = 2;          ///< warpgroups, of 64 keys each unless two_roles
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
+    bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
 };
 
@@ -31,7 +32,8 @@ struct Tile {
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
-    static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles;
+    static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles,
+                          kFoldsFacts = kShape.folds_facts;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
     static constexpr int kTileFacts = 4;  // tiles whose facts are known: at least kStages + 2
@@ -211,6 +213,26 @@ struct DqTask {
     int first, finishes;  // whether the item is the first to be done with the tile, and whether it is the last
 };
 
+/// Whether L and D go into the products. A changed score takes L late, and dropout takes D apart from dP.
+template <class Tile, Problems kProblems>
+constexpr bool folds_facts() {
+    return Tile::kFoldsFacts && !includes(kProblems, Problems::kModified) && !includes(kProblems, Problems::kDropped);
+}
+
+/// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas
+/// finds too few registers.
+template <class Tile, Problems kProblems, Pass kPass>
+constexpr bool first_tile_apart() {
+    return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified) && kPass == Pass::kFused;
+}
+
+/// L and D of a tile's queries, one or the other way.
+template <class Tile>
+union QueryFacts {
+    RowPair pairs[Tile::kQueries / 2];
+    RowTerms terms[Tile::kFoldsFacts ? Tile::kQueries / 8 : 1];
+};
+
 /// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
 struct SharedMemory {
@@ -227,7 +249,7 @@ struct SharedMemory {
     KeyRows k[Tile::kKeyStages], v[Tile::kValueStages];
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
-    RowPair facts[Tile::kTileFacts][Tile::kQueries / 2];
+    QueryFacts<Tile> facts[Tile::kTileFacts];
     TileFacts tile[Tile::kTileFacts];
     Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];

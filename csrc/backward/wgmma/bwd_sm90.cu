@@ -42,8 +42,9 @@ std::int64_t counters_bytes(const BackwardParams& p) {
     return kUnit + (turns + kUnit - 1) / kUnit * kUnit;
 }
 
-std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts&) {
-    return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p));
+std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
+    return counters_bytes(p) +
+           backward::workspace_bytes(p, /*converted=*/false, dq_of(p), shape_of(pass_of(p), p, device).takes_terms);
 }
 
 template <class T>
@@ -51,13 +52,14 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     auto* const workspace = static_cast<char*>(p.workspace);
     BackwardParams params = p;
     params.workspace = workspace + counters_bytes(p);
-    Problem problem = problem_of(params, dq_of(p));
+    const Shape& shape = shape_of(pass_of(p), p, device);
+    Problem problem = problem_of(params, dq_of(p), shape.takes_terms);
     problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
-    shape_of(pass_of(p), p, device).launch(problem, stream);
+    shape.launch(problem, stream);
     if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }
 
@@ -66,11 +68,11 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
-/// In order and above d = 128, bwd_sm80's two passes take no longer (docs/tuning/hopper_backward.md). General problems
-/// were not timed: auto leaves them to bwd_sm80.
+/// In order and above d = 128, bwd_sm80's two passes take no longer; in short sequences of yet shorter ranges its smaller
+/// tiles leave out more (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
     const bool wide = std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
-    return (p.deterministic && wide) || includes(problems_of(p.forward, /*converted=*/false), Problems::kModified);
+    return (p.deterministic && wide) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);
 }
 
 const BackwardKernelInfo kInfo = {

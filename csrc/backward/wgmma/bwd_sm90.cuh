@@ -50,7 +50,7 @@ namespace flash_wmma::backward::wgmma {
 template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
-    static constexpr bool kDrops = Asked::kDrops;
+    static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems, kPass>();
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
@@ -62,6 +62,7 @@ class Consumer : ConsumerWarp<Tile> {
           smem_(shared),
           dropout_(problem.forward.dropout),
           changes_(problem),
+          facts_(lane_),
           dq_place_(problem.dq_rows + 4 * lane_ +
                     DqFragment::offset(first_row() + 16 * warp_, first_column(),
                                        static_cast<int>(problem.forward.head_dim))) {}
@@ -82,15 +83,18 @@ class Consumer : ConsumerWarp<Tile> {
             if (tiles < 0) break;
             if (tiles > 0) {
                 ptx::barrier_wait(&smem_.key_slot[item % Tile::kKeyStages].full, item / Tile::kKeyStages % 2);
-                ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
-                dk_.clear();
-                dv_.clear();
+                if constexpr (!kFirstApart) {
+                    await_values(item);
+                    dk_.clear();
+                    dv_.clear();
+                }
                 place_.begin(work);
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 8);
+                int left = tiles;
+                if constexpr (kFirstApart) work_on_tile<true>(work, places, tile == 0, left-- == 1);
 #pragma unroll 1
-                for (int left = tiles; left > 0; --left)
-                    work_on_tile(work, places, tile == 0 && left == tiles, left == 1);
+                for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
                 tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys));
             } else {
@@ -110,20 +114,26 @@ class Consumer : ConsumerWarp<Tile> {
     /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
     /// descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
-        static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2);
-        return in_uniform_register(tile % 8 | item % 2 << 3 | late_item % 2 << 4);
+        static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2 &&
+                      4 % (2 * Tile::kValueStages) == 0);
+        return in_uniform_register(tile % 8 | item % 4 << 3 | late_item % 2 << 5);
     }
 
     /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
-    /// become those of the item's next tile.
+    /// become those of the item's next tile. kBegins: the item's first, whose V may not be there yet, and whose dK and dV
+    /// are not added to anything.
+    template <bool kBegins>
     __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
-        const unsigned tile = places % 8, item = places >> 3 & 1, late_item = places >> 4;
+        const unsigned tile = places % 8, item = places >> 3 & 3, late_item = places >> 5;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
-        this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q);
-        this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout);
+        facts_.begin_scores(s_, facts_of(tile));
+        this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q, facts_.kFolded);
+        if constexpr (kBegins) await_values(item);
+        facts_.begin_dp(dp_, facts_of(tile));
+        this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout, facts_.kFolded);
 
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
         const QueryPlace at = place_.take(work);
@@ -134,9 +144,9 @@ class Consumer : ConsumerWarp<Tile> {
             await_facts(tile);
         }
         ptx::wgmma_wait<1>();
-        if (!Tile::kLooksAhead) load_lse(tile);
-        this->weigh(s_, of_query_, changes_.apply(s_, this->scores_place(work, at)));
-        if (Tile::kLooksAhead) load_delta(tile);
+        if (!Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
+        this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, at)));
+        if (Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
         const Seen seen = of_tile.seen;
         const bool unseen = Asked::leaves_out(seen), late_unseen = late_unseen_;
         late_unseen_ = unseen;
@@ -144,10 +154,10 @@ class Consumer : ConsumerWarp<Tile> {
         if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
             this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
-        if (!Tile::kLooksAhead) load_delta(tile);
+        if (!Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
         if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        if (dropout_.drops()) this->differentiate(dp_, s_, of_query_, kept);
-        else this->differentiate(dp_, s_, of_query_);
+        if (dropout_.drops()) this->differentiate(dp_, s_, facts_, kept);
+        else this->differentiate(dp_, s_, facts_);
         changes_.follow_back(dp_, this->scores_place(work, at), seen);
         this->pack(p_, s_);
         this->pack(ds_, dp_);
@@ -156,9 +166,9 @@ class Consumer : ConsumerWarp<Tile> {
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
-        this->multiply_weights(dv_, p_, dout, unseen);
+        this->multiply_weights(dv_, p_, dout, unseen, !kBegins);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
-        this->multiply_weights(dk_, ds_, q, unseen);
+        this->multiply_weights(dk_, ds_, q, unseen, !kBegins);
         places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 8);
         ptx::wgmma_wait<2>();
@@ -166,25 +176,22 @@ class Consumer : ConsumerWarp<Tile> {
         bring_late_dq(late_rows, tile, first, late_unseen);
         ptx::wgmma_wait<0>();
         tell(slot.empty);
-        if (late_item != item) tell(smem_.key_slot[late_item].empty);
+        if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);
     }
 
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
     __device__ __forceinline__ void look_at(unsigned tile) {
         await_facts(tile);
-        if (Tile::kLooksAhead) load_lse(tile);
+        if (Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
+    }
+    __device__ __forceinline__ void await_values(unsigned item) {
+        ptx::barrier_wait(&smem_.value_slot[item % Tile::kValueStages].full, item / Tile::kValueStages % 2);
     }
     __device__ __forceinline__ void await_facts(unsigned tile) {
         ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
     }
-    __device__ __forceinline__ void load_lse(unsigned tile) {
-        this->load(of_query_, [facts = lane_facts(tile)](int i) { return facts[4 * i].minus_lse; });
-    }
-    __device__ __forceinline__ void load_delta(unsigned tile) {
-        this->load(of_query_, [facts = lane_facts(tile)](int i) { return facts[4 * i].minus_delta; });
-    }
-    __device__ __forceinline__ const RowPair* lane_facts(unsigned tile) const {
-        return smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
+    __device__ __forceinline__ const QueryFacts<Tile>& facts_of(unsigned tile) const {
+        return smem_.facts[tile % Tile::kTileFacts];
     }
 
     /// dS^T to shared memory. `n`: how many dS were stored before.
@@ -262,10 +269,10 @@ class Consumer : ConsumerWarp<Tile> {
     typename Asked::Place place_;
     typename Asked::Dropout dropout_;
     typename Asked::Changes changes_;
-    float* dq_place_;                      // this lane's place in dQ's buffer
-    int late_step_ = 0, late_rows_ = 0;    // of the tile before
-    bool late_unseen_ = false;             // its queries see none of the item's keys
-    typename Base::QueryValues of_query_;  // L, then D
+    typename Asked::Facts facts_;
+    float* dq_place_;                    // this lane's place in dQ's buffer
+    int late_step_ = 0, late_rows_ = 0;  // of the tile before
+    bool late_unseen_ = false;           // its queries see none of the item's keys
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers reload a word a
@@ -307,12 +314,21 @@ Shape shape() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
+    {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true},
+    {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true},
+    {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true},
+};
+/// Of blocks that take turns.
+inline constexpr TileShape kTurnShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 96, .queries = 64, .value_stages = 1, .ds_stages = 4},
+    {.d = 96, .queries = 64, .value_stages = 1, .folds_facts = true},
+    {.d = 128, .queries = 64, .value_stages = 1, .folds_facts = true},
+};
+/// Of general problems.
+inline constexpr TileShape kGeneralShapes[] = {
+    {.d = 64, .queries = 128, .stores_first = true},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
 };
-/// Of general problems. None was timed.
-inline constexpr TileShape kGeneralShapes[] = {kShapes[0], kShapes[2]};
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {
     return of_rows<kRows>([](auto i) { return shape<Tile<T, kRows[i]>, kProblems, kPass>(); });

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/query_facts.cuh"
 #include "backward/wgmma/score_changes.cuh"
 #include "backward/wgmma/store_rows.cuh"
 #include "device/constants.cuh"
@@ -77,10 +78,11 @@ struct Asks {
                           kChanges = includes(kProblems, Problems::kModified);
     using Place = NextPlace<Tile, kDrops || kChanges>;
     using Dropout = std::conditional_t<kDrops, ItemDropout<Tile, !kChanges>, NoDropout<Tile>>;
-    using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile>>;
+    using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile, folds_facts<Tile, kProblems>()>>;
+    using Facts = std::conditional_t<folds_facts<Tile, kProblems>(), FoldedFacts<Tile>, LoadedFacts<Tile>>;
 
-    /// Whether a tile has no part in any gradient, whatever its rows and the keys hold. In turns alone, where ranges leave
-    /// many such tiles: ptxas fences about products that may be left out.
+    /// Whether a tile has no part in any gradient, whatever its rows and the keys hold. In turns alone, where ranges
+    /// leave many such tiles: ptxas fences about products that may be left out.
     __device__ __forceinline__ static bool leaves_out(Seen seen) {
         if constexpr (kChanges && kPass == Pass::kTurns)
             return uniform(static_cast<int>(seen)) == static_cast<int>(Seen::kNone);
@@ -97,7 +99,6 @@ class ConsumerWarp {
     using Gradient = RegisterTile<16, Tile::kD>;      // rows of dK or dV
     using Weights = std::uint32_t[kQueries / 16][4];  // P^T or dS^T as an operand: rows are keys
     using Scores = RegisterTile<16, kQueries>;        // the same as accumulators
-    using QueryValues = float[kQueries / 4];          // a value for each of a lane's queries
 
     /// `key_group`: which 64 of the block's keys are the warpgroup's.
     __device__ __forceinline__ ConsumerWarp(const Problem& problem, int key_group)
@@ -126,10 +127,10 @@ class ConsumerWarp {
 
     // ---- P and dS ---------------------------------------------------------------------------------------------------
 
-    /// Issues own rows of `keys` times `queries`, transposed.
+    /// Issues own rows of `keys` times `queries`, transposed. `adds`: to what is there.
     template <class KeyRows, class QueryRows>
-    __device__ __forceinline__ void multiply_rows(Scores& product, const KeyRows& keys,
-                                                  const QueryRows& queries) const {
+    __device__ __forceinline__ void multiply_rows(Scores& product, const KeyRows& keys, const QueryRows& queries,
+                                                  bool adds) const {
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
             const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
@@ -137,25 +138,15 @@ class ConsumerWarp {
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 if (64 * i + 16 * step < Tile::kD)
-                    ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, i + step > 0);
+                    ptx::wgmma<T, kQueries>(product.flat(), a + 32 * step, b + 32 * step, adds || i + step > 0);
         }
         ptx::wgmma_commit();
     }
 
-    template <class Of>
-    __device__ __forceinline__ static void load(QueryValues& values, Of of) {
-#pragma unroll
-        for (int i = 0; i < kQueries / 8; ++i)
-#pragma unroll
-            for (int e = 0; e < 2; ++e) values[2 * i + e] = of(i)[e];
-    }
-    __device__ __forceinline__ static float of_column(const QueryValues& values, int c) {
-        return values[c / 8 * 2 + c % 2];
-    }
-
-    /// P of own keys in place of S, which `factor` brings to log2 units.
-    __device__ __forceinline__ static void weigh(Scores& s, const QueryValues& minus_lse, float factor) {
-        s.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, of_column(minus_lse, c))); });
+    /// P of own keys in place of S, which `factor` brings to log2 units. `lse`: the facts, with L.
+    template <class Facts>
+    __device__ __forceinline__ static void weigh(Scores& s, const Facts& lse, float factor) {
+        s.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, lse.of_column(c))); });
     }
     /// Of own keys and a tile of queries.
     __device__ __forceinline__ ScoresPlace scores_place(const Item& item, const QueryPlace& at) const {
@@ -175,16 +166,18 @@ class ConsumerWarp {
             });
         }
     }
-    /// dS in place of dP.
-    __device__ __forceinline__ static void differentiate(Scores& dp, const Scores& p, const QueryValues& minus_delta) {
-        dp.each([&](float& x, int i, int c) { x = p.at(i, c) * (x + of_column(minus_delta, c)); });
+    /// dS in place of dP. `delta`: the facts, with D.
+    template <class Facts>
+    __device__ __forceinline__ static void differentiate(Scores& dp, const Scores& p, const Facts& delta) {
+        dp.each([&](float& x, int i, int c) { x = p.at(i, c) * delta.plus_delta(x, c); });
     }
     /// The same with dropout, where D is that of dS times 1 - p; and P of dropped weights becomes 0.
-    __device__ __forceinline__ static void differentiate(Scores& dp, Scores& p, const QueryValues& minus_delta,
+    template <class Facts>
+    __device__ __forceinline__ static void differentiate(Scores& dp, Scores& p, const Facts& delta,
                                                          const KeptTile<true, 16, kQueries>& kept_weights) {
         kept_weights.each([&](int i, int c, bool kept) {
             float &weight = p.at(i, c), &x = dp.at(i, c);
-            const float minus = weight * of_column(minus_delta, c);
+            const float minus = weight * delta.of_column(c);
             weight = kept ? weight : 0.f;
             x = fmaf(weight, x, minus);
         });
@@ -255,15 +248,15 @@ class ConsumerWarp {
 
     // ---- dK and dV --------------------------------------------------------------------------------------------------
 
-    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`.
+    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`. `adds`: to what is there.
     template <class QueryRows>
     __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
-                                                     const QueryRows& queries, bool left_out) const {
+                                                     const QueryRows& queries, bool left_out, bool adds = true) const {
         const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
         if (!left_out)
 #pragma unroll
             for (int step = 0; step < kQueries / 16; ++step)
-                ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, true);
+                ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, adds || step > 0);
         ptx::wgmma_commit();
     }
 

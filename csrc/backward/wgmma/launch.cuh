@@ -38,7 +38,9 @@ Shape shape_of_tile() {
              Tile::kStages, sizeof(Memory), reinterpret_cast<const void*>(kKernel)},
             kProblems,
             kPass,
-            launch_tile<Tile, Memory, kKernel>};
+            launch_tile<Tile, Memory, kKernel>,
+            /*resident=*/1,
+            folds_facts<Tile, kProblems>()};
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -51,16 +51,22 @@ class Producer {
         plan_.advance();
     }
 
+    /// Issues an item's copies. If there is one place for V, that of the first tile is empty before.
     __device__ __forceinline__ void load_item(const Item& item) {
+        constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems, kPass>();
         load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
         keys_.advance();
-        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
-        values_.advance();
+        if constexpr (!kValuesLate) load_values(item);
         QueryPlace at{item.start_head, item.start};
         for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
             load_facts(item, at);
             load_tile(item, at);
+            if (kValuesLate && left == item.tiles) load_values(item);
         }
+    }
+    __device__ __forceinline__ void load_values(const Item& item) {
+        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
+        values_.advance();
     }
 
     /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was
@@ -70,23 +76,38 @@ class Producer {
         const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
-        const unsigned bytes = static_cast<unsigned>(rows) * (sizeof(RowPair) / 2);
-        RowPair* const facts = smem_.facts[facts_];
+        QueryFacts<Tile>& facts = smem_.facts[facts_];
+        if (rows < Tile::kQueries) {
+            __syncwarp();  // lane 0 knows that the place is empty
+            clear_behind_last_group(facts, rows);
+            ptx::fence_proxy_async();  // the next copy to this place comes behind these writes, and products read them
+            __syncwarp();
+        }
         if (lane_ == 0) {
             const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
             Seen seen = item.mask.all_visible(at.row, last_query, item.first_key, last_key) ? Seen::kAll : Seen::kSome;
             if constexpr (kRanged)
                 if (problem_.extents) seen = seen_by_ranges(item, at, existing, last_key, seen);
             smem_.tile[facts_] = {group - group_before_, at.row, existing, seen};
-            if (rows < Tile::kQueries) {  // behind the last group P is 0
-                for (int i = rows / 2; i < Tile::kQueries / 2; ++i) facts[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
-                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes
-            }
-            ptx::barrier_arrive_expect(&smem_.facts_full[facts_], bytes);
-            ptx::bulk_load(facts, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, &smem_.facts_full[facts_]);
+            const auto bytes = static_cast<unsigned>(rows * facts_bytes(kFolds));
+            ptx::Barrier* const full = &smem_.facts_full[facts_];
+            ptx::barrier_arrive_expect(full, bytes);
+            if constexpr (kFolds)
+                ptx::bulk_load(facts.terms, terms_of(problem_, sequence, at.head) + at.row / 8, bytes, full);
+            else ptx::bulk_load(facts.pairs, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, full);
         }
         group_before_ = group;
         facts_ = (facts_ + 1) % Tile::kTileFacts;
+    }
+
+    /// Rows of a tile that are in no group: their P is 0.
+    __device__ __forceinline__ void clear_behind_last_group(QueryFacts<Tile>& facts, int rows) const {
+        if constexpr (kFolds)
+            for (int row = rows + lane_; row < Tile::kQueries; row += 32)
+                write_terms(facts.terms[row / 8], row % 8, -INFINITY, 0.f, problem_.terms_scale);
+        else
+            for (int i = rows / 2 + lane_; i < Tile::kQueries / 2; i += 32)
+                facts.pairs[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
     }
 
     /// With ranges. `by_band`: without them.
@@ -176,7 +197,7 @@ class Producer {
     }
 
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked),
-                          kRanged = includes(kProblems, Problems::kModified);
+                          kRanged = includes(kProblems, Problems::kModified), kFolds = folds_facts<Tile, kProblems>();
 
     const Problem& problem_;
     const Maps& maps_;

@@ -21,15 +21,15 @@ struct ScoresPlace {
     int head, query, key;
 };
 
-/// Nothing: as of ScoreChanges.
-template <class Tile>
+/// Nothing: as of ScoreChanges. kFolds: L is in the products (query_facts.cuh).
+template <class Tile, bool kFolds>
 class NoChanges {
     using Scores = RegisterTile<16, Tile::kQueries>;
 
   public:
     __device__ __forceinline__ explicit NoChanges(const Problem& problem) : problem_(problem) {}
     __device__ __forceinline__ float apply(Scores&, const ScoresPlace&) const {
-        return problem_.forward.scale * kLog2e;
+        return (kFolds ? problem_.terms_scale : problem_.forward.scale) * kLog2e;
     }
     __device__ __forceinline__ static constexpr bool hide(Scores&, const ScoresPlace&) { return false; }
     __device__ __forceinline__ static void follow_back(Scores&, const ScoresPlace&, Seen) {}

@@ -104,7 +104,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
 
   public:
     __device__ __forceinline__ ScoresConsumer(const Problem& problem, TwoRolesMemory<Tile>& shared)
-        : Base(problem, shared), dropout_(problem.forward.dropout), changes_(problem) {}
+        : Base(problem, shared), dropout_(problem.forward.dropout), changes_(problem), facts_(lane_) {}
 
     __device__ __forceinline__ void run() {
         this->each_item(
@@ -128,21 +128,23 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         const auto &q = smem_.q[stage], &dout = smem_.dout[stage];
         ptx::barrier_wait(&slot.full, parity);
         ptx::wgmma_fence();
-        this->multiply_rows(s_, smem_.k[0], q);
-        this->multiply_rows(dp_, smem_.v[0], dout);
+        const QueryFacts<Tile>& facts = smem_.facts[tile % Tile::kTileFacts];
+        if (facts_.kFolded) await_facts(tile);
+        facts_.begin_scores(s_, facts);
+        this->multiply_rows(s_, smem_.k[0], q, facts_.kFolded);
+        facts_.begin_dp(dp_, facts);
+        this->multiply_rows(dp_, smem_.v[0], dout, facts_.kFolded);
 
-        const RowPair* const facts = smem_.facts[tile % Tile::kTileFacts] + lane_ % 4;
-        typename Base::QueryValues of_query;  // loaded before the waits, beside the products
-        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
-        this->load(of_query, [&](int i) { return facts[4 * i].minus_lse; });
+        if (!facts_.kFolded) await_facts(tile);
+        facts_.load_lse(facts);  // before the waits, beside the products
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
         const QueryPlace at = place_.take(work);
         [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
         if (dropout_.drops()) kept = dropout_.kept(work, at, this->warp_key());  // beside the products
         ptx::wgmma_wait<1>();
         const Seen seen = of_tile.seen;
-        this->weigh(s_, of_query, changes_.apply(s_, this->scores_place(work, at)));
-        this->load(of_query, [&](int i) { return facts[4 * i].minus_delta; });
+        this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, at)));
+        facts_.load_delta(facts);
         if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
             this->hide(s_, work, of_tile.first_query);
         ptx::barrier_wait(&ds_slot.empty, parity ^ 1);
@@ -153,11 +155,11 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_wait<0>();
         if (last) tell(smem_.value_slot[0].empty);
         if (dropout_.drops()) {  // dS needs the weights that P loses
-            this->differentiate(dp_, s_, of_query, kept);
+            this->differentiate(dp_, s_, facts_, kept);
             this->pack(weights_, s_);
             this->store_weights(smem_.p[stage], weights_);
         } else {
-            this->differentiate(dp_, s_, of_query);
+            this->differentiate(dp_, s_, facts_);
         }
         changes_.follow_back(dp_, this->scores_place(work, at), seen);
         this->pack(weights_, dp_);
@@ -170,6 +172,9 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_wait<0>();
         tell(slot.empty);
     }
+    __device__ __forceinline__ void await_facts(unsigned tile) {
+        ptx::barrier_wait(&smem_.facts_full[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
+    }
 
     typename Base::Scores s_, dp_;  // scores, then P; dP, then dS
     typename Base::Weights weights_;
@@ -177,6 +182,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
     typename Asked::Place place_;
     typename Asked::Dropout dropout_;
     typename Asked::Changes changes_;
+    typename Asked::Facts facts_;
 };
 
 // ---- Values ---------------------------------------------------------------------------------------------------------
@@ -350,10 +356,10 @@ Shape shape_in_roles() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kWideShapes[] = {
-    {.d = 192, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
+    {.d = 192, .queries = 64, .key_stages = 1, .value_stages = 1, .folds_facts = true, .two_roles = true},
     {.d = 256, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
 };
-/// Of general problems. Not timed.
+/// Of general problems.
 inline constexpr TileShape kGeneralWideShapes[] = {kWideShapes[1]};
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kWideShapes>
 std::vector<Shape> wide_shapes() {

@@ -71,15 +71,17 @@ EMULATOR_BRICK inline void bulk_load(void* shared, const void* global, unsigned 
 
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
-enum class Major { K, N };
+enum class Major { K, N, K8 };
 
 /// Holds the bits of the hardware's matrix descriptor. The block's shared memory begins at address 0.
 template <Major kMajor>
 class SharedMatrix {
   public:
-    EMULATOR_BRICK explicit SharedMatrix(const void* panel, int panel_bytes = 16)
-        : bits_(emulator::matrix_start(panel, EMULATOR_PC) | static_cast<std::uint64_t>(panel_bytes >> 4) << 16 |
-                std::uint64_t{kGroupBytes >> 4} << 32 | std::uint64_t{1} << 62) {}
+    EMULATOR_BRICK explicit SharedMatrix(const void* first, int distance = 16)
+        : bits_(emulator::matrix_start(first, EMULATOR_PC) |
+                (kMajor == Major::K8 ? static_cast<std::uint64_t>(distance >> 4) << 32
+                                     : static_cast<std::uint64_t>(distance >> 4) << 16 |
+                                           std::uint64_t{kGroupBytes >> 4} << 32 | std::uint64_t{1} << 62)) {}
 
     EMULATOR_INLINE SharedMatrix operator+(int bytes) const {
         SharedMatrix moved = *this;
@@ -90,7 +92,7 @@ class SharedMatrix {
     EMULATOR_INLINE std::uint64_t bits() const { return bits_; }
 
   private:
-    static constexpr int kGroupBytes = 1024;  // 8 rows
+    static constexpr int kGroupBytes = 1024;  // 8 rows of a panel
     std::uint64_t bits_;
 };
 

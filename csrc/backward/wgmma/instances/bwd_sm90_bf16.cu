@@ -6,6 +6,6 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_shapes() {
     return join({wgmma::shapes<bf16, Problems::kPlain, Pass::kFused>(),
                  wgmma::shapes<bf16, Problems::kPacked, Pass::kFused>(),
-                 wgmma::shapes<bf16, Problems::kPacked, Pass::kTurns>()});
+                 wgmma::shapes<bf16, Problems::kPacked, Pass::kTurns, wgmma::kTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_dropped_shapes() {
     return join({wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kTurns>()});
+                 wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kTurns, wgmma::kTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

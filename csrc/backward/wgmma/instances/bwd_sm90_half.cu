@@ -6,6 +6,6 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_shapes() {
     return join({wgmma::shapes<half, Problems::kPlain, Pass::kFused>(),
                  wgmma::shapes<half, Problems::kPacked, Pass::kFused>(),
-                 wgmma::shapes<half, Problems::kPacked, Pass::kTurns>()});
+                 wgmma::shapes<half, Problems::kPacked, Pass::kTurns, wgmma::kTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

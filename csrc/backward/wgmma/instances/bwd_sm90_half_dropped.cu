@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_dropped_shapes() {
     return join({wgmma::shapes<half, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::shapes<half, Problems::kPackedDropped, Pass::kTurns>()});
+                 wgmma::shapes<half, Problems::kPackedDropped, Pass::kTurns, wgmma::kTurnShapes>()});
 }
 }  // namespace flash_wmma::backward
