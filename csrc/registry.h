@@ -16,6 +16,7 @@ struct DeviceFacts {
     int sm_count = 0;
     int smem_optin = 0;  ///< bytes of shared memory a block may opt in to
     int warp_size = 0;
+    int memory_bus = 0;  ///< bits; 0: not known
 };
 
 /// Features beyond dense attention with any Nq, Nk and Hq a multiple of Hk. Bits of KernelFacts::features.

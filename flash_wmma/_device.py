@@ -21,6 +21,9 @@ class DeviceFacts:
     smem_optin: int = 0
     """Bytes of shared memory that a block may opt in to."""
     warp_size: int = 32
+    memory_bus: int = 0
+    """Bits of the bus to memory, by which cards of one architecture differ: 5120 on an H100, 6144 on an H200. 0: not
+    known."""
 
     def __str__(self) -> str:
         if not self.arch:

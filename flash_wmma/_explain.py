@@ -282,4 +282,4 @@ def _bias_strides(attn_bias: Tensor | None) -> tuple[int, ...] | None:
 def _emulated_facts() -> DeviceFacts:
     """The device that the emulator stands for."""
     now = current()
-    return DeviceFacts(now.arch, now.sm_count, now.shared_memory, now.warp_size)
+    return DeviceFacts(now.arch, now.sm_count, now.shared_memory, now.warp_size, now.memory_bus)

@@ -21,7 +21,14 @@ DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
 SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64."""
 LONG = 1100
-"""Keys of a sequence in which blocks take no turns at dQ, unless its gradients have an order."""
+"""Keys of a sequence in which blocks write dQ themselves in no case, though they may have to add in order."""
+TURNS = pytest.mark.parametrize("turns", [False, True])
+"""Whether blocks take turns at dQ, as in short sequences if memory is slow."""
+
+
+def memory_bus(turns: bool) -> int:
+    """Bits, of an H100 or of an H200."""
+    return 5120 if turns else 6144
 
 
 class Case(NamedTuple):
@@ -96,9 +103,11 @@ def compute(
     seed: int = 0,
     deterministic: bool = False,
     modification: Modification = PLAIN,
+    turns: bool = False,
 ) -> list[Tensor]:
     """The kernel's gradients of q, k and v, and of an additive bias, from poisoned memory."""
-    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count, seed=seed), poisoned_memory():
+    emulated = {"sm_count": sm_count, "seed": seed, "memory_bus": memory_bus(turns)}
+    with flash_wmma.emulator.settings(mode="checked", **emulated), poisoned_memory():
         *gradients, dbias = ops.backward(
             *(given.dout, given.dlse, given.q, given.k, given.v, given.out, given.lse, None),
             *band(mask.causal, mask.window),
@@ -119,9 +128,10 @@ def check(
     seed: int = 0,
     deterministic: bool = False,
     modification: Modification = PLAIN,
+    turns: bool = False,
 ) -> None:
     given, expected = solved(case, d, dv or d, dtype, modification=modification)
-    judge(compute(given, case.mask, sm_count, seed, deterministic, modification), expected, dtype)
+    judge(compute(given, case.mask, sm_count, seed, deterministic, modification, turns), expected, dtype)
 
 
 def check_packed(
@@ -133,6 +143,7 @@ def check_packed(
     sm_count: int = 2,
     deterministic: bool = False,
     bound: int = 0,
+    turns: bool = False,
 ) -> None:
     """Of sequences of (queries, keys, keys in use), for which the caller says that they have at most `bound` keys. Rows
     of no sequence, keys that are not in use and the sequences `bad` hold NaN and infinity, which reach nothing else."""
@@ -159,7 +170,8 @@ def check_packed(
     tables = [torch.tensor(t, dtype=torch.int32) for t in (ends_q, ends_k, [used for _, _, used in lengths])]
     longest = [max(column) for column in zip(*lengths, strict=True)]
     longest[1] = max(longest[1], bound)
-    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
+    emulated = {"sm_count": sm_count, "memory_bus": memory_bus(turns)}
+    with flash_wmma.emulator.settings(mode="checked", **emulated), poisoned_memory():
         dq, dk, dv_, _ = ops.backward_varlen(
             *(dout, dlse, q, k, v, out, lse, *tables, *longest[:2], None),
             *band(mask.causal, mask.window),
@@ -191,20 +203,20 @@ EDGES = [
 ]
 
 
-@pytest.mark.parametrize("bound", [0, LONG])
+@TURNS
 @pytest.mark.parametrize("mask", [DENSE, Mask(True), Mask("bottom_right", (70, 0))], ids=str)
 @pytest.mark.parametrize("d", SHAPES)
-def test_packed(d: int, mask: Mask, bound: int) -> None:
+def test_packed(d: int, mask: Mask, turns: bool) -> None:
     """Lengths around a tile of 64 and of 128, none, one; keys that are not in use, in whole tiles too."""
-    check_packed([*EDGES, (65, 300, 20)], mask, d, d, bound=bound)
+    check_packed([*EDGES, (65, 300, 20)], mask, d, d, turns=turns)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(40, 64), (128, 72), (136, 192), (256, 200)])
 def test_packed_among_infinite_ones(d: int, dv: int) -> None:
     """Every second sequence is NaN, one block works on all."""
     lengths = [(70, 70, 70), (20, 150, 130), (130, 60, 60), (65, 64, 64), (64, 65, 65), (3, 3, 3)]
-    check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1)
-    check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4), bound=LONG)
+    check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1, turns=True)
+    check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4))
 
 
 @pytest.mark.parametrize("d", [64, 256])
@@ -222,7 +234,7 @@ def test_many_packed_sequences(d: int) -> None:
 )
 def test_head_dims(d: int, dv: int) -> None:
     """Narrower than the tile on either side, whole panels of 64 columns among them."""
-    check(Case(150, 200, Mask("bottom_right")), d, dv)
+    check(Case(150, 200, Mask("bottom_right")), d, dv, turns=True)
     check(Case(90, 130, batch=2), d, dv, torch.bfloat16)
 
 
@@ -242,18 +254,20 @@ MASKS = {
 }
 
 
+@TURNS
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize("case", MASKS)
-def test_masks(case: str, d: int) -> None:
+def test_masks(case: str, d: int, turns: bool) -> None:
     """Among them items without queries between others with some."""
-    check(MASKS[case], d)
+    check(MASKS[case], d, turns=turns)
 
 
+@TURNS
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
-def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
+def test_many_items_a_block(sm_count: int, seed: int, d: int, turns: bool) -> None:
     """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
-    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed)
+    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed, turns=turns)
 
 
 @pytest.mark.parametrize(
@@ -267,21 +281,23 @@ def test_many_items_a_block(sm_count: int, seed: int, d: int) -> None:
 )
 @pytest.mark.parametrize("d", SHAPES)
 def test_long_sequences(d: int, case: Case) -> None:
-    """In which blocks take no turns at dQ."""
+    """Each head's dQ comes from many items."""
     check(case, d, sm_count=3)
     check(case, d - 24, d - 40, torch.bfloat16, sm_count=1)
 
 
-@pytest.mark.parametrize(("sm_count", "nk"), [(1, 150), (3, 150), (1, LONG), (12, LONG)])
+@pytest.mark.parametrize(
+    ("sm_count", "nk", "turns"), [(1, 150, True), (3, 150, True), (1, 150, False), (12, LONG, False)]
+)
 @pytest.mark.parametrize("d", SHAPES)
-def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk: int) -> None:
+def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk: int, turns: bool) -> None:
     """A head's NaN reaches no other head, though a block works on one after the other. The third block, or the tenth
     (up to d = 128), begins with it: nothing came before, whose dQ could be added to the first rows of all."""
     case = Case(70, nk, heads=(3, 3))
     given, expected = solved(case, d, d, torch.float16)
     for t in (given.q, given.k, given.v, given.dout, given.out):
         t[:, 1] = math.nan
-    gradients = compute(given, sm_count=sm_count)
+    gradients = compute(given, sm_count=sm_count, turns=turns)
     judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
 
 
@@ -332,7 +348,7 @@ CHANGES = ["bias", "bias of a key", "mask", "ALiBi", "soft cap", "documents", "r
     [
         Case(150, 330, Mask("bottom_right"), batch=2),
         Case(200, 140, heads=(2, 2)),
-        Case(70, LONG, Mask(False, (700, 300))),  # no turns, unless the gradients are to be deterministic
+        Case(70, LONG, Mask(False, (700, 300))),
     ],
 )
 @pytest.mark.parametrize("kind", CHANGES)
@@ -344,7 +360,7 @@ def test_changes(d: int, kind: str, case: Case, deterministic: bool) -> None:
         case = case._replace(batch=1)
         change = change._replace(attn_bias=change.attn_bias.expand(1, 2, case.nq, case.nk).contiguous())
     dtype = torch.bfloat16 if kind in ("ALiBi", "soft cap", "documents") else torch.float16
-    check(case, d, d - 16, dtype, deterministic=deterministic, modification=change)
+    check(case, d, d - 16, dtype, deterministic=deterministic, modification=change, turns=case.nk == 330)
 
 
 @pytest.mark.parametrize("nk", [200, LONG])
@@ -364,16 +380,18 @@ def test_changes_with_dropout(d: int, nk: int) -> None:
     exact, _ = attention(*leaves[:3], Mask("bottom_right"), None, change._replace(attn_bias=leaves[3]), factors)
     expected = torch.autograd.grad((exact * dout.double()).sum(), leaves)
     options = {"bias_grad": True, "dropout_p": p, "rng_state": state, "kernel_name": "bwd_sm90"}
-    with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
+    with flash_wmma.emulator.settings(mode="checked", memory_bus=memory_bus(nk < LONG)), poisoned_memory():
         gradients = ops.backward(dout, None, q, k, v, out, lse, None, *band("bottom_right", None), *change, **options)
     judge(gradients, expected, dtype, drops=True)
 
 
 def test_who_takes_what() -> None:
-    """`auto` on sm_90: all that it takes, but deterministic gradients above d = 128, and what changes scores, which was
-    not timed; other cards have bwd_sm80."""
+    """`auto` on sm_90: all that it takes, but deterministic gradients above d = 128, and short sequences with ranges;
+    other cards have bwd_sm80."""
     q, wide = (torch.empty(2, 8, 1000, d, dtype=torch.float16, device="meta") for d in (64, 192))
-    for options in ({}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}):
+    taken = ({}, {"causal": True}, {"window": (100, 0)}, {"deterministic": True}, {"softcap": 30.0})
+    changes = ({"alibi_slopes": torch.empty(8, device="meta")}, {"attn_bias": torch.empty(1000, 1000, device="meta")})
+    for options in (*taken, *changes):
         assert flash_wmma.explain(q, q, q, device_facts=DEVICE, **options).backward_kernel == "bwd_sm90"  # type: ignore[arg-type]
     for tensors in ((wide, wide, wide), (q, q, wide)):
         assert flash_wmma.explain(*tensors, device_facts=DEVICE).backward_kernel == "bwd_sm90"
@@ -381,10 +399,11 @@ def test_who_takes_what() -> None:
         assert answer.backward_kernel == "bwd_sm80"
         named = flash_wmma.explain(*tensors, device_facts=DEVICE, deterministic=True, backward_kernel="bwd_sm90")
         assert named.backward_kernel == "bwd_sm90"
-    for options in ({"softcap": 30.0}, {"alibi_slopes": torch.empty(8, device="meta")}):
-        answer = flash_wmma.explain(q, q, q, device_facts=DEVICE, **options)  # type: ignore[arg-type]
-        assert answer.backward_kernel == "bwd_sm80"
-        assert answer.backward_reasons["bwd_sm90"] == "leaves such a problem to another kernel"
+    for keys, kernel in ((513, "bwd_sm90"), (512, "bwd_sm80")):
+        k, ranges = q[:, :, :keys], torch.empty(1, 1, 1000, 2, dtype=torch.int32, device="meta")
+        answer = flash_wmma.explain(q, k, k, device_facts=DEVICE, key_ranges=ranges)
+        assert answer.backward_kernel == kernel
+    assert answer.backward_reasons["bwd_sm90"] == "leaves such a problem to another kernel"
     assert flash_wmma.explain(q.float(), q.float(), q.float(), device_facts=DEVICE).backward_kernel == "bwd_sm80"
     for arch in (80, 100, 120):
         answer = flash_wmma.explain(q, q, q, device_facts=flash_wmma.DeviceFacts(arch, 132, 227 * 1024))

@@ -111,7 +111,7 @@ def test_products(machine: Machine, name: str) -> None:
 
 @pytest.mark.parametrize("name", ["short_rows_half_64", "short_rows_bf16_128"])
 def test_products_of_short_rows(machine: Machine, name: str) -> None:
-    """B whose rows have 8 elements along k, which a product reads twice; what lies between the groups of rows is NaN."""
+    """B whose rows have 8 elements along k, which a product reads twice; between the groups of rows there is NaN."""
     kind, columns = name.split("_")[2:]
     dtype = torch.float16 if kind == "half" else torch.bfloat16
     n = int(columns)

@@ -22,6 +22,7 @@ DeviceFacts read_facts(int device) {
     facts.sm_count = attribute(cudaDevAttrMultiProcessorCount, device);
     facts.smem_optin = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     facts.warp_size = attribute(cudaDevAttrWarpSize, device);
+    facts.memory_bus = attribute(cudaDevAttrGlobalMemoryBusWidth, device);
     return facts;
 }
 

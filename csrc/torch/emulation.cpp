@@ -59,6 +59,7 @@ Emulation::Emulation(const std::string& kernel, const char* direction) {
     device_.sm_count = target->sm_count;
     device_.smem_optin = target->smem_optin;
     device_.warp_size = config_.warp_size;
+    device_.memory_bus = target->memory_bus;
 }
 
 Emulation::Memory::Memory(const Emulation& emulation, const std::vector<emulator::Buffer>& buffers)

@@ -12,9 +12,9 @@ namespace flash_wmma {
 
 /// Where a kernel runs and what the emulator is told. Filled in by Python, which compiles the library at first use.
 struct EmulatorTarget {
-    char library[4096];                       ///< path of the kernel's library
-    char error[16384];                        ///< why there is no library; for an unknown kernel, the known names
-    std::int32_t arch, sm_count, smem_optin;  ///< the device that the emulator stands for
+    char library[4096];  ///< path of the kernel's library
+    char error[16384];   ///< why there is no library; for an unknown kernel, the known names
+    std::int32_t arch, sm_count, smem_optin, memory_bus;  ///< the device that the emulator stands for
     emulator::Config config;
 };
 

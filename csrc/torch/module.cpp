@@ -116,6 +116,7 @@ DeviceFacts device_of(const py::tuple& facts) {
     device.sm_count = facts[1].cast<int>();
     device.smem_optin = facts[2].cast<int>();
     device.warp_size = facts[3].cast<int>();
+    device.memory_bus = facts[4].cast<int>();
     return device;
 }
 
@@ -195,7 +196,7 @@ const DeviceRuntime& runtime() {
 
 py::tuple device_facts(int device) {
     const DeviceFacts facts = runtime().facts(device);
-    return py::make_tuple(facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size);
+    return py::make_tuple(facts.arch, facts.sm_count, facts.smem_optin, facts.warp_size, facts.memory_bus);
 }
 
 /// None for a kernel that is no CUDA function.

@@ -53,6 +53,7 @@ class Target(ctypes.Structure):
         ("arch", ctypes.c_int32),
         ("sm_count", ctypes.c_int32),
         ("smem_optin", ctypes.c_int32),
+        ("memory_bus", ctypes.c_int32),
         ("config", Config),
     )
 
@@ -109,6 +110,7 @@ def fill(name: bytes, direction: bytes, target: Target) -> int:
         now = current()
         target.library = os.fsencode(kernel_library(kernel, now.mode))
         target.arch, target.sm_count, target.smem_optin = now.arch, now.sm_count, now.shared_memory
+        target.memory_bus = now.memory_bus
         target.config = Config.of(now)
         return DONE
     except KeyboardInterrupt:

@@ -22,6 +22,7 @@ _RANGES = {
     "sm_count": (1, _INT32),
     "smem_optin": (0, _INT32),
     "warp_size": (-_INT32, _INT32),
+    "memory_bus": (0, _INT32),
     "threads": (1, 1024),
     "seed": (0, 2**64 - 1),
 }
@@ -41,6 +42,8 @@ class Settings:
     """Bytes of shared memory that a block may opt in to; ``None``: as the architecture has."""
     warp_size: int = 32
     """32, or 64 as on AMD's CDNA."""
+    memory_bus: int = 0
+    """Bits of the memory's bus, for kernels whose choice depends on it; 0: not known."""
     threads: int | None = None
     """OS threads that share the blocks of a launch; ``None``: as many as torch uses."""
     seed: int = 0

@@ -8,10 +8,11 @@ KERNEL = ("bwd_sm90",)
 FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
+QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
-LOAD_DELTA = "        if (!Tile::kLooksAhead) load_delta(tile);\n"
+LOAD_DELTA = "        if (!Tile::kLooksAhead) facts_.load_delta(facts_of(tile));\n"
 RELEASE_VALUES = "        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
 
 FAULTS = [
@@ -177,24 +178,24 @@ FAULTS = [
     Fault(
         name="bwd-sm90-tail-facts-without-fence",
         path=PRODUCER,
-        old="                ptx::fence_proxy_async();  // the next copy to this place comes behind these writes\n",
-        new="",
+        old="            clear_behind_last_group(facts, rows);\n            ptx::fence_proxy_async();",
+        new="            clear_behind_last_group(facts, rows);",
         why="the next copy of facts may come before the writes behind the last row",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-tail-facts-begin-late",
         path=PRODUCER,
-        old="for (int i = rows / 2; i < Tile::kQueries / 2; ++i)",
-        new="for (int i = rows / 2 + 1; i < Tile::kQueries / 2; ++i)",
-        why="two rows behind the last group have the facts of another tile, or none",
+        old="for (int row = rows + lane_; row < Tile::kQueries; row += 32)",
+        new="for (int row = rows + lane_ + 2; row < Tile::kQueries; row += 32)",
+        why="two rows behind the last group have the terms of another tile, or none",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-facts-of-other-rows",
         path=PRODUCER,
-        old="facts_of(problem_, sequence, at.head) + at.row / 2,",
-        new="facts_of(problem_, sequence, at.head) + at.row,",
+        old="terms_of(problem_, sequence, at.head) + at.row / 8,",
+        new="terms_of(problem_, sequence, at.head) + at.row / 16,",
         why="a tile is given L and D of a later one",
         kernels=KERNEL,
     ),
@@ -332,10 +333,74 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-delta-added",
-        path=CONSUMER,
-        old="x = p.at(i, c) * (x + of_column(minus_delta, c));",
-        new="x = p.at(i, c) * (x - of_column(minus_delta, c));",
-        why="D is added, not subtracted",
+        path=QUERY_FACTS,
+        old="{ return dp + of_column(c); }",
+        new="{ return dp - of_column(c); }",
+        why="D is added, not subtracted, where lanes load it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-terms-of-two-parts",
+        path=QUERY_FACTS,
+        old="k == 0 ? kOne | kOne << 16 : k == 2 ? kOne : 0;",
+        new="k == 0 ? kOne : k == 2 ? kOne : 0;",
+        why="the middle part of L and D is left out",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-lse-as-delta",
+        path=QUERY_FACTS,
+        old="multiply(dp, of_tile.terms[0].minus_delta);",
+        new="multiply(dp, of_tile.terms[0].minus_lse);",
+        why="dP begins with L",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-terms-of-the-next-rows",
+        path=QUERY_FACTS,
+        old="b(terms, sizeof(RowTerms));",
+        new="b(terms, sizeof(RowTerms) / 2);",
+        why="groups of eight queries get the terms of others",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-scores-do-not-add",
+        path=ONE_ROLE,
+        old="smem_.k[item % Tile::kKeyStages], q, facts_.kFolded);",
+        new="smem_.k[item % Tile::kKeyStages], q, false);",
+        why="S forgets its terms",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-infinite-terms",
+        path=ROWS,
+        old="    if (fabsf(x) > kLargest) x = copysignf(kLargest, x);\n",
+        new="",
+        why="a row without keys has NaN for a term: inf - inf",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-terms-not-over-the-scale",
+        path=ROWS,
+        old="write_term(eight.minus_lse[row], minus_lse / terms_scale);",
+        new="write_term(eight.minus_lse[row], minus_lse);",
+        why="the product's factor multiplies L too",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-new-item-adds-to-the-old",
+        path=ONE_ROLE,
+        old="this->multiply_weights(dv_, p_, dout, unseen, !kBegins);",
+        new="this->multiply_weights(dv_, p_, dout, unseen, true);",
+        why="dV of an item has that of the item before in it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-new-values-not-awaited",
+        path=ONE_ROLE,
+        old="        if constexpr (kBegins) await_values(item);\n",
+        new="",
+        why="an item's first tile is multiplied before V is there",
         kernels=KERNEL,
     ),
     Fault(
@@ -382,8 +447,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-values-of-the-late-item",
         path=ONE_ROLE,
-        old="smem_.v[item % Tile::kValueStages], dout);",
-        new="smem_.v[late_item % Tile::kValueStages], dout);",
+        old="smem_.v[item % Tile::kValueStages], dout, facts_.kFolded);",
+        new="smem_.v[late_item % Tile::kValueStages], dout, facts_.kFolded);",
         why="the first tile of an item is multiplied with V of the item before",
         kernels=KERNEL,
     ),
@@ -398,7 +463,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-keys-not-released",
         path=ONE_ROLE,
-        old="        if (late_item != item) tell(smem_.key_slot[late_item].empty);\n",
+        old="        if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);\n",
         new="",
         why="the producer waits for ever for a place for K",
         kernels=KERNEL,
@@ -537,8 +602,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-workspace-without-queue",
         path=LAUNCH,
-        old="return counters_bytes(p) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p));",
-        new="return backward::workspace_bytes(p, /*converted=*/false, dq_of(p));",
+        old="    return counters_bytes(p, device) +\n           backward::workspace",
+        new="    return backward::workspace",
         why="the last bytes of the workspace lie behind its end",
         kernels=KERNEL,
     ),
@@ -576,7 +641,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-order-turns-not-cleared",
-        path="csrc/device/backward_rows.cuh",
+        path=ROWS,
         old="if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};",
         new="",
         why="deterministic: turns begin with what lies in the workspace",
@@ -630,7 +695,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-unseen-queries-not-cleared",
-        path="csrc/device/backward_rows.cuh",
+        path=ROWS,
         old="    if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);\n    else if",
         new="    if (problem.dq_by == DqBy::kTurns) {\n    } else if",
         why="dq of queries that see no key is what lay there",
@@ -639,7 +704,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-facts-in-dq",
-        path="csrc/device/backward_rows.cuh",
+        path=ROWS,
         old="    return by == DqBy::kSums &&",
         new="    return by != DqBy::kQueries &&",
         why="dq is written over L and D that other items still read",

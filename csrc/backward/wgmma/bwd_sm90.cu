@@ -1,5 +1,7 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
+#include <ptx_sm90.cuh>
+
 #include <algorithm>
 
 #include "backward/wgmma/shapes.h"
@@ -8,7 +10,11 @@
 namespace flash_wmma::backward {
 namespace {
 
-struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
+/// prepare and finish are compiled once more, for sm_90a, in a chain of programmatic launches.
+struct Sm90 {
+    __device__ __forceinline__ static void let_next_grid_start() { ptx::let_next_grid_start(); }
+    __device__ __forceinline__ static void wait_for_previous_grids() { ptx::wait_for_previous_grids(); }
+};
 
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
@@ -16,51 +22,54 @@ const std::vector<Shape> kShapes =
           sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
           sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes()});
 
-const Shape& shape_of(Pass pass, const BackwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, p.forward.dtype, pass, p, device);
-}
-
 /// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
-/// time (docs/tuning/hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
-DqBy dq_of(const BackwardParams& p) {
-    if (p.forward.key_ranges.data && !p.deterministic) return DqBy::kSums;
-    const std::int64_t longest = std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 ? 1024 : 512;
+/// time: in deterministic calls, which have an order anyway, and in others if memory is slow (docs/tuning/
+/// hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
+DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
+    constexpr int kWideBus = 6144;  // of an H200; an H100 has 5120
+    const bool slow = 0 < device.memory_bus && device.memory_bus < kWideBus;
+    if (!p.deterministic && (p.forward.key_ranges.data || !slow)) return DqBy::kSums;
+    const std::int64_t longest =
+        std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 && p.deterministic ? 1024 : 512;
     return p.forward.seqlen_k <= longest ? DqBy::kTurns : DqBy::kSums;
 }
 /// Turns also give the additions an order.
-bool takes_turns(const BackwardParams& p) { return p.deterministic || dq_of(p) == DqBy::kTurns; }
-Pass pass_of(const BackwardParams& p) { return takes_turns(p) ? Pass::kTurns : Pass::kFused; }
-
-const Instance& choose(const BackwardParams& p, const DeviceFacts& device) {
-    return shape_of(pass_of(p), p, device).facts;
+bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
+    return p.deterministic || dq_of(p, device) == DqBy::kTurns;
 }
+const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
+    const Pass pass = takes_turns(p, device) ? Pass::kTurns : Pass::kFused;
+    return choose_shape(kShapes, p.forward.dtype, pass, p, device);
+}
+
+const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
 /// The queue and the turns come first, each aligned as what follows has to be.
 constexpr std::int64_t kUnit = 16;
-std::int64_t counters_bytes(const BackwardParams& p) {
-    const std::int64_t turns = takes_turns(p) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} : 0;
+std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
+    const std::int64_t turns = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} : 0;
     return kUnit + (turns + kUnit - 1) / kUnit * kUnit;
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    return counters_bytes(p) +
-           backward::workspace_bytes(p, /*converted=*/false, dq_of(p), shape_of(pass_of(p), p, device).takes_terms);
+    return counters_bytes(p, device) +
+           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape_of(p, device).takes_terms);
 }
 
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     auto* const workspace = static_cast<char*>(p.workspace);
     BackwardParams params = p;
-    params.workspace = workspace + counters_bytes(p);
-    const Shape& shape = shape_of(pass_of(p), p, device);
-    Problem problem = problem_of(params, dq_of(p), shape.takes_terms);
+    params.workspace = workspace + counters_bytes(p, device);
+    const Shape& shape = shape_of(p, device);
+    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms);
     problem.queue = reinterpret_cast<Queue*>(workspace);
-    if (takes_turns(p)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
+    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
+    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream, 0, /*programmatic=*/true);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {

@@ -19,8 +19,9 @@
 // where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is
 // empty.
 //
-// The additions to dQ keep the load and store unit busy: what comes behind them waits. So L of the next tile is loaded
-// before them, where there are registers for it.
+// The additions to dQ keep the load and store unit busy: what comes behind them waits. So L and D are not loaded, but
+// terms of the products (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if
+// there are registers for it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh. What
 // changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
@@ -275,11 +276,12 @@ class Consumer : ConsumerWarp<Tile> {
     bool late_unseen_ = false;           // its queries see none of the item's keys
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; the consumers reload a word a
-// tile at d = 64, and at d = 128 where blocks take turns, and a few more where keys are hidden. With dropout they reload
-// some ten words a tile at d = 64 and 128. In general problems there are 240 and 100 loads and stores of local memory in
-// the loop, many of them where one feature is at work.
-// ptxas: C7519: it fences before dK's products, behind the store of dS, and about products that may be left out.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
+// has no access to local memory in plain problems; an item's first tile has some 30 at d = 128. Where blocks take turns
+// the loop has up to 31, with dropout up to 51, first tile included. In general problems it has 235 at d = 64 and 98 at
+// d = 128, many of them where one feature is at work.
+// ptxas: C7519: it fences before dP's products behind the wait for V, before dK's behind the store of dS, and about
+// products that may be left out.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
@@ -297,6 +299,8 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
+    ptx::let_next_grid_start();
+    ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
         if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);

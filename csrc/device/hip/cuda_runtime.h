@@ -17,7 +17,8 @@ inline constexpr hipDeviceAttribute_t cudaDevAttrComputeCapabilityMajor = hipDev
                                       cudaDevAttrMultiProcessorCount = hipDeviceAttributeMultiprocessorCount,
                                       cudaDevAttrMaxSharedMemoryPerBlockOptin =
                                           hipDeviceAttributeMaxSharedMemoryPerBlock,  // there is no more to opt in to
-    cudaDevAttrWarpSize = hipDeviceAttributeWarpSize;
+    cudaDevAttrWarpSize = hipDeviceAttributeWarpSize,
+                                      cudaDevAttrGlobalMemoryBusWidth = hipDeviceAttributeMemoryBusWidth;
 inline hipError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
     return hipDeviceGetAttribute(value, attribute, device);
 }
