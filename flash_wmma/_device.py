@@ -22,7 +22,7 @@ class DeviceFacts:
     """Bytes of shared memory that a block may opt in to."""
     warp_size: int = 32
     memory_bus: int = 0
-    """Bits of the bus to memory, by which cards of one architecture differ: 5120 on an H100, 6144 on an H200. 0: not
+    """Bits of the bus to memory, by which cards of one architecture differ: 5120 on an H100, 6016 on an H200. 0: not
     known."""
 
     def __str__(self) -> str:

@@ -28,7 +28,7 @@ TURNS = pytest.mark.parametrize("turns", [False, True])
 
 def memory_bus(turns: bool) -> int:
     """Bits, of an H100 or of an H200."""
-    return 5120 if turns else 6144
+    return 5120 if turns else 6016
 
 
 class Case(NamedTuple):

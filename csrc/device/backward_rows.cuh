@@ -172,10 +172,6 @@ struct DqFragment {
     }
 };
 
-/// Which group of rows is this block's. The last heads come first: they are the last that the kernel before worked on, and
-/// the next one begins with the first, so that the L2 cache has some of what they left.
-__device__ __forceinline__ unsigned group_index() { return gridDim.x - 1 - blockIdx.x; }
-
 /// The group of rows of this block.
 struct RowGroup {
     Sequence sequence;
@@ -183,18 +179,17 @@ struct RowGroup {
 };
 __device__ inline RowGroup row_group(const ForwardParams& p) {
     const Sequences& s = p.sequences;
-    const unsigned index = group_index();
     const auto heads = static_cast<unsigned>(p.heads_q);
     if (s.cu_seqlens_q) {
         const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, kRowGroup));
         const PackedTile found =
-            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(index % tiles));
-        return {sequence(p, found.sequence), static_cast<int>(index / tiles), found.tile * kRowGroup};
+            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(blockIdx.x % tiles));
+        return {sequence(p, found.sequence), static_cast<int>(blockIdx.x / tiles), found.tile * kRowGroup};
     }
     const auto tiles = static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup);
-    const unsigned slice = index / tiles;
+    const unsigned slice = blockIdx.x / tiles;
     return {sequence(p, static_cast<int>(slice / heads)), static_cast<int>(slice % heads),
-            static_cast<int>(index % tiles) * kRowGroup};
+            static_cast<int>(blockIdx.x % tiles) * kRowGroup};
 }
 
 inline constexpr int kRowThreads = 256;
@@ -226,11 +221,9 @@ __device__ __forceinline__ void clear_unseen(const Problem& problem, const RowGr
 }
 
 // prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
-// between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients. The three may
-// be a chain of programmatic launches, of a Machine that says how.
+// between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
-    if constexpr (requires { Machine::let_next_grid_start(); }) Machine::let_next_grid_start();
     using Dout = std::conditional_t<Converted, half, T>;
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
@@ -244,15 +237,15 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             for (std::int64_t i = tid; ends && i < p.batch; i += kRowThreads)
                 if (ends[i] > ends[i + 1]) atomicAdd(&problem.queue->broken, 1u);
     }
-    if (problem.turns && tid == 0) problem.turns[group_index()] = {0, 0};
+    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};
     if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
     else if (problem.dq_rows) {
-        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{group_index()} * kRowGroup * p.head_dim);
+        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
     const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q && sequence.seqlen_k > 0;
-    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[group_index()]) : 1.f;
+    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
     float largest = 0.f;  // of the finite |D| that this thread computes
     for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
         const int row = group.first_row + i, lane = tid % kLanes;
@@ -277,7 +270,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         if (lane == 0) {
             RowFacts facts;
             if (used) facts = {problem, sequence, group.head, row, sum};
-            const std::int64_t at = std::int64_t{group_index()} * kRowGroup + i;
+            const std::int64_t at = std::int64_t{blockIdx.x} * kRowGroup + i;
             if (problem.terms) {
                 write_terms(problem.terms[at / 8], i % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
             } else {
@@ -298,7 +291,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
 #pragma unroll
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
-        const std::int64_t at = group_index();
+        const std::int64_t at = blockIdx.x;
         problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
                               log2f(largest)};
     }
@@ -342,18 +335,17 @@ __global__ void __launch_bounds__(kRowThreads) bound_terms(const __grid_constant
         of_queries = fmaxf(of_queries, smem.of_queries[w]);
         of_keys = fmaxf(of_keys, smem.of_keys[w]);
     }
-    float& delta = problem.scales[group_index()].delta;
+    float& delta = problem.scales[blockIdx.x].delta;
     delta = fmaxf(delta, log2f(fmaf(kLargestTerm, of_queries, of_keys)));
 }
 
 template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
-    if constexpr (requires { Machine::wait_for_previous_grids(); }) Machine::wait_for_previous_grids();
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
     if (group.first_row < 0) return;
-    const float* from = problem.dq_rows + std::int64_t{group_index()} * kRowGroup * p.head_dim;
+    const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
     const float scale = p.scale * unscaled_factor(p);
     // A thread brings 8 columns of two rows, so that it reads whole sectors of the buffer
@@ -391,7 +383,7 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
     const int last = min(group.first_row + kRowGroup, group.sequence.seqlen_q) - 1;
     if (group.first_row < 0 || last < group.first_row) return;
     const KeyExtent keys = key_mask<true>(problem.forward, group.sequence, group.head).extent(group.first_row, last);
-    if (threadIdx.x == 0) problem.extents[group_index()] = keys;
+    if (threadIdx.x == 0) problem.extents[blockIdx.x] = keys;
 }
 
 /// Bytes of a row's facts.
@@ -437,14 +429,11 @@ inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = fa
 }
 
 /// Launches prepare or finish.
-inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream stream, int smem_bytes = 0,
-                        bool programmatic = false) {
+inline void launch_rows(void (*kernel)(Problem), const Problem& problem, Stream stream, int smem_bytes = 0) {
     const std::int64_t groups = row_groups(problem.forward);
     if (groups > 0x7fffffff) throw std::runtime_error("flash_wmma: more than 2^31 - 1 groups of query rows");
     if (groups > 0)
-        launch(kernel,
-               {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads), smem_bytes, /*cluster=*/1, programmatic},
-               stream, problem);
+        launch(kernel, {dim3(static_cast<unsigned>(groups)), dim3(kRowThreads), smem_bytes}, stream, problem);
 }
 
 /// Of kernels that compute dQ in a pass of its own if that is to be deterministic.

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constan
         if (lane > 0) continue;
         RowFacts facts;
         if (used) facts = {problem, sequence, group.head, row, sum};
-        RowPair& pair = problem.facts[(std::int64_t{group_index()} * kRowGroup + i) / 2];
+        RowPair& pair = problem.facts[(std::int64_t{blockIdx.x} * kRowGroup + i) / 2];
         pair.minus_lse[i % 2] = facts.minus_lse;
         pair.minus_delta[i % 2] = facts.minus_delta;
     }

@@ -1,7 +1,5 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
-#include <ptx_sm90.cuh>
-
 #include <algorithm>
 
 #include "backward/wgmma/shapes.h"
@@ -10,11 +8,7 @@
 namespace flash_wmma::backward {
 namespace {
 
-/// prepare and finish are compiled once more, for sm_90a, in a chain of programmatic launches.
-struct Sm90 {
-    __device__ __forceinline__ static void let_next_grid_start() { ptx::let_next_grid_start(); }
-    __device__ __forceinline__ static void wait_for_previous_grids() { ptx::wait_for_previous_grids(); }
-};
+struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
 const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
@@ -26,8 +20,8 @@ const std::vector<Shape> kShapes =
 /// time: in deterministic calls, which have an order anyway, and in others if memory is slow (docs/tuning/
 /// hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
-    constexpr int kWideBus = 6144;  // of an H200; an H100 has 5120
-    const bool slow = 0 < device.memory_bus && device.memory_bus < kWideBus;
+    constexpr int kNarrowBus = 5120;  // of an H100; an H200 has 6016
+    const bool slow = 0 < device.memory_bus && device.memory_bus <= kNarrowBus;
     if (!p.deterministic && (p.forward.key_ranges.data || !slow)) return DqBy::kSums;
     const std::int64_t longest =
         std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 && p.deterministic ? 1024 : 512;
@@ -69,7 +63,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream, 0, /*programmatic=*/true);
+    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {

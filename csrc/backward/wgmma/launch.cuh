@@ -27,8 +27,7 @@ void launch_tile(const Problem& problem, Stream stream) {
                     map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
                     map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
     const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory), /*cluster=*/1, /*programmatic=*/true}, stream, problem,
-           maps, static_cast<int>(items));
+    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
 }
 
 /// The row of a kernel in the table of shapes. Memory: its map of the shared memory.
