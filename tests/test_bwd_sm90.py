@@ -301,6 +301,25 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
     judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
 
 
+@pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-36])
+@pytest.mark.parametrize("d", SHAPES)
+def test_scales(d: int, scale: float) -> None:
+    """L is divided by the scale where it is a term of the products."""
+    make = torch.Generator().manual_seed(0)
+    q, k, v, dout = (torch.randn(1, 2, n, d, generator=make).half() for n in (70, 150, 150, 70))
+    leaves = [t.double().requires_grad_() for t in (q, k, v)]
+    out, lse = attention(*leaves, Mask("bottom_right"), scale)
+    expected = torch.autograd.grad((out * dout.double()).sum(), leaves)
+    with flash_wmma.emulator.settings(mode="checked"), poisoned_memory():
+        *gradients, _ = ops.backward(
+            *(dout, None, q, k, v, out.detach().half(), lse.detach().float(), scale),
+            *band("bottom_right", None),
+            *PLAIN,
+            kernel_name="bwd_sm90",
+        )
+    judge(gradients, expected, torch.float16)
+
+
 @pytest.mark.parametrize("d", SHAPES)
 def test_scores_far_below_zero(d: int) -> None:
     """Rows of a tile that hold no key or no query have the score 0, whose weight is infinite beside these."""
