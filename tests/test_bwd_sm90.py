@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from torch import Tensor
 import flash_wmma
 from flash_wmma._call import band
 from flash_wmma._library import ops
+from flash_wmma.emulator._runtime import alone, take_profile
 
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value of a gradient
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
@@ -301,6 +303,41 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
     judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("bus", "nk", "deterministic", "turns"),
+    [
+        (5120, 512, False, True),
+        (5120, 513, False, False),
+        (6016, 512, False, False),
+        (0, 512, False, False),  # not known
+        (0, 512, True, True),
+        (0, 513, True, False),
+    ],
+)
+def test_who_takes_turns(bus: int, nk: int, deterministic: bool, turns: bool) -> None:
+    """No grid behind the products brings dQ to its place where blocks do it."""
+    q, k = torch.randn(1, 1, 20, 64).half(), torch.randn(1, 1, nk, 64).half()
+    lse = torch.zeros(1, 1, 20)
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=bus):
+        take_profile()
+        ops.backward(
+            q,
+            None,
+            q,
+            k,
+            k,
+            q,
+            lse,
+            None,
+            *band(False, None),
+            *PLAIN,
+            deterministic=deterministic,
+            kernel_name="bwd_sm90",
+        )
+        launches = json.loads(take_profile())
+    assert len(launches) == (2 if turns else 3)
+
+
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-36])
 @pytest.mark.parametrize("d", SHAPES)
 def test_scales(d: int, scale: float) -> None:
@@ -486,6 +523,8 @@ def test_lengths_that_decrease_end() -> None:
     assert [t.shape for t in gradients] == [q.shape] * 3
 
 
+@pytest.mark.parametrize("bound", [0, LONG])
 @pytest.mark.parametrize("d", [64, 256])
-def test_deterministic_packed(d: int) -> None:
-    check_packed(EDGES, Mask("bottom_right"), d, d, deterministic=True)
+def test_deterministic_packed(d: int, bound: int) -> None:
+    """With few keys blocks write dQ too, with many they add to it in order."""
+    check_packed(EDGES, Mask("bottom_right"), d, d, deterministic=True, bound=bound)

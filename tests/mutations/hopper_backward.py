@@ -608,6 +608,15 @@ FAULTS = [
         kernels=KERNEL,
     ),
     Fault(
+        name="bwd-sm90-turns-on-no-card",
+        path=LAUNCH,
+        old="device.memory_bus <= kNarrowBus;",
+        new="device.memory_bus < kNarrowBus;",
+        why="an H100 is taken for a card with fast memory",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
         name="bwd-sm90-claims-no-window",
         path=LAUNCH,
         old=".features = kCausal | kWindow | kBias | ",
