@@ -31,6 +31,7 @@ _KINDS = {
     "global_store": "store",
     "async_load": "async_copy",
     "tensor_copy": "async_copy",
+    "tensor_store": "store",
 }
 _NO_INSTRUCTIONS = ("basic_block", "async_load")  # the latter is the read of an "async_copy"
 
@@ -100,12 +101,14 @@ class Counts:
     instructions: Mapping[str, int]
     """Warp instructions by class: ``"mma"`` (two for a WMMA product of 16 x 16 x 16), ``"wgmma"`` (four for a
     warpgroup's product), ``"ldmatrix"``, ``"shared_load"``, ``"shared_store"``, ``"global_load"``, ``"global_store"``,
-    ``"atomic"``, ``"async_copy"``, ``"tensor_copy"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``, ``"barrier"``,
-    ``"transaction_barrier"`` (arrivals and waits), ``"exp2"``. Arithmetic and branches are not counted."""
+    ``"atomic"``, ``"async_copy"``, ``"tensor_copy"``, ``"tensor_store"``, ``"shuffle"``, ``"vote"``, ``"syncwarp"``,
+    ``"barrier"``, ``"transaction_barrier"`` (arrivals and waits), ``"exp2"``. Arithmetic and branches are not
+    counted."""
     shared_memory: Mapping[str, SharedRequests]
     """By kind: ``"load"``, ``"store"``, ``"ldmatrix"``, ``"async_copy"`` (its writes), ``"atomic"``."""
     global_memory: Mapping[str, GlobalRequests]
-    """By kind: ``"load"``, ``"store"``, ``"async_copy"`` (its reads, and tensor copies'), ``"atomic"``."""
+    """By kind: ``"load"``, ``"store"`` (tensor stores too), ``"async_copy"`` (its reads, and tensor copies'),
+    ``"atomic"``."""
     divergent_branches: int
     """How often a warp's lanes parted at a branch."""
 

@@ -8,6 +8,7 @@ nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90a tests
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import math
@@ -22,11 +23,12 @@ from needs import needs
 from programs import FOLDER, GpuProgram, gpu_program, marked_lines
 
 import flash_wmma
-from flash_wmma.emulator import EmulatorError, Program, settings
+from flash_wmma.emulator import EmulatorError, Program, _runtime, settings
+from flash_wmma.emulator._program import Argument
 
 SOURCE = FOLDER / "sm90.cu"
 SEEDS = range(1, 9)
-SIDE, LANES, TILES = 64, 128, 9
+SIDE, LANES, TILES, STORED_ROWS = 64, 128, 9, 32 * 5 - 7
 WARPS = r"wgmma of warps 0-3, block \(0, 0, 0\)"
 PRODUCER = r"lane 0 of warp 4, block \(0, 0, 0\)"
 BLOCK_0 = r"warp 0, block \(0, 0, 0\)"
@@ -121,7 +123,7 @@ def test_products_of_short_rows(machine: Machine, name: str) -> None:
     assert torch.equal(out.cpu(), registers_of_d(a.float() @ torch.cat((b, b), 1).float().T))
 
 
-@pytest.mark.parametrize(
+boxes = pytest.mark.parametrize(
     ("columns", "rows", "column", "row"),
     [
         (64, 40, 0, 0),
@@ -134,6 +136,9 @@ def test_products_of_short_rows(machine: Machine, name: str) -> None:
         (8, 1, -56, -39),  # the corner
     ],
 )
+
+
+@boxes
 def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int) -> None:
     """A box lies by rows of 128 bytes, of which 16-byte units change places: unit u of row r is at u ^ (r % 8). What is
     outside the tensor is zero, also where there is another matrix."""
@@ -145,6 +150,21 @@ def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int)
         for c in range(SIDE):
             if 0 <= row + r < rows and 0 <= column + c < columns:
                 expected[r, (c // 8 ^ r % 8) * 8 + c % 8] = matrices[1, row + r, column + c]
+    assert torch.equal(out.cpu(), expected)
+
+
+@boxes
+def test_stored_boxes(machine: Machine, columns: int, rows: int, column: int, row: int) -> None:
+    """A store reads such a box, and writes what is inside the tensor: nothing else, also where there is another
+    matrix."""
+    box = torch.arange(1, 1 + 40 * SIDE).reshape(40, SIDE).to(torch.int16)
+    out = torch.full((2, rows, columns), -1, dtype=torch.int16, device=machine.device)
+    machine.call("stored", out, box, columns, rows, column, row)
+    expected = torch.full((2, rows, columns), -1, dtype=torch.int16)
+    for r in range(40):
+        for c in range(SIDE):
+            if 0 <= row + r < rows and 0 <= column + c < columns:
+                expected[1, row + r, column + c] = box[r, c]
     assert torch.equal(out.cpu(), expected)
 
 
@@ -189,6 +209,9 @@ OVERRUN = (
     rf"write after read, shared memory: {PRODUCER}, in tensor_load, writes 8192 bytes of shared memory at byte 8192"
 )
 UNFENCED = rf"missing fence.proxy.async: {WARPS} reads 16 bytes of shared memory at byte "
+UNFENCED_STORE = (
+    rf"missing fence.proxy.async: lane 0 of {BLOCK_0}, in tensor_store, reads 16 bytes of shared memory at byte "
+)
 A_FULL, FULL, EMPTY = 24576, 24584, 24600  # barriers in the map
 FAULTS = [
     Fault(
@@ -326,6 +349,78 @@ FAULTS = [
         rf"out of bounds of global memory, across the end of argument 1: lane 0 of {BLOCK_0} in bulk_load",
         "copy",
     ),
+    Fault("stores", "NoProxyFence", UNFENCED_STORE + "0\n", "store", "writes"),
+    Fault("stores", "ProxyFenceOfOneLane", UNFENCED_STORE + "144\n", "store", "writes"),
+    Fault("stores", "LateProxyFence", UNFENCED_STORE + "144\n", "store", "writes"),
+    Fault(
+        "stores",
+        "NoSync",
+        rf"read after write, shared memory: lane 0 of {BLOCK_0}, in tensor_store, reads 16 bytes",
+        "store",
+        "writes",
+    ),
+    *(
+        Fault("stores", name, rf"write after read, shared memory: lane \d+ of {BLOCK_0} writes 16", "writes", "store")
+        for name in ("NoWait", "OlderGroup", "NoCommit", "NoSyncBehindWait")
+    ),
+    Fault(
+        "stores",
+        "Overwritten",
+        rf"write after read, shared memory: lane 0 of {BLOCK_0} writes 4 bytes of shared memory at byte 276\n"
+        r"(?s:.*)and tensor_store of lane 0 of warp 0, at",
+        "overwrites",
+        "store",
+    ),
+    *(
+        Fault("stores", name, rf"a lane ends while its stores still read shared memory: lane 0 of {BLOCK_0}", "store")
+        for name in ("AtExit", "NoCommitAtExit")
+    ),
+    Fault("stores", "NoSwizzle"),
+    Fault(
+        "stores",
+        "Uninitialised",
+        rf"read of uninitialised shared memory: lane 0 of {BLOCK_0}, in tensor_store, reads 16 .* byte 432\n",
+        "store",
+    ),
+    Fault(
+        "stores",
+        "Misplaced",
+        rf"a tensor store from a place that is not 1024-byte aligned: lane 0 of {BLOCK_0} in tensor_store",
+        "store",
+    ),
+    Fault(
+        "stores",
+        "PastTheEnd",
+        rf"out of bounds of shared memory \(8192 bytes\): lane 0 of {BLOCK_0} in tensor_store",
+        "store",
+    ),
+    Fault(
+        "stores",
+        "ManyRows",
+        rf"out of bounds of global memory, 0 bytes past .* argument 0: lane 0 of {BLOCK_0} in tensor_store writes 128",
+        "store",
+    ),
+    Fault(
+        "stores",
+        "Twice",
+        rf"write after write, global memory: lane \d of {BLOCK_0}, in tensor_store, writes 128 bytes of argument 0",
+        "store",
+        "store",
+    ),
+    Fault(
+        "moves",
+        "NoWait",
+        rf"read of an asynchronous copy's target before its wait: lane 0 of {BLOCK_0}, in tensor_store, reads 16 bytes",
+        "store",
+        "copy",
+    ),
+    Fault(
+        "moves",
+        "NoStoreWait",
+        rf"write after read, shared memory: lane 0 of {BLOCK_0}, in tensor_load, writes 8192 bytes of shared memory",
+        "copy",
+        "store",
+    ),
     Fault("matrices", "NoSync", rf"read after write, shared memory: lane \d+ of {BLOCK_0} reads 2", "reads", "store"),
     Fault(
         "matrices",
@@ -377,7 +472,19 @@ FAULTS += [
     for name in ("NoWait", "NoRelease", "NoSyncwarp")
 ]
 FOUND = [fault for fault in FAULTS if fault.found is not None]
-KERNELS = ("pipeline", "handover", "patch", "relay", "bulk", "chain", "matrices", "registers", "budget")
+KERNELS = (
+    "pipeline",
+    "handover",
+    "patch",
+    "relay",
+    "bulk",
+    "chain",
+    "stores",
+    "moves",
+    "matrices",
+    "registers",
+    "budget",
+)
 
 
 def variants(kernel: str) -> list[str]:
@@ -410,6 +517,11 @@ def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     if kernel == "chain":
         values = integers(LANES).float()
         return [values, torch.zeros(2, dtype=torch.int32)], values + torch.arange(1.0, 5.0)[:, None]
+    if kernel == "stores":
+        return [], torch.arange(32.0 * STORED_ROWS)
+    if kernel == "moves":
+        values = torch.rand(TILES * SIDE * SIDE // 2, generator=torch.Generator().manual_seed(0))
+        return [values], values
     if kernel == "matrices":
         return [], torch.arange(256.0).reshape(32, 8)[torch.arange(32) ^ 5].flatten()
     return [], torch.ones(3 * LANES)
@@ -510,7 +622,10 @@ def test_fast_mode_gives_wrong_results(fast: Program) -> None:
     written = out[(out != 0).any(1)]  # of the lanes that have come so far
     assert len(written)
     assert written.isnan().all()
-    for kernel, name in (("pipeline", "NoExpect"), ("pipeline", "StuckParity"), ("handover", "Overwritten")):
+    early = [("pipeline", "NoExpect"), ("pipeline", "StuckParity"), ("handover", "Overwritten")]
+    early += [("stores", name) for name in ("NoWait", "OlderGroup", "Overwritten")]
+    early += [("moves", "NoWait"), ("moves", "NoStoreWait")]
+    for kernel, name in early:
         try:
             assert not run(fast, kernel, name), name
         except EmulatorError:  # copies under way at exit
@@ -540,6 +655,22 @@ def test_copy_from_outside_the_tensor(checked: Program) -> None:
         checked.call("box", out, matrices, 64, 41, 0, 30)
 
 
+def test_store_to_an_input(checked: Program, lines: dict[str, int]) -> None:
+    out = torch.zeros(32 * STORED_ROWS)
+    call = ctypes.CDLL(str(checked.library)).flash_wmma_call
+    call.restype = ctypes.c_char_p
+    with settings(mode="checked", threads=1):
+        _runtime.configure([("q", out, False)])
+    rows = [Argument(pointer=out.data_ptr()), Argument(integer=0)]
+    text: bytes | None = call(b"stores", (Argument * 2)(*rows), ctypes.c_size_t(2))
+    _runtime.configure([])
+    assert text is not None
+    assert text.decode() == (
+        "emulator: sm90::stores<(sm90::Stores)0>: write to an input: lane 0 of warp 0, block (0, 0, 0) in tensor_store "
+        f"writes 128 bytes\n  at {SOURCE}:{lines['stores store']}"
+    )
+
+
 # --- counters ---------------------------------------------------------------------------------------------------------
 
 
@@ -562,6 +693,18 @@ def test_counts_of_copies(checked: Program) -> None:
     assert (copy["sectors"], copy["ideal_sectors"]) == (sectors, 30 * 4)
     assert rows["box arrive", "transaction_barrier"]["instructions"] == 1
     assert rows["box wait", "transaction_barrier"]["instructions"] == 1
+
+
+def test_counts_of_stores(checked: Program) -> None:
+    out, box = torch.zeros(2, 50, 72, dtype=torch.int16), torch.zeros(40, SIDE, dtype=torch.int16)
+    store = counted(checked, "stored", out, box, 72, 50, 0, 20)["stored store", "tensor_store"]
+    begins = [out.data_ptr() + 144 * (50 + 20 + row) for row in range(30)]
+    sectors = sum((begin + 127) // 32 - begin // 32 + 1 for begin in begins)
+    assert (store["instructions"], store["bytes"]) == (1, 40 * 128)
+    assert (store["sectors"], store["ideal_sectors"]) == (sectors, 30 * 4)
+    counts = checked.profile("stored", out, box, 72, 50, 0, 20).counts
+    assert counts.instructions["tensor_store"] == 1
+    assert counts.written_bytes == 32 * sectors
 
 
 @pytest.mark.parametrize(("name", "mark"), [("half_64_memory_k", "memory"), ("half_96_registers_n", "registers")])

@@ -105,6 +105,24 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
                  : "memory");
 }
 
+/// Copies the box from shared memory (in the map's swizzle, aligned as tensor_load's target) to where its first element
+/// has these coordinates; what lies outside the tensor is not written. One thread; reads shared memory, and writes,
+/// asynchronously (cp.async.bulk.tensor.4d, bulk_group).
+__device__ __forceinline__ void tensor_store(const TensorMap* map, const void* shared, const int (&coordinates)[4]) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+                 "r"(detail::shared_address(shared)), "r"(coordinates[0]), "r"(coordinates[1]), "r"(coordinates[2]),
+                 "r"(coordinates[3])
+                 : "memory");
+}
+/// This thread's stores so far become a group (cp.async.bulk.commit_group).
+__device__ __forceinline__ void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Waits until all but the newest `Pending` groups of this thread have read shared memory
+/// (cp.async.bulk.wait_group.read). A thread waits for all its stores before it ends.
+template <int Pending>
+__device__ __forceinline__ void store_wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 /// How a matrix of 16-bit elements lies in shared memory: as panels of 128-byte rows (64 elements), 1024-byte aligned,

@@ -125,8 +125,9 @@ void Counters::add(const void* pc, Instruction what, int instructions) {
     counts[{pc, what}].instructions += static_cast<std::uint64_t>(instructions);
 }
 
-void Counters::add_copy(const void* pc, std::uint64_t bytes, std::uint64_t sectors, std::uint64_t ideal_sectors) {
-    Count& c = counts[{pc, Instruction::kTensorCopy}];
+void Counters::add_copy(const void* pc, Instruction what, std::uint64_t bytes, std::uint64_t sectors,
+                        std::uint64_t ideal_sectors) {
+    Count& c = counts[{pc, what}];
     ++c.instructions, ++c.lanes;
     c.bytes += bytes, c.sectors += sectors, c.ideal_sectors += ideal_sectors;
 }
@@ -210,9 +211,10 @@ std::vector<LaunchProfile> g_profiles;
 
 const char* name(Instruction what) {
     static constexpr const char* kNames[] = {
-        "mma",     "ldmatrix",   "shared_load",         "shared_store", "global_load", "global_store",
-        "atomic",  "async_load", "async_copy",          "shuffle",      "vote",        "syncwarp",
-        "barrier", "exp2",       "transaction_barrier", "tensor_copy",  "wgmma",       "basic_block"};
+        "mma",          "ldmatrix",     "shared_load", "shared_store", "global_load",
+        "global_store", "atomic",       "async_load",  "async_copy",   "shuffle",
+        "vote",         "syncwarp",     "barrier",     "exp2",         "transaction_barrier",
+        "tensor_copy",  "tensor_store", "wgmma",       "basic_block"};
     static_assert(std::size(kNames) == static_cast<std::size_t>(Instruction::kCount));
     return kNames[static_cast<std::size_t>(what)];
 }

@@ -81,8 +81,9 @@ class Counters {
     /// One warp-wide request; returns its wavefronts (global memory: 1).
     std::uint64_t request(const void* pc, Instruction what, const std::uintptr_t* address, LaneMask lanes, int bytes);
     void add(const void* pc, Instruction what, int instructions);
-    /// A tensor copy: bytes written, sectors of global memory read, and the fewest sectors that hold those bytes.
-    void add_copy(const void* pc, std::uint64_t bytes, std::uint64_t sectors, std::uint64_t ideal_sectors);
+    /// A tensor copy or store: bytes of shared memory, sectors of global memory, and the fewest that hold its bytes.
+    void add_copy(const void* pc, Instruction what, std::uint64_t bytes, std::uint64_t sectors,
+                  std::uint64_t ideal_sectors);
 };
 
 /// A launch's counters, by source line, for take_profile.

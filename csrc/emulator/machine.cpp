@@ -136,6 +136,9 @@ void Worker::set_up(std::uint64_t first_block, int count) {
         lane.registers.clear();
         lane.register_fence = 0;
         lane.copy_group = 0;
+        lane.stores.clear();
+        lane.store_group = 0;
+        lane.store_agent = -1;
         lane.log.records.clear();
         lane.waited = 0;
         lane.clock_version = 0;
@@ -471,6 +474,9 @@ void Worker::complete(Block& block, int id) {
 void Worker::exit(Lane& lane) {
     if (!lane.copies.empty())
         stop(finding("asynchronous copy under way at exit", describe(lane), source_line(lane.copies[0].pc)));
+    if (!lane.stores.empty())
+        stop(finding("a lane ends while its stores still read shared memory", describe(lane),
+                     source_line(lane.stores[0].site)));
     if (!lane.registers.empty())
         stop(finding("wgmma under way at exit", describe(lane), source_line(lane.registers[0].site)));
     lane.state = Lane::State::kExited;

@@ -24,16 +24,17 @@ struct AsyncCopy {
     const void* pc;
 };
 
-/// A tensor copy under way.
+/// A tensor copy under way, or a store.
 struct TensorCopy {
-    void* to;
+    void* shared;  ///< its target; a store's source
     TensorMap map;
     std::array<int, TensorMap::kMostRank> at;
     int bytes;
-    std::uint32_t epoch;  ///< of its barrier's agent
+    std::uint32_t epoch;  ///< of its barrier's agent; of its lane's, for a store
     Clock clock;          ///< of the warp that asked for it
     Site site;
     Event event;
+    int group = 0;  ///< a store's
 };
 
 /// A barrier in shared memory. Phases are counted from 0; a phase ends when no arrival and no byte is outstanding.
@@ -101,6 +102,9 @@ struct Lane {
     void* ready_argument;
     std::vector<AsyncCopy> copies;
     int copy_group;
+    std::vector<TensorCopy> stores;  ///< oldest first
+    int store_group;
+    int store_agent;                       ///< the agent of its stores, as readers of shared memory; -1: none yet
     const TransactionBarrier* barrier_at;  ///< the barrier that the lane waits for, until its phase of this parity ends
     unsigned parity;
     std::vector<RegisterRange> registers;
@@ -208,6 +212,8 @@ class Worker {
     void fence_proxy_async();
     void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                      const void* pc);
+    void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc);
+    void store_wait_read(int pending);
     void multiply(void* const* arguments);
     void fence_registers();
     void commit_products();
@@ -284,8 +290,14 @@ class Worker {
     /// Adds an event to the timeline if the warp (the worker's number) is in block 0 of the grid.
     void record(Event event, int warp);
     void end_phase(TransactionBarrier& barrier);
+    /// A copy or store that the running lane asks for by `name`, to or from shared memory as `what` says.
+    TensorCopy new_copy(const void* shared, const TensorMap& map, const int* coordinates, const char* name,
+                        const char* what, Site site, const void* pc);
     void land(const TensorCopy& copy);
     void check_tensor_load(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
+    void check_tensor_store(TensorCopy& store, const void* pc);
+    /// Copies to global memory what lies inside the tensor.
+    void land_store(const TensorCopy& store);
     std::string describe_warpgroup() const;
     void check_registers(const WarpgroupProduct& what, int place);
     void check_matrix(const WarpgroupProduct& what, bool a, const Accessor& who);

@@ -43,6 +43,7 @@ enum class Instruction : std::uint8_t {
     kExponential,
     kTransactionBarrier,  ///< arrivals and waits
     kTensorCopy,
+    kTensorStore,
     kWgmma,
     kBasicBlock,  ///< not an instruction: a stretch of code without a branch
     kCount
@@ -129,6 +130,12 @@ const char* refuse_tensor_map(const TensorMap& map);
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
 /// The same of adjacent bytes.
 void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc);
+
+/// Copies the box from shared memory to these coordinates. Its group reads and writes when a wait lets it pass, the last
+/// legal moment.
+void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc);
+void store_commit();
+void store_wait_read(int pending_groups);
 
 /// The descriptor of a matrix that starts at `shared` (bits 0 to 13), without its swizzle and its distances.
 std::uint64_t matrix_start(const void* shared, const void* pc);

@@ -1,10 +1,12 @@
 // Barriers in shared memory that count arrivals and bytes, and the tensor copies whose bytes they count.
 //
 // A copy lands when a lane waits for a phase that lacks only bytes: the last legal moment. Until then its target is
-// pending, and a phase for which no lane announced the bytes completes without them, as it may on hardware.
+// pending, and a phase for which no lane announced the bytes completes without them, as it may on hardware. A store
+// reads its source, and writes, when its lane's wait lets it pass.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
+#include <iterator>
 #include <utility>
 
 #include "emulator/machine.h"
@@ -14,6 +16,7 @@ namespace {
 
 constexpr std::int64_t kMostBytes = (1 << 20) - 1;  // the most that a phase can wait for
 constexpr unsigned kMostArrivals = (1 << 20) - 1;
+constexpr int kUnit = 16;  // bytes that swizzles move together
 
 /// Calls row(bytes from the start of the box, first byte of the tensor or null, elements before those inside the
 /// tensor, elements inside it) for each row of the box.
@@ -35,6 +38,30 @@ void for_each_row(const TensorCopy& copy, Row row) {
         }
         row(r * map.box[0] * map.element_bytes, outside ? nullptr : from, before, outside ? 0 : inside);
     }
+}
+
+/// Calls piece(its place in shared memory, bytes before it, its bytes) for each unit, or part of one, of `bytes` bytes
+/// from `offset` on, counted from the start of the box before the swizzle.
+template <class Piece>
+void for_each_piece(const TensorCopy& copy, int offset, int bytes, Piece piece) {
+    for (int i = 0, size; i < bytes; i += size) {
+        size = std::min(bytes - i, kUnit - (offset + i) % kUnit);
+        piece(swizzled(static_cast<char*>(copy.shared) + offset + i, copy.map.swizzle), i, size);
+    }
+}
+
+void count(Counters& counters, const TensorCopy& copy, Instruction what) {
+    std::uint64_t sectors = 0, bytes = 0;
+    constexpr std::uintptr_t kSector = 32;
+    for_each_row(copy, [&](int, const char* row, int, int inside) {
+        if (!row) return;
+        const auto first = reinterpret_cast<std::uintptr_t>(row);
+        const auto size = static_cast<std::uintptr_t>(inside * copy.map.element_bytes);
+        sectors += (first + size - 1) / kSector - first / kSector + 1;
+        bytes += size;
+    });
+    counters.add_copy(copy.event.pc, what, static_cast<std::uint64_t>(copy.bytes), sectors,
+                      (bytes + kSector - 1) / kSector);
 }
 
 /// The brick. Copies of bytes in order are taken as tensors of one dimension.
@@ -197,16 +224,19 @@ std::string Worker::state_of_barrier(const Lane& lane) const {
 
 // --- copies ----------------------------------------------------------------------------------------------------------
 
-void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
-                         const void* pc) {
-    const char* const name = name_of(map);
-    Lane& lane = *t_lane;
-    const auto to = reinterpret_cast<std::uintptr_t>(shared);
-    TransactionBarrier& b = transaction_barrier(barrier, name, site);
+TensorCopy Worker::new_copy(const void* shared, const TensorMap& map, const int* coordinates, const char* name,
+                            const char* what, Site site, const void* pc) {
+    const Lane& lane = *t_lane;
+    const auto address = reinterpret_cast<std::uintptr_t>(shared);
     const std::uint64_t now = time_of(lane);
-    TensorCopy copy{shared, map, {},   map.element_bytes,
-                    0,      {},  site, {Event::Kind::kTensorCopy, lane.warp, now, now, pc}};
-    b.time = std::max(b.time, now);
+    TensorCopy copy{const_cast<void*>(shared),
+                    map,
+                    {},
+                    map.element_bytes,
+                    0,
+                    {},
+                    site,
+                    {Event::Kind::kTensorCopy, lane.warp, now, now, pc}};
     for (int d = 0; d < map.rank; ++d) {
         copy.at[static_cast<std::size_t>(d)] = coordinates[d];
         copy.bytes *= map.box[d];
@@ -214,35 +244,33 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
     const auto refuse_copy = [&](const std::string& why) {
         stop(finding(why, describe(lane) + " in " + name, source_line(site)));
     };
-    const int alignment = map.rank == 1 ? 16 : 128 * map.swizzle;  // of the swizzle's pattern
-    if (!arena.contains(to)) refuse_copy("a tensor copy to an address outside shared memory");
-    if (to % static_cast<std::uintptr_t>(alignment))
-        refuse_copy("a tensor copy to a place that is not " + std::to_string(alignment) + "-byte aligned");
-    if (arena.offset(to) + static_cast<std::size_t>(copy.bytes) > arena.bytes_per_block())
+    const int alignment = map.rank == 1 ? kUnit : 128 * map.swizzle;  // of the swizzle's pattern
+    if (!arena.contains(address)) refuse_copy(what + std::string(" an address outside shared memory"));
+    if (address % static_cast<std::uintptr_t>(alignment))
+        refuse_copy(what + (" a place that is not " + std::to_string(alignment)) + "-byte aligned");
+    if (arena.offset(address) + static_cast<std::size_t>(copy.bytes) > arena.bytes_per_block())
         refuse_copy("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)");
+    return copy;
+}
+
+void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
+                         const void* pc) {
+    const char* const name = name_of(map);
+    TransactionBarrier& b = transaction_barrier(barrier, name, site);
+    TensorCopy copy = new_copy(shared, map, coordinates, name, "a tensor copy to", site, pc);
+    b.time = std::max(b.time, copy.event.arrived);
     if (config.checks) {
         copy.epoch = ++epochs_[static_cast<std::size_t>(b.agent)];
         check_tensor_load(copy, b, pc);
-        hand_on(lane, copy.clock);
+        hand_on(*t_lane, copy.clock);
     }
-    if (config.counters) {
-        std::uint64_t sectors = 0, bytes = 0;
-        constexpr std::uintptr_t kSector = 32;
-        for_each_row(copy, [&](int, const char* from, int, int inside) {
-            if (!from) return;
-            const auto first = reinterpret_cast<std::uintptr_t>(from);
-            const auto size = static_cast<std::uintptr_t>(inside * map.element_bytes);
-            sectors += (first + size - 1) / kSector - first / kSector + 1;
-            bytes += size;
-        });
-        counters.add_copy(pc, static_cast<std::uint64_t>(copy.bytes), sectors, (bytes + kSector - 1) / kSector);
-    }
+    if (config.counters) count(counters, copy, Instruction::kTensorCopy);
     b.copies.push_back(std::move(copy));
 }
 
 void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
     Lane& lane = *t_lane;
-    const auto to = reinterpret_cast<std::uintptr_t>(copy.to);
+    const auto to = reinterpret_cast<std::uintptr_t>(copy.shared);
     const std::string line = source_line(copy.site), name = name_of(copy.map);
     Accessor who = accessor(lane);
     if (!b.fenced)
@@ -270,18 +298,100 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
 
 void Worker::land(const TensorCopy& copy) {
     const int row_bytes = copy.map.box[0] * copy.map.element_bytes;
-    constexpr int kUnit = 16;
     std::vector<char> row(static_cast<std::size_t>(row_bytes));
     for_each_row(copy, [&](int offset, const char* from, int before, int inside) {
         std::fill(row.begin(), row.end(), 0);
         const int bytes = copy.map.element_bytes;
         if (from)
             std::memcpy(&row[static_cast<std::size_t>(before * bytes)], from, static_cast<std::size_t>(inside * bytes));
-        for (int i = 0; i < row_bytes; i += kUnit)
-            std::memcpy(swizzled(static_cast<char*>(copy.to) + offset + i, copy.map.swizzle),
-                        &row[static_cast<std::size_t>(i)], kUnit);
+        for_each_piece(copy, offset, row_bytes, [&](char* to, int i, int size) {
+            std::memcpy(to, &row[static_cast<std::size_t>(i)], static_cast<std::size_t>(size));
+        });
     });
-    if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes);
+    if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.shared), copy.bytes);
+}
+
+// --- stores ----------------------------------------------------------------------------------------------------------
+
+void Worker::tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc) {
+    constexpr int kRank = 4;  // of the instruction
+    Lane& lane = *t_lane;
+    if (map.rank != kRank)
+        stop(finding(
+            "a tensor store by a map of " + std::to_string(map.rank) + " dimensions, not " + std::to_string(kRank),
+            describe(lane) + " in tensor_store", source_line(site)));
+    TensorCopy store = new_copy(shared, map, coordinates, "tensor_store", "a tensor store from", site, pc);
+    store.group = lane.store_group;
+    if (config.checks) check_tensor_store(store, pc);
+    if (config.counters) count(counters, store, Instruction::kTensorStore);
+    lane.stores.push_back(std::move(store));
+}
+
+/// The store reads its source from now on, as an agent that knows what its lane knows now. The lane learns at its wait
+/// that the agent is done.
+void Worker::check_tensor_store(TensorCopy& store, const void* pc) {
+    Lane& lane = *t_lane;
+    if (lane.store_agent < 0) lane.store_agent = new_agent();
+    store.epoch = ++epochs_[static_cast<std::size_t>(lane.store_agent)];
+    Clock clock;
+    hand_on(lane, clock);
+    const Accessor who{
+        accessor(lane).block, lane.store_agent, kTogether, store.epoch, &clock, 0, nullptr, kTogether, true};
+    const int element = store.map.element_bytes;
+    for_each_row(store, [&](int offset, const char*, int before, int inside) {
+        for_each_piece(store, offset + before * element, inside * element, [&](char* from, int, int bytes) {
+            const auto address = reinterpret_cast<std::uintptr_t>(from);
+            if (const Conflict conflict = arena.read(address, bytes, who, pc))
+                stop_conflict(Access::kAsyncLoad, describe(lane) + ", in tensor_store,", address, bytes,
+                              source_line(store.site), conflict, who.block);
+        });
+    });
+}
+
+void Worker::land_store(const TensorCopy& store) {
+    Lane& lane = *t_lane;
+    const int element = store.map.element_bytes;
+    for_each_row(store, [&](int offset, const char* row, int before, int inside) {
+        if (!row) return;
+        const auto address = reinterpret_cast<std::uintptr_t>(row);
+        const int bytes = inside * element;
+        if (config.checks && g_memory.known()) {
+            const auto refuse_row = [&](const std::string& why) {
+                stop(finding(why, describe(lane) + " in tensor_store writes " + std::to_string(bytes) + " bytes",
+                             source_line(store.site)));
+            };
+            GlobalMemory::Watched* buffer = g_memory.find(address, bytes);
+            if (!buffer) refuse_row("out of bounds of global memory, " + g_memory.nearest(address));
+            if (!buffer->writable) refuse_row("write to an input");
+            const Accessor who = accessor(lane);
+            if (const Conflict conflict = g_memory.write(*buffer, address, bytes, who, store.event.pc, false))
+                stop_conflict(Access::kAsyncStore, describe(lane) + ", in tensor_store,", address, bytes,
+                              source_line(store.site), conflict, who.block);
+        }
+        for_each_piece(store, offset + before * element, bytes, [&](const char* from, int i, int size) {
+            std::memcpy(const_cast<char*>(row) + i, from, static_cast<std::size_t>(size));
+        });
+    });
+}
+
+void Worker::store_wait_read(int pending) {
+    Lane& lane = *t_lane;
+    const auto end = std::find_if(lane.stores.begin(), lane.stores.end(),
+                                  [&](const TensorCopy& store) { return store.group >= lane.store_group - pending; });
+    if (end == lane.stores.begin()) return;
+    for (auto store = lane.stores.begin(); store != end; ++store) {
+        land_store(*store);
+        if (!config.counters) continue;
+        store->event.released = std::max(store->event.arrived, time_of(lane));
+        record(store->event, lane.warp);
+    }
+    if (config.checks) {
+        const std::uint32_t epoch = std::prev(end)->epoch;
+        Clock clock;
+        clock.known.raise(lane.store_agent, epoch);
+        learn(lane, &lane.stores, epoch, clock);
+    }
+    lane.stores.erase(lane.stores.begin(), end);
 }
 
 // --- the interface of runtime.h --------------------------------------------------------------------------------------
@@ -301,7 +411,6 @@ void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* c
     t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
 }
 void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc) {
-    constexpr int kUnit = 16;
     if (!bytes || bytes % kUnit || reinterpret_cast<std::uintptr_t>(global) % kUnit)
         t_worker->stop(finding("a bulk copy of bytes or from an address that is no multiple of 16",
                                t_worker->describe(*t_lane) + " in bulk_load", source_line(site)));
@@ -309,5 +418,10 @@ void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, 
     const TensorMap map{global, 1, kUnit, {units}, {}, {units}, 1};
     t_worker->tensor_load(shared, map, barrier, &first, site, pc);
 }
+void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc) {
+    t_worker->tensor_store(map, shared, coordinates, site, pc);
+}
+void store_commit() { ++t_lane->store_group; }
+void store_wait_read(int pending_groups) { t_worker->store_wait_read(pending_groups); }
 
 }  // namespace flash_wmma::emulator

@@ -77,6 +77,10 @@ std::string Worker::name_of_agent(int agent) const {
                 leader - blocks[static_cast<std::size_t>(warps[static_cast<std::size_t>(leader)].block)].first_warp;
             return "wgmma of warps " + std::to_string(w) + "-" + std::to_string(w + kWarps - 1);
         }
+    for (const Lane& lane : lanes)
+        if (lane.store_agent == agent)
+            return "tensor_store of lane " + std::to_string(lane.lane) + " of warp " +
+                   std::to_string(lane.warp - blocks[static_cast<std::size_t>(lane.block)].first_warp);
     return "a tensor copy";
 }
 

@@ -59,6 +59,27 @@ void run_box(std::uint16_t* out, const std::uint16_t* in, int columns, int rows,
 }
 const Entry kBox("box", run_box);
 
+struct Stored {
+    alignas(1024) std::uint16_t words[kSide * kSide];
+};
+
+/// Stores `in`, 40 rows of 64 columns, from (column, row) on.
+__global__ void stored(const std::uint16_t* in, const __grid_constant__ TensorMap map, int column, int row) {
+    auto& smem = shared_memory<Stored>();
+    constexpr int kRows = 40;
+    for (int i = static_cast<int>(threadIdx.x); i < kRows * kSide; i += 32) smem.words[i ^ i / kSide % 8 * 8] = in[i];
+    ptx::fence_proxy_async();
+    __syncwarp();
+    if (threadIdx.x > 0) return;
+    ptx::tensor_store(&map, smem.words, {column, row, 1, 0});  // count: stored store
+    ptx::store_commit();
+    ptx::store_wait_read<0>();
+}
+void run_stored(std::uint16_t* out, const std::uint16_t* in, int columns, int rows, int column, int row) {
+    launch(stored, {dim3(1), dim3(32), sizeof(Stored)}, nullptr, in, map_of(out, columns, rows, 2, 40), column, row);
+}
+const Entry kStored("stored", run_stored);
+
 enum class Left { kMemory, kTransposed, kRegisters };
 
 /// d[thread][i] = the product of A, 64 x 64 by rows or by columns from memory, or a[thread][step][4] as registers of
@@ -604,6 +625,123 @@ const Entry kChain(
     "chain", +[](float* out, const float* in, int* counters, int fault) {
         constexpr int kFaults = static_cast<int>(Chain::kNoSyncwarp) + 1;
         run_chain(out, in, counters, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- stores: a warp writes rows that its first lane stores -----------------------------------------------------------
+
+enum class Stores {
+    kNone,
+    kNoProxyFence,
+    kProxyFenceOfOneLane,
+    kLateProxyFence,  // behind the synchronisation
+    kNoSync,          // before the store
+    kNoWait,          // before the buffer is written again
+    kOlderGroup,      // the wait is for the store before
+    kNoCommit,        // of one of the stores
+    kNoSyncBehindWait,
+    kOverwritten,     // by the lane itself, before its wait
+    kAtExit,          // nobody waits for the last
+    kNoCommitAtExit,  // of the last
+    kNoSwizzle,
+    kUninitialised,  // a row
+    kMisplaced,      // not at a multiple of 1024 bytes
+    kPastTheEnd,     // of shared memory
+    kManyRows,       // in the map
+    kTwice,          // by two lanes
+};
+
+constexpr int kStoredTiles = 5, kStoredRows = 32 * kStoredTiles - 7;
+
+struct StoresMemory {
+    alignas(1024) float tiles[2][32][32];
+};
+
+/// out[i] = i, 32 columns of kStoredRows rows. The map's elements are halves of floats.
+template <Stores kFault>
+__global__ void stores(const __grid_constant__ TensorMap map) {
+    auto& smem = shared_memory<StoresMemory>();
+    const int lane = static_cast<int>(threadIdx.x);
+    const bool stores = lane == 0 || (kFault == Stores::kTwice && lane == 1);
+    for (int tile = 0; tile < kStoredTiles; ++tile) {
+        const int s = tile % 2;
+        if (kFault != Stores::kNoWait && stores) ptx::store_wait_read<kFault == Stores::kOlderGroup ? 2 : 1>();
+        meet();
+        if (kFault != Stores::kNoSyncBehindWait) __syncwarp();
+        for (int unit = 0; unit < 8; ++unit) {
+            if (kFault == Stores::kUninitialised && lane == 3) continue;
+            const int place = kFault == Stores::kNoSwizzle ? unit : unit ^ lane % 8;
+            const auto x = static_cast<float>(1024 * tile + 32 * lane + 4 * unit);
+            const float4 row{x, x + 1, x + 2, x + 3};
+            *reinterpret_cast<float4*>(smem.tiles[s][lane] + 4 * place) = row;  // fault: stores writes
+        }
+        constexpr bool kAll = kFault != Stores::kNoProxyFence && kFault != Stores::kLateProxyFence;
+        if (kAll && (kFault != Stores::kProxyFenceOfOneLane || lane == 0)) ptx::fence_proxy_async();
+        meet();
+        if (kFault != Stores::kNoSync) __syncwarp();
+        if (kFault == Stores::kLateProxyFence) ptx::fence_proxy_async();
+        meet();
+        if (!stores) continue;
+        const int past = kFault == Stores::kPastTheEnd ? 2 : kFault == Stores::kMisplaced ? 1 : 0;
+        const float* from = kFault == Stores::kMisplaced ? smem.tiles[s][past] : smem.tiles[s + past][0];
+        ptx::tensor_store(&map, from, {0, 32 * tile, 0, 0});  // fault: stores store
+        const bool last = tile + 1 == kStoredTiles;
+        if (kFault != (last ? Stores::kNoCommitAtExit : Stores::kNoCommit)) ptx::store_commit();
+        if (kFault == Stores::kOverwritten) smem.tiles[s][2][5] = 0;  // fault: stores overwrites
+    }
+    if (kFault != Stores::kAtExit && stores) ptx::store_wait_read<0>();
+}
+template <int... kFaults>
+void run_stores(float* out, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&stores<Stores::kNone>) kKernels[] = {stores<static_cast<Stores>(kFaults)>...};
+    const int rows = kStoredRows + (fault == static_cast<int>(Stores::kManyRows) ? 1 : 0);
+    launch(kKernels[fault], {dim3(1), dim3(32), sizeof(StoresMemory)}, nullptr, map_of(out, kSide, rows, 1, 32));
+}
+const Entry kStores(
+    "stores", +[](float* out, int fault) {
+        constexpr int kFaults = static_cast<int>(Stores::kTwice) + 1;
+        run_stores(out, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
+// --- moves: a lane stores what a copy has brought --------------------------------------------------------------------
+
+enum class Moves {
+    kNone,
+    kNoWait,       // for the copy
+    kNoStoreWait,  // before the next copy
+};
+
+struct MovesMemory {
+    alignas(1024) half tile[kSide * kSide];
+    ptx::Barrier full;
+};
+
+/// out = in: kTiles tiles of 64 x 64 halves of floats.
+template <Moves kFault>
+__global__ void moves(const __grid_constant__ TensorMap to, const __grid_constant__ TensorMap from) {
+    auto& smem = shared_memory<MovesMemory>();
+    if (threadIdx.x > 0) return;
+    ptx::barrier_init(&smem.full, 1);
+    ptx::barrier_init_fence();
+    for (int tile = 0; tile < kTiles; ++tile) {
+        ptx::barrier_arrive_expect(&smem.full, kPanelBytes);
+        ptx::tensor_load(smem.tile, &from, &smem.full, {0, 0, tile, 0});  // fault: moves copy
+        if (kFault != Moves::kNoWait) ptx::barrier_wait(&smem.full, static_cast<unsigned>(tile % 2));
+        ptx::tensor_store(&to, smem.tile, {0, 0, tile, 0});  // fault: moves store
+        ptx::store_commit();
+        if (kFault != Moves::kNoStoreWait) ptx::store_wait_read<0>();
+    }
+    ptx::store_wait_read<0>();
+}
+template <int... kFaults>
+void run_moves(float* out, const float* in, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&moves<Moves::kNone>) kKernels[] = {moves<static_cast<Moves>(kFaults)>...};
+    launch(kKernels[fault], {dim3(1), dim3(32), sizeof(MovesMemory)}, nullptr, map_of(out, kSide, kSide, kTiles),
+           map_of(in, kSide, kSide, kTiles));
+}
+const Entry kMoves(
+    "moves", +[](float* out, const float* in, int fault) {
+        constexpr int kFaults = static_cast<int>(Moves::kNoStoreWait) + 1;
+        run_moves(out, in, fault, std::make_integer_sequence<int, kFaults>());
     });
 
 // --- stores of matrices from registers -------------------------------------------------------------------------------

@@ -3,8 +3,11 @@
 
 #include <ptx_sm90.cuh>
 
+#include <type_traits>
+
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
+#include "device/nothing.cuh"
 #include "device/owned_tile.cuh"
 #include "device/pipeline.cuh"
 #include "device/row_group_mask.cuh"
@@ -22,6 +25,8 @@ struct TileShape {
     int consumers = 2;          ///< warpgroups, of 64 keys each unless two_roles
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
+    int tiles_told = 64;        ///< tiles of which it is known what is to be known of them
+    bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
 };
 
@@ -33,10 +38,12 @@ struct Tile {
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles,
-                          kFoldsFacts = kShape.folds_facts;
+                          kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
-    static constexpr int kTileFacts = 4;  // tiles whose facts are known: at least kStages + 2
+    static constexpr int kTileFacts = 4;  // tiles whose L and D are there, or under way: at least kStages + 2
+    static constexpr int kTilesTold = kShape.tiles_told, kTilesAtOnce = kTilesTold < 64 ? 2 : 32;
+    static_assert(kTileFacts >= kStages + 2 && kTilesTold > kTilesAtOnce + kStages + 2);
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
@@ -193,6 +200,17 @@ __device__ __forceinline__ std::int64_t dq_step(const Problem& problem, int grou
 struct QueryPlace {
     int head, row;
 
+    /// Of the item's tile number n, to which n steps of advance() lead.
+    template <class Tile>
+    __device__ __forceinline__ static QueryPlace of(const Item& item, int n) {
+        const int rows = item.tiles / item.heads;  // tiles of a head
+        const int turn = heads_together<Tile>() ? n / item.heads : n % rows;
+        int head = heads_together<Tile>() ? item.start_head + n % item.heads : item.head + n / rows;
+        if (head >= item.head + item.heads) head -= item.heads;
+        int row = item.start + turn * item.step;
+        if (item.step > 0 ? row > item.last : row < item.last) row -= rows * item.step;
+        return {head, row};
+    }
     template <class Tile>
     __device__ __forceinline__ void advance(const Item& item) {
         const int next_row = row == item.last ? item.first : row + item.step;
@@ -249,15 +267,21 @@ struct SharedMemory {
     KeyRows k[Tile::kKeyStages], v[Tile::kValueStages];
     QueryRows q[Tile::kStages], dout[Tile::kStages];
     Transposed ds[Tile::kDsStages];
+    /// For dK and dV on their way out, as one panel; their other panel is a place of dS (staged_rows.cuh).
+    struct alignas(1024) Staged {
+        T panel[Tile::kKeys * 64];
+    };
+    std::conditional_t<Tile::kStagesRows && Tile::kQueryPanels == 1, Staged, Nothing> staged;
     QueryFacts<Tile> facts[Tile::kTileFacts];
-    TileFacts tile[Tile::kTileFacts];
+    TileFacts tile[Tile::kTilesTold];
     Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     Slot plan_slot[Tile::kPlans];
-    ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile; slot says that their place is empty
-    ptx::Barrier patch;                         // says that rows have come of which the producer clears some
-    DqTask task[2];
-    Slot turn_slot[2];          // of task: full when the turn has come, empty when it is over
+    ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
+    ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
+    ptx::Barrier key_patch, query_patch;        // say that rows have come of which the copying warp clears some
+    DqTask task[Tile::kTilesTold];
+    Slot turn_slot[2];          // full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
 };
 
@@ -267,9 +291,24 @@ __device__ __forceinline__ void prepare_slots(Slot (&slots)[kCount], unsigned fi
     for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, readers);
 }
 
-/// Where q, k, v and dO lie, for the copy engine.
+/// Calls on_item(item) for the block's items with tiles, as the plan says them. A whole warp, or a single lane.
+template <class Tile, bool kWholeWarp = true, class OnItem>
+__device__ __forceinline__ void each_item(SharedMemory<Tile>& smem, OnItem on_item) {
+    for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
+        Slot& slot = smem.plan_slot[plan.stage];
+        ptx::barrier_wait(&slot.full, plan.parity);
+        const Item item = smem.plan[plan.stage];
+        if (item.tiles < 0) return;
+        if (item.tiles > 0) on_item(item);
+        if constexpr (kWholeWarp) __syncwarp();
+        if (!kWholeWarp || threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.empty);
+    }
+}
+
+/// Where the tensors lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;
+    TensorMap dk, dv;  // to store 16 rows, if the instance stages them
 };
 
 }  // namespace flash_wmma::backward::wgmma

@@ -6,22 +6,25 @@
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 produces: it says what the next item is and issues the copies of the tiles. Each of
-// two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS
-// go from the accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ.
+// Roles: one warp of warpgroup 0, the producer, says what the next item is, and copies its K and V and what is to be known
+// of its tiles of queries (producer.cuh); another copies Q and dO of these (copies.cuh). Each of two consumer warpgroups
+// owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to
+// the first operand of dV and dK in registers. dS also goes to shared memory, for dQ. dK and dV leave through shared
+// memory, while the next item begins (staged_rows.cuh).
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
 // (device/backward_rows.cuh).
 //
-// Shared memory: rings of K and V of items, of tiles of Q and dO, of what is to be known of these (L, D, the mask,
-// where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says it is
-// empty.
+// Shared memory: rings of K and V of items, of tiles of Q and dO, of L and D, of what else is to be known of these tiles
+// (the mask, where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says
+// it is empty.
 //
-// The additions to dQ keep the load and store unit busy: what comes behind them waits. So L and D are not loaded, but
-// terms of the products (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if
-// there are registers for it. And dS is stored before the products that follow it, or their operands' reads slow it.
+// The additions to dQ keep the load and store unit busy: what comes behind them waits, in every warp of the SM. So
+// warpgroup 0 needs hardly any local memory for a tile. And L and D are not loaded, but terms of the products
+// (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if there are registers for
+// it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh. What
 // changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
@@ -41,6 +44,7 @@
 #include "backward/wgmma/launch.cuh"
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
+#include "backward/wgmma/staged_rows.cuh"
 #include "backward/wgmma/turns.cuh"
 
 namespace flash_wmma::backward::wgmma {
@@ -56,10 +60,12 @@ class Consumer : ConsumerWarp<Tile> {
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
     using Kept = KeptTile<true, 16, kQueries>;
+    static_assert(!Tile::kStagesRows || kFirstApart);  // whose code waits for the stores
 
   public:
-    __device__ __forceinline__ Consumer(const Problem& problem, SharedMemory<Tile>& shared)
+    __device__ __forceinline__ Consumer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
         : Base(problem, uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
+          maps_(maps),
           smem_(shared),
           dropout_(problem.forward.dropout),
           changes_(problem),
@@ -91,19 +97,20 @@ class Consumer : ConsumerWarp<Tile> {
                 }
                 place_.begin(work);
                 unsigned places = places_of(tile, item, late_item);
-                look_at(places % 8);
+                look_at(places % 64);
                 int left = tiles;
                 if constexpr (kFirstApart) work_on_tile<true>(work, places, tile == 0, left-- == 1);
 #pragma unroll 1
                 for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
                 tile += static_cast<unsigned>(tiles), late_item = item++;
-                store(told(work.keys));
+                store(told(work.keys), tile + 1);
             } else {
                 store_zeros(told(work.keys));
             }
             tell(slot.empty);
         }
         if (item == 0) return;
+        await_stores();
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
@@ -115,9 +122,9 @@ class Consumer : ConsumerWarp<Tile> {
     /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
     /// descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
-        static_assert(8 % (2 * Tile::kDsStages) == 0 && 8 % (2 * Tile::kStages) == 0 && Tile::kKeyStages == 2 &&
-                      4 % (2 * Tile::kValueStages) == 0);
-        return in_uniform_register(tile % 8 | item % 4 << 3 | late_item % 2 << 5);
+        static_assert(64 % (2 * Tile::kDsStages) == 0 && 64 % (2 * Tile::kStages) == 0 && 64 % Tile::kTilesTold == 0 &&
+                      Tile::kKeyStages == 2 && 4 % (2 * Tile::kValueStages) == 0);
+        return in_uniform_register(tile % 64 | item % 4 << 6 | late_item % 2 << 8);
     }
 
     /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
@@ -125,7 +132,7 @@ class Consumer : ConsumerWarp<Tile> {
     /// are not added to anything.
     template <bool kBegins>
     __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
-        const unsigned tile = places % 8, item = places >> 3 & 3, late_item = places >> 5;
+        const unsigned tile = places % 64, item = places >> 6 & 3, late_item = places >> 8;
         Slot& slot = smem_.slot[tile % Tile::kStages];
         const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
@@ -136,7 +143,7 @@ class Consumer : ConsumerWarp<Tile> {
         facts_.begin_dp(dp_, facts_of(tile));
         this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout, facts_.kFolded);
 
-        const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        const TileFacts& of_tile = smem_.tile[tile % Tile::kTilesTold];
         const QueryPlace at = place_.take(work);
         [[maybe_unused]] Kept kept;
         if (dropout_.drops()) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
@@ -163,6 +170,7 @@ class Consumer : ConsumerWarp<Tile> {
         this->pack(p_, s_);
         this->pack(ds_, dp_);
 
+        if constexpr (kBegins) await_stores();
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
         await_ds(tile);
         ptx::wgmma_fence();
@@ -171,7 +179,7 @@ class Consumer : ConsumerWarp<Tile> {
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
         this->multiply_weights(dk_, ds_, q, unseen, !kBegins);
         places = places_of(tile + 1, item, item);  // beside the products
-        if (!last) look_at(places % 8);
+        if (!last) look_at(places % 64);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
         bring_late_dq(late_rows, tile, first, late_unseen);
@@ -240,7 +248,7 @@ class Consumer : ConsumerWarp<Tile> {
             Slot& slot = smem_.turn_slot[tile % 2];
             if (unseen) dq_.clear();
             ptx::barrier_wait(&slot.full, tile / 2 % 2);
-            this->bring(smem_.task[tile % 2], dq_, first_row() + 16 * warp_, first_column(),
+            this->bring(smem_.task[tile % Tile::kTilesTold], dq_, first_row() + 16 * warp_, first_column(),
                         this->template unscaled<kDrops>());
             tell(slot.empty);
         } else {
@@ -250,11 +258,58 @@ class Consumer : ConsumerWarp<Tile> {
         }
     }
 
-    /// Writes dK and dV.
-    __device__ __forceinline__ void store(const KeyTile& keys) const {
+    /// Writes dK and dV. `next`: which dS is stored next.
+    __device__ __forceinline__ void store(const KeyTile& keys, [[maybe_unused]] unsigned next) const {
         const ForwardParams& p = problem_.forward;
+        if constexpr (Tile::kStagesRows) {
+            // The engine does not see where a packed sequence ends
+            const bool whole = keys.rows >= this->warp_key() + Tile::kWarpKeys;
+            if (!includes(kProblems, Problems::kPacked) || !p.sequences.cu_seqlens_k || whole) return stage(keys, next);
+        }
         Base::store(problem_.dk, keys, p.head_dim, dk_, p.scale * this->template unscaled<kDrops>());
         Base::store(problem_.dv, keys, p.head_dim_v, dv_, this->template unscaled<kDrops>());
+    }
+    /// The same by the copy engine (staged_rows.cuh).
+    __device__ __forceinline__ void stage(const KeyTile& keys, unsigned next) const {
+        const ForwardParams& p = problem_.forward;
+        const int first = this->warp_key();
+        T* panel[2];
+        ptx::barrier_wait(&smem_.ds_slot[next % Tile::kDsStages].empty, next / Tile::kDsStages % 2 ^ 1);
+        auto& ds = smem_.ds[next % Tile::kDsStages];
+        panel[0] = ds.panel[0];
+        if constexpr (Tile::kQueryPanels > 1) panel[1] = ds.panel[1];
+        else panel[1] = smem_.staged.panel;
+        constexpr int kCount = 2 * Tile::kPanels;  // of dV, then of dK
+#pragma unroll
+        for (int i = 0; i < kCount; i += 2) {
+            if (i > 0) await_stores();
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const bool values = i + j < Tile::kPanels;
+                stage_rows(panel[j], first, values ? dv_ : dk_, 64 * ((i + j) % Tile::kPanels),
+                           (values ? 1.f : p.scale) * this->template unscaled<kDrops>(), lane_);
+            }
+            ptx::fence_proxy_async();
+            __syncwarp();
+            if (lane_ > 0 || first >= keys.rows) continue;
+            const int batch = includes(kProblems, Problems::kPacked) && p.sequences.cu_seqlens_q ? 0 : keys.batch;
+#pragma unroll
+            for (int j = 0; j < 2; ++j) {
+                const bool values = i + j < Tile::kPanels;
+                const int column = 64 * ((i + j) % Tile::kPanels);
+                if (column < (values ? p.head_dim_v : p.head_dim))
+                    ptx::tensor_store(values ? &maps_.dv : &maps_.dk, panel[j] + 64 * first,
+                                      {column, keys.row + first, keys.head, batch});
+            }
+            ptx::store_commit();
+        }
+    }
+    /// Waits until what stage() wrote to shared memory has been read.
+    __device__ __forceinline__ void await_stores() const {
+        if constexpr (Tile::kStagesRows) {
+            if (lane_ == 0) ptx::store_wait_read<0>();
+            __syncwarp();
+        }
     }
     /// The gradients of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const KeyTile& keys) const {
@@ -262,6 +317,7 @@ class Consumer : ConsumerWarp<Tile> {
         Base::store_zeros(problem_.dv, keys, problem_.forward.head_dim_v);
     }
 
+    const Maps& maps_;
     SharedMemory<Tile>& smem_;
     typename Base::Scores s_, dp_;   // scores, then P; dP, then dS
     typename Base::Weights p_, ds_;  // as operands
@@ -288,24 +344,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-        prepare_slots(smem.plan_slot, 1, kWarps + turn_keepers<kPass>());
+        prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<kPass>());
         prepare_slots(smem.key_slot, 1, kWarps);
         prepare_slots(smem.value_slot, 1, kWarps);
         prepare_slots(smem.slot, 1, kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
-        ptx::barrier_init(&smem.patch, 1);
-        for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
+        prepare_copies(smem);
         prepare_turns(smem, kWarps);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kTurns) keep_turns(problem, smem);
+        serve<Tile, kProblems, kPass>(problem, maps, smem, items);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
-        Consumer<Tile, kProblems, kPass>(problem, smem).run();
+        Consumer<Tile, kProblems, kPass>(problem, maps, smem).run();
     }
 }
 
@@ -316,9 +370,9 @@ Shape shape() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
-    {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true},
-    {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true},
+    {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true, .stages_rows = true},
+    {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
+    {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
 };
 /// Of blocks that take turns.
 inline constexpr TileShape kTurnShapes[] = {
@@ -329,7 +383,7 @@ inline constexpr TileShape kTurnShapes[] = {
 /// Of general problems.
 inline constexpr TileShape kGeneralShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4},
+    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4, .tiles_told = 8},
 };
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {

@@ -22,10 +22,14 @@ void launch_tile(const Problem& problem, Stream stream) {
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
-    const Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
-                    map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
-                    map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
+    Maps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kQueries),
+              map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kKeys),
+              map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kKeys),
+              map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kQueries)};
+    if constexpr (Tile::kStagesRows) {
+        maps.dk = map_rows(p, problem.dk, p.head_dim, rows_k, p.heads_k, Tile::kWarpKeys);
+        maps.dv = map_rows(p, problem.dv, p.head_dim_v, rows_k, p.heads_k, Tile::kWarpKeys);
+    }
     const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
     launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
 }

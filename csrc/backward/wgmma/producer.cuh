@@ -1,25 +1,31 @@
-// The producer of bwd_sm90: which items a block works on, and the copies of their tiles.
+// The producer of bwd_sm90: which items a block works on, the copies of their keys, and what is to be known of their
+// tiles of queries.
 #pragma once
 
 #include <launch.h>
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/copies.cuh"
+#include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
-/// One warp: says what the block works on, and copies K and V of each item, and its tiles of Q and dO, each as soon as
-/// its place is empty. What is to be known of a tile comes before.
+/// One warp: says what the block works on, and copies K and V of each item, and L and D of its tiles, each as soon as its
+/// place is empty. Another one copies Q and dO (copies.cuh).
 template <class Tile, Problems kProblems, Pass kPass>
-class Producer {
+class Producer : CopyingWarp<Tile, kProblems> {
+    using Base = CopyingWarp<Tile, kProblems>;
+    using Base::problem_, Base::smem_, Base::lane_, Base::kPacked;
+
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
-        : problem_(problem), maps_(maps), smem_(shared), lane_(static_cast<int>(threadIdx.x)) {}
+        : Base(problem, shared, shared.key_patch), maps_(maps) {}
 
     __device__ __forceinline__ void run(int items) {
-        // An item is taken late, when it can begin: behind a long one it would wait, and with it, if there is an order,
-        // all that follow. And an item waits for those alone that were taken before.
+        if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
+        // An item waits for those alone that were taken before, if there is an order
         const bool ordered = in_order<kPass>(problem_);
         const int first = ordered ? taken() : static_cast<int>(blockIdx.x);
         const int before = ordered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
@@ -27,6 +33,9 @@ class Producer {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index);
             publish(item);
             if (item.tiles > 0) load_item(item);
+            // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
+            // follow
+            if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
             const int next = taken() + before;
             index = uniform(next);
         }
@@ -51,53 +60,66 @@ class Producer {
         plan_.advance();
     }
 
-    /// Issues an item's copies. If there is one place for V, that of the first tile is empty before.
+    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems, kPass>();
         load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
         keys_.advance();
         if constexpr (!kValuesLate) load_values(item);
-        QueryPlace at{item.start_head, item.start};
-        for (int left = item.tiles; left > 0; --left, at.template advance<Tile>(item), place_.advance()) {
-            load_facts(item, at);
-            load_tile(item, at);
-            if (kValuesLate && left == item.tiles) load_values(item);
-        }
+        for (int first = 0; first < item.tiles; first += Tile::kTilesAtOnce)
+            load_facts(item, first, kValuesLate && first == 0);
     }
     __device__ __forceinline__ void load_values(const Item& item) {
         load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
         values_.advance();
     }
 
-    /// What is to be known of a tile of queries before its Q and dO are there. Its place is empty: the tile that was
-    /// there has left Q's and dO's place to one whose copies were issued before.
-    __device__ __forceinline__ void load_facts(const Item& item, const QueryPlace& at) {
+    /// What is to be known of kTilesAtOnce tiles of queries, from the item's tile `first` on. Each lane finds it out of one
+    /// tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
+    ///
+    /// The place of L and D is empty when the copies of the tile two before were asked for: the tile four before, which
+    /// was there, has left Q's and dO's place to these.
+    __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
         const Sequence& sequence = item.sequence;
+        const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
+        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
         const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
-        QueryFacts<Tile>& facts = smem_.facts[facts_];
-        if (rows < Tile::kQueries) {
-            __syncwarp();  // lane 0 knows that the place is empty
-            clear_behind_last_group(facts, rows);
-            ptx::fence_proxy_async();  // the next copy to this place comes behind these writes, and products read them
-            __syncwarp();
+        const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
+        if (lane_ < count)
+            smem_.tile[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold] = {
+                group - (own == 0 ? group_before_ : before), at.row, existing, seen(item, at, existing)};
+        group_before_ = last;
+        const unsigned ends = __ballot_sync(kWarpMask, rows < Tile::kQueries);
+        const void* const from = facts_from(group);
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, ++tiles_) {
+            if (tiles_ >= 2) await_copies(tiles_ - 2);
+            const unsigned place = tiles_ % Tile::kTileFacts;
+            QueryFacts<Tile>& facts = smem_.facts[place];
+            if (ends >> i & 1) {
+                clear_behind_last_group(facts, __shfl_sync(kWarpMask, rows, i));
+                ptx::fence_proxy_async();  // the copy comes behind these writes, and products read them
+                __syncwarp();
+            }
+            if (lane_ == i) {
+                const auto bytes = static_cast<unsigned>(rows * facts_bytes(kFolds));
+                ptx::Barrier* const full = &smem_.facts_full[place];
+                ptx::barrier_arrive_expect(full, bytes);
+                ptx::bulk_load(&facts, from, bytes, full);
+            }
+            if (then_values && i == 0) load_values(item);
         }
-        if (lane_ == 0) {
-            const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
-            Seen seen = item.mask.all_visible(at.row, last_query, item.first_key, last_key) ? Seen::kAll : Seen::kSome;
-            if constexpr (kRanged)
-                if (problem_.extents) seen = seen_by_ranges(item, at, existing, last_key, seen);
-            smem_.tile[facts_] = {group - group_before_, at.row, existing, seen};
-            const auto bytes = static_cast<unsigned>(rows * facts_bytes(kFolds));
-            ptx::Barrier* const full = &smem_.facts_full[facts_];
-            ptx::barrier_arrive_expect(full, bytes);
-            if constexpr (kFolds)
-                ptx::bulk_load(facts.terms, terms_of(problem_, sequence, at.head) + at.row / 8, bytes, full);
-            else ptx::bulk_load(facts.pairs, facts_of(problem_, sequence, at.head) + at.row / 2, bytes, full);
-        }
-        group_before_ = group;
-        facts_ = (facts_ + 1) % Tile::kTileFacts;
+    }
+    /// Waits until copies of a tile's Q and dO were asked for.
+    __device__ __forceinline__ void await_copies(unsigned tile) {
+        ptx::barrier_wait(&smem_.under_way[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
+    }
+    /// L and D of the rows from a group on.
+    __device__ __forceinline__ const void* facts_from(int group) const {
+        if constexpr (kFolds) return problem_.terms + std::int64_t{group} * (kRowGroup / 8);
+        else return problem_.facts + std::int64_t{group} * (kRowGroup / 2);
     }
 
     /// Rows of a tile that are in no group: their P is 0.
@@ -110,41 +132,24 @@ class Producer {
                 facts.pairs[i] = {{-INFINITY, -INFINITY}, {0.f, 0.f}};
     }
 
-    /// With ranges. `by_band`: without them.
+    /// How much of the item's keys a tile's queries see.
+    __device__ __forceinline__ Seen seen(const Item& item, const QueryPlace& at, int existing) const {
+        const int last_query = at.row + Tile::kQueries - 1, last_key = item.first_key + Tile::kKeys - 1;
+        const bool by_band = item.mask.all_visible(at.row, last_query, item.first_key, last_key);
+        if constexpr (includes(kProblems, Problems::kModified))
+            if (problem_.extents) return seen_by_ranges(item, at, existing, last_key, by_band);
+        return by_band ? Seen::kAll : Seen::kSome;
+    }
+    /// With ranges. `all`: without them the queries see all keys.
     __device__ __forceinline__ Seen seen_by_ranges(const Item& item, const QueryPlace& at, int existing, int last_key,
-                                                   Seen by_band) const {
+                                                   bool all) const {
         const RowGroupMask mask(problem_, item.sequence, at.head);
-        bool all = by_band == Seen::kAll, none = true;
+        bool none = true;
         for (int row = at.row; row < at.row + existing; row += kRowGroup) {
             all &= mask.all_visible(row, row + kRowGroup - 1, item.first_key, last_key);
             none &= !mask.some_visible(row, row + kRowGroup - 1, item.first_key, last_key);
         }
         return all ? Seen::kAll : none ? Seen::kNone : Seen::kSome;
-    }
-
-    /// Q and dO of a tile of queries.
-    __device__ __forceinline__ void load_tile(const Item& item, const QueryPlace& at) {
-        const Sequence& sequence = item.sequence;
-        const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
-        const bool cuts = kPacked && problem_.forward.sequences.cu_seqlens_q && existing < Tile::kQueries;
-        if (lane_ > 0 && !cuts) return;
-        Slot& slot = smem_.slot[place_.stage];
-        auto &q = smem_.q[place_.stage], &dout = smem_.dout[place_.stage];
-        ptx::barrier_wait(&slot.empty, place_.parity ^ 1);  // every lane for itself, if every lane writes there
-        if (lane_ == 0) {
-            ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
-            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
-            const int row = sequence.first_q + at.row, batch = batch_of(sequence);
-            load(q, maps_.q, barrier, row, at.head, batch);
-            load(dout, maps_.dout, barrier, row, at.head, batch);
-        }
-        if (!cuts) return;
-        await_patch();
-        clear_behind(q, existing);
-        clear_behind(dout, existing);
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
     }
 
     /// K or V of an item.
@@ -157,58 +162,47 @@ class Producer {
         if (lane_ > 0 && !cuts) return;
         ptx::barrier_wait(&slot.empty, parity ^ 1);
         if (lane_ == 0) {
-            ptx::Barrier* const barrier = cuts ? &smem_.patch : &slot.full;
+            ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, sizeof(Rows));
-            load(rows, map, barrier, item.keys.row, item.keys.head, batch_of(item.sequence));
+            this->load(rows, map, barrier, item.keys.row, item.keys.head, this->batch_of(item.sequence));
         }
         if (!cuts) return;
-        await_patch();
-        clear_behind(rows, used);
-        ptx::fence_proxy_async();
-        __syncwarp();
-        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+        this->await_patch();
+        this->clear_behind(rows, used);
+        this->tell_cleared(slot);
     }
 
-    template <class Rows>
-    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
-                                         int batch) const {
-#pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
-            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
-    }
-    __device__ __forceinline__ int batch_of(const Sequence& sequence) const {
-        return kPacked && problem_.forward.sequences.cu_seqlens_q ? 0 : sequence.index;
-    }
+    static constexpr bool kFolds = folds_facts<Tile, kProblems>();
 
-    // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
-    // tensor's end the copy itself writes zeros, but behind a sequence's end it finds other rows.
-    __device__ __forceinline__ void await_patch() {
-        ptx::barrier_wait(&smem_.patch, patch_parity_);
-        patch_parity_ ^= 1;
-    }
-    template <class Rows>
-    __device__ __forceinline__ void clear_behind(Rows& rows, int count) const {
-        constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
-        constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
-#pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
-            for (int vector = count * kVectors + lane_; vector < kAll; vector += 32)
-                reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
-    }
-
-    static constexpr bool kPacked = includes(kProblems, Problems::kPacked),
-                          kRanged = includes(kProblems, Problems::kModified), kFolds = folds_facts<Tile, kProblems>();
-
-    const Problem& problem_;
     const Maps& maps_;
-    SharedMemory<Tile>& smem_;
-    const int lane_;
     RingPlace<Tile::kPlans> plan_;
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;
-    RingPlace<Tile::kStages> place_;
-    int facts_ = 0, group_before_ = 0;  // place of the next facts; the group of rows of the facts before
-    unsigned patch_parity_ = 0;
+    unsigned tiles_ = 0;    // whose facts were asked for
+    int group_before_ = 0;  // the group of rows of the facts before
 };
+
+// ---- Warpgroup 0 ----------------------------------------------------------------------------------------------------
+
+/// How many warps of warpgroup 0 follow the plan: that of Q and dO, and two if blocks take turns.
+template <Pass kPass>
+constexpr unsigned plan_followers() {
+    return kPass == Pass::kTurns ? 3 : 1;
+}
+
+/// Prepares the barriers of what it copies, but for the slots.
+template <class Tile>
+__device__ __forceinline__ void prepare_copies(SharedMemory<Tile>& smem) {
+    for (ptx::Barrier* const patch : {&smem.key_patch, &smem.query_patch}) ptx::barrier_init(patch, 1);
+    for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
+    for (auto& barrier : smem.under_way) ptx::barrier_init(&barrier, 1);
+}
+
+template <class Tile, Problems kProblems, Pass kPass>
+__device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, SharedMemory<Tile>& smem, int items) {
+    if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+    else if (threadIdx.x < 64) QueryCopies<Tile, kProblems>(problem, maps, smem).run();
+    else if constexpr (kPass == Pass::kTurns) keep_turns(problem, smem);
+}
 
 }  // namespace flash_wmma::backward::wgmma

@@ -15,7 +15,7 @@
 // done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
 // packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
-// Roles: beside the producer, two warps of warpgroup 0 walk through the plan. `await_turns` takes numbers, reads the
+// Roles: two more warps of warpgroup 0 walk through the plan. `AwaitTurns` takes numbers, reads the
 // counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes it
 // visible to all blocks and counts. So no consumer waits for global memory, and the block may be late by a tile without
 // making others wait. The producer has no part in it: what it does for a tile is on the way of the tile's copies.
@@ -25,6 +25,7 @@
 #include <ptx_sm90.cuh>
 
 #include "backward/wgmma/block.cuh"
+#include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -45,74 +46,100 @@ __device__ __forceinline__ Turn turn_of(const Problem& problem, const Item& item
             static_cast<unsigned>(last - first)};
 }
 
-/// Calls on_tile(n, item, at) for the block's tiles n = 0, 1, ... as the plan says them. A single lane.
-template <class Tile, class OnTile>
-__device__ __forceinline__ void each_tile(SharedMemory<Tile>& smem, OnTile on_tile) {
-    unsigned n = 0;
-    for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
-        Slot& slot = smem.plan_slot[plan.stage];
-        ptx::barrier_wait(&slot.full, plan.parity);
-        const Item& item = smem.plan[plan.stage];
-        int left = item.tiles;
-        if (left < 0) return;
-        for (QueryPlace at{item.start_head, item.start}; left > 0; --left, ++n, at.template advance<Tile>(item))
-            on_tile(n, item, at);
-        ptx::barrier_arrive(&slot.empty);
-    }
-}
-
+/// A warp, each of whose lanes knows a tile: so counts of up to 32 tiles are read at once, most of them before their turn.
 template <class Tile>
-__device__ __forceinline__ void await_turns(const Problem& problem, SharedMemory<Tile>& smem) {
-    const bool writes = problem.dq_by == DqBy::kTurns, broken = problem.queue->broken > 0;
-    each_tile(smem, [&](unsigned n, const Item& item, const QueryPlace& at) {
-        Turn turn = turn_of<Tile>(problem, item, at);
-        TurnCount& count = problem.turns[turn.group];
-        DqTask& task = smem.task[n % 2];
-        // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this one,
-        // which it would then never see
-        ptx::barrier_wait(&smem.turn_seen[n % 2], n / 2 % 2 ^ 1);
-        task.dq = row_of<typename Tile::T>(problem.dq, item.sequence.index, at.head, item.sequence.first_q + at.row);
-        task.group = turn.group;
-        task.rows = item.sequence.seqlen_q - at.row;
-        if (!problem.deterministic) turn.place = atomicAdd(&count.taken, 1u);
-        const bool first = turn.place == 0, last = turn.place == turn.others;
-        const unsigned awaited = broken ? 0 : problem.deterministic || last ? turn.place : min(turn.place, 1u);
-        task.first = writes && first;
-        task.finishes = writes && last;
-        if (awaited > 0)
-            while (ptx::load_acquire(&count.done) < awaited) {
+class AwaitTurns {
+  public:
+    __device__ __forceinline__ AwaitTurns(const Problem& problem, SharedMemory<Tile>& shared)
+        : problem_(problem),
+          smem_(shared),
+          lane_(static_cast<int>(threadIdx.x) % 32),
+          writes_(problem.dq_by == DqBy::kTurns),
+          broken_(problem.queue->broken > 0) {}
+
+    __device__ __forceinline__ void run() {
+        each_item<Tile>(smem_, [&](const Item& item) {
+            for (int first = 0; first < item.tiles; first += Tile::kTilesAtOnce)
+                await(item, first, min(Tile::kTilesAtOnce, item.tiles - first));
+        });
+    }
+
+  private:
+    __device__ __forceinline__ void await(const Item& item, int first, int count) {
+        const int own = min(lane_, count - 1);
+        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
+        const Turn turn = turn_of<Tile>(problem_, item, at);
+        TurnCount& counts = problem_.turns[turn.group];
+        if (lane_ < count) {
+            DqTask& task = smem_.task[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold];
+            task.dq =
+                row_of<typename Tile::T>(problem_.dq, item.sequence.index, at.head, item.sequence.first_q + at.row);
+            task.group = turn.group;
+            task.rows = item.sequence.seqlen_q - at.row;
+            if (problem_.deterministic) begin(task, turn.place, turn.others);
+        }
+        const unsigned awaited = broken_ ? 0 : turn.place;
+        bool over = awaited == 0;  // in order: all turns before this lane's tile's
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, ++tiles_) {
+            // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this
+            // one, which it would then never see
+            ptx::barrier_wait(&smem_.turn_seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
+            if (!problem_.deterministic) {
+                if (lane_ == i) take_number(counts, turn.others);
+            } else {
+                while (!(__ballot_sync(kWarpMask, over) >> i & 1))
+                    over = over || ptx::load_acquire(&counts.done) >= awaited;
             }
-        ptx::barrier_arrive(&smem.turn_slot[n % 2].full);
-    });
-}
+            if (lane_ == i) ptx::barrier_arrive(&smem_.turn_slot[tiles_ % 2].full);
+        }
+    }
+    /// Without an order: takes the number of this lane's tile, and waits until it is its turn.
+    __device__ __forceinline__ void take_number(TurnCount& counts, unsigned others) {
+        const unsigned place = atomicAdd(&counts.taken, 1u);
+        begin(smem_.task[tiles_ % Tile::kTilesTold], place, others);
+        const unsigned awaited = broken_ ? 0 : place == others ? place : min(place, 1u);
+        if (awaited > 0)
+            while (ptx::load_acquire(&counts.done) < awaited) {
+            }
+    }
+    __device__ __forceinline__ void begin(DqTask& task, unsigned place, unsigned others) const {
+        task.first = writes_ && place == 0;
+        task.finishes = writes_ && place == others;
+    }
+
+    const Problem& problem_;
+    SharedMemory<Tile>& smem_;
+    const int lane_;
+    const bool writes_, broken_;
+    unsigned tiles_ = 0;  // how many there were
+};
+
+/// A single lane.
 template <class Tile>
 __device__ __forceinline__ void pass_turns(const Problem& problem, SharedMemory<Tile>& smem) {
     const auto pass = [&](unsigned n) {
-        ptx::barrier_wait(&smem.turn_slot[n % 2].empty, n / 2 % 2);
-        const int group = smem.task[n % 2].group;
+        Slot& slot = smem.turn_slot[n % 2];
+        ptx::barrier_wait(&slot.full, n / 2 % 2);
+        const int group = smem.task[n % Tile::kTilesTold].group;
+        ptx::barrier_wait(&slot.empty, n / 2 % 2);
         ptx::barrier_arrive(&smem.turn_seen[n % 2]);
         ptx::add_release(&problem.turns[group].done, 1);
     };
     // A turn ends beside the next tile, which may be the next item's: this one's place in the plan must not wait for it
     unsigned tiles = 0;
-    each_tile(smem, [&](unsigned n, const Item&, const QueryPlace&) {
-        if (n > 0) pass(n - 1);
-        tiles = n + 1;
+    each_item<Tile, false>(smem, [&](const Item& item) {
+        for (int left = item.tiles; left > 0; --left, ++tiles)
+            if (tiles > 0) pass(tiles - 1);
     });
     if (tiles > 0) pass(tiles - 1);
 }
 
-/// A warp of warpgroup 0 beside the producer's.
+/// The last two warps of warpgroup 0.
 template <class Tile>
 __device__ __forceinline__ void keep_turns(const Problem& problem, SharedMemory<Tile>& smem) {
-    if (threadIdx.x == 32) await_turns(problem, smem);
-    if (threadIdx.x == 64) pass_turns(problem, smem);
-}
-
-/// How many lanes of warpgroup 0 follow the plan.
-template <Pass kPass>
-constexpr unsigned turn_keepers() {
-    return kPass == Pass::kTurns ? 2 : 0;
+    if (64 <= threadIdx.x && threadIdx.x < 96) AwaitTurns<Tile>(problem, smem).run();
+    if (threadIdx.x == 96) pass_turns(problem, smem);
 }
 
 /// Prepares the barriers. `adders`: warps that bring dQ to its place.

@@ -137,7 +137,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
 
         if (!facts_.kFolded) await_facts(tile);
         facts_.load_lse(facts);  // before the waits, beside the products
-        const TileFacts& of_tile = smem_.tile[tile % Tile::kTileFacts];
+        const TileFacts& of_tile = smem_.tile[tile % Tile::kTilesTold];
         const QueryPlace at = place_.take(work);
         [[maybe_unused]] KeptTile<true, 16, Tile::kQueries> kept;
         if (dropout_.drops()) kept = dropout_.kept(work, at, this->warp_key());  // beside the products
@@ -221,13 +221,12 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
     /// dV and dQ of a tile, but for the additions of dQ's last part, and these of the tile before.
     __device__ __forceinline__ void work_on_tile(unsigned tile) {
-        const unsigned facts = tile % Tile::kTileFacts;
         const auto [stage, parity] = Places::of<Tile>(tile);
         Slot &slot = smem_.slot[stage], &ds_slot = smem_.ds_slot[stage];
         const auto& ds = smem_.ds[stage];
         ptx::barrier_wait(&ds_slot.full, parity);
         ptx::barrier_wait(&slot.full, parity);
-        float* const dq = late_ + dq_step(problem_, smem_.tile[facts].groups);
+        float* const dq = late_ + dq_step(problem_, smem_.tile[tile % Tile::kTilesTold].groups);
         ptx::wgmma_fence();
         multiply_part<0>(ds);
         multiply_values(smem_.p[stage], smem_.dout[stage], unseen(tile));
@@ -272,7 +271,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 
     /// Whether the tile's queries see none of the item's keys.
     __device__ __forceinline__ bool unseen(unsigned tile) const {
-        return Asked::leaves_out(smem_.tile[tile % Tile::kTileFacts].seen);
+        return Asked::leaves_out(smem_.tile[tile % Tile::kTilesTold].seen);
     }
 
     /// Issues dV += P^T dO. Unless `left_out`.
@@ -303,7 +302,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         auto& dq = dq_[kPart % kSets];
         if constexpr (kPass == Pass::kTurns) {
             if (unseen(tile)) dq.clear();
-            this->bring(smem_.task[tile % 2], dq, 16 * warp_, 64 * kPart, this->template unscaled<kDrops>());
+            this->bring(smem_.task[tile % Tile::kTilesTold], dq, 16 * warp_, 64 * kPart,
+                        this->template unscaled<kDrops>());
         } else
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,
                       static_cast<int>(problem_.forward.head_dim) - 64 * kPart);
@@ -327,13 +327,12 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<TwoRolesMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
-        prepare_slots(smem.plan_slot, 1, 2 * kWarps + turn_keepers<kPass>());
+        prepare_slots(smem.plan_slot, 1, 2 * kWarps + plan_followers<kPass>());
         prepare_slots(smem.key_slot, 1, 2 * kWarps);
         prepare_slots(smem.value_slot, 1, kWarps);
         prepare_slots(smem.slot, 1, 2 * kWarps);
         prepare_slots(smem.ds_slot, kWarps, kWarps);
-        ptx::barrier_init(&smem.patch, 1);
-        for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
+        prepare_copies(smem);
         prepare_turns(smem, kWarps);
         ptx::barrier_init_fence();
     }
@@ -341,8 +340,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
-        else if (kPass == Pass::kTurns) keep_turns(problem, smem);
+        serve<Tile, kProblems, kPass>(problem, maps, smem, items);
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         if (group == 1) ScoresConsumer<Tile, kProblems, kPass>(problem, smem).run();
@@ -357,8 +355,14 @@ Shape shape_in_roles() {
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kWideShapes[] = {
-    {.d = 192, .queries = 64, .key_stages = 1, .value_stages = 1, .folds_facts = true, .two_roles = true},
-    {.d = 256, .queries = 64, .key_stages = 1, .value_stages = 1, .two_roles = true},
+    {.d = 192,
+     .queries = 64,
+     .key_stages = 1,
+     .value_stages = 1,
+     .folds_facts = true,
+     .tiles_told = 8,
+     .two_roles = true},
+    {.d = 256, .queries = 64, .key_stages = 1, .value_stages = 1, .tiles_told = 8, .two_roles = true},
 };
 /// Of general problems.
 inline constexpr TileShape kGeneralWideShapes[] = {kWideShapes[1]};

@@ -69,6 +69,17 @@ EMULATOR_BRICK inline void bulk_load(void* shared, const void* global, unsigned 
     emulator::bulk_load(shared, global, bytes, barrier, site, EMULATOR_PC);
 }
 
+EMULATOR_BRICK inline void tensor_store(const TensorMap* map, const void* shared, const int (&coordinates)[4],
+                                        EMULATOR_SITE) {
+    emulator::tensor_store(*map, shared, coordinates, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void store_commit() { emulator::store_commit(); }
+template <int Pending>
+EMULATOR_BRICK void store_wait_read() {
+    static_assert(Pending >= 0);
+    emulator::store_wait_read(Pending);
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 enum class Major { K, N, K8 };

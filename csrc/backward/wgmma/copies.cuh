@@ -1,0 +1,115 @@
+// Copies of tiles to shared memory: what the producer, which copies K and V, shares with the warp that copies Q and dO,
+// and that warp.
+//
+// Q and dO have few places, so the time from when a place is empty to when the next tile is there is on the way of the
+// products. The warp has nothing else to do, and all that it needs of an item in registers: an access to local or shared
+// memory waits behind the additions to dQ and all else in the queue of the SM's load and store unit
+// (docs/tuning/hopper_backward.md).
+#pragma once
+
+#include <launch.h>
+#include <ptx_sm90.cuh>
+
+#include "backward/wgmma/block.cuh"
+#include "device/constants.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+/// A warp that copies tiles of rows.
+template <class Tile, Problems kProblems>
+class CopyingWarp {
+  protected:
+    __device__ __forceinline__ CopyingWarp(const Problem& problem, SharedMemory<Tile>& shared, ptx::Barrier& patch)
+        : problem_(problem), smem_(shared), patch_(patch), lane_(static_cast<int>(threadIdx.x) % 32) {}
+
+    template <class Rows>
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
+                                         int batch) const {
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
+    }
+    __device__ __forceinline__ int batch_of(const Sequence& sequence) const {
+        return kPacked && problem_.forward.sequences.cu_seqlens_q ? 0 : sequence.index;
+    }
+
+    // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
+    // tensor's end the copy itself writes zeros, but behind a sequence's end it finds other rows.
+    __device__ __forceinline__ void await_patch() {
+        ptx::barrier_wait(&patch_, patch_parity_);
+        patch_parity_ ^= 1;
+    }
+    template <class Rows>
+    __device__ __forceinline__ void clear_behind(Rows& rows, int count) const {
+        constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
+        constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
+#pragma unroll
+        for (int i = 0; i < Tile::kPanels; ++i)
+            for (int vector = count * kVectors + lane_; vector < kAll; vector += 32)
+                reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
+    }
+    /// Behind the clearing of rows that the copies of a place have brought: the place is full.
+    __device__ __forceinline__ void tell_cleared(Slot& slot) const {
+        ptx::fence_proxy_async();
+        __syncwarp();
+        if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
+
+    const Problem& problem_;
+    SharedMemory<Tile>& smem_;
+    ptx::Barrier& patch_;
+    const int lane_;
+    unsigned patch_parity_ = 0;
+};
+
+/// The warp that copies Q and dO of the block's tiles, each as soon as its place is empty.
+template <class Tile, Problems kProblems>
+class QueryCopies : CopyingWarp<Tile, kProblems> {
+    using Base = CopyingWarp<Tile, kProblems>;
+    using Base::problem_, Base::smem_, Base::lane_, Base::kPacked;
+
+  public:
+    __device__ __forceinline__ QueryCopies(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
+        : Base(problem, shared, shared.query_patch), maps_(maps) {}
+
+    __device__ __forceinline__ void run() {
+        if (lane_ == 0) ptx::prefetch(&maps_.q), ptx::prefetch(&maps_.dout);
+        unsigned n = 0;
+        each_item<Tile>(smem_, [&](const Item& item) {
+            QueryPlace at{item.start_head, item.start};
+            for (int left = item.tiles; left > 0; --left, ++n, at.template advance<Tile>(item))
+                copy(n, item.sequence, at);
+        });
+    }
+
+  private:
+    __device__ __forceinline__ void copy(unsigned n, const Sequence& sequence, const QueryPlace& at) {
+        const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
+        const bool cuts = kPacked && problem_.forward.sequences.cu_seqlens_q && existing < Tile::kQueries;
+        if (lane_ > 0 && !cuts) return;
+        const unsigned stage = n % Tile::kStages;
+        Slot& slot = smem_.slot[stage];
+        auto &q = smem_.q[stage], &dout = smem_.dout[stage];
+        // Every lane for itself, if every lane writes there
+        ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
+        if (lane_ == 0) {
+            ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
+            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
+            const int row = sequence.first_q + at.row, batch = this->batch_of(sequence);
+            this->load(q, maps_.q, barrier, row, at.head, batch);
+            this->load(dout, maps_.dout, barrier, row, at.head, batch);
+            ptx::barrier_arrive(&smem_.under_way[n % Tile::kTileFacts]);
+        }
+        if (!cuts) return;
+        this->await_patch();
+        this->clear_behind(q, existing);
+        this->clear_behind(dout, existing);
+        this->tell_cleared(slot);
+    }
+
+    const Maps& maps_;
+};
+
+}  // namespace flash_wmma::backward::wgmma
