@@ -264,6 +264,25 @@ def test_masks(case: str, d: int, turns: bool) -> None:
     check(MASKS[case], d, turns=turns)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 128),
+        Case(129, 100, Mask(True), heads=(4, 2), batch=2),
+        Case(513, 600, Mask(True), heads=(4, 2), batch=2),
+        Case(130, 194, Mask("bottom_right")),  # 64 rows, if a tile has no more
+        Case(200, 300, Mask(True, (199, 40))),
+        Case(200, 300, Mask(True, (198, 0))),  # the last row does not see the first key
+        Case(200, 140, Mask("bottom_right")),  # the first rows see no key
+        Case(2300, 140, Mask(True)),  # the terms of a head of d = 8 find no place
+    ],
+)
+@pytest.mark.parametrize("d", [8, 64, 96, 128])
+def test_sole_rows(d: int, case: Case) -> None:
+    """Rows that see keys of one tile alone, beside others: the products write their dq."""
+    check(case, d, sm_count=2)
+
+
 @TURNS
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
@@ -310,6 +329,8 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
         (5120, 513, False, False),
         (6016, 512, False, False),
         (0, 512, False, False),  # not known
+        (0, 129, False, False),
+        (0, 128, False, True),  # one item sees all
         (0, 512, True, True),
         (0, 513, True, False),
     ],

@@ -106,9 +106,12 @@ struct Problem : BackwardParams {
     int multiprocessors = 0;        // of the device, only with a queue
     TurnCount* turns = nullptr;     // one a group, only if tiles of keys take turns at dQ
     DqBy dq_by = DqBy::kSums;
-    RowTerms* terms = nullptr;  // the facts of kernels that take them so
+    RowTerms* terms = nullptr;  // the facts of kernels that take them so (terms_of)
     float terms_scale = 1.f;
     KeyExtent* extents = nullptr;  // of each group of rows; only with key ranges
+    // Of each head: how many rows see keys of a single tile, the first ones. The products write their dq, and a head's
+    // terms lie in its part of dQ's buffer, which these rows do not need.
+    int sole_rows = 0;
 };
 
 /// -L in natural units, and -D, of one query row (RowPair).
@@ -139,8 +142,14 @@ inline std::int64_t row_groups(const ForwardParams& p) {
 __device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const Sequence& sequence, int head) {
     return problem.facts + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 2);
 }
-__device__ __forceinline__ const RowTerms* terms_of(const Problem& problem, const Sequence& sequence, int head) {
-    return problem.terms + q_scale_index(problem.forward, sequence, head) * (kRowGroup / 8);
+/// Terms of a group of rows of a sequence's head.
+__device__ __forceinline__ RowTerms* terms_of(const Problem& problem, const Sequence& sequence, int head, int group) {
+    const std::int64_t first = q_scale_index(problem.forward, sequence, head);
+    RowTerms* const of_head =
+        problem.sole_rows > 0
+            ? reinterpret_cast<RowTerms*>(problem.dq_rows + first * (kRowGroup * problem.forward.head_dim))
+            : problem.terms + first * (kRowGroup / 8);
+    return of_head + group * (kRowGroup / 8);
 }
 /// With key ranges: what the groups of rows of a sequence's head see.
 __device__ __forceinline__ const KeyExtent* extents_of(const Problem& problem, const Sequence& sequence, int head) {
@@ -239,7 +248,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     }
     if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};
     if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
-    else if (problem.dq_rows) {
+    else if (problem.dq_rows && (problem.sole_rows == 0 || group.first_row >= problem.sole_rows)) {
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
@@ -272,7 +281,10 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             if (used) facts = {problem, sequence, group.head, row, sum};
             const std::int64_t at = std::int64_t{blockIdx.x} * kRowGroup + i;
             if (problem.terms) {
-                write_terms(problem.terms[at / 8], i % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
+                RowTerms* const terms = problem.sole_rows > 0
+                                            ? terms_of(problem, sequence, group.head, group.first_row / kRowGroup)
+                                            : problem.terms + std::int64_t{blockIdx.x} * (kRowGroup / 8);
+                write_terms(terms[i / 8], i % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
             } else {
                 RowPair& pair = problem.facts[at / 2];
                 pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
@@ -344,7 +356,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
-    if (group.first_row < 0) return;
+    if (group.first_row < 0 || group.first_row < problem.sole_rows) return;
     const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
     const float scale = p.scale * unscaled_factor(p);
@@ -392,10 +404,10 @@ constexpr std::int64_t facts_bytes(bool terms) {
 }
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
-inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
+inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms, int sole_rows) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
-    return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&
+    return by == DqBy::kSums && sole_rows == 0 && !p.sequences.cu_seqlens_q &&
            row_groups(p) * kRowGroup * facts_bytes(terms) <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 
@@ -405,26 +417,30 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
 }
 
 /// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
-inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false) {
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false,
+                                    int sole_rows = 0) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
+    const bool apart = sole_rows == 0 && !facts_in_dq(params, by, terms, sole_rows);
+    const std::int64_t facts = apart ? facts_bytes(terms) : 0;
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
-inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = false) {
+inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = false, int sole_rows = 0) {
     const std::int64_t groups = row_groups(params.forward);
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
         dq_rows + (by == DqBy::kQueries ? 0 : groups * kRowGroup * params.forward.head_dim));
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
-    void* const facts = facts_in_dq(params, by, terms) ? params.dq.data : extents + (has_ranges ? groups : 0);
+    void* const facts =
+        facts_in_dq(params, by, terms, sole_rows) ? params.dq.data : extents + (has_ranges ? groups : 0);
     Problem problem{params, terms ? nullptr : static_cast<RowPair*>(facts), by == DqBy::kQueries ? nullptr : dq_rows,
                     params.exponents.dout ? scales : nullptr};
     problem.dq_by = by;
     if (terms) problem.terms = static_cast<RowTerms*>(facts), problem.terms_scale = terms_scale_of(params.forward);
     if (has_ranges) problem.extents = extents;
+    problem.sole_rows = sole_rows;
     return problem;
 }
 

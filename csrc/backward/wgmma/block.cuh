@@ -185,7 +185,8 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
-struct alignas(16) TileFacts {
+struct TileFacts {
+    void* dq;    // its first row in the caller's dq, if its rows see no other item's keys; or null
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
     Seen seen;
@@ -235,6 +236,12 @@ struct DqTask {
 template <class Tile, Problems kProblems>
 constexpr bool folds_facts() {
     return Tile::kFoldsFacts && !includes(kProblems, Problems::kModified) && !includes(kProblems, Problems::kDropped);
+}
+
+/// Whether an item writes dq of rows that see no other item's keys (Problem::sole_rows).
+template <class Tile, Problems kProblems, Pass kPass>
+constexpr bool writes_sole_rows() {
+    return folds_facts<Tile, kProblems>() && !Tile::kTwoRoles && kPass == Pass::kFused;
 }
 
 /// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas

@@ -36,6 +36,26 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
+/// Problem::sole_rows: of dense problems whose rows all see the first key, perhaps but for those that see none; without
+/// turns. 0 if a head's terms do not fit where they would then lie.
+int sole_rows(const BackwardParams& params, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    const Sequences& s = p.sequences;
+    const Shape& shape = shape_of(params, device);
+    if (!shape.writes_sole_rows || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k || p.key_ranges.data) return 0;
+    const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
+    if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
+    const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;
+    const std::int64_t see_no_more = p.seqlen_k <= keys ? p.seqlen_q : keys - offset - p.band.right;
+    const std::int64_t rows = std::min(see_no_more, p.seqlen_q) / queries * queries,
+                       all = p.seqlen_k <= keys ? (p.seqlen_q + queries - 1) / queries * queries
+                                                : std::max<std::int64_t>(rows, 0);
+    const std::int64_t groups = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
+    const bool fits = groups * kRowGroup * facts_bytes(true) <=
+                      std::min(all, groups * kRowGroup) * p.head_dim * std::int64_t{sizeof(float)};
+    return fits ? static_cast<int>(all) : 0;
+}
+
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
 /// The queue and the turns come first, each aligned as what follows has to be.
@@ -46,8 +66,8 @@ std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) 
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    return counters_bytes(p, device) +
-           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape_of(p, device).takes_terms);
+    return counters_bytes(p, device) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device),
+                                                                 shape_of(p, device).takes_terms, sole_rows(p, device));
 }
 
 template <class T>
@@ -56,14 +76,15 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     BackwardParams params = p;
     params.workspace = workspace + counters_bytes(p, device);
     const Shape& shape = shape_of(p, device);
-    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms);
+    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, device));
     problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
+    if (problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
+        launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {

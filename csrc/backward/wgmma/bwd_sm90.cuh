@@ -55,6 +55,7 @@ namespace flash_wmma::backward::wgmma {
 template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
+    static constexpr bool kSole = writes_sole_rows<Tile, kProblems, kPass>();
     static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems, kPass>();
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
@@ -228,11 +229,11 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
+    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist; negative: they are sole rows.
     __device__ __forceinline__ int move_on(const TileFacts& tile) {
         const int rows = late_rows_;
         dq_place_ += dq_step(problem_, late_step_);
-        late_step_ = tile.groups, late_rows_ = tile.rows;
+        late_step_ = tile.groups, late_rows_ = kSole && tile.dq ? -tile.rows : tile.rows;
         return rows;
     }
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
@@ -253,9 +254,20 @@ class Consumer : ConsumerWarp<Tile> {
             tell(slot.empty);
         } else {
             const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
+            if (kSole && rows < 0) return write_dq(smem_.tile[(n - 1) % Tile::kTilesTold].dq, -rows, columns);
             if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
             this->add(dq_place_, dq_, columns);
         }
+    }
+
+    /// dQ of sole rows.
+    __device__ __forceinline__ void write_dq(void* to, int rows, int columns) const {
+        const std::int64_t pitch = problem_.dq.row;
+        const int lane = ptx::opaque(lane_);  // or what follows from it is kept through the loop
+        const int row = first_row() + 16 * warp_ + lane / 4;
+        if (columns > 0)
+            store_rows(static_cast<T*>(to) + row * pitch + first_column(), pitch, rows - row, columns, dq_,
+                       problem_.forward.scale, lane);
     }
 
     /// Writes dK and dV. `next`: which dS is stored next.

@@ -44,7 +44,8 @@ Shape shape_of_tile() {
             kPass,
             launch_tile<Tile, Memory, kKernel>,
             /*resident=*/1,
-            folds_facts<Tile, kProblems>()};
+            folds_facts<Tile, kProblems>(),
+            writes_sole_rows<Tile, kProblems, kPass>()};
 }
 
 }  // namespace flash_wmma::backward::wgmma

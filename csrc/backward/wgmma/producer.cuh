@@ -89,10 +89,11 @@ class Producer : CopyingWarp<Tile, kProblems> {
         const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
         if (lane_ < count)
             smem_.tile[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold] = {
-                group - (own == 0 ? group_before_ : before), at.row, existing, seen(item, at, existing)};
+                sole_dq(sequence, at), group - (own == 0 ? group_before_ : before), at.row, existing,
+                seen(item, at, existing)};
         group_before_ = last;
         const unsigned ends = __ballot_sync(kWarpMask, rows < Tile::kQueries);
-        const void* const from = facts_from(group);
+        const void* const from = facts_from(sequence, at, group);
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ++tiles_) {
             if (tiles_ >= 2) await_copies(tiles_ - 2);
@@ -116,10 +117,18 @@ class Producer : CopyingWarp<Tile, kProblems> {
     __device__ __forceinline__ void await_copies(unsigned tile) {
         ptx::barrier_wait(&smem_.under_way[tile % Tile::kTileFacts], tile / Tile::kTileFacts % 2);
     }
-    /// L and D of the rows from a group on.
-    __device__ __forceinline__ const void* facts_from(int group) const {
-        if constexpr (kFolds) return problem_.terms + std::int64_t{group} * (kRowGroup / 8);
+    /// L and D of a tile.
+    __device__ __forceinline__ const void* facts_from(const Sequence& sequence, const QueryPlace& at, int group) const {
+        if constexpr (kFolds) return terms_of(problem_, sequence, at.head, at.row / kRowGroup);
         else return problem_.facts + std::int64_t{group} * (kRowGroup / 2);
+    }
+    /// The first row of a tile in dq, if its rows see no other item's keys; or null.
+    __device__ __forceinline__ void* sole_dq(const Sequence& sequence, const QueryPlace& at) const {
+        if constexpr (!writes_sole_rows<Tile, kProblems, kPass>()) return nullptr;
+        else
+            return at.row < problem_.sole_rows
+                       ? row_of<typename Tile::T>(problem_.dq, sequence.index, at.head, sequence.first_q + at.row)
+                       : nullptr;
     }
 
     /// Rows of a tile that are in no group: their P is 0.

@@ -87,9 +87,9 @@ class AwaitTurns {
             ptx::barrier_wait(&smem_.turn_seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
             if (!problem_.deterministic) {
                 if (lane_ == i) take_number(counts, turn.others);
-            } else {
-                while (!(__ballot_sync(kWarpMask, over) >> i & 1))
-                    over = over || ptx::load_acquire(&counts.done) >= awaited;
+            } else if (!(__ballot_sync(kWarpMask, over) >> i & 1)) {  // this tile's lane waits, the others look once
+                do over = over || ptx::load_acquire(&counts.done) >= awaited;
+                while (!over && lane_ == i);
             }
             if (lane_ == i) ptx::barrier_arrive(&smem_.turn_slot[tiles_ % 2].full);
         }
