@@ -274,13 +274,19 @@ def test_masks(case: str, d: int, turns: bool) -> None:
         Case(200, 300, Mask(True, (199, 40))),
         Case(200, 300, Mask(True, (198, 0))),  # the last row does not see the first key
         Case(200, 140, Mask("bottom_right")),  # the first rows see no key
-        Case(2300, 140, Mask(True)),  # the terms of a head of d = 8 find no place
     ],
 )
 @pytest.mark.parametrize("d", [8, 64, 96, 128])
 def test_sole_rows(d: int, case: Case) -> None:
     """Rows that see keys of one tile alone, beside others: the products write their dq."""
     check(case, d, sm_count=2)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_terms_beside_sole_rows(d: int, more: int) -> None:
+    """A head's terms take all that its sole rows leave of dQ's buffer, or find no place there."""
+    check(Case(16 * d + more, 140, Mask(True), heads=(1, 1)), d)
 
 
 @TURNS

@@ -3,7 +3,8 @@ bugs with them, each of which is found or gives a wrong result; counters.
 
 tests/emulator/sm90.cu has the kernels. On a machine with a GPU and no nvcc, FLASH_WMMA_TEST_PROGRAMS names a folder
 with sm90.so, made by
-nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -arch=sm_90a tests/emulator/sm90.cu -o sm90.so
+nvcc -std=c++20 -Icsrc -Icsrc/device -shared -Xcompiler -fPIC -gencode arch=compute_90a,code=sm_90a \
+    tests/emulator/sm90.cu -o sm90.so
 """
 
 from __future__ import annotations

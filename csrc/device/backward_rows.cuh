@@ -144,12 +144,12 @@ __device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const
 }
 /// Terms of a group of rows of a sequence's head.
 __device__ __forceinline__ RowTerms* terms_of(const Problem& problem, const Sequence& sequence, int head, int group) {
-    const std::int64_t first = q_scale_index(problem.forward, sequence, head);
-    RowTerms* const of_head =
-        problem.sole_rows > 0
-            ? reinterpret_cast<RowTerms*>(problem.dq_rows + first * (kRowGroup * problem.forward.head_dim))
-            : problem.terms + first * (kRowGroup / 8);
-    return of_head + group * (kRowGroup / 8);
+    constexpr int kOfGroup = kRowGroup / 8;
+    // From a head's first group to the next one's, by groups: as many bytes as in dQ's buffer, or as terms have
+    const std::int64_t pitch = problem.sole_rows > 0 ? kRowGroup * problem.forward.head_dim *
+                                                           std::int64_t{sizeof(float)} / std::int64_t{sizeof(RowTerms)}
+                                                     : kOfGroup;
+    return problem.terms + q_scale_index(problem.forward, sequence, head) * pitch + group * kOfGroup;
 }
 /// With key ranges: what the groups of rows of a sequence's head see.
 __device__ __forceinline__ const KeyExtent* extents_of(const Problem& problem, const Sequence& sequence, int head) {
@@ -281,6 +281,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             if (used) facts = {problem, sequence, group.head, row, sum};
             const std::int64_t at = std::int64_t{blockIdx.x} * kRowGroup + i;
             if (problem.terms) {
+                // Packed sequences have groups of no sequence, but no sole rows
                 RowTerms* const terms = problem.sole_rows > 0
                                             ? terms_of(problem, sequence, group.head, group.first_row / kRowGroup)
                                             : problem.terms + std::int64_t{blockIdx.x} * (kRowGroup / 8);
@@ -356,7 +357,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     const ForwardParams& p = problem.forward;
     const RowGroup group = row_group(p);
     const Sequence& sequence = group.sequence;
-    if (group.first_row < 0 || group.first_row < problem.sole_rows) return;
+    if (group.first_row < problem.sole_rows) return;  // or it is of no sequence
     const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
     const float scale = p.scale * unscaled_factor(p);
@@ -404,10 +405,10 @@ constexpr std::int64_t facts_bytes(bool terms) {
 }
 /// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
 /// the facts fit.
-inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms, int sole_rows) {
+inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
-    return by == DqBy::kSums && sole_rows == 0 && !p.sequences.cu_seqlens_q &&
+    return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&
            row_groups(p) * kRowGroup * facts_bytes(terms) <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 
@@ -421,8 +422,7 @@ inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted
                                     int sole_rows = 0) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const bool apart = sole_rows == 0 && !facts_in_dq(params, by, terms, sole_rows);
-    const std::int64_t facts = apart ? facts_bytes(terms) : 0;
+    const std::int64_t facts = sole_rows > 0 || facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
@@ -433,8 +433,9 @@ inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = fa
         dq_rows + (by == DqBy::kQueries ? 0 : groups * kRowGroup * params.forward.head_dim));
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
-    void* const facts =
-        facts_in_dq(params, by, terms, sole_rows) ? params.dq.data : extents + (has_ranges ? groups : 0);
+    void* facts = extents + (has_ranges ? groups : 0);
+    if (sole_rows > 0) facts = dq_rows;
+    else if (facts_in_dq(params, by, terms)) facts = params.dq.data;
     Problem problem{params, terms ? nullptr : static_cast<RowPair*>(facts), by == DqBy::kQueries ? nullptr : dq_rows,
                     params.exponents.dout ? scales : nullptr};
     problem.dq_by = by;

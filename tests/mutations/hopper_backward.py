@@ -178,7 +178,6 @@ FAULTS = [
         new="",
         why="a consumer stages rows over dS that the other one still reads",
         kernels=KERNEL,
-        survives="both consumers have read it, by the barrier at which they exchange the dS that follows",
     ),
     Fault(
         name="bwd-sm90-stores-rows-of-the-next-sequence",
@@ -208,8 +207,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-sole-rows-of-two-items",
         path=LAUNCH,
-        old="keys - offset - p.band.right;",
-        new="keys - offset - p.band.right + queries;",
+        old="keys - offset - p.band.right, 0",
+        new="keys - offset - p.band.right + queries, 0",
         why="rows that see keys of two items get dq of one",
         kernels=KERNEL,
     ),
@@ -232,8 +231,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-terms-larger-than-sole-rows",
         path=LAUNCH,
-        old="    return fits ? static_cast<int>(all) : 0;",
-        new="    return static_cast<int>(all) + (fits ? 0 : 0);",
+        old="std::int64_t{sizeof(float)} ? static_cast<int>(alone) : 0;",
+        new="std::int64_t{sizeof(float)} * 64 ? static_cast<int>(alone) : 0;",
         why="terms of a head lie where dQ of other rows is added up",
         kernels=KERNEL,
     ),
@@ -248,7 +247,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-finishes-sole-rows",
         path=ROWS,
-        old="    if (group.first_row < 0 || group.first_row < problem.sole_rows) return;",
+        old="    if (group.first_row < problem.sole_rows) return;",
         new="    if (group.first_row < 0) return;",
         why="what is in the buffer of sole rows overwrites their dq",
         kernels=KERNEL,
@@ -355,8 +354,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-facts-of-other-rows",
         path=PRODUCER,
-        old="return problem_.terms + std::int64_t{group} * (kRowGroup / 8);",
-        new="return problem_.terms + std::int64_t{group} * (kRowGroup / 16);",
+        old="terms_of(problem_, sequence, at.head, at.row / kRowGroup)",
+        new="terms_of(problem_, sequence, at.head, at.row / kRowGroup / 2)",
         why="a tile is given L and D of a later one",
         kernels=KERNEL,
     ),
@@ -673,8 +672,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-late-step-forgotten",
         path=ONE_ROLE,
-        old="        late_step_ = tile.groups, late_rows_ = tile.rows;\n",
-        new="        late_rows_ = tile.rows;\n",
+        old="        late_step_ = tile.groups, late_rows_ =",
+        new="        late_rows_ =",
         why="dQ of all tiles is added to the same rows",
         kernels=KERNEL,
     ),
@@ -763,7 +762,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-workspace-without-queue",
         path=LAUNCH,
-        old="    return counters_bytes(p, device) +\n           backward::workspace",
+        old="    return counters_bytes(p, device) + backward::workspace",
         new="    return backward::workspace",
         why="the last bytes of the workspace lie behind its end",
         kernels=KERNEL,

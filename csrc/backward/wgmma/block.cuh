@@ -25,7 +25,7 @@ struct TileShape {
     int consumers = 2;          ///< warpgroups, of 64 keys each unless two_roles
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
-    int tiles_told = 64;        ///< tiles of which it is known what is to be known of them
+    int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
 };
@@ -119,12 +119,13 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
 
 /// The order of items of dense causal problems, in which a head's first tile of keys has the most queries: heads one
 /// after the other for the L2 cache, and at the end all heads of about two items a block by turns, the longest items
-/// first, so that blocks finish together.
+/// first, so that blocks finish together. If items go through several query heads one after the other, about one item a
+/// block is mixed: the query heads of all mixed heads are then at work at the same time.
 template <class Tile>
 __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
     const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
-    const auto heads = static_cast<unsigned>(p.heads_k * p.batch),
-               mixed = min(heads, (2 * gridDim.x + tiles - 1) / tiles);
+    const unsigned last = (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * gridDim.x;  // of the items
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch), mixed = min(heads, (last + tiles - 1) / tiles);
     const unsigned first = (heads - mixed) * tiles;
     if (index < first) return index;
     const unsigned at = index - first;
@@ -286,7 +287,7 @@ struct SharedMemory {
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
-    ptx::Barrier key_patch, query_patch;        // say that rows have come of which the copying warp clears some
+    ptx::Barrier key_patch, query_patch;  // say that rows have come of which the warp that copied them clears some
     DqTask task[Tile::kTilesTold];
     Slot turn_slot[2];          // full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
@@ -315,7 +316,7 @@ __device__ __forceinline__ void each_item(SharedMemory<Tile>& smem, OnItem on_it
 /// Where the tensors lie, for the copy engine.
 struct Maps {
     TensorMap q, k, v, dout;
-    TensorMap dk, dv;  // to store 16 rows, if the instance stages them
+    TensorMap dk{}, dv{};  // to store 16 rows, if the instance stages them
 };
 
 }  // namespace flash_wmma::backward::wgmma

@@ -36,8 +36,8 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
-/// Problem::sole_rows: of dense problems whose rows all see the first key, perhaps but for those that see none; without
-/// turns. 0 if a head's terms do not fit where they would then lie.
+/// Problem::sole_rows: of dense problems whose rows all see the first key; without turns. 0 if a head's terms do not fit
+/// where they would then lie.
 int sole_rows(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     const Sequences& s = p.sequences;
@@ -45,15 +45,12 @@ int sole_rows(const BackwardParams& params, const DeviceFacts& device) {
     if (!shape.writes_sole_rows || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k || p.key_ranges.data) return 0;
     const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
     if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
-    const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;
-    const std::int64_t see_no_more = p.seqlen_k <= keys ? p.seqlen_q : keys - offset - p.band.right;
-    const std::int64_t rows = std::min(see_no_more, p.seqlen_q) / queries * queries,
-                       all = p.seqlen_k <= keys ? (p.seqlen_q + queries - 1) / queries * queries
-                                                : std::max<std::int64_t>(rows, 0);
-    const std::int64_t groups = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
-    const bool fits = groups * kRowGroup * facts_bytes(true) <=
-                      std::min(all, groups * kRowGroup) * p.head_dim * std::int64_t{sizeof(float)};
-    return fits ? static_cast<int>(all) : 0;
+    const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;  // of a tile
+    const std::int64_t all = (p.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
+    const std::int64_t alone =
+        p.seqlen_k <= keys ? all
+                           : std::clamp<std::int64_t>(keys - offset - p.band.right, 0, p.seqlen_q) / queries * queries;
+    return all * facts_bytes(true) <= alone * p.head_dim * std::int64_t{sizeof(float)} ? static_cast<int>(alone) : 0;
 }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }

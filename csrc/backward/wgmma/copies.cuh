@@ -92,9 +92,8 @@ class QueryCopies : CopyingWarp<Tile, kProblems> {
         const unsigned stage = n % Tile::kStages;
         Slot& slot = smem_.slot[stage];
         auto &q = smem_.q[stage], &dout = smem_.dout[stage];
-        // Every lane for itself, if every lane writes there
-        ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
-        if (lane_ == 0) {
+        if (lane_ == 0) {  // the others learn at the patch that the place is empty
+            ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
             const int row = sequence.first_q + at.row, batch = this->batch_of(sequence);

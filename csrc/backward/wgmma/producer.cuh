@@ -78,7 +78,8 @@ class Producer : CopyingWarp<Tile, kProblems> {
     /// tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
     ///
     /// The place of L and D is empty when the copies of the tile two before were asked for: the tile four before, which
-    /// was there, has left Q's and dO's place to these.
+    /// was there, has left Q's and dO's place to these. When this begins, copies of the tile three before the first were
+    /// asked for, so that the tile five before is done, whose dQ is late by one more.
     __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
         const Sequence& sequence = item.sequence;
         const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
@@ -96,6 +97,7 @@ class Producer : CopyingWarp<Tile, kProblems> {
         const void* const from = facts_from(sequence, at, group);
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ++tiles_) {
+            __syncwarp();  // no lane misses a phase
             if (tiles_ >= 2) await_copies(tiles_ - 2);
             const unsigned place = tiles_ % Tile::kTileFacts;
             QueryFacts<Tile>& facts = smem_.facts[place];
@@ -169,8 +171,8 @@ class Producer : CopyingWarp<Tile, kProblems> {
         const int used = item.sequence.seqlen_k - item.first_key;
         const bool cuts = kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) && used < Tile::kKeys;
         if (lane_ > 0 && !cuts) return;
-        ptx::barrier_wait(&slot.empty, parity ^ 1);
-        if (lane_ == 0) {
+        if (lane_ == 0) {  // the others learn at the patch that the place is empty
+            ptx::barrier_wait(&slot.empty, parity ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, sizeof(Rows));
             this->load(rows, map, barrier, item.keys.row, item.keys.head, this->batch_of(item.sequence));

@@ -82,6 +82,7 @@ class AwaitTurns {
         bool over = awaited == 0;  // in order: all turns before this lane's tile's
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ++tiles_) {
+            __syncwarp();  // numbers are taken in the order of the tiles, and no lane misses a phase
             // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this
             // one, which it would then never see
             ptx::barrier_wait(&smem_.turn_seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
