@@ -124,22 +124,22 @@ def test_products_of_short_rows(machine: Machine, name: str) -> None:
     assert torch.equal(out.cpu(), registers_of_d(a.float() @ torch.cat((b, b), 1).float().T))
 
 
-boxes = pytest.mark.parametrize(
-    ("columns", "rows", "column", "row"),
-    [
-        (64, 40, 0, 0),
-        (128, 100, 64, 37),
-        (72, 50, 64, 20),  # 8 columns and 30 rows are inside
-        (40, 33, 0, 0),  # narrower than the box
-        (64, 40, -24, -7),  # columns and rows before the first
-        (64, 40, 64, 0),  # wholly outside
-        (64, 40, 0, 1000),
-        (8, 1, -56, -39),  # the corner
-    ],
-)
+BOX = ("columns", "rows", "column", "row")
+STORED_BOXES = [
+    (64, 40, 0, 0),
+    (128, 100, 64, 37),
+    (72, 50, 64, 20),  # 8 columns and 30 rows are inside
+    (40, 33, 0, 0),  # narrower than the box
+    (64, 40, 64, 0),  # wholly outside
+    (64, 40, 0, 1000),
+]
+BEFORE_THE_FIRST = [
+    (64, 40, -24, -7),  # columns and rows
+    (8, 1, -56, -39),  # the corner
+]
 
 
-@boxes
+@pytest.mark.parametrize(BOX, STORED_BOXES + BEFORE_THE_FIRST)
 def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int) -> None:
     """A box lies by rows of 128 bytes, of which 16-byte units change places: unit u of row r is at u ^ (r % 8). What is
     outside the tensor is zero, also where there is another matrix."""
@@ -154,7 +154,7 @@ def test_boxes(machine: Machine, columns: int, rows: int, column: int, row: int)
     assert torch.equal(out.cpu(), expected)
 
 
-@boxes
+@pytest.mark.parametrize(BOX, STORED_BOXES)
 def test_stored_boxes(machine: Machine, columns: int, rows: int, column: int, row: int) -> None:
     """A store reads such a box, and writes what is inside the tensor: nothing else, also where there is another
     matrix."""
@@ -167,6 +167,14 @@ def test_stored_boxes(machine: Machine, columns: int, rows: int, column: int, ro
             if 0 <= row + r < rows and 0 <= column + c < columns:
                 expected[1, row + r, column + c] = box[r, c]
     assert torch.equal(out.cpu(), expected)
+
+
+@pytest.mark.parametrize(("column", "row"), [(-8, 0), (0, -1)])
+def test_store_before_the_first(checked: Program, column: int, row: int) -> None:
+    """An illegal instruction on an H100."""
+    out, box = torch.zeros(2, 40, SIDE, dtype=torch.int16), torch.zeros(40, SIDE, dtype=torch.int16)
+    with pytest.raises(EmulatorError, match="a tensor store from negative coordinates: lane 0"):
+        checked.call("stored", out, box, SIDE, 40, column, row)
 
 
 def test_reduction(machine: Machine) -> None:

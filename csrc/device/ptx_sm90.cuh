@@ -106,8 +106,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, unsi
 }
 
 /// Copies the box from shared memory (in the map's swizzle, aligned as tensor_load's target) to where its first element
-/// has these coordinates; what lies outside the tensor is not written. One thread; reads shared memory, and writes,
-/// asynchronously (cp.async.bulk.tensor.4d, bulk_group).
+/// has these coordinates, none of them negative; what lies outside the tensor is not written. One thread; reads shared
+/// memory, and writes, asynchronously (cp.async.bulk.tensor.4d, bulk_group).
 __device__ __forceinline__ void tensor_store(const TensorMap* map, const void* shared, const int (&coordinates)[4]) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                  "r"(detail::shared_address(shared)), "r"(coordinates[0]), "r"(coordinates[1]), "r"(coordinates[2]),

@@ -320,6 +320,10 @@ void Worker::tensor_store(const TensorMap& map, const void* shared, const int* c
         stop(finding(
             "a tensor store by a map of " + std::to_string(map.rank) + " dimensions, not " + std::to_string(kRank),
             describe(lane) + " in tensor_store", source_line(site)));
+    // On an H100 an illegal instruction
+    if (std::any_of(coordinates, coordinates + kRank, [](int x) { return x < 0; }))
+        stop(finding("a tensor store from negative coordinates", describe(lane) + " in tensor_store",
+                     source_line(site)));
     TensorCopy store = new_copy(shared, map, coordinates, "tensor_store", "a tensor store from", site, pc);
     store.group = lane.store_group;
     if (config.checks) check_tensor_store(store, pc);
