@@ -242,7 +242,7 @@ constexpr bool folds_facts() {
 /// Whether an item writes dq of rows that see no other item's keys (Problem::sole_rows).
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool writes_sole_rows() {
-    return folds_facts<Tile, kProblems>() && !Tile::kTwoRoles && kPass == Pass::kFused;
+    return Tile::kFoldsFacts && !Tile::kTwoRoles && kProblems == Problems::kPlain && kPass == Pass::kFused;
 }
 
 /// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas

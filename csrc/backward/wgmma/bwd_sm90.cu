@@ -36,13 +36,12 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
-/// Problem::sole_rows: of dense problems whose rows all see the first key; without turns. 0 if a head's terms do not fit
-/// where they would then lie.
+/// Problem::sole_rows: of plain dense problems whose rows all see the first key; without turns. 0 if a head's terms do not
+/// fit where they would then lie.
 int sole_rows(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const Sequences& s = p.sequences;
     const Shape& shape = shape_of(params, device);
-    if (!shape.writes_sole_rows || s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k || p.key_ranges.data) return 0;
+    if (!shape.writes_sole_rows) return 0;
     const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
     if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
     const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;  // of a tile

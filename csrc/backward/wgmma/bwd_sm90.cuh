@@ -345,9 +345,9 @@ class Consumer : ConsumerWarp<Tile> {
 };
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
-// has no access to local memory in plain problems; an item's first tile has some 30 at d = 128. Where blocks take turns
-// the loop has up to 31, with dropout up to 51, first tile included. In general problems it has 235 at d = 64 and 98 at
-// d = 128, many of them where one feature is at work.
+// has no access to local memory in plain problems, but for three at d = 128 where sole rows are written; an item's first
+// tile and its end have some 30 there. Where blocks take turns the loop has up to 7, with dropout up to 33. In general
+// problems it has 239 at d = 64 and 104 at d = 128, many of them where one feature is at work.
 // ptxas: C7519: it fences before dP's products behind the wait for V, before dK's behind the store of dS, and about
 // products that may be left out.
 template <class Tile, Problems kProblems, Pass kPass>
