@@ -762,7 +762,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-workspace-without-queue",
         path=LAUNCH,
-        old="    return counters_bytes(p, device) + backward::workspace",
+        old="    return counters_bytes(p, device) +\n           backward::workspace",
         new="    return backward::workspace",
         why="the last bytes of the workspace lie behind its end",
         kernels=KERNEL,

@@ -38,9 +38,8 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
 
 /// Problem::sole_rows: of plain dense problems whose rows all see the first key; without turns. 0 if a head's terms do not
 /// fit where they would then lie.
-int sole_rows(const BackwardParams& params, const DeviceFacts& device) {
+int sole_rows(const BackwardParams& params, const Shape& shape) {
     const ForwardParams& p = params.forward;
-    const Shape& shape = shape_of(params, device);
     if (!shape.writes_sole_rows) return 0;
     const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
     if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
@@ -62,8 +61,9 @@ std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) 
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    return counters_bytes(p, device) + backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device),
-                                                                 shape_of(p, device).takes_terms, sole_rows(p, device));
+    const Shape& shape = shape_of(p, device);
+    return counters_bytes(p, device) +
+           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
 }
 
 template <class T>
@@ -72,7 +72,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     BackwardParams params = p;
     params.workspace = workspace + counters_bytes(p, device);
     const Shape& shape = shape_of(p, device);
-    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, device));
+    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
     problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
