@@ -198,8 +198,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-staged-batch-of-packed",
         path=ONE_ROLE,
-        old="p.sequences.cu_seqlens_q ? 0 : keys.batch;",
-        new="false ? 0 : keys.batch;",
+        old="const int batch = batch_in_maps<kProblems>(problem_, keys.batch);",
+        new="const int batch = keys.batch;",
         why="gradients of packed sequences go to other batch entries",
         kernels=KERNEL,
     ),
@@ -361,9 +361,9 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-batch-of-packed",
-        path=COPIES,
-        old="return kPacked && problem_.forward.sequences.cu_seqlens_q ? 0 : sequence.index;",
-        new="return sequence.index;",
+        path=BLOCK,
+        old="problem.forward.sequences.cu_seqlens_q ? 0 : batch;",
+        new="false ? 0 : batch;",
         why="packed sequences are sought in other batch entries",
         kernels=KERNEL,
     ),

@@ -304,7 +304,7 @@ class Consumer : ConsumerWarp<Tile> {
             ptx::fence_proxy_async();
             __syncwarp();
             if (lane_ > 0 || first >= keys.rows) continue;
-            const int batch = includes(kProblems, Problems::kPacked) && p.sequences.cu_seqlens_q ? 0 : keys.batch;
+            const int batch = batch_in_maps<kProblems>(problem_, keys.batch);
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const bool values = i + j < Tile::kPanels;

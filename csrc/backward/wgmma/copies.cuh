@@ -29,9 +29,6 @@ class CopyingWarp {
         for (int i = 0; i < Tile::kPanels; ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
     }
-    __device__ __forceinline__ int batch_of(const Sequence& sequence) const {
-        return kPacked && problem_.forward.sequences.cu_seqlens_q ? 0 : sequence.index;
-    }
 
     // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
     // tensor's end the copy itself writes zeros, but behind a sequence's end it finds other rows.
@@ -96,7 +93,7 @@ class QueryCopies : CopyingWarp<Tile, kProblems> {
             ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
-            const int row = sequence.first_q + at.row, batch = this->batch_of(sequence);
+            const int row = sequence.first_q + at.row, batch = batch_in_maps<kProblems>(problem_, sequence.index);
             this->load(q, maps_.q, barrier, row, at.head, batch);
             this->load(dout, maps_.dout, barrier, row, at.head, batch);
             ptx::barrier_arrive(&smem_.under_way[n % Tile::kTileFacts]);

@@ -175,7 +175,8 @@ class Producer : CopyingWarp<Tile, kProblems> {
             ptx::barrier_wait(&slot.empty, parity ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
             ptx::barrier_arrive_expect(barrier, sizeof(Rows));
-            this->load(rows, map, barrier, item.keys.row, item.keys.head, this->batch_of(item.sequence));
+            this->load(rows, map, barrier, item.keys.row, item.keys.head,
+                       batch_in_maps<kProblems>(problem_, item.keys.batch));
         }
         if (!cuts) return;
         this->await_patch();
