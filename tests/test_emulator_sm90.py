@@ -29,7 +29,7 @@ from flash_wmma.emulator._program import Argument
 
 SOURCE = FOLDER / "sm90.cu"
 SEEDS = range(1, 9)
-SIDE, LANES, TILES, STORED_ROWS = 64, 128, 9, 32 * 5 - 7
+SIDE, LANES, TILES, STORED_ROWS, ROUNDS = 64, 128, 9, 32 * 5 - 7, 25
 WARPS = r"wgmma of warps 0-3, block \(0, 0, 0\)"
 PRODUCER = r"lane 0 of warp 4, block \(0, 0, 0\)"
 BLOCK_0 = r"warp 0, block \(0, 0, 0\)"
@@ -476,6 +476,152 @@ FAULTS = [
     ),
     Fault("budget", "OneWarp", r"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 4, .*: in setmaxnreg at "),
 ]
+SENDS = rf"lane \d of {BLOCK_0} in bulk_send to block \(0, 0, 0\)"
+OWN = r"block \(0, 0, 0\)"
+OTHER = r"block \(1, 0, 0\)"
+SOURCE_REUSED = rf"write after read, shared memory: lane \d+ of {BLOCK_0} writes 4 bytes of shared memory at byte \d+\n"
+TARGET_REUSED = rf"write after read, shared memory: lane 0 of warp 0, {OTHER}, in bulk_send to {OWN}, writes 128 bytes"
+UNREAD = r"read of uninitialised shared memory: lane \d+ of warp 1, block \(\d, 0, 0\) reads 4 bytes"
+SENT_FULL, SENT_EMPTY = 768, 784  # barriers in the map
+FAULTS += [
+    Fault(
+        "exchange",
+        "BlockSync",
+        rf"a barrier that may not be initialised yet: lane 1 of {BLOCK_0} in bulk_send to {OTHER}\n",
+        "send",
+        "init",
+    ),
+    Fault(
+        "exchange",
+        "NoInitFence",
+        rf"a tensor copy may not see that its barrier is initialised: lane 1 of {BLOCK_0} in bulk_send to {OTHER}",
+        "send",
+        "init",
+    ),
+    Fault(
+        "exchange",
+        "TargetNotFenced",
+        rf"missing fence.proxy.async: lane 1 of {BLOCK_0}, in bulk_send to {OTHER}, writes 128 .* at byte 256\n"
+        rf"(?s:.*)and lane 0 of warp 0, {OTHER}, at",
+        "send",
+        "target",
+    ),
+    *(
+        Fault("exchange", name, SOURCE_REUSED, "writes", "send")
+        for name in ("NoEmptyWait", "LateEmptyWait", "NoSyncBehindWait", "EarlyRelease", "ManyReleases")
+    ),
+    Fault(
+        "exchange",
+        "Cleared",
+        rf"write after write, shared memory: lane 0 of warp 0, {OTHER}, in bulk_send to {OWN}, writes 128 bytes",
+        "send",
+        "clears tile",
+    ),
+    Fault(
+        "exchange",
+        "NoProxyFence",
+        rf"missing fence.proxy.async: lane 0 of {BLOCK_0}, in bulk_send to {OWN}, reads 128 bytes of .* at byte 0\n",
+        "send",
+        "writes",
+    ),
+    Fault(
+        "exchange",
+        "NoSync",
+        rf"read of uninitialised shared memory: lane 0 of {BLOCK_0}, in bulk_send to {OWN}, reads 128 bytes",
+        "send",
+    ),
+    Fault("exchange", "Overwritten", SOURCE_REUSED, "overwrites", "send"),
+    Fault(
+        "exchange",
+        "OutOfTheCluster",
+        rf"a cluster of 2 blocks has no rank 2: lane 0 of {BLOCK_0} in bulk_send\n",
+        "send",
+    ),
+    Fault(
+        "exchange",
+        "ArrivalOutOfTheCluster",
+        rf"a cluster of 2 blocks has no rank 2: lane 0 of warp 1, {OTHER} in barrier_arrive_at\n",
+        "release",
+    ),
+    Fault("exchange", "NotInitialised", f"a barrier that is not initialised: {SENDS}", "send"),
+    Fault("exchange", "OneBarrier", UNREAD, "reads"),
+    Fault(
+        "exchange",
+        "Unordered",
+        rf"a copy whose bytes may count for an earlier phase of its barrier: lane 0 of warp 0, {OTHER} in bulk_send to "
+        rf"{OWN}, for phase 1",
+        "send",
+    ),
+    *(
+        Fault("exchange", name, f"a bulk copy of bytes or from an address that is no multiple of 16: {SENDS}", "send")
+        for name in ("OddBytes", "NoBytes", "MisalignedSource")
+    ),
+    Fault("exchange", "Misplaced", f"a copy to a place that is not 16-byte aligned: {SENDS}", "send"),
+    Fault("exchange", "PastTheEnd", rf"out of bounds of shared memory \(816 bytes\): {SENDS}\n", "send"),
+    Fault(
+        "exchange",
+        "SourcePastTheEnd",
+        rf"out of bounds of shared memory \(816 bytes\): {SENDS} reads 128 bytes",
+        "send",
+    ),
+    *(
+        Fault("exchange", name, f"an address outside the block's shared memory: {SENDS}", "send")
+        for name in ("FromGlobal", "ToGlobal", "GlobalBarrier")
+    ),
+    Fault("exchange", "FewBytes", deadlock(SENT_FULL, 0, 0, "0 of 1", -16)),
+    Fault("exchange", "ManyBytes", deadlock(SENT_FULL, 0, 0, "0 of 1", 16)),
+    Fault("exchange", "NoExpect", UNREAD, "reads"),
+    Fault("exchange", "OneTileExpected", UNREAD, "reads"),
+    Fault(
+        "exchange",
+        "NoWait",
+        rf"read of an asynchronous copy's target before its wait: lane \d+ of warp 1, {OTHER} reads 4 bytes",
+        "reads",
+        "send",
+    ),
+    Fault(
+        "exchange",
+        "TargetWritten",
+        rf"write after write, shared memory: lane 1 of {BLOCK_0}, in bulk_send to {OTHER}, writes 128 bytes",
+        "send",
+        "clears",
+    ),
+    Fault("exchange", "NoRelease", deadlock(SENT_EMPTY, 0, 0, "2 of 2", 0)),
+    Fault("exchange", "ReleaseOfUnread", TARGET_REUSED, "send", "reads"),
+    Fault("exchange", "NoSyncBeforeRelease", TARGET_REUSED, "send", "reads"),
+    Fault(
+        "exchange",
+        "NoLastSync",
+        rf"a block may end while its shared memory is in use: {OTHER}; lane \d of warp \d, .* in bulk_send",
+        "send",
+    ),
+    Fault(
+        "exchange",
+        "Ended",
+        rf"a block may end while its shared memory is in use: {OTHER}; lane 1 of {BLOCK_0} in bulk_send to {OTHER}",
+        "send",
+    ),
+    Fault("rendezvous", "NoSync", rf"write after read, global memory: lane \d+ of warp 0, {OTHER}", "first", "reads"),
+    Fault("rendezvous", "BlockSync", rf"read after write, global memory: lane \d+ of {BLOCK_0}", "reads", "first"),
+    Fault("rendezvous", "NoSecondSync", r"read after write, global memory: lane \d+ of warp \d", "reads", "writes"),
+    *(
+        Fault("rendezvous", name, r"read after write, global memory: lane \d+ of warp \d, block", "adds", "writes")
+        for name in ("NoThirdSync", "NoRelease", "NoLastSync")
+    ),
+    Fault(
+        "rendezvous",
+        "HalfWarp",
+        rf"barrier divergence: lane 16 of {BLOCK_0} in cluster_sync\n(?s:.*)and lanes 0-15 in cluster_sync, at",
+        "sync",
+        "half",
+    ),
+    Fault(
+        "rendezvous",
+        "Missing",
+        rf"deadlock: nothing can run\n(?s:.*)lanes 0-31 of warp 0, {OTHER}: in __syncthreads at (?s:.*)"
+        rf"lanes 0-31 of warp 1, {OTHER}: in cluster_sync at (?s:.*)64 threads have exited",
+    ),
+]
 FAULTS += [
     Fault("chain", name, r"read after write, global memory: lane \d+ of warp 0, .*", "read", "write")
     for name in ("NoWait", "NoRelease", "NoSyncwarp")
@@ -488,6 +634,8 @@ KERNELS = (
     "relay",
     "bulk",
     "chain",
+    "exchange",
+    "rendezvous",
     "stores",
     "moves",
     "matrices",
@@ -526,6 +674,12 @@ def inputs(kernel: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     if kernel == "chain":
         values = integers(LANES).float()
         return [values, torch.zeros(2, dtype=torch.int32)], values + torch.arange(1.0, 5.0)[:, None]
+    if kernel == "exchange":
+        return [], exchanged(2)
+    if kernel == "rendezvous":
+        sums = 2.0 * torch.arange(64) + torch.tensor([64, 64, 5 * 64, 5 * 64])[:, None]
+        sums[2:] += sums[:2].clone()
+        return [torch.zeros(1, dtype=torch.int32)], sums
     if kernel == "stores":
         return [], torch.arange(32.0 * STORED_ROWS)
     if kernel == "moves":
@@ -541,6 +695,13 @@ def relayed(what: str) -> torch.Tensor:
     lanes = torch.arange(32)
     words = lanes[:, None] ^ 1 if what == "rows" else (lanes[:, None] // 4 + 8 * torch.arange(4)) ^ 1
     return sum((32.0 * tile + words).sum(1) for tile in range(TILES))
+
+
+def exchanged(blocks: int) -> torch.Tensor:
+    """By two clusters of so many blocks."""
+    rounds, ranks = torch.arange(ROUNDS)[:, None, None], torch.arange(blocks)[:, None]
+    tiles = 1000.0 * rounds + 100 * ranks + (torch.arange(32) ^ 1)
+    return tiles.sum((0, 1)).expand(2 * blocks, 32)
 
 
 def run(machine: Program | Machine, kernel: str, variant: str = "None") -> bool:
@@ -596,15 +757,23 @@ def test_lanes_that_speak_for_others(machine: Machine, lanes: int, what: str) ->
     assert torch.equal(out.cpu(), relayed(what))
 
 
+@pytest.mark.parametrize("blocks", [2, 4, 8])
+def test_clusters(machine: Machine, blocks: int) -> None:
+    """Each block sends to all, itself among them, and reuses what it sends from."""
+    out = torch.zeros(2 * blocks, 32, device=machine.device)
+    machine.call(*(("exchange", out, 0) if blocks == 2 else (f"exchange_{blocks}", out)))
+    assert torch.equal(out.cpu(), exchanged(blocks))
+
+
 @pytest.mark.parametrize("fault", FAULTS, ids=[f"{fault.kernel}-{fault.name}" for fault in FAULTS])
 def test_found(checked: Program, lines: dict[str, int], fault: Fault) -> None:
     if fault.found is None:
         assert not run(checked, fault.kernel, fault.name)
         return
-    with pytest.raises(EmulatorError) as caught:
+    with settings(threads=1), pytest.raises(EmulatorError) as caught:  # the first block that has a finding
         run(checked, fault.kernel, fault.name)
     text = str(caught.value)
-    where = rf"emulator: sm90::{fault.kernel}<\(sm90::{fault.kernel.capitalize()}\)\d+(, \d+, \w+)?>: "
+    where = rf"emulator: sm90::{fault.kernel}<\(sm90::{fault.kernel.capitalize()}\)\d+(, \w+)*>: "
     assert re.match(where + fault.found, text), text
     if fault.at:
         expected = [f"{SOURCE}:{lines[f'{fault.kernel} {mark}']}" for mark in (fault.at, fault.also) if mark]
@@ -622,6 +791,28 @@ def test_found_under_every_schedule(checked: Program, fault: Fault) -> None:
         assert not right, f"seed {seed}"
 
 
+@pytest.mark.parametrize(
+    ("variant", "finding"),
+    [
+        (
+            "OneBarrier",
+            r"more bytes than a barrier's phase waits for: bulk_send to block \(\d, 0, 0\), of warp 0, block",
+        ),
+        (
+            "Ended",
+            r"a block that has ended: lane 1 of warp 0, block \(\d, 0, 0\) in bulk_send, at block \(\d, 0, 0\)\n",
+        ),
+    ],
+)
+def test_found_under_some_schedule(checked: Program, variant: str, finding: str) -> None:
+    def found(seed: int) -> bool:
+        with settings(seed=seed), pytest.raises(EmulatorError) as caught:
+            run(checked, "exchange", variant)
+        return re.search(finding, str(caught.value)) is not None
+
+    assert any(map(found, range(1, 100)))
+
+
 def test_fast_mode_gives_wrong_results(fast: Program) -> None:
     """Without checks, what is read too early is NaN, and operands are read as late as may be."""
     tensors, right = inputs("registers")
@@ -634,6 +825,7 @@ def test_fast_mode_gives_wrong_results(fast: Program) -> None:
     early = [("pipeline", "NoExpect"), ("pipeline", "StuckParity"), ("handover", "Overwritten")]
     early += [("stores", name) for name in ("NoWait", "OlderGroup", "Overwritten")]
     early += [("moves", "NoWait"), ("moves", "NoStoreWait")]
+    early += [("exchange", name) for name in ("LateEmptyWait", "NoSyncBehindWait", "Overwritten")]
     for kernel, name in early:
         try:
             assert not run(fast, kernel, name), name
@@ -723,6 +915,16 @@ def test_counts_of_products(checked: Program, name: str, mark: str) -> None:
     rows = counted(checked, f"product_{name}", *tensors)
     # Four steps along k, four warps
     assert {key: row["instructions"] for key, row in rows.items()} == {(f"product {mark}", "wgmma"): 16}
+
+
+def test_counts_of_clusters(checked: Program) -> None:
+    """Two clusters of four blocks: copies between them read no global memory."""
+    counts = checked.profile("exchange_4", torch.zeros(8, 32)).counts
+    assert counts.instructions["tensor_copy"] == 8 * ROUNDS * 4
+    # In a round a wait of each warp, an arrival with bytes, and the releases, which a warp's lanes make together
+    assert counts.instructions["transaction_barrier"] == 8 * ROUNDS * 4
+    assert counts.instructions["barrier"] == 8 * 2 * 2
+    assert (counts.read_bytes, counts.written_bytes) == (0, 8 * 32 * 4)
 
 
 def test_profile(checked: Program) -> None:

@@ -1,5 +1,5 @@
-// One function per PTX instruction that Hopper added (sm_90a), on CUDA: transaction barriers, tensor copies (TMA) and
-// warpgroup products (wgmma). Kernel files include <ptx_sm90.cuh>; the emulator has its own definition of each.
+// One function per PTX instruction that Hopper added (sm_90a), on CUDA: transaction barriers, tensor copies (TMA),
+// clusters of blocks and warpgroup products (wgmma). Kernel files include <ptx_sm90.cuh>; the emulator has its own definition of each.
 // Operands are pointers and values, never raw shared-memory addresses; a wait includes its loop.
 #pragma once
 
@@ -123,6 +123,48 @@ __device__ __forceinline__ void store_wait_read() {
     asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(Pending) : "memory");
 }
 
+// ---- Clusters -------------------------------------------------------------------------------------------------------
+
+/// This block's number in its cluster (%cluster_ctarank).
+__device__ __forceinline__ unsigned cluster_rank() {
+    unsigned rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+/// Waits until every thread of every block of the cluster is here: what they did before is done for what comes behind,
+/// barrier_init among it (barrier.cluster.arrive.release, .wait.acquire).
+__device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+namespace detail {
+/// Where in the shared memory of block `rank` of the cluster lies what lies here in this block's (mapa).
+__device__ __forceinline__ std::uint32_t shared_address_in(const void* shared, unsigned rank) {
+    std::uint32_t there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(shared_address(shared)), "r"(rank));
+    return there;
+}
+}  // namespace detail
+
+/// Arrives at the barrier of block `rank` that lies where `barrier` lies in this block, in a launch with clusters: who
+/// waits there may overwrite what products that this thread has waited for have read, and loads whose values it has used.
+/// The arrival may overtake a load that was merely issued. Writes are not ordered: a release in the cluster waits for all
+/// of them, those to global memory too. That block has not ended (mapa, mbarrier.arrive).
+__device__ __forceinline__ void barrier_arrive_at(Barrier* barrier, unsigned rank) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(detail::shared_address_in(barrier, rank))
+                 : "memory");
+}
+/// Copies `bytes` adjacent bytes, a multiple of 16, of this block's shared memory to where `to` lies in block `rank`, which
+/// has not ended; both addresses are 16-byte aligned. They count for the phase of that block's barrier that lies where
+/// `barrier` lies in this block. One thread; reads asynchronously, and has read when that phase is over
+/// (cp.async.bulk.shared::cluster.shared::cta).
+__device__ __forceinline__ void bulk_send(void* to, const void* from, unsigned bytes, Barrier* barrier, unsigned rank) {
+    asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                     detail::shared_address_in(to, rank)),
+                 "r"(detail::shared_address(from)), "r"(bytes), "r"(detail::shared_address_in(barrier, rank))
+                 : "memory");
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 /// How a matrix of 16-bit elements lies in shared memory: as panels of 128-byte rows (64 elements), 1024-byte aligned,
@@ -141,7 +183,7 @@ class SharedMatrix {
     /// From the first row of a panel, or of a group, on. `distance`: between panels (Major::N) or groups (Major::K8), in
     /// bytes.
     __device__ __forceinline__ explicit SharedMatrix(const void* first, int distance = 16)
-        : low_(detail::shared_address(first) >> 4 |
+        : low_((detail::shared_address(first) & kAddress) >> 4 |
                (kMajor == Major::K8 ? 0 : static_cast<unsigned>(distance) >> 4 << 16)),
           high_(kMajor == Major::K8 ? static_cast<unsigned>(distance) >> 4 : kGroupBytes >> 4 | kSwizzle128 << 30) {}
 
@@ -157,6 +199,7 @@ class SharedMatrix {
 
   private:
     static constexpr unsigned kGroupBytes = 1024, kSwizzle128 = 1;  // of 8 rows of a panel
+    static constexpr unsigned kAddress = 0x3ffff;  // above these bits an address names the block of the cluster
     std::uint32_t low_, high_;
 };
 

@@ -110,6 +110,8 @@ void Worker::stop_conflict(Access kind, const std::string& who, std::uintptr_t a
         std::string other = conflict.lane < 0 ? "lanes" : "lane " + std::to_string(conflict.lane);
         other += " of warp " + std::to_string(conflict.warp % warps_a_block);
         if (conflict.warp >= static_cast<int>(warps.size())) other = name_of_agent(conflict.warp);
+        else if (shared && conflict.warp / warps_a_block != t_lane->block)
+            other += ", " + describe(blocks[static_cast<std::size_t>(conflict.warp / warps_a_block)]);
         if (!shared && conflict.block != block) other += " of block " + std::to_string(conflict.block);
         message += "\n  and " + other + ", at " + source_line(conflict.pc) + ": nothing orders the two";
     }
@@ -185,6 +187,7 @@ Index block_size() { return t_worker->launch.block; }
 Index grid_size() { return t_worker->launch.grid; }
 int warp_size() { return t_worker->config.warp_size; }
 int lane_index() { return t_lane->lane; }
+unsigned cluster_rank() { return static_cast<unsigned>(t_lane->block); }
 
 void collective(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc) {
     t_worker->enter(what, mask, arguments, site, pc);
@@ -192,6 +195,7 @@ void collective(const Collective& what, LaneMask mask, void* arguments, Site sit
 int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
     return t_worker->barrier(id, threads, predicate, wait, name, site, pc);
 }
+void cluster_sync(Site site, const void* pc) { t_worker->cluster_sync(site, pc); }
 void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site) {
     t_worker->wait_until(ready, argument, name, site);
 }

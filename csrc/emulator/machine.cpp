@@ -88,6 +88,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
     blocks.resize(static_cast<std::size_t>(count));
     sync_objects_.clear();
     barriers.clear();
+    cluster_barrier_ = {};
     warpgroups.clear();
     epochs_.assign(total_warps, arena.first_epoch());
     // Seeded by cluster, so that the OS thread that runs it makes no difference
@@ -103,6 +104,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
                                                b * warps_a_block,
                                                threads,
                                                threads,
+                                               {},
                                                {}};
         for (int w = 0; w < warps_a_block; ++w) {
             Warp& warp = warps[static_cast<std::size_t>(b * warps_a_block + w)];
@@ -209,7 +211,9 @@ void Worker::run(std::uint64_t first_block, int count) {
     for (Warp& warp : warps) merge_logs(warp);
     for (const auto& [address, barrier] : barriers)
         if (!barrier.copies.empty())
-            throw Finding{finding("tensor copy under way at exit", "block " + text(blocks[0].index),
+            throw Finding{finding("tensor copy under way at exit",
+                                  describe(blocks[static_cast<std::size_t>(arena.block_at(
+                                      reinterpret_cast<std::uintptr_t>(barrier.copies.front().shared)))]),
                                   source_line(barrier.copies.front().site))};
 }
 
@@ -245,7 +249,9 @@ void Worker::give_way(const void* pc) {
     park(*t_lane);
 }
 
+/// Outside the lanes, as when their waits are looked at, throws itself.
 void Worker::stop(std::string what) {
+    if (!t_lane) throw Finding{std::move(what)};
     error_ = std::move(what);
     failed_ = true;
     switch_fiber(t_lane->fiber, scheduler_);
@@ -258,8 +264,10 @@ std::string Worker::describe(const Lane& lane) const {
 
 std::string Worker::describe(const Warp& warp) const {
     const Block& block = blocks[static_cast<std::size_t>(warp.block)];
-    return "warp " + std::to_string(&warp - warps.data() - block.first_warp) + ", block " + text(block.index);
+    return "warp " + std::to_string(&warp - warps.data() - block.first_warp) + ", " + describe(block);
 }
+
+std::string Worker::describe(const Block& block) const { return "block " + text(block.index); }
 
 std::string Worker::deadlock() const {
     // The waiting lanes: (warp, place) -> lanes
@@ -401,31 +409,42 @@ void Worker::synchronise(Warp& warp, LaneMask lanes) {
 // --- barriers --------------------------------------------------------------------------------------------------------
 
 int Worker::barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc) {
-    Lane& me = *t_lane;
-    Warp& warp = warp_of(me);
     if (id < 0 || id >= kBarriers || threads < 0 || threads % config.warp_size != 0)
         stop(finding("barriers 0 to 15 exist, for whole warps",
-                     describe(me) + " in " + name + " of barrier " + std::to_string(id) + " for " +
+                     describe(*t_lane) + " in " + name + " of barrier " + std::to_string(id) + " for " +
                          std::to_string(threads) + " threads",
                      source_line(site)));
-    if (!warp.visiting) warp.visit = {id, threads, 0, wait, name, site, pc};
-    else if (warp.visit.id != id || warp.visit.threads != threads || warp.visit.site.line != site.line)
-        stop(finding("barrier divergence", describe(me) + " in " + name, source_line(site),
+    return visit({id, threads, 0, wait, name, site, pc}, predicate);
+}
+
+void Worker::cluster_sync(Site site, const void* pc) {
+    visit({kClusterBarrier, 0, 0, true, "cluster_sync", site, pc}, 0);
+}
+
+int Worker::visit(const Visit& visit, int predicate) {
+    Lane& me = *t_lane;
+    Warp& warp = warp_of(me);
+    if (!warp.visiting) warp.visit = visit;
+    else if (warp.visit.id != visit.id || warp.visit.threads != visit.threads ||
+             warp.visit.site.line != visit.site.line)
+        stop(finding("barrier divergence", describe(me) + " in " + visit.name, source_line(visit.site),
                      named_lanes(warp.visiting) + " in " + warp.visit.name + ", at " + source_line(warp.visit.site)));
     warp.visiting |= LaneMask{1} << me.lane;
     warp.visit.predicates += predicate;
-    me.at = name, me.site = site, me.pc = pc, me.barrier = id;
+    me.at = visit.name, me.site = visit.site, me.pc = visit.pc, me.barrier = visit.id;
     me.state = Lane::State::kBarrier;
     if (warp.visiting == live(warp)) arrive(warp);
     if (me.state == Lane::State::kBarrier) park(me);
     return me.barrier_result;
 }
 
-/// The warp has come to the barrier. If threads are counted, an unfinished warp counts as a whole one.
+/// The warp has come to the barrier. If threads are counted, an unfinished warp counts as a whole one. Warps may come to
+/// the cluster's barrier at different lines.
 void Worker::arrive(Warp& warp) {
     const Visit& visit = warp.visit;
     Block& block = blocks[static_cast<std::size_t>(warp.block)];
-    Barrier& b = block.barriers[static_cast<std::size_t>(visit.id)];
+    Barrier& b = barrier_of(block, visit.id);
+    const bool cluster = visit.id == kClusterBarrier;
     if (!b.arrived) b.first = visit;
     else if (b.first.threads != visit.threads)
         stop(finding("warps disagree on a barrier's threads",
@@ -433,7 +452,7 @@ void Worker::arrive(Warp& warp) {
                          std::to_string(visit.threads),
                      source_line(visit.site),
                      "others for " + std::to_string(b.first.threads) + ", at " + source_line(b.first.site)));
-    else if (visit.threads == 0 && b.first.site.line != visit.site.line)
+    else if (!cluster && visit.threads == 0 && b.first.site.line != visit.site.line)
         stop(finding("barrier divergence", describe(warp) + " in " + visit.name, source_line(visit.site),
                      "other warps in " + std::string(b.first.name) + ", at " + source_line(b.first.site)));
     b.arrived += visit.threads ? config.warp_size : __builtin_popcountll(warp.visiting);
@@ -447,13 +466,15 @@ void Worker::arrive(Warp& warp) {
     if (!visit.wait)
         for (LaneMask rest = live(warp); rest; rest &= rest - 1)
             lanes[static_cast<std::size_t>(warp.first_lane + __builtin_ctzll(rest))].state = Lane::State::kReady;
-    if (b.arrived == (visit.threads ? visit.threads : block.live)) complete(block, visit.id);
+    if (b.arrived == (visit.threads ? visit.threads : cluster ? live_ : block.live)) complete(block, visit.id);
 }
 
 void Worker::complete(Block& block, int id) {
-    Barrier& b = block.barriers[static_cast<std::size_t>(id)];
+    Barrier& b = barrier_of(block, id);
     const int per_warp = config.warp_size, count = (block.threads + per_warp - 1) / per_warp;
-    for (int w = block.first_warp; w < block.first_warp + count; ++w) {
+    const bool cluster = id == kClusterBarrier;
+    const int first = cluster ? 0 : block.first_warp, end = cluster ? static_cast<int>(warps.size()) : first + count;
+    for (int w = first; w < end; ++w) {
         Warp& warp = warps[static_cast<std::size_t>(w)];
         const void* pc = nullptr;
         for (LaneMask rest = warp.visiting ? 0 : live(warp); rest; rest &= rest - 1) {
@@ -494,6 +515,40 @@ void Worker::exit(Lane& lane) {
         const Barrier& all = block.barriers[static_cast<std::size_t>(id)];
         if (all.arrived && all.first.threads == 0 && all.arrived == block.live) complete(block, id);
     }
+    if (cluster_barrier_.arrived && cluster_barrier_.arrived == live_) complete(block, kClusterBarrier);
+    if (block.uses.empty()) return;
+    const Accessor who = accessor(lane);
+    std::erase_if(block.uses, [&](const RemoteUse& use) { return read_before(who, use.agent, use.lane, use.epoch); });
+    if (block.live > 0 || block.uses.empty()) return;
+    const RemoteUse& use = block.uses.front();
+    stop(finding("a block may end while its shared memory is in use",
+                 describe(block) + "; " + describe(*use.by) + " in " + use.name, source_line(use.site)));
+}
+
+Block& Worker::remote_block(unsigned rank, const char* name, Site site) {
+    if (rank >= blocks.size())
+        stop(finding("a cluster of " + std::to_string(blocks.size()) + " blocks has no rank " + std::to_string(rank),
+                     describe(*t_lane) + " in " + name, source_line(site)));
+    Block& block = blocks[rank];
+    if (block.live == 0)
+        stop(finding("a block that has ended", describe(*t_lane) + " in " + name + ", at " + describe(block),
+                     source_line(site)));
+    return block;
+}
+
+char* Worker::address_in(const Block& block, const void* address, const std::string& name, Site site) {
+    const auto at = reinterpret_cast<std::uintptr_t>(address);
+    if (!arena.contains(at) || arena.block_at(at) != t_lane->block || arena.offset(at) >= arena.bytes_per_block())
+        stop(finding("an address outside the block's shared memory", describe(*t_lane) + " in " + name,
+                     source_line(site)));
+    return arena.of_block(static_cast<int>(&block - blocks.data())) + arena.offset(at);
+}
+
+void Worker::use(Block& block, const RemoteUse& use) {
+    const auto same = [&](const RemoteUse& other) { return other.agent == use.agent && other.lane == use.lane; };
+    const auto found = std::find_if(block.uses.begin(), block.uses.end(), same);
+    if (found != block.uses.end()) *found = use;
+    else block.uses.push_back(use);
 }
 
 void Worker::wait_until(bool (*ready)(void*), void* argument, const char* name, Site site) {
@@ -565,6 +620,15 @@ void Worker::hand_on(Lane& lane, Clock& to) {
     to.known.raise(lane.warp, lane.lane, epochs_[static_cast<std::size_t>(lane.warp)]++);
 }
 
+void Worker::hand_on_reads(Lane& lane, Clock& to) {
+    Clock now;
+    hand_on(lane, now);
+    const auto agents = static_cast<int>(warps.size());
+    now.known.add_to(to.read, 0, agents);
+    now.known.add_to(to.known, agents, static_cast<int>(epochs_.size()));
+    to.read.join(now.read);
+}
+
 void Worker::release(const void* object) {
     if (!config.checks) return;
     SyncObject& o = sync_objects_[object];
@@ -584,7 +648,8 @@ unsigned Worker::add_release(unsigned* counter, unsigned x) {
         auto& [releases, clock] = g_memory.counters.clocks[counter];
         Clock now;
         hand_on(*t_lane, now);
-        now.known.add_to(clock.counted, static_cast<int>(warps.size()), g_memory.first_warp(accessor(*t_lane).block));
+        now.known.add_to(clock.counted, 0, static_cast<int>(warps.size()),
+                         g_memory.first_warp(accessor(*t_lane).block));
         clock.counted.join(now.counted);
         ++releases;
     }
@@ -656,7 +721,7 @@ void launch(const Launch& l) {
     const InterruptWatch watch;
     g_abandoned = false;
     const Config config = g_config;
-    g_memory.begin_launch(config.checks, static_cast<int>(warps));
+    g_memory.begin_launch(config.checks, l.cluster, static_cast<int>(warps));
     const auto cluster = static_cast<std::uint64_t>(l.cluster), clusters = blocks / cluster;
     std::atomic<std::uint64_t> next{0};
     std::mutex mutex;

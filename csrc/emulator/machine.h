@@ -34,7 +34,8 @@ struct TensorCopy {
     Clock clock;          ///< of the warp that asked for it
     Site site;
     Event event;
-    int group = 0;  ///< a store's
+    int group = 0;      ///< a store's
+    bool send = false;  ///< from shared memory: a bulk_send
 };
 
 /// A barrier in shared memory. Phases are counted from 0; a phase ends when no arrival and no byte is outstanding.
@@ -167,12 +168,22 @@ struct Barrier {
     std::uint64_t time = 0;  ///< the latest of the warps that have come
 };
 
-inline constexpr int kBarriers = 16;
+inline constexpr int kBarriers = 16, kClusterBarrier = kBarriers;  ///< of a block; the number of the cluster's
+
+/// What is done to a block's shared memory from outside, before the block may end.
+struct RemoteUse {
+    int agent, lane;
+    std::uint32_t epoch;  ///< its newest
+    const Lane* by;
+    std::string name;
+    Site site;
+};
 
 struct Block {
     Index index;
     int first_lane, first_warp, threads, live;
     std::array<Barrier, kBarriers> barriers;
+    std::vector<RemoteUse> uses;  ///< those that no lane knew of that has exited
 };
 
 /// Thrown by a block that stops because another has a finding.
@@ -197,6 +208,7 @@ class Worker {
     // Called by the running lane
     void enter(const Collective& what, LaneMask mask, void* arguments, Site site, const void* pc);
     int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc);
+    void cluster_sync(Site site, const void* pc);
     void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
     void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
     void async_wait(int pending);
@@ -207,11 +219,13 @@ class Worker {
     TransactionBarrier& transaction_barrier(const void* address, const char* use, Site site);
     void barrier_init(void* address, unsigned arrivals, Site site, const void* pc);
     void barrier_arrive(void* address, unsigned bytes, Site site, const void* pc);
+    void barrier_arrive_at(void* address, unsigned rank, Site site, const void* pc);
     void barrier_wait(void* address, unsigned parity, Site site, const void* pc);
     void barrier_init_fence();
     void fence_proxy_async();
     void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                      const void* pc);
+    void bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site, const void* pc);
     void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc);
     void store_wait_read(int pending);
     void multiply(void* const* arguments);
@@ -230,6 +244,7 @@ class Worker {
     void warp_access(Access access, const void* const* address, LaneMask lanes, int bytes);
     [[noreturn]] void stop(std::string what);
 
+    std::string describe(const Block& block) const;
     std::string describe(const Warp& warp) const;
     std::string describe(const Lane& lane) const;
     Accessor accessor(Lane& lane);
@@ -264,6 +279,7 @@ class Worker {
         std::uint64_t releases = 0;
     };
     std::unordered_map<const void*, SyncObject> sync_objects_;
+    Barrier cluster_barrier_;
     std::vector<std::uint32_t> epochs_;  // each agent's newest epoch
     std::uint32_t register_fences_ = 0;
     std::size_t touched_bytes_ = 0;
@@ -285,16 +301,33 @@ class Worker {
     void share_news(Warp& warp);
     /// The lane arrives somewhere: adds to `to` what it did before and what it knows.
     void hand_on(Lane& lane, Clock& to);
+    /// The same of what lanes read before, not of what they wrote; what agents did is done.
+    void hand_on_reads(Lane& lane, Clock& to);
     /// Whether the phase is done. Called for the lane that waits for it; lands the phase's copies.
     bool phase_done(TransactionBarrier& barrier, unsigned parity, const Lane& lane);
     /// Adds an event to the timeline if the warp (the worker's number) is in block 0 of the grid.
     void record(Event event, int warp);
+    /// `writes`: whether the arrival orders them.
+    void arrive_at(TransactionBarrier& barrier, const void* address, unsigned bytes, bool writes, const char* name,
+                   Site site, const void* pc);
     void end_phase(TransactionBarrier& barrier);
+    /// The block of that rank, for an operation by `name` of the running lane. It has not ended.
+    Block& remote_block(unsigned rank, const char* name, Site site);
+    /// Where `address`, of the running lane's block, lies in that block.
+    char* address_in(const Block& block, const void* address, const std::string& name, Site site);
+    /// From now on the block may not end before what that lane of an agent does.
+    void use(Block& block, const RemoteUse& use);
     /// A copy or store that the running lane asks for by `name`, to or from shared memory as `what` says.
     TensorCopy new_copy(const void* shared, const TensorMap& map, const int* coordinates, const char* name,
                         const char* what, Site site, const void* pc);
+    std::string name_of(const TensorCopy& copy) const;
+    void begin_copy(TensorCopy copy, TransactionBarrier& barrier, const void* pc);
     void land(const TensorCopy& copy);
-    void check_tensor_load(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
+    void check_copy(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
+    void check_source(const TensorCopy& copy, const void* pc);
+    void check_send(const TensorCopy& copy, const TransactionBarrier& barrier, const void* pc);
+    /// An agent that reads shared memory later, and knows what the lane knows now, in `clock`.
+    Accessor later_reader(Lane& lane, int agent, std::uint32_t epoch, Clock& clock);
     void check_tensor_store(TensorCopy& store, const void* pc);
     /// Copies to global memory what lies inside the tensor.
     void land_store(const TensorCopy& store);
@@ -312,7 +345,11 @@ class Worker {
     void park(Lane& lane);
     void fire(Warp& warp, std::size_t gathering);
     void synchronise(Warp& warp, LaneMask lanes);
+    int visit(const Visit& visit, int predicate);
     void arrive(Warp& warp);
+    Barrier& barrier_of(Block& block, int id) {
+        return id == kClusterBarrier ? cluster_barrier_ : block.barriers[static_cast<std::size_t>(id)];
+    }
     void complete(Block& block, int id);
     static LaneMask live(const Warp& warp) { return warp.exists & ~warp.exited; }
     void merge_logs(Warp& warp);

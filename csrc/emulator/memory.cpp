@@ -38,11 +38,11 @@ bool Epochs::cover_lane(int agent, int lane, std::uint32_t epoch) const {
     });
 }
 
-void Epochs::add_to(Epochs& to, int count, int first) const {
-    for (int agent = 0; agent < std::min(count, static_cast<int>(all_.size())); ++agent)
-        if (const std::uint32_t epoch = of(agent)) to.raise(first + agent, epoch);
+void Epochs::add_to(Epochs& to, int begin, int end, int shift) const {
+    for (int agent = begin; agent < std::min(end, static_cast<int>(all_.size())); ++agent)
+        if (const std::uint32_t epoch = of(agent)) to.raise(shift + agent, epoch);
     for (const OfLane& x : lanes_)
-        if (x.agent < count) to.raise(first + x.agent, x.lane, x.epoch);
+        if (x.agent >= begin && x.agent < end) to.raise(shift + x.agent, x.lane, x.epoch);
 }
 
 std::vector<Epochs::OfLane> Epochs::lanes_with(const Epochs& others) const {
@@ -207,7 +207,7 @@ Conflict SharedArena::write(std::uintptr_t address, int bytes, const Accessor& w
         }
         for (std::size_t i = 0; i < reading_.size(); ++i) {
             const Reader& r = readers_[i][g];
-            if (r.epoch < first_epoch_ || ordered(who, reading_[i], r.lane, r.epoch)) continue;
+            if (r.epoch < first_epoch_ || read_before(who, reading_[i], r.lane, r.epoch)) continue;
             return {"write after read", 0, reading_[i], r.lane, r.pc};
         }
         w = now;
@@ -253,11 +253,11 @@ Conflict SharedArena::make_barrier(std::uintptr_t address, int bytes, const Acce
 namespace {
 
 // A record of an access, in 64 bits. For readers and for atomic writers, two records are kept, and whether several
-// blocks have accessed.
+// clusters have accessed.
 struct Record {
     std::uint32_t block;  // + 1; 0: no access
     int warp, lane;       // lane, kTogether or kSeveral
-    bool flag;            // of a writer: atomic; of readers: of several blocks
+    bool flag;            // of a writer: atomic; of readers: of several clusters
     std::uint32_t epoch;
 
     static constexpr int kLanes = 64, kPacked = 128;  // negative lanes are at the top of 7 bits
@@ -270,9 +270,14 @@ struct Record {
         return std::uint64_t{block} << 40 | static_cast<std::uint64_t>(warp & 255) << 32 |
                static_cast<std::uint64_t>(lane & (kPacked - 1)) << 25 | std::uint64_t{flag} << 24 | (epoch & 0xffffff);
     }
-    bool before(const Accessor& who) const {
+    /// `read`: whether this is the record of a read.
+    bool before(const Accessor& who, bool read) const {
         if (block == 0) return true;
-        if (block == who.block + 1) return ordered(who, warp, lane, epoch);
+        const auto in_order = [&] {
+            return read ? read_before(who, warp, lane, epoch) : ordered(who, warp, lane, epoch);
+        };
+        if (block == who.block + 1) return in_order();
+        if (g_memory.same_cluster(block - 1, who.block) && in_order()) return true;
         return who.clock->counted.cover(g_memory.first_warp(block - 1) + warp, lane, epoch);
     }
 };
@@ -289,8 +294,10 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
     do {
         was = Record::unpack(before);
         now = {who.block + 1, who.warp, who.lane, atomic, who.epoch};
-        if (readers) now.flag = was.block != 0 && (was.flag || was.block != now.block);
-        keep = (readers || (atomic && was.flag)) && !was.before(who);
+        if (readers)
+            now.flag = was.block != 0 &&
+                       (was.flag || (was.block != now.block && !g_memory.same_cluster(was.block - 1, who.block)));
+        keep = (readers || (atomic && was.flag)) && !was.before(who, readers);
         if (keep && was.block == now.block && was.warp == now.warp) {
             if (now.lane != kTogether) now.lane = kSeveral;
             keep = false;
@@ -311,9 +318,9 @@ std::pair<Record, const void*> put(Accesses& a, std::size_t g, const Accessor& w
 Conflict conflict(const char* kind, const Record& r, const void* pc) { return {kind, r.block - 1, r.warp, r.lane, pc}; }
 
 /// The conflict of `who` with the `other` record, if the two are not in order.
-Conflict with_other(const Accesses& a, std::size_t g, const Accessor& who, const char* kind) {
+Conflict with_other(const Accesses& a, std::size_t g, const Accessor& who, bool readers, const char* kind) {
     const Record r = Record::unpack(__atomic_load_n(&a.other[g], __ATOMIC_RELAXED));
-    if (r.before(who)) return {};
+    if (r.before(who, readers)) return {};
     return conflict(kind, r, __atomic_load_n(&a.other_pcs[g], __ATOMIC_RELAXED));
 }
 
@@ -329,8 +336,8 @@ void GlobalMemory::set(const Buffer* buffers, std::size_t count) {
     }
 }
 
-void GlobalMemory::begin_launch(bool checks, int warps) {
-    warps_ = warps;
+void GlobalMemory::begin_launch(bool checks, int blocks, int warps) {
+    blocks_ = static_cast<std::uint32_t>(blocks), warps_ = warps;
     counters.clocks.clear();
     for (Watched& b : buffers_) {
         if (!checks || !b.writable) continue;
@@ -370,9 +377,9 @@ Conflict GlobalMemory::read(Watched& b, std::uintptr_t address, int bytes, const
         put(b.readers, g, who, true, false, pc);
         constexpr const char* kKind = "read after write";
         const Record w = Record::unpack(__atomic_load_n(&b.writers.last[g], __ATOMIC_SEQ_CST));
-        if (!w.before(who)) return conflict(kKind, w, __atomic_load_n(&b.writers.last_pcs[g], __ATOMIC_RELAXED));
+        if (!w.before(who, false)) return conflict(kKind, w, __atomic_load_n(&b.writers.last_pcs[g], __ATOMIC_RELAXED));
         if (!w.flag) continue;
-        if (const Conflict other = with_other(b.writers, g, who, kKind)) return other;
+        if (const Conflict other = with_other(b.writers, g, who, false, kKind)) return other;
     }
     return {};
 }
@@ -384,15 +391,15 @@ Conflict GlobalMemory::write(Watched& b, std::uintptr_t address, int bytes, cons
         const auto [w, w_pc] = put(b.writers, g, who, false, atomic, pc);
         if (!(atomic && w.flag)) {
             constexpr const char* kKind = "write after write";
-            if (!w.before(who)) return conflict(kKind, w, w_pc);
+            if (!w.before(who, false)) return conflict(kKind, w, w_pc);
             if (w.flag)
-                if (const Conflict other = with_other(b.writers, g, who, kKind)) return other;
+                if (const Conflict other = with_other(b.writers, g, who, false, kKind)) return other;
         }
         constexpr const char* kKind = "write after read";
         const Record r = Record::unpack(__atomic_load_n(&b.readers.last[g], __ATOMIC_SEQ_CST));
-        if (r.flag || !r.before(who))
+        if (r.flag || !r.before(who, true))
             return conflict(kKind, r, __atomic_load_n(&b.readers.last_pcs[g], __ATOMIC_RELAXED));
-        if (const Conflict other = with_other(b.readers, g, who, kKind)) return other;
+        if (const Conflict other = with_other(b.readers, g, who, true, kKind)) return other;
     }
     return {};
 }

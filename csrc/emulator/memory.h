@@ -13,9 +13,11 @@
 // which sees what a lane wrote only after a fence of that lane. So a clock also knows up to which epoch writes are
 // visible to that proxy.
 //
-// Blocks are in order only where a counter in global memory says so: what a lane knows when it adds to the counter with
-// release is known to each lane that reads the sum, or a later one, with acquire. For this a clock also has epochs of
-// warps of other blocks.
+// An arrival at a barrier of another block orders what was read before it alone.
+//
+// Clusters of blocks are in order only where a counter in global memory says so: what a lane knows when it adds to the
+// counter with release is known to each lane that reads the sum, or a later one, with acquire. For this a clock also has
+// epochs of warps of other clusters.
 #pragma once
 
 #include <algorithm>
@@ -51,8 +53,8 @@ class Epochs {
     void join(const Epochs& others);
     /// Keeps what both have.
     void meet(const Epochs& others);
-    /// Adds those of the agents below `count` to `to`, where they have numbers from `first` on.
-    void add_to(Epochs& to, int count, int first) const;
+    /// Adds those of the agents from `begin` on and below `end` to `to`, where their numbers are greater by `shift`.
+    void add_to(Epochs& to, int begin, int end, int shift = 0) const;
 
   private:
     struct OfLane {
@@ -72,12 +74,13 @@ class Epochs {
 struct Clock {
     Epochs known, published;
     Epochs counted;  // epochs ordered before by counters, of warps numbered through the grid
-    void clear() { known.clear(), published.clear(), counted.clear(); }
+    Epochs read;     // epochs of which what was read is ordered before, and may be written over
+    void clear() { known.clear(), published.clear(), counted.clear(), read.clear(); }
     void join(const Clock& other) {
-        known.join(other.known), published.join(other.published), counted.join(other.counted);
+        known.join(other.known), published.join(other.published), counted.join(other.counted), read.join(other.read);
     }
     void meet(const Clock& other) {
-        known.meet(other.known), published.meet(other.published), counted.meet(other.counted);
+        known.meet(other.known), published.meet(other.published), counted.meet(other.counted), read.meet(other.read);
     }
 };
 
@@ -95,6 +98,10 @@ struct Accessor {
 
 /// Whether what `lane` of `warp` did in `epoch` is ordered before what `who` does now.
 bool ordered(const Accessor& who, int warp, int lane, std::uint32_t epoch);
+/// Whether at least what it read is.
+inline bool read_before(const Accessor& who, int warp, int lane, std::uint32_t epoch) {
+    return ordered(who, warp, lane, epoch) || who.clock->read.cover(warp, lane, epoch);
+}
 
 /// What an access ran into: nothing if `kind` is null.
 struct Conflict {
@@ -134,6 +141,10 @@ class SharedArena {
     /// Makes room for `blocks` blocks of `bytes` bytes, poisoned. Agents with numbers from `warps` on are not warps.
     void begin(int blocks, std::size_t bytes, int warps, bool checks);
     char* of_block(int block) const { return base_ + static_cast<std::size_t>(block) * kBytesPerBlock; }
+    /// The block in whose memory the address lies.
+    int block_at(std::uintptr_t a) const {
+        return static_cast<int>((a - reinterpret_cast<std::uintptr_t>(base_)) / kBytesPerBlock);
+    }
     bool contains(std::uintptr_t a) const { return a - reinterpret_cast<std::uintptr_t>(base_) < size_; }
     /// Offset in its block's memory.
     std::size_t offset(std::uintptr_t a) const {
@@ -216,10 +227,11 @@ class GlobalMemory {
     };
 
     void set(const Buffer* buffers, std::size_t count);
-    /// Forgets accesses of earlier launches: a launch waits for the launches before it. `warps`: of a cluster.
-    void begin_launch(bool checks, int warps);
-    /// The number in the grid of a block's warp 0 (Clock::counted).
-    int first_warp(std::uint32_t block) const { return static_cast<int>(block) * warps_; }
+    /// Forgets accesses of earlier launches: a launch waits for the launches before it. `blocks`, `warps`: of a cluster.
+    void begin_launch(bool checks, int blocks, int warps);
+    /// The number in the grid of warp 0 of a block's cluster (Clock::counted).
+    int first_warp(std::uint32_t block) const { return static_cast<int>(block / blocks_) * warps_; }
+    bool same_cluster(std::uint32_t a, std::uint32_t b) const { return a / blocks_ == b / blocks_; }
 
     /// A counter's words are read and added to while the lock is held, so that its clock is that of its value.
     struct Counters {
@@ -237,6 +249,7 @@ class GlobalMemory {
 
   private:
     std::vector<Watched> buffers_;
+    std::uint32_t blocks_ = 1;
     int warps_ = 0;
 };
 

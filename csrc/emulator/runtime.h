@@ -56,6 +56,7 @@ Index block_size() __attribute__((const));
 Index grid_size() __attribute__((const));
 int warp_size() __attribute__((const));
 int lane_index() __attribute__((const));
+unsigned cluster_rank() __attribute__((const));
 
 // --- collectives --------------------------------------------------------------------------------------------------
 /// An operation that lanes perform together. Each lane parks with a pointer to its arguments; the last to arrive runs
@@ -73,6 +74,9 @@ void collective(const Collective& what, LaneMask mask, void* arguments, Site sit
 /// Arrives at barrier `id` of the block for `threads` threads (0: all that have not exited) and, if `wait`, stays until
 /// they have arrived. Returns the sum of the predicates.
 int barrier(int id, int threads, int predicate, bool wait, const char* name, Site site, const void* pc);
+
+/// The same of all threads of the cluster that have not exited.
+void cluster_sync(Site site, const void* pc);
 
 /// Parks the lane until ready(argument).
 void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
@@ -111,6 +115,9 @@ void async_wait(int pending_groups);
 void transaction_barrier_init(void* barrier, unsigned arrivals, Site site, const void* pc);
 void transaction_barrier_init_fence();
 void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc);
+/// At the barrier of block `rank` of the cluster that lies where `barrier` lies in this block. Orders what the lane has
+/// read, not what it wrote.
+void transaction_barrier_arrive_at(void* barrier, unsigned rank, Site site, const void* pc);
 void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const void* pc);
 void fence_proxy_async();
 
@@ -130,6 +137,9 @@ const char* refuse_tensor_map(const TensorMap& map);
 void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site, const void* pc);
 /// The same of adjacent bytes.
 void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc);
+/// The same from this block's shared memory to where `to` lies in block `rank` of the cluster, for the barrier there.
+/// Reads when it lands.
+void bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site, const void* pc);
 
 /// Copies the box from shared memory to these coordinates. Its group reads and writes when a wait lets it pass, the last
 /// legal moment.

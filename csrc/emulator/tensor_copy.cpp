@@ -2,7 +2,8 @@
 //
 // A copy lands when a lane waits for a phase that lacks only bytes: the last legal moment. Until then its target is
 // pending, and a phase for which no lane announced the bytes completes without them, as it may on hardware. A store
-// reads its source, and writes, when its lane's wait lets it pass.
+// reads its source, and writes, when its lane's wait lets it pass. A copy to another block of the cluster reads its
+// source, and writes, when it lands.
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -54,7 +55,7 @@ void count(Counters& counters, const TensorCopy& copy, Instruction what) {
     std::uint64_t sectors = 0, bytes = 0;
     constexpr std::uintptr_t kSector = 32;
     for_each_row(copy, [&](int, const char* row, int, int inside) {
-        if (!row) return;
+        if (!row || copy.send) return;
         const auto first = reinterpret_cast<std::uintptr_t>(row);
         const auto size = static_cast<std::uintptr_t>(inside * copy.map.element_bytes);
         sectors += (first + size - 1) / kSector - first / kSector + 1;
@@ -64,8 +65,19 @@ void count(Counters& counters, const TensorCopy& copy, Instruction what) {
                       (bytes + kSector - 1) / kSector);
 }
 
-/// The brick. Copies of bytes in order are taken as tensors of one dimension.
-const char* name_of(const TensorMap& map) { return map.rank == 1 ? "bulk_load" : "tensor_load"; }
+/// Copies of bytes in order are taken as tensors of one dimension.
+const char* load_of(const TensorMap& map) { return map.rank == 1 ? "bulk_load" : "tensor_load"; }
+
+void check_bulk(const void* from, unsigned bytes, const char* name, Site site) {
+    if (!bytes || bytes % kUnit || reinterpret_cast<std::uintptr_t>(from) % kUnit)
+        t_worker->stop(finding("a bulk copy of bytes or from an address that is no multiple of 16",
+                               t_worker->describe(*t_lane) + " in " + name, source_line(site)));
+}
+
+TensorMap bytes_in_order(const void* from, unsigned bytes) {
+    const int units = static_cast<int>(bytes / kUnit);
+    return {from, 1, kUnit, {units}, {}, {units}, 1};
+}
 
 }  // namespace
 
@@ -138,6 +150,12 @@ void Worker::fence_proxy_async() {
 }
 
 void Worker::end_phase(TransactionBarrier& b) {
+    // Its bytes have come without copies that may be among them
+    for (const TensorCopy& copy : b.copies)
+        if (copy.send)
+            stop(finding("more bytes than a barrier's phase waits for",
+                         name_of(copy) + ", of " + describe(warps[static_cast<std::size_t>(copy.event.warp)]),
+                         source_line(copy.site)));
     b.completed.join(b.arrived);
     b.outstanding = b.arrivals;
     b.completed_at = std::exchange(b.time, 0);
@@ -146,21 +164,37 @@ void Worker::end_phase(TransactionBarrier& b) {
 
 void Worker::barrier_arrive(void* address, unsigned bytes, Site site, const void* pc) {
     constexpr const char* kName = "barrier_arrive";
-    TransactionBarrier& b = transaction_barrier(address, kName, site);
+    arrive_at(transaction_barrier(address, kName, site), address, bytes, true, kName, site, pc);
+}
+
+void Worker::barrier_arrive_at(void* address, unsigned rank, Site site, const void* pc) {
+    Lane& lane = *t_lane;
+    Block& block = remote_block(rank, "barrier_arrive_at", site);
+    const std::string name = "barrier_arrive_at " + describe(block);
+    char* const there = address_in(block, address, name, site);
+    TransactionBarrier& b = transaction_barrier(there, name.c_str(), site);
+    if (config.checks && rank != static_cast<unsigned>(lane.block))
+        use(block, {lane.warp, lane.lane, epochs_[static_cast<std::size_t>(lane.warp)], &lane, name, site});
+    arrive_at(b, there, 0, false, name.c_str(), site, pc);
+}
+
+void Worker::arrive_at(TransactionBarrier& b, const void* address, unsigned bytes, bool writes, const char* name,
+                       Site site, const void* pc) {
     if (config.counters) log(pc, 0, 0, Instruction::kTransactionBarrier);
     b.time = std::max(b.time, time_of(*t_lane));
     if (!b.outstanding)
         stop(finding("more arrivals than a barrier's phase has",
-                     describe(*t_lane) + " in " + kName + " of the barrier at byte " +
+                     describe(*t_lane) + " in " + name + " of the barrier at byte " +
                          std::to_string(arena.offset(reinterpret_cast<std::uintptr_t>(address))) + ", " +
                          std::to_string(b.arrivals) + " have come to its phase " + std::to_string(b.phase),
                      source_line(site)));
     b.bytes += bytes;
     if (b.bytes > kMostBytes)
         stop(finding("a phase of more bytes than a barrier counts",
-                     describe(*t_lane) + " in " + kName + ", " + std::to_string(b.bytes) + " bytes in all",
+                     describe(*t_lane) + " in " + name + ", " + std::to_string(b.bytes) + " bytes in all",
                      source_line(site)));
-    if (config.checks) hand_on(*t_lane, b.arrived);
+    if (config.checks && writes) hand_on(*t_lane, b.arrived);
+    else if (config.checks) hand_on_reads(*t_lane, b.arrived);
     if (--b.outstanding == 0 && b.bytes == 0) end_phase(b);
 }
 
@@ -255,28 +289,71 @@ TensorCopy Worker::new_copy(const void* shared, const TensorMap& map, const int*
 
 void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, const int* coordinates, Site site,
                          const void* pc) {
-    const char* const name = name_of(map);
+    const char* const name = load_of(map);
     TransactionBarrier& b = transaction_barrier(barrier, name, site);
-    TensorCopy copy = new_copy(shared, map, coordinates, name, "a tensor copy to", site, pc);
+    begin_copy(new_copy(shared, map, coordinates, name, "a tensor copy to", site, pc), b, pc);
+}
+
+void Worker::bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site,
+                       const void* pc) {
+    Lane& lane = *t_lane;
+    Block &here = blocks[static_cast<std::size_t>(lane.block)], &there = remote_block(rank, "bulk_send", site);
+    const std::string name = "bulk_send to " + describe(there);
+    check_bulk(from, bytes, name.c_str(), site);
+    if (arena.offset(reinterpret_cast<std::uintptr_t>(address_in(here, from, name, site))) + bytes >
+        arena.bytes_per_block())
+        stop(finding("out of bounds of shared memory (" + std::to_string(arena.bytes_per_block()) + " bytes)",
+                     describe(lane) + " in " + name + " reads " + std::to_string(bytes) + " bytes", source_line(site)));
+    TransactionBarrier& b = transaction_barrier(address_in(there, barrier, name, site), name.c_str(), site);
+    const int first = 0;
+    TensorCopy copy = new_copy(address_in(there, to, name, site), bytes_in_order(from, bytes), &first, name.c_str(),
+                               "a copy to", site, pc);
+    copy.send = true;
+    begin_copy(std::move(copy), b, pc);
+    if (!config.checks) return;
+    const RemoteUse now{b.agent, kTogether, epochs_[static_cast<std::size_t>(b.agent)], &lane, name, site};
+    use(here, now);
+    use(there, now);
+}
+
+std::string Worker::name_of(const TensorCopy& copy) const {
+    if (!copy.send) return load_of(copy.map);
+    const int block = arena.block_at(reinterpret_cast<std::uintptr_t>(copy.shared));
+    return "bulk_send to " + describe(blocks[static_cast<std::size_t>(block)]);
+}
+
+void Worker::begin_copy(TensorCopy copy, TransactionBarrier& b, const void* pc) {
     b.time = std::max(b.time, copy.event.arrived);
     if (config.checks) {
         copy.epoch = ++epochs_[static_cast<std::size_t>(b.agent)];
-        check_tensor_load(copy, b, pc);
+        check_copy(copy, b, pc);
         hand_on(*t_lane, copy.clock);
     }
     if (config.counters) count(counters, copy, Instruction::kTensorCopy);
     b.copies.push_back(std::move(copy));
 }
 
-void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
+void Worker::check_copy(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
     Lane& lane = *t_lane;
     const auto to = reinterpret_cast<std::uintptr_t>(copy.shared);
-    const std::string line = source_line(copy.site), name = name_of(copy.map);
-    Accessor who = accessor(lane);
     if (!b.fenced)
         stop(finding("a tensor copy may not see that its barrier is initialised",
-                     describe(lane) + " in " + name + ", without barrier_init_fence", line,
+                     describe(lane) + " in " + name_of(copy) + ", without barrier_init_fence", source_line(copy.site),
                      describe(warps[static_cast<std::size_t>(b.warp)]) + ", at " + source_line(b.site)));
+    if (copy.send) check_send(copy, b, pc);
+    else check_source(copy, pc);
+    Accessor who = accessor(lane);
+    who.async_proxy = true;
+    if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
+        stop_conflict(Access::kAsyncStore, describe(lane) + ", in " + name_of(copy) + ",", to, copy.bytes,
+                      source_line(copy.site), conflict, who.block);
+}
+
+/// A load's source.
+void Worker::check_source(const TensorCopy& copy, const void* pc) {
+    Lane& lane = *t_lane;
+    const std::string line = source_line(copy.site), name = name_of(copy);
+    const Accessor who = accessor(lane);
     for_each_row(copy, [&](int, const char* from, int, int inside) {
         if (!from || !g_memory.known()) return;
         const auto address = reinterpret_cast<std::uintptr_t>(from);
@@ -290,10 +367,27 @@ void Worker::check_tensor_load(const TensorCopy& copy, const TransactionBarrier&
             stop_conflict(Access::kAsyncLoad, describe(lane) + ", in " + name + ",", address, bytes, line, conflict,
                           who.block);
     });
-    who.async_proxy = true;
-    if (const Conflict conflict = arena.begin_async(to, copy.bytes, who, b.agent, copy.epoch, pc))
-        stop_conflict(Access::kAsyncStore, describe(lane) + ", in " + name + ",", to, copy.bytes, line, conflict,
-                      who.block);
+}
+
+/// What the barrier's copies did in earlier phases is done for a lane that knows that these are over. The source is
+/// read from now on, by the agent of the barrier's copies: who waits for the phase learns that it is done.
+void Worker::check_send(const TensorCopy& copy, const TransactionBarrier& b, const void* pc) {
+    Lane& lane = *t_lane;
+    if (!ordered(accessor(lane), b.agent, kTogether, b.completed.known.of(b.agent)))
+        stop(finding("a copy whose bytes may count for an earlier phase of its barrier",
+                     describe(lane) + " in " + name_of(copy) + ", for phase " + std::to_string(b.phase),
+                     source_line(copy.site)));
+    Clock clock;
+    const Accessor who = later_reader(lane, b.agent, copy.epoch, clock);
+    const auto from = reinterpret_cast<std::uintptr_t>(copy.map.data);
+    if (const Conflict conflict = arena.read(from, copy.bytes, who, pc))
+        stop_conflict(Access::kAsyncLoad, describe(lane) + ", in " + name_of(copy) + ",", from, copy.bytes,
+                      source_line(copy.site), conflict, who.block);
+}
+
+Accessor Worker::later_reader(Lane& lane, int agent, std::uint32_t epoch, Clock& clock) {
+    hand_on(lane, clock);
+    return {accessor(lane).block, agent, kTogether, epoch, &clock, 0, nullptr, kTogether, true};
 }
 
 void Worker::land(const TensorCopy& copy) {
@@ -338,9 +432,7 @@ void Worker::check_tensor_store(TensorCopy& store, const void* pc) {
     if (lane.store_agent < 0) lane.store_agent = new_agent();
     store.epoch = ++epochs_[static_cast<std::size_t>(lane.store_agent)];
     Clock clock;
-    hand_on(lane, clock);
-    const Accessor who{
-        accessor(lane).block, lane.store_agent, kTogether, store.epoch, &clock, 0, nullptr, kTogether, true};
+    const Accessor who = later_reader(lane, lane.store_agent, store.epoch, clock);
     const int element = store.map.element_bytes;
     for_each_row(store, [&](int offset, const char*, int before, int inside) {
         for_each_piece(store, offset + before * element, inside * element, [&](char* from, int, int bytes) {
@@ -407,6 +499,9 @@ void transaction_barrier_init_fence() { t_worker->barrier_init_fence(); }
 void transaction_barrier_arrive(void* barrier, unsigned bytes, Site site, const void* pc) {
     t_worker->barrier_arrive(barrier, bytes, site, pc);
 }
+void transaction_barrier_arrive_at(void* barrier, unsigned rank, Site site, const void* pc) {
+    t_worker->barrier_arrive_at(barrier, rank, site, pc);
+}
 void transaction_barrier_wait(void* barrier, unsigned parity, Site site, const void* pc) {
     t_worker->barrier_wait(barrier, parity, site, pc);
 }
@@ -415,12 +510,12 @@ void tensor_load(void* shared, const TensorMap& map, void* barrier, const int* c
     t_worker->tensor_load(shared, map, barrier, coordinates, site, pc);
 }
 void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, Site site, const void* pc) {
-    if (!bytes || bytes % kUnit || reinterpret_cast<std::uintptr_t>(global) % kUnit)
-        t_worker->stop(finding("a bulk copy of bytes or from an address that is no multiple of 16",
-                               t_worker->describe(*t_lane) + " in bulk_load", source_line(site)));
-    const int units = static_cast<int>(bytes / kUnit), first = 0;
-    const TensorMap map{global, 1, kUnit, {units}, {}, {units}, 1};
-    t_worker->tensor_load(shared, map, barrier, &first, site, pc);
+    check_bulk(global, bytes, "bulk_load", site);
+    const int first = 0;
+    t_worker->tensor_load(shared, bytes_in_order(global, bytes), barrier, &first, site, pc);
+}
+void bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site, const void* pc) {
+    t_worker->bulk_send(to, from, bytes, barrier, rank, site, pc);
 }
 void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc) {
     t_worker->tensor_store(map, shared, coordinates, site, pc);

@@ -627,6 +627,228 @@ const Entry kChain(
         run_chain(out, in, counters, fault, std::make_integer_sequence<int, kFaults>());
     });
 
+// --- clusters: every block sends tiles to every block ----------------------------------------------------------------
+
+enum class Exchange {
+    kNone,
+    kBlockSync,  // in place of the cluster's, before the first round
+    kNoInitFence,
+    kTargetNotFenced,  // behind the writes that the first tile replaces
+    kNoEmptyWait,
+    kLateEmptyWait,     // behind the writes of the next tile
+    kNoSyncBehindWait,  // for the arrivals
+    kNoProxyFence,
+    kNoSync,           // of the warp, before the tile is sent
+    kOverwritten,      // the tile that is sent
+    kOutOfTheCluster,  // a tile is sent there
+    kArrivalOutOfTheCluster,
+    kNotInitialised,  // the barrier of a tile
+    kOneBarrier,      // for the tiles of two rounds
+    kUnordered,       // the same, and an atomic says when the first have come
+    kOddBytes,        // no multiple of 16
+    kNoBytes,
+    kMisalignedSource,  // of 16 bytes
+    kMisplaced,         // not at a multiple of 16 bytes
+    kPastTheEnd,        // of shared memory
+    kSourcePastTheEnd,
+    kFromGlobal,
+    kToGlobal,
+    kGlobalBarrier,
+    kFewBytes,  // announced
+    kManyBytes,
+    kNoExpect,
+    kOneTileExpected,  // of those of all blocks
+    kNoWait,           // from the second round on
+    kTargetWritten,    // before the tile has come
+    kNoRelease,        // of tiles that have been read
+    kEarlyRelease,     // before the wait for them
+    kReleaseOfUnread,  // behind the wait, before the reads
+    kNoSyncBeforeRelease,
+    kCleared,  // a tile, behind the reads: the release orders no writes
+    kManyReleases,
+    kNoLastSync,  // of the cluster, before a block ends
+    kEnded,       // a block, before the others send to it
+};
+
+constexpr unsigned kRounds = 25;
+
+template <int kBlocks>
+struct ExchangeMemory {
+    alignas(16) float sent[kStages][32];
+    alignas(16) float received[kStages][kBlocks][32];
+    ptx::Barrier full[kStages], empty[kStages], unused;
+    unsigned rounds;  ///< that have come
+};
+
+/// out[block][lane]: the sum, over rounds and the blocks of the cluster, of 1000 round + 100 rank + (lane ^ 1).
+template <Exchange kFault, int kBlocks>
+__global__ void exchange(float* out) {
+    auto& smem = shared_memory<ExchangeMemory<kBlocks>>();
+    const unsigned lane = threadIdx.x % 32, rank = ptx::cluster_rank();
+    if (threadIdx.x == 0) {
+        for (int s = 0; s < kStages; ++s) {
+            ptx::barrier_init(&smem.full[s], 1);  // fault: exchange init
+            ptx::barrier_init(&smem.empty[s], kBlocks);
+        }
+        smem.rounds = 0;
+        if (kFault != Exchange::kNoInitFence) ptx::barrier_init_fence();
+    }
+    if (kFault == Exchange::kTargetNotFenced && threadIdx.x < 32)
+        smem.received[0][0][lane] = 0;  // fault: exchange target
+    __syncwarp();
+    if (kFault == Exchange::kBlockSync) __syncthreads();
+    else ptx::cluster_sync();
+    if (kFault == Exchange::kEnded && rank == 1) return;
+    constexpr bool kOne = kFault == Exchange::kOneBarrier || kFault == Exchange::kUnordered;
+    const auto full_of = [](unsigned i) { return kOne ? 0 : i % kStages; };
+    float sum = 0;
+    for (unsigned i = 0; i < kRounds; ++i) {
+        const unsigned s = i % kStages, parity = i / kStages % 2;
+        if (threadIdx.x < 32) {
+            const auto wait = [&] {
+                if (lane == 0) ptx::barrier_wait(&smem.empty[s], parity ^ 1);
+                if (kFault != Exchange::kNoSyncBehindWait) __syncwarp();
+            };
+            if (kFault != Exchange::kNoEmptyWait && kFault != Exchange::kLateEmptyWait) wait();
+            smem.sent[s][lane] = static_cast<float>(1000 * i + 100 * rank + lane);  // fault: exchange writes
+            if (kFault != Exchange::kNoProxyFence) ptx::fence_proxy_async();
+            if (kFault != Exchange::kNoSync) __syncwarp();
+            if (kFault == Exchange::kLateEmptyWait) wait();
+            while (kFault == Exchange::kUnordered && atomicAdd(&smem.rounds, 0u) < i) {
+            }
+            if (lane < kBlocks) {
+                float* const end = reinterpret_cast<float*>(&smem + 1);
+                const float* const from = kFault == Exchange::kMisalignedSource   ? smem.sent[s] + 2
+                                          : kFault == Exchange::kSourcePastTheEnd ? end - 4
+                                          : kFault == Exchange::kFromGlobal       ? out
+                                                                                  : smem.sent[s];
+                float* const to = kFault == Exchange::kMisplaced    ? smem.received[s][rank] + 2
+                                  : kFault == Exchange::kPastTheEnd ? end - 4
+                                  : kFault == Exchange::kToGlobal   ? out
+                                                                    : smem.received[s][rank];
+                ptx::Barrier* const full = kFault == Exchange::kNotInitialised  ? &smem.unused
+                                           : kFault == Exchange::kGlobalBarrier ? reinterpret_cast<ptx::Barrier*>(out)
+                                                                                : &smem.full[full_of(i)];
+                constexpr unsigned kBytes = kFault == Exchange::kOddBytes  ? 120
+                                            : kFault == Exchange::kNoBytes ? 0
+                                                                           : 128;
+                const unsigned there = kFault == Exchange::kOutOfTheCluster ? lane + kBlocks : lane;
+                ptx::bulk_send(to, from, kBytes, full, there);  // fault: exchange send
+            }
+            if (kFault == Exchange::kOverwritten) {
+                __syncwarp();
+                if (lane == 5) smem.sent[s][lane] = 0;  // fault: exchange overwrites
+            }
+            continue;
+        }
+        if (kFault == Exchange::kTargetWritten && lane == 3) smem.received[s][0][lane] = 0;  // fault: exchange clears
+        if (lane == 0) {
+            constexpr int kMore = kFault == Exchange::kFewBytes          ? -16
+                                  : kFault == Exchange::kManyBytes       ? 16
+                                  : kFault == Exchange::kOneTileExpected ? 128 - kBlocks * 128
+                                                                         : 0;
+            if (kFault == Exchange::kNoExpect) ptx::barrier_arrive(&smem.full[s]);
+            else ptx::barrier_arrive_expect(&smem.full[full_of(i)], kBlocks * 128 + kMore);
+        }
+        const auto release = [&] {
+            const unsigned there = kFault == Exchange::kArrivalOutOfTheCluster ? lane + kBlocks : lane % kBlocks;
+            const unsigned lanes = kFault == Exchange::kManyReleases ? kBlocks + 1 : kBlocks;
+            if (kFault != Exchange::kNoRelease && lane < lanes)
+                ptx::barrier_arrive_at(&smem.empty[s], there);  // fault: exchange release
+        };
+        if (kFault == Exchange::kEarlyRelease) release();
+        if (kFault != Exchange::kNoWait || i == 0) ptx::barrier_wait(&smem.full[full_of(i)], kOne ? i % 2 : parity);
+        if (kFault == Exchange::kUnordered && lane == 0) atomicAdd(&smem.rounds, 1u);
+        if (kFault == Exchange::kReleaseOfUnread) release();
+        for (int r = 0; r < kBlocks; ++r) sum += smem.received[s][r][lane ^ 1];  // fault: exchange reads
+        if (kFault == Exchange::kCleared) {
+            smem.received[s][1][lane ^ 1] = 0;  // fault: exchange clears tile
+            ptx::fence_proxy_async();
+        }
+        if (kFault != Exchange::kNoSyncBeforeRelease) __syncwarp();
+        if (kFault != Exchange::kEarlyRelease && kFault != Exchange::kReleaseOfUnread) release();
+    }
+    if (threadIdx.x >= 32) out[32 * blockIdx.x + lane] = sum;
+    __syncwarp();
+    if (kFault != Exchange::kNoLastSync) ptx::cluster_sync();
+}
+template <Exchange kFault, int kBlocks>
+void run_exchange(float* out) {
+    launch(exchange<kFault, kBlocks>, {dim3(2 * kBlocks), dim3(64), sizeof(ExchangeMemory<kBlocks>), kBlocks}, nullptr,
+           out);
+}
+template <int... kFaults>
+void run_exchanges(float* out, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&run_exchange<Exchange::kNone, 2>) kRuns[] = {
+        run_exchange<static_cast<Exchange>(kFaults), 2>...};
+    kRuns[fault](out);
+}
+const Entry kExchange(
+    "exchange", +[](float* out, int fault) {
+        constexpr int kFaults = static_cast<int>(Exchange::kEnded) + 1;
+        run_exchanges(out, fault, std::make_integer_sequence<int, kFaults>());
+    });
+const Entry kExchange1("exchange_1", run_exchange<Exchange::kNone, 1>);
+const Entry kExchange4("exchange_4", run_exchange<Exchange::kNone, 4>);
+const Entry kExchange8("exchange_8", run_exchange<Exchange::kNone, 8>);
+
+// --- clusters: what their threads do before and behind a cluster_sync ------------------------------------------------
+
+enum class Rendezvous {
+    kNone,
+    kNoSync,
+    kBlockSync,     // in place of the cluster's
+    kNoSecondSync,  // behind the reads
+    kNoThirdSync,   // before the release
+    kNoRelease,
+    kNoLastSync,  // behind the acquire
+    kHalfWarp,    // the lanes of a warp at different places
+    kMissing,     // a warp, which waits elsewhere
+};
+
+/// out[block][thread] = the sum of what the two blocks of the cluster first write there, 64 block + thread; the second
+/// cluster adds what the first has at this rank.
+template <Rendezvous kFault>
+__global__ void rendezvous(float* out, int* counter) {
+    const unsigned thread = threadIdx.x, rank = ptx::cluster_rank();
+    if (thread >= 64) return;  // nobody waits for these
+    auto* const done = reinterpret_cast<unsigned*>(counter);
+    float* const ours = out + 64 * (blockIdx.x - rank) + thread;
+    ours[64 * rank] = static_cast<float>(64 * blockIdx.x + thread);  // fault: rendezvous first
+    if (kFault == Rendezvous::kMissing && rank == 1 && thread < 32) __syncthreads();
+    if (kFault == Rendezvous::kHalfWarp && thread % 32 < 16) ptx::cluster_sync();  // fault: rendezvous half
+    else if (kFault == Rendezvous::kBlockSync) __syncthreads();
+    else if (kFault != Rendezvous::kNoSync) ptx::cluster_sync();  // fault: rendezvous sync
+    const float sum = ours[0] + ours[64];                         // fault: rendezvous reads
+    if (kFault != Rendezvous::kNoSecondSync) {
+        if (thread < 32) ptx::cluster_sync();
+        else ptx::cluster_sync();
+    }
+    ours[64 * (rank ^ 1)] = sum;  // fault: rendezvous writes
+    if (blockIdx.x < 2) {
+        if (kFault != Rendezvous::kNoThirdSync) ptx::cluster_sync();
+        if (rank == 0 || thread > 0) return;
+        if (kFault == Rendezvous::kNoRelease) atomicAdd(done, 1u);
+        else ptx::add_release(done, 1);
+        return;
+    }
+    while (rank == 1 && thread == 0 && ptx::load_acquire(done) == 0) {
+    }
+    __syncwarp();
+    if (kFault != Rendezvous::kNoLastSync) ptx::cluster_sync();
+    ours[64 * (rank ^ 1)] += out[64 * (rank ^ 1) + thread];  // fault: rendezvous adds
+}
+template <int... kFaults>
+void run_rendezvous(float* out, int* counter, int fault, std::integer_sequence<int, kFaults...>) {
+    constexpr decltype(&rendezvous<Rendezvous::kNone>) kKernels[] = {rendezvous<static_cast<Rendezvous>(kFaults)>...};
+    launch(kKernels[fault], {dim3(4), dim3(96), 0, 2}, nullptr, out, counter);
+}
+const Entry kRendezvous(
+    "rendezvous", +[](float* out, int* counter, int fault) {
+        constexpr int kFaults = static_cast<int>(Rendezvous::kMissing) + 1;
+        run_rendezvous(out, counter, fault, std::make_integer_sequence<int, kFaults>());
+    });
+
 // --- stores: a warp writes rows that its first lane stores -----------------------------------------------------------
 
 enum class Stores {

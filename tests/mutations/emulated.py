@@ -327,6 +327,42 @@ FAULTS = [
         new="""    if (what.a) check(what.a, 1, "A's");\n""",
         why="A's other registers may be written behind the fence",
     ),
+    # ------------------------------------------------------------------------------------------- the emulator: clusters
+    Fault(
+        name="emulator-remote-arrival-orders-writes",
+        path="csrc/emulator/tensor_copy.cpp",
+        old="    if (config.checks && writes) hand_on(*t_lane, b.arrived);\n",
+        new="    if (config.checks) hand_on(*t_lane, b.arrived);\n",
+        why="an arrival at a barrier of another block orders what was written before it",
+    ),
+    Fault(
+        name="emulator-send-reads-at-once",
+        path="csrc/emulator/tensor_copy.cpp",
+        old="    const Accessor who = later_reader(lane, b.agent, copy.epoch, clock);\n",
+        new="    Accessor who = accessor(lane);\n    who.async_proxy = true;\n",
+        why="a copy to another block has read its source as soon as it is asked for",
+    ),
+    Fault(
+        name="emulator-send-for-any-phase",
+        path="csrc/emulator/tensor_copy.cpp",
+        old="b.agent, kTogether, b.completed.known.of(b.agent)))\n",
+        new="b.agent, kTogether, 0))\n",
+        why="bytes may count for a phase that the sender takes to be over",
+    ),
+    Fault(
+        name="emulator-block-ends-early",
+        path="csrc/emulator/machine.cpp",
+        old="    if (block.live > 0 || block.uses.empty()) return;\n",
+        new="    if (block.live >= 0 || block.uses.empty()) return;\n",
+        why="a block may end before others have done with its shared memory",
+    ),
+    Fault(
+        name="emulator-cluster-sync-of-a-block",
+        path="csrc/emulator/machine.cpp",
+        old="    if (b.arrived == (visit.threads ? visit.threads : cluster ? live_ : block.live)) complete",
+        new="    if (b.arrived >= (visit.threads ? visit.threads : block.live)) complete",
+        why="a cluster_sync does not wait for the cluster's other blocks",
+    ),
     # ------------------------------------------------------------------------------------------- the emulator: counters
     Fault(
         name="emulator-sectors-of-64",

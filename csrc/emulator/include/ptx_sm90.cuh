@@ -80,6 +80,18 @@ EMULATOR_BRICK void store_wait_read() {
     emulator::store_wait_read(Pending);
 }
 
+// ---- Clusters -------------------------------------------------------------------------------------------------------
+
+EMULATOR_INLINE unsigned cluster_rank() { return emulator::cluster_rank(); }
+EMULATOR_BRICK inline void cluster_sync(EMULATOR_SITE) { emulator::cluster_sync(site, EMULATOR_PC); }
+EMULATOR_BRICK inline void barrier_arrive_at(Barrier* barrier, unsigned rank, EMULATOR_SITE) {
+    emulator::transaction_barrier_arrive_at(barrier, rank, site, EMULATOR_PC);
+}
+EMULATOR_BRICK inline void bulk_send(void* to, const void* from, unsigned bytes, Barrier* barrier, unsigned rank,
+                                     EMULATOR_SITE) {
+    emulator::bulk_send(to, from, bytes, barrier, rank, site, EMULATOR_PC);
+}
+
 // ---- Warpgroup products ---------------------------------------------------------------------------------------------
 
 enum class Major { K, N, K8 };
