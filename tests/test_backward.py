@@ -492,6 +492,22 @@ def test_deterministic_with_many_blocks(heads: tuple[int, int], n: int, dtype: t
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
 
+@pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_many_items_without_queries(d: int) -> None:
+    """Most keys come behind the last query: blocks take their items as fast as they can, and blocks that share items
+    have to agree on them."""
+    shapes = [(2, h, n, d) for h, n in ((80, 500), (40, 2517), (40, 2517))]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    out = flash_wmma.forward(*leaves, causal=True)
+    dout = torch.randn_like(out)
+    first = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+    for _ in range(200):
+        again = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for a, b in zip(again, first, strict=True):
+            assert (a - b).abs().max() <= 0.03 * b.abs().max()
+
+
 def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
     """Scores far apart: the recomputed weights neither overflow nor vanish."""
     kernel, dtype = backward_target

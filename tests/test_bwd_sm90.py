@@ -21,7 +21,8 @@ from flash_wmma.emulator._runtime import alone, take_profile
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # of the largest value of a gradient
 DEVICE = flash_wmma.DeviceFacts(arch=90, sm_count=132, smem_optin=227 * 1024)
 SHAPES = [64, 96, 128, 192, 256]
-"""The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64."""
+"""The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64; at 256
+two blocks have 64 each of an item's 128."""
 LONG = 1100
 """Keys of a sequence in which blocks write dQ themselves in no case, though they may have to add in order."""
 TURNS = pytest.mark.parametrize("turns", [False, True])
@@ -295,6 +296,22 @@ def test_terms_beside_sole_rows(d: int, more: int) -> None:
 def test_many_items_a_block(sm_count: int, seed: int, d: int, turns: bool) -> None:
     """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
     check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed, turns=turns)
+
+
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right", (70, 0))], ids=str)
+@pytest.mark.parametrize(("nk", "sm_count"), [(1, 1), (65, 3), (128, 3), (129, 6), (193, 1)])
+@pytest.mark.parametrize(("d", "dv"), [(256, 200), (96, 256)])
+def test_pairs(d: int, dv: int, nk: int, sm_count: int, mask: Mask) -> None:
+    """The second block of a pair has a part of its keys or none of them, and columns of dQ that do not exist. A
+    multiprocessor may have no partner."""
+    check(Case(130, nk, mask), d, dv, sm_count=sm_count)
+
+
+@pytest.mark.parametrize("sm_count", [1, 4])
+def test_pairs_of_packed_sequences(sm_count: int) -> None:
+    """A sequence, or what is in use of it, ends in the first block's keys, in the second's or between them."""
+    lengths = [(70, 64, 64), (10, 65, 65), (5, 130, 63), (64, 128, 127), (1, 200, 190), (30, 20, 1), (66, 192, 129)]
+    check_packed(lengths, Mask(True), 256, 200, sm_count=sm_count)
 
 
 @pytest.mark.parametrize(

@@ -272,8 +272,8 @@ FAULTS = [
     Fault(
         name="dropout-sm90-two-roles-values",
         path="csrc/backward/wgmma/two_roles.cuh",
-        old="this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, factor);",
-        new="this->store(problem_.dv, keys, problem_.forward.head_dim_v, dv_, 1.f + 0.f * factor);",
+        old="problem_.forward.head_dim_v, dv_[i], factor,",
+        new="problem_.forward.head_dim_v, dv_[i], 1.f + 0.f * factor,",
         why="above d = 128 dV is not divided by 1 - p",
         kernels=BWD_SM90,
         tests=DROPOUT,

@@ -8,7 +8,7 @@ KERNEL = ("bwd_sm90",)
 FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
-COPIES, STAGED = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh"
+COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER + "pair.cuh"
 QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
 
@@ -314,8 +314,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-rows-not-cleared",
         path=COPIES,
-        old="        this->clear_behind(dout, existing);\n",
-        new="",
+        old="            this->clear_behind(smem_.dout[DoutPlace<Tile>::of(n, i).place], existing);\n",
+        new="            ;\n",
         why="dO of the next sequence meets weights of 0",
         kernels=KERNEL,
     ),
@@ -330,8 +330,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-keys-cut-one-late",
         path=PRODUCER,
-        old="(sequences.cu_seqlens_k || sequences.seqused_k) && used < Tile::kKeys;",
-        new="(sequences.cu_seqlens_k || sequences.seqused_k) && used + 1 < Tile::kKeys;",
+        old="((used - copies.ahead < Tile::kKeys) || ...);",
+        new="((used - copies.ahead + 1 < Tile::kKeys) || ...);",
         why="a tile that lacks one key keeps the row of another sequence",
         kernels=KERNEL,
     ),
@@ -370,8 +370,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-keys-of-the-first-sequence",
         path=PRODUCER,
-        old="load(rows, map, barrier, item.keys.row, item.keys.head,",
-        new="load(rows, map, barrier, item.first_key, item.keys.head,",
+        old="copies.column, item.keys.row + copies.ahead, item.keys.head,",
+        new="copies.column, item.first_key + copies.ahead, item.keys.head,",
         why="keys count from the tensor's first row, not from the sequence's",
         kernels=KERNEL,
     ),
@@ -703,51 +703,103 @@ FAULTS = [
     ),
     # ------------------------------------------------------------------------- two consumers with different products
     Fault(
+        name="bwd-sm90-roles-p-without-fence",
+        path=TWO_ROLES,
+        old="        this->store_weights(smem_.p[stage], weights_);\n        ptx::fence_proxy_async();\n",
+        new="        this->store_weights(smem_.p[stage], weights_);\n",
+        why="dV's product may not see P",
+        kernels=KERNEL,
+    ),
+    Fault(
         name="bwd-sm90-roles-ds-without-fence",
         path=TWO_ROLES,
-        old="        ptx::fence_proxy_async();\n        tell(ds_slot.full);\n",
-        new="        tell(ds_slot.full);\n",
-        why="dV's and dQ's products may not see P and dS",
+        old="        this->store_weights(ds, weights_);\n        ptx::fence_proxy_async();\n",
+        new="        this->store_weights(ds, weights_);\n",
+        why="dQ's product, and the copy to the other block, may not see dS",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-ds-for-p",
         path=TWO_ROLES,
-        old="multiply_values(smem_.p[stage], smem_.dout[stage], ",
-        new="multiply_values(smem_.ds[stage], smem_.dout[stage], ",
+        old="a(smem_.p[places.weights_stage].panel[0]);",
+        new="a(smem_.ds[places.weights_stage].panel[0]);",
         why="dV is made of dS",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-part-shifted",
         path=TWO_ROLES,
-        old="b(smem_.k[0].panel[kPart]);",
-        new="b(smem_.k[0].panel[(kPart + 1) % kParts]);",
+        old="multiply_part<0>(ds, k.panel[first_panel_]);",
+        new="multiply_part<0>(ds, k.panel[first_panel_ + 1]);",
         why="a part of dQ is computed with the columns of the next",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-late-part-with-the-new-tile",
         path=TWO_ROLES,
-        old="            bring_part<kParts - 1>(late_, tile - 1);\n",
-        new="            bring_part<kParts - 1>(dq, tile);\n",
-        why="the last part of dQ is added to the next tile's rows",
+        old="        late_ = dq;\n        tiles_",
+        new="        late_ = dq + 64 * 64;\n        tiles_",
+        why="the last part of dQ is added to other rows",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-last-part-left-out",
         path=TWO_ROLES,
-        old="        bring_part<kParts - 1>(late_, tiles_ - 1);\n        end_turn(tiles_ - 1);\n",
-        new="        end_turn(tiles_ - 1);\n",
+        old="        bring_last_part(tiles_);\n",
+        new="",
         why="the last part of dQ of a block's last tile is not added",
         kernels=KERNEL,
     ),
     Fault(
         name="bwd-sm90-roles-tile-released-early",
         path=TWO_ROLES,
-        old="        ptx::wgmma_wait<1>();\n        tell(slot.empty);\n",
-        new="        tell(slot.empty);\n        ptx::wgmma_wait<1>();\n",
+        old=(
+            "            ptx::wgmma_wait<1>();\n"
+            "            tell(this->dout_slot(places, 0).empty);\n"
+            "            tell(p_slot.empty);\n"
+        ),
+        new=(
+            "            tell(this->dout_slot(places, 0).empty);\n"
+            "            tell(p_slot.empty);\n"
+            "            ptx::wgmma_wait<1>();\n"
+        ),
         why="dO is overwritten while dV's product reads it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-roles-second-half-of-dv-for-the-first",
+        path=TWO_ROLES,
+        old="                                kDvColumns * i);",
+        new="                                kDvColumns * (1 - i));",
+        why="the halves of dV change places",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-roles-half-of-dout-released-early",
+        path=TWO_ROLES,
+        old=(
+            "            ptx::wgmma_wait<1>();\n"
+            "            tell(this->dout_slot(places, 0).empty);\n"
+            "            ptx::wgmma_wait<0>();\n"
+        ),
+        new="            tell(this->dout_slot(places, 0).empty);\n            ptx::wgmma_wait<0>();\n",
+        why="half of dO is overwritten while dV's product reads it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-halves-of-dout-not-awaited",
+        path=TWO_ROLES,
+        old="if constexpr (Tile::kHalvesDout) ptx::barrier_wait(&this->dout_slot(at, kPart).full, place.parity);",
+        new="",
+        why="dP is computed before dO has come",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-halves-of-dout-in-one-place",
+        path=BLOCK,
+        old="        return {count % Tile::kDoutPlaces, count / Tile::kDoutPlaces % 2};",
+        new="        return {count % Tile::kDoutPlaces, count / (Tile::kDoutPlaces + 1) % 2};",
+        why="who waits for dO waits for another phase",
         kernels=KERNEL,
     ),
     Fault(
@@ -756,6 +808,136 @@ FAULTS = [
         old="prepare_slots(smem.key_slot, 1, 2 * kWarps);",
         new="prepare_slots(smem.key_slot, 1, kWarps);",
         why="K is overwritten when one of its two readers is done",
+        kernels=KERNEL,
+    ),
+    # ------------------------------------------------------------------------------------------------ pairs of blocks
+    Fault(
+        name="bwd-sm90-pair-same-half",
+        path=BLOCK,
+        old="        own.first_row += before, own.rows -= before;\n",
+        new="        own.first_row += 0 * before;\n",
+        why="both blocks of a pair have the first half of the keys",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-own-keys",
+        path=PRODUCER,
+        old="ahead = rank > 0 ? -Tile::kKeys : Tile::kKeys;",
+        new="ahead = 0 * rank;",
+        why="the other block's dS meets this block's K",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-first-columns",
+        path=PRODUCER,
+        old="KeyCopy{peer, ahead, 64 * peer.kPanels * rank}",
+        new="KeyCopy{peer, ahead, 0 * rank}",
+        why="both blocks have the first columns of each other's K",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-keys-of-the-next-sequence",
+        path=PRODUCER,
+        old="max(used - copies.ahead, 0)",
+        new="max(used, 0)",
+        why="of the other block's K too few or too many rows are cleared behind a sequence",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-ds-overwritten",
+        path=TWO_ROLES,
+        old="        if constexpr (Tile::kPaired) ptx::barrier_wait(&smem_.pair.ds_slot[stage].empty, parity ^ 1);\n",
+        new="",
+        why="dS is overwritten, and sent, while the other block reads the one before",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-ds-not-awaited",
+        path=TWO_ROLES,
+        old=(
+            "        ptx::barrier_wait(full, parity);\n"
+            "        ptx::wgmma_fence();\n"
+            "        multiply_part<0>(ds, k.panel[0], true);"
+        ),
+        new="        ptx::wgmma_fence();\n        multiply_part<0>(ds, k.panel[0], true);",
+        why="dQ is computed before the other block's dS has come",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-ds-released-early",
+        path=TWO_ROLES,
+        old=(
+            "        ptx::wgmma_wait<0>();\n"
+            "        tell(ds_slot.empty);\n"
+            "        if constexpr (Tile::kPaired)\n"
+            "            if (lane_ == 0) ptx::barrier_arrive_at(&smem_.pair.ds_slot[stage].empty, peer_rank());\n"
+        ),
+        new=(
+            "        if constexpr (Tile::kPaired)\n"
+            "            if (lane_ == 0) ptx::barrier_arrive_at(&smem_.pair.ds_slot[stage].empty, peer_rank());\n"
+            "        ptx::wgmma_wait<0>();\n"
+            "        tell(ds_slot.empty);\n"
+        ),
+        why="dS is overwritten while dQ's product reads it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-rows-of-another-warp",
+        path=TWO_ROLES,
+        old="            const int own = 64 * this->warp_key();",
+        new="            const int own = 64 * (this->warp_key() ^ 16);",
+        why="a warp sends the rows of another, which may not be there",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-begins-early",
+        path=TWO_ROLES,
+        old="    if constexpr (Tile::kPaired) ptx::cluster_sync();\n    else __syncthreads();\n",
+        new="    __syncthreads();\n",
+        why="a block uses barriers of the other before they are prepared",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-ends-early",
+        path=TWO_ROLES,
+        old="        __syncwarp();\n        ptx::cluster_sync();\n",
+        new="        __syncwarp();\n",
+        why="a block ends while the other still sends to it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-item-without-fence",
+        path=PAIR,
+        old="            ptx::fence_proxy_async();\n            ptx::bulk_send",
+        new="            ptx::bulk_send",
+        why="the copy may not see the item's number",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-item-given-back-early",
+        path=PAIR,
+        old=(
+            "        if (!first) "
+            "ptx::barrier_arrive_at(&memory_.told_slot[(place + Memory::kItems - 1) % Memory::kItems].empty, 0);\n"
+        ),
+        new="        ptx::barrier_arrive_at(&slot.empty, 0);\n",
+        why="an item's number is overwritten before the second block has read it",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-halves-of-dout-released-by-one",
+        path=TWO_ROLES,
+        old="prepare_slots(smem.dout_slot, 1, 2 * kWarps);",
+        new="prepare_slots(smem.dout_slot, 1, kWarps);",
+        why="half of dO is overwritten when one of its two readers is done",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-pair-item-overwritten",
+        path=PAIR,
+        old="            ptx::barrier_wait(&slot.empty, parity ^ 1);\n",
+        new="",
+        why="an item's number is overwritten before the second block has read it",
         kernels=KERNEL,
     ),
     # ------------------------------------------------------------------------------------------------------- its launch

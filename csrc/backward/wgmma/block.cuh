@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "backward/wgmma/pair.cuh"
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/nothing.cuh"
@@ -21,13 +22,14 @@ struct TileShape {
     int stages = 2;             ///< streamed tiles in flight
     int key_stages = 2;         ///< K of items in flight
     int value_stages = 2;       ///< V of items in flight
-    int ds_stages = 2;          ///< tiles of dS in flight
+    int ds_stages = 2;          ///< tiles of dS in flight, and of P with two roles
     int consumers = 2;          ///< warpgroups, of 64 keys each unless two_roles
     bool stores_first = false;  ///< dS goes to shared memory before the products that follow it, not between them
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
     int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
+    bool paired = false;        ///< two blocks share an item, 64 keys each (pair.cuh), and shared memory is short
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -37,7 +39,7 @@ struct Tile {
     static constexpr int kD = kShape.d, kQueries = kShape.queries, kStages = kShape.stages;
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
-    static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles,
+    static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles, kPaired = kShape.paired,
                           kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
@@ -46,12 +48,17 @@ struct Tile {
     static_assert(kTileFacts >= kStages + 2 && kTilesTold > kTilesAtOnce + kStages + 2);
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
+    static constexpr int kBlocks = kPaired ? 2 : 1, kItemKeys = kKeys * kBlocks;  // of an item
+    // dO comes and goes whole and with Q, or in a pair by itself: in halves by columns, for which there are three places
+    static constexpr bool kHalvesDout = kPaired;
+    static constexpr int kDoutParts = kHalvesDout ? 2 : 1, kDoutPlaces = kHalvesDout ? 3 : kStages;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
     // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
     static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 24;
     static constexpr int kConsumerRegisters =
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static constexpr int kPanels = (kD + 63) / 64, kQueryPanels = kQueries / 64;  // of 64 columns
+    static_assert(!kPaired || (kTwoRoles && kPanels % 2 == 0));
     // dQ of a tile, if the consumers share it: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
     static constexpr int kDqColumns = kSharesQueries ? kD : 64;
@@ -63,12 +70,13 @@ struct Tile {
 
 /// Rows of a head's K and V, and of dK and dV.
 struct KeyTile {
-    int batch, head, row, rows;  // the first row in the tensors, and how many of them exist
+    int batch, head, row, rows;  // the first row in the tensors, and how many exist from it on: none if not positive
 };
 
-/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them: head by head, in
-/// each head all tiles once, in the order start, start + step, ..., last, first, ... So blocks of a head begin at
-/// different tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
+/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them (in a pair: some of both
+/// blocks' keys): head by head, in each head all tiles once, in the order start, start + step, ..., last, first, ... So
+/// blocks of a head begin at different tiles, and their additions to dQ do not meet. Keys and queries count from the
+/// sequence's first.
 ///
 /// With heads_together(), and several query heads that share the keys, it is tile by tile: each tile of all heads, from
 /// start_head on. Blocks begin at different heads of the same tile or of neighbouring ones, and all walk down from the
@@ -109,8 +117,8 @@ template <class Tile, bool kPacked>
 __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
     constexpr unsigned kInterleavedHeads = 4;
     const bool packed = kPacked && p.sequences.cu_seqlens_k;
-    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, Tile::kKeys)
-                                                    : (p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
+    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, Tile::kItemKeys)
+                                                    : (p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys);
     const auto heads = static_cast<unsigned>(packed ? p.heads_k : p.heads_k * p.batch);
     const unsigned first = index / (kInterleavedHeads * tiles) * kInterleavedHeads, at = index - first * tiles;
     const unsigned together = min(kInterleavedHeads, heads - first);
@@ -123,8 +131,9 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
 /// block is mixed: the query heads of all mixed heads are then at work at the same time.
 template <class Tile>
 __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
-    const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kKeys - 1) / Tile::kKeys);
-    const unsigned last = (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * gridDim.x;  // of the items
+    const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys);
+    const unsigned workers = gridDim.x / Tile::kBlocks;
+    const unsigned last = (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * workers;  // of the items
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch), mixed = min(heads, (last + tiles - 1) / tiles);
     const unsigned first = (heads - mixed) * tiles;
     if (index < first) return index;
@@ -136,22 +145,22 @@ __device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, uns
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
     const ForwardParams& p = problem.forward;
-    constexpr int kStep = Tile::kQueries;
+    constexpr int kStep = Tile::kQueries, kKeys = Tile::kItemKeys;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     const bool ordered = in_order<kPass>(problem);
     if (ordered) place = interleaved<Tile, kPacked>(p, place);
     else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
-    OwnedTile own = owned_keys<Tile::kKeys, kPacked>(p, place);
+    OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(problem);
     if (backwards && own.first_row >= 0 && own.rows > 0) {
-        const int rows = own.first_row + own.rows, tiles = (rows + Tile::kKeys - 1) / Tile::kKeys;
-        own.first_row = (tiles - 1) * Tile::kKeys - own.first_row;
+        const int rows = own.first_row + own.rows, tiles = (rows + kKeys - 1) / kKeys;
+        own.first_row = (tiles - 1) * kKeys - own.first_row;
         own.rows = rows - own.first_row;
     }
     const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
-    const int end_key = min(own.first_row + Tile::kKeys, s.seqlen_k);
+    const int end_key = min(own.first_row + kKeys, s.seqlen_k);
     // Whose turn it is follows from the band alone (turns.cuh): there items have all tiles that it shows, and ranges may
     // hide all keys of an item from all queries of a tile
     constexpr bool kRanged = includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;
@@ -160,7 +169,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
     const int first = begin / kStep * kStep, last = (end - 1) / kStep * kStep;
     const bool used = end > begin && own.first_row >= 0 && own.first_row < s.seqlen_k;
     const int tiles = used ? (last - first) / kStep + 1 : 0;
-    const int blocks = (s.seqlen_k + Tile::kKeys - 1) / Tile::kKeys, block = own.first_row / Tile::kKeys;
+    const int blocks = (s.seqlen_k + kKeys - 1) / kKeys, block = own.first_row / kKeys;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
     const bool turns = used && !ordered, together = turns && heads > 1 && heads_together<Tile>();
     const bool down = backwards || together;
@@ -168,6 +177,10 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
     if (together) turned = min(block / heads, tiles - 1);
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
     const int step = down ? -kStep : kStep, from = down ? last : first;
+    if constexpr (Tile::kPaired) {
+        const int before = Tile::kKeys * static_cast<int>(ptx::cluster_rank());
+        own.first_row += before, own.rows -= before;
+    }
     return {s,
             {s.index, own.head_k, s.first_k + own.first_row, own.rows},
             mask,
@@ -182,7 +195,8 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index) {
             tiles * heads};
 }
 
-/// How much of an item's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, and in turns.
+/// How much of a block's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, in a pair, and
+/// in turns.
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
@@ -273,17 +287,26 @@ struct SharedMemory {
         T panel[Tile::kQueryPanels][Tile::kKeys * 64];
     };
     KeyRows k[Tile::kKeyStages], v[Tile::kValueStages];
-    QueryRows q[Tile::kStages], dout[Tile::kStages];
+    struct alignas(1024) DoutRows {
+        T panel[Tile::kPanels / Tile::kDoutParts][Tile::kQueries * 64];
+    };
+    QueryRows q[Tile::kStages];
+    DoutRows dout[Tile::kDoutPlaces];
     Transposed ds[Tile::kDsStages];
+    // Of two roles: P
+    [[no_unique_address]] std::conditional_t<Tile::kTwoRoles, Transposed[Tile::kDsStages], Nothing> p;
+    [[no_unique_address]] std::conditional_t<Tile::kPaired, PairMemory<Tile, Transposed>, Nothing> pair;
     /// For dK and dV on their way out, as one panel; their other panel is a place of dS (staged_rows.cuh).
     struct alignas(1024) Staged {
         T panel[Tile::kKeys * 64];
     };
-    std::conditional_t<Tile::kStagesRows && Tile::kQueryPanels == 1, Staged, Nothing> staged;
+    [[no_unique_address]] std::conditional_t<Tile::kStagesRows && Tile::kQueryPanels == 1, Staged, Nothing> staged;
     QueryFacts<Tile> facts[Tile::kTileFacts];
     TileFacts tile[Tile::kTilesTold];
     Item plan[Tile::kPlans];
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
+    std::conditional_t<Tile::kTwoRoles, Slot[Tile::kDsStages], Nothing> p_slot;
+    std::conditional_t<Tile::kHalvesDout, Slot[Tile::kDoutPlaces], Nothing> dout_slot;  // or else slot is dO's too
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
@@ -291,6 +314,16 @@ struct SharedMemory {
     DqTask task[Tile::kTilesTold];
     Slot turn_slot[2];          // full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
+};
+
+/// The place of a part of dO of tile n.
+template <class Tile>
+struct DoutPlace {
+    unsigned place, parity;
+    __device__ __forceinline__ static DoutPlace of(unsigned n, int part) {
+        const unsigned count = Tile::kDoutParts * n + static_cast<unsigned>(part);  // before it
+        return {count % Tile::kDoutPlaces, count / Tile::kDoutPlaces % 2};
+    }
 };
 
 /// Prepares the barriers of places that are full after `fills` arrivals and empty after `readers`.

@@ -135,7 +135,8 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
         const unsigned tile = places % 64, item = places >> 6 & 3, late_item = places >> 8;
         Slot& slot = smem_.slot[tile % Tile::kStages];
-        const auto &q = smem_.q[tile % Tile::kStages], &dout = smem_.dout[tile % Tile::kStages];
+        const auto& q = smem_.q[tile % Tile::kStages];
+        const auto& dout = smem_.dout[tile % Tile::kStages];
         ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
         facts_.begin_scores(s_, facts_of(tile));
@@ -377,7 +378,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
 
 template <class Tile, Problems kProblems, Pass kPass>
 Shape shape() {
-    return shape_of_tile<Tile, kProblems, kPass, SharedMemory<Tile>, backward<Tile, kProblems, kPass>>();
+    return shape_of_tile<Tile, kProblems, kPass, backward<Tile, kProblems, kPass>>();
 }
 
 /// The shapes that ship (docs/tuning/hopper_backward.md).

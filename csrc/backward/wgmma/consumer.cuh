@@ -127,14 +127,17 @@ class ConsumerWarp {
 
     // ---- P and dS ---------------------------------------------------------------------------------------------------
 
-    /// Issues own rows of `keys` times `queries`, transposed. `adds`: to what is there.
-    template <class KeyRows, class QueryRows>
+    /// Issues own rows of `keys` times `queries`, transposed. `adds`: to what is there. kParts: `queries` are one of that
+    /// many parts of the columns.
+    template <int kParts = 1, class KeyRows, class QueryRows>
     __device__ __forceinline__ void multiply_rows(Scores& product, const KeyRows& keys, const QueryRows& queries,
-                                                  bool adds) const {
+                                                  bool adds, int part = 0) const {
+        const int first = Tile::kPanels / kParts * part;
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i) {
+        for (int j = 0; j < Tile::kPanels / kParts; ++j) {
+            const int i = first + j;
             const ptx::SharedMatrix<ptx::Major::K> a(keys.panel[i] + 64 * Tile::kGroupKeys * group_),
-                b(queries.panel[i]);
+                b(queries.panel[j]);
 #pragma unroll
             for (int step = 0; step < 4; ++step)
                 if (64 * i + 16 * step < Tile::kD)
@@ -260,12 +263,14 @@ class ConsumerWarp {
         ptx::wgmma_commit();
     }
 
-    /// Writes own rows of dK or dV.
+    /// Writes own rows of dK or dV, from a column on.
+    template <int kColumns>
     __device__ __forceinline__ void store(const Rows& rows, const KeyTile& keys, std::int64_t columns,
-                                          const Gradient& gradient, float factor) const {
+                                          const RegisterTile<16, kColumns>& gradient, float factor,
+                                          int first_column = 0) const {
         const int key = warp_key() + row();
-        store_rows(row_of<T>(rows, keys.batch, keys.head, keys.row + key), rows.row, keys.rows - key,
-                   static_cast<int>(columns), gradient, factor, lane_);
+        store_rows(row_of<T>(rows, keys.batch, keys.head, keys.row + key) + first_column, rows.row, keys.rows - key,
+                   static_cast<int>(columns) - first_column, gradient, factor, lane_);
     }
     /// The same of keys that no query sees.
     __device__ __forceinline__ void store_zeros(const Rows& rows, const KeyTile& keys, std::int64_t head_dim) const {

@@ -22,12 +22,13 @@ class CopyingWarp {
     __device__ __forceinline__ CopyingWarp(const Problem& problem, SharedMemory<Tile>& shared, ptx::Barrier& patch)
         : problem_(problem), smem_(shared), patch_(patch), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
+    /// Panels of 64 columns, from `column` on.
     template <class Rows>
-    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int row, int head,
-                                         int batch) const {
+    __device__ __forceinline__ void load(Rows& rows, const TensorMap& map, ptx::Barrier* barrier, int column, int row,
+                                         int head, int batch) const {
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
-            ptx::tensor_load(rows.panel[i], &map, barrier, {64 * i, row, head, batch});
+        for (int i = 0; i < panels<Rows>(); ++i)
+            ptx::tensor_load(rows.panel[i], &map, barrier, {column + 64 * i, row, head, batch});
     }
 
     // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
@@ -41,7 +42,7 @@ class CopyingWarp {
         constexpr int kVectors = 64 / 8;  // of 16 bytes in a row of a panel
         constexpr int kAll = static_cast<int>(sizeof(rows.panel[0]) / sizeof(uint4));
 #pragma unroll
-        for (int i = 0; i < Tile::kPanels; ++i)
+        for (int i = 0; i < panels<Rows>(); ++i)
             for (int vector = count * kVectors + lane_; vector < kAll; vector += 32)
                 reinterpret_cast<uint4*>(rows.panel[i])[vector] = uint4{};
     }
@@ -50,6 +51,11 @@ class CopyingWarp {
         ptx::fence_proxy_async();
         __syncwarp();
         if (lane_ == 0) ptx::barrier_arrive(&slot.full);
+    }
+
+    template <class Rows>
+    static constexpr int panels() {
+        return sizeof(Rows::panel) / sizeof(Rows::panel[0]);
     }
 
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
@@ -88,21 +94,43 @@ class QueryCopies : CopyingWarp<Tile, kProblems> {
         if (lane_ > 0 && !cuts) return;
         const unsigned stage = n % Tile::kStages;
         Slot& slot = smem_.slot[stage];
-        auto &q = smem_.q[stage], &dout = smem_.dout[stage];
-        if (lane_ == 0) {  // the others learn at the patch that the place is empty
+        auto& q = smem_.q[stage];
+        if (lane_ == 0) {  // the others learn at the patch that the places are empty
+            const int row = sequence.first_q + at.row, batch = batch_in_maps<kProblems>(problem_, sequence.index);
             ptx::barrier_wait(&slot.empty, n / Tile::kStages % 2 ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
-            ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
-            const int row = sequence.first_q + at.row, batch = batch_in_maps<kProblems>(problem_, sequence.index);
-            this->load(q, maps_.q, barrier, row, at.head, batch);
-            this->load(dout, maps_.dout, barrier, row, at.head, batch);
+            if (cuts || !Tile::kHalvesDout) ptx::barrier_arrive_expect(barrier, 2 * sizeof(q));
+            else ptx::barrier_arrive_expect(barrier, sizeof(q));
+            this->load(q, maps_.q, barrier, 0, row, at.head, batch);
+#pragma unroll
+            for (int i = 0; i < Tile::kDoutParts; ++i) {
+                const auto at_dout = DoutPlace<Tile>::of(n, i);
+                auto& dout = smem_.dout[at_dout.place];
+                ptx::Barrier* dout_barrier = barrier;
+                if constexpr (Tile::kHalvesDout) {
+                    Slot& dout_slot = smem_.dout_slot[at_dout.place];
+                    ptx::barrier_wait(&dout_slot.empty, at_dout.parity ^ 1);
+                    if (!cuts) {
+                        dout_barrier = &dout_slot.full;
+                        ptx::barrier_arrive_expect(dout_barrier, sizeof(dout));
+                    }
+                }
+                this->load(dout, maps_.dout, dout_barrier, 64 * Tile::kPanels / Tile::kDoutParts * i, row, at.head,
+                           batch);
+            }
             ptx::barrier_arrive(&smem_.under_way[n % Tile::kTileFacts]);
         }
         if (!cuts) return;
         this->await_patch();
         this->clear_behind(q, existing);
-        this->clear_behind(dout, existing);
+#pragma unroll
+        for (int i = 0; i < Tile::kDoutParts; ++i)
+            this->clear_behind(smem_.dout[DoutPlace<Tile>::of(n, i).place], existing);
         this->tell_cleared(slot);
+        if constexpr (Tile::kHalvesDout)
+#pragma unroll
+            for (int i = 0; i < Tile::kDoutParts; ++i)
+                this->tell_cleared(smem_.dout_slot[DoutPlace<Tile>::of(n, i).place]);
     }
 
     const Maps& maps_;

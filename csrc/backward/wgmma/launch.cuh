@@ -14,10 +14,10 @@ namespace flash_wmma::backward::wgmma {
 /// A kernel of an instance: the problem, its tensors and how many items there are.
 using InstanceKernel = void(const Problem, const Maps, int);
 
-template <class Tile, class Memory, InstanceKernel* kKernel>
+template <class Tile, InstanceKernel* kKernel>
 void launch_tile(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const unsigned items = owned_keys_grid(p, Tile::kKeys).x;
+    const unsigned items = owned_keys_grid(p, Tile::kItemKeys).x;
     if (items == 0) return;
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
@@ -30,19 +30,22 @@ void launch_tile(const Problem& problem, Stream stream) {
         maps.dk = map_rows(p, problem.dk, p.head_dim, rows_k, p.heads_k, Tile::kWarpKeys);
         maps.dv = map_rows(p, problem.dv, p.head_dim_v, rows_k, p.heads_k, Tile::kWarpKeys);
     }
-    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(Memory)}, stream, problem, maps, static_cast<int>(items));
+    const unsigned workers = std::max(static_cast<unsigned>(problem.multiprocessors) / Tile::kBlocks, 1u);
+    const dim3 grid(std::min(items, workers) * Tile::kBlocks);
+    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks}, stream, problem, maps,
+           static_cast<int>(items));
 }
 
-/// The row of a kernel in the table of shapes. Memory: its map of the shared memory.
-template <class Tile, Problems kProblems, Pass kPass, class Memory, InstanceKernel* kKernel>
+/// The row of a kernel in the table of shapes.
+template <class Tile, Problems kProblems, Pass kPass, InstanceKernel* kKernel>
 Shape shape_of_tile() {
+    using Memory = SharedMemory<Tile>;
     static_assert(sizeof(Memory) <= 227 * 1024);
-    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kKeys, Tile::kThreads / 32,
+    return {{Element<typename Tile::T>::kDType, 90, Tile::kD, Tile::kQueries, Tile::kItemKeys, Tile::kThreads / 32,
              Tile::kStages, sizeof(Memory), reinterpret_cast<const void*>(kKernel)},
             kProblems,
             kPass,
-            launch_tile<Tile, Memory, kKernel>,
+            launch_tile<Tile, kKernel>,
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
             writes_sole_rows<Tile, kProblems, kPass>()};

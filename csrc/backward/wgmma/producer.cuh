@@ -21,14 +21,15 @@ class Producer : CopyingWarp<Tile, kProblems> {
 
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
-        : Base(problem, shared, shared.key_patch), maps_(maps) {}
+        : Base(problem, shared, shared.key_patch), maps_(maps), of_pair_(shared.pair) {}
 
     __device__ __forceinline__ void run(int items) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
         // An item waits for those alone that were taken before, if there is an order
         const bool ordered = in_order<kPass>(problem_);
-        const int first = ordered ? taken() : static_cast<int>(blockIdx.x);
-        const int before = ordered ? 0 : static_cast<int>(gridDim.x);  // items that no block takes from the queue
+        constexpr bool kPaired = Tile::kPaired;  // then not all blocks need be at work: none has an item beforehand
+        const int first = kPaired || ordered ? taken() : static_cast<int>(blockIdx.x);
+        const int before = kPaired || ordered ? 0 : static_cast<int>(gridDim.x);  // that no block takes from the queue
         for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index);
             publish(item);
@@ -46,8 +47,11 @@ class Producer : CopyingWarp<Tile, kProblems> {
 
   private:
     /// In lane 0, how many items were taken from the queue before this one.
-    __device__ __forceinline__ int taken() const {
-        return lane_ == 0 ? static_cast<int>(atomicAdd(&problem_.queue->taken, 1u)) : 0;
+    __device__ __forceinline__ int taken() {
+        if (lane_ > 0) return 0;
+        const auto take = [&] { return static_cast<int>(atomicAdd(&problem_.queue->taken, 1u)); };
+        if constexpr (Tile::kPaired) return of_pair_.next(take);
+        else return take();
     }
 
     __device__ __forceinline__ void publish(const Item& item) {
@@ -63,14 +67,22 @@ class Producer : CopyingWarp<Tile, kProblems> {
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems, kPass>();
-        load_keys(smem_.k[keys_.stage], maps_.k, smem_.key_slot[keys_.stage], keys_.parity, item);
+        const KeyCopy own{smem_.k[keys_.stage]};
+        Slot& slot = smem_.key_slot[keys_.stage];
+        if constexpr (Tile::kPaired) {
+            const int rank = static_cast<int>(ptx::cluster_rank()), ahead = rank > 0 ? -Tile::kKeys : Tile::kKeys;
+            auto& peer = smem_.pair.k;
+            load_keys(maps_.k, slot, keys_.parity, item, own, KeyCopy{peer, ahead, 64 * peer.kPanels * rank});
+        } else {
+            load_keys(maps_.k, slot, keys_.parity, item, own);
+        }
         keys_.advance();
         if constexpr (!kValuesLate) load_values(item);
         for (int first = 0; first < item.tiles; first += Tile::kTilesAtOnce)
             load_facts(item, first, kValuesLate && first == 0);
     }
     __device__ __forceinline__ void load_values(const Item& item) {
-        load_keys(smem_.v[values_.stage], maps_.v, smem_.value_slot[values_.stage], values_.parity, item);
+        load_keys(maps_.v, smem_.value_slot[values_.stage], values_.parity, item, KeyCopy{smem_.v[values_.stage]});
         values_.advance();
     }
 
@@ -78,8 +90,9 @@ class Producer : CopyingWarp<Tile, kProblems> {
     /// tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
     ///
     /// The place of L and D is empty when the copies of the tile two before were asked for: the tile four before, which
-    /// was there, has left Q's and dO's place to these. When this begins, copies of the tile three before the first were
-    /// asked for, so that the tile five before is done, whose dQ is late by one more.
+    /// was there, has left Q's place to these. When this begins, copies of the tile three before the first were asked for,
+    /// so that the tile five before is done, whose dQ is late by one more; or in a pair, where dO leaves early, the tile six
+    /// before.
     __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
         const Sequence& sequence = item.sequence;
         const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
@@ -163,30 +176,43 @@ class Producer : CopyingWarp<Tile, kProblems> {
         return all ? Seen::kAll : none ? Seen::kNone : Seen::kSome;
     }
 
-    /// K or V of an item.
+    /// Where rows of K or V come: of the block's own keys, or of keys that far ahead; columns from `column` on.
     template <class Rows>
-    __device__ __forceinline__ void load_keys(Rows& rows, const TensorMap& map, Slot& slot, unsigned parity,
-                                              const Item& item) {
+    struct KeyCopy {
+        Rows& to;
+        int ahead = 0, column = 0;
+
+        __device__ __forceinline__ explicit KeyCopy(Rows& rows, int keys_ahead = 0, int first_column = 0)
+            : to(rows), ahead(keys_ahead), column(first_column) {}
+    };
+
+    /// K or V of an item, to one or two places that are full together.
+    template <class... Copies>
+    __device__ __forceinline__ void load_keys(const TensorMap& map, Slot& slot, unsigned parity, const Item& item,
+                                              const Copies&... copies) {
         const Sequences& sequences = problem_.forward.sequences;
         const int used = item.sequence.seqlen_k - item.first_key;
-        const bool cuts = kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) && used < Tile::kKeys;
+        const bool cuts =
+            kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) && ((used - copies.ahead < Tile::kKeys) || ...);
         if (lane_ > 0 && !cuts) return;
         if (lane_ == 0) {  // the others learn at the patch that the place is empty
             ptx::barrier_wait(&slot.empty, parity ^ 1);
             ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
-            ptx::barrier_arrive_expect(barrier, sizeof(Rows));
-            this->load(rows, map, barrier, item.keys.row, item.keys.head,
-                       batch_in_maps<kProblems>(problem_, item.keys.batch));
+            ptx::barrier_arrive_expect(barrier, (sizeof(copies.to) + ...));
+            const int batch = batch_in_maps<kProblems>(problem_, item.keys.batch);
+            (this->load(copies.to, map, barrier, copies.column, item.keys.row + copies.ahead, item.keys.head, batch),
+             ...);
         }
         if (!cuts) return;
         this->await_patch();
-        this->clear_behind(rows, used);
+        (this->clear_behind(copies.to, max(used - copies.ahead, 0)), ...);
         this->tell_cleared(slot);
     }
 
     static constexpr bool kFolds = folds_facts<Tile, kProblems>();
 
     const Maps& maps_;
+    std::conditional_t<Tile::kPaired, PairedItems<decltype(SharedMemory<Tile>::pair)>, Nothing> of_pair_;
     RingPlace<Tile::kPlans> plan_;
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;

@@ -6,6 +6,6 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_bf16_shapes() {
     return join({wgmma::wide_shapes<bf16, Problems::kPlain, Pass::kFused>(),
                  wgmma::wide_shapes<bf16, Problems::kPacked, Pass::kFused>(),
-                 wgmma::wide_shapes<bf16, Problems::kPacked, Pass::kTurns>()});
+                 wgmma::wide_shapes<bf16, Problems::kPacked, Pass::kTurns, wgmma::kWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

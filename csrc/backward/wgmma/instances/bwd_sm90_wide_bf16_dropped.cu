@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_bf16_dropped_shapes() {
     return join({wgmma::wide_shapes<bf16, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::wide_shapes<bf16, Problems::kPackedDropped, Pass::kTurns>()});
+                 wgmma::wide_shapes<bf16, Problems::kPackedDropped, Pass::kTurns, wgmma::kWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

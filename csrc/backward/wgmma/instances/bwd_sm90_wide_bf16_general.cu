@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_bf16_general_shapes() {
     return join({wgmma::wide_shapes<bf16, Problems::kGeneral, Pass::kFused, wgmma::kGeneralWideShapes>(),
-                 wgmma::wide_shapes<bf16, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralWideShapes>()});
+                 wgmma::wide_shapes<bf16, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

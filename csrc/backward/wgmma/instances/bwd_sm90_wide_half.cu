@@ -6,6 +6,6 @@ namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_shapes() {
     return join({wgmma::wide_shapes<half, Problems::kPlain, Pass::kFused>(),
                  wgmma::wide_shapes<half, Problems::kPacked, Pass::kFused>(),
-                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kTurns>()});
+                 wgmma::wide_shapes<half, Problems::kPacked, Pass::kTurns, wgmma::kWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_dropped_shapes() {
     return join({wgmma::wide_shapes<half, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::wide_shapes<half, Problems::kPackedDropped, Pass::kTurns>()});
+                 wgmma::wide_shapes<half, Problems::kPackedDropped, Pass::kTurns, wgmma::kWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward

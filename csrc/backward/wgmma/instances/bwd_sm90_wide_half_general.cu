@@ -5,6 +5,6 @@
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_wide_half_general_shapes() {
     return join({wgmma::wide_shapes<half, Problems::kGeneral, Pass::kFused, wgmma::kGeneralWideShapes>(),
-                 wgmma::wide_shapes<half, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralWideShapes>()});
+                 wgmma::wide_shapes<half, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralWideTurnShapes>()});
 }
 }  // namespace flash_wmma::backward
