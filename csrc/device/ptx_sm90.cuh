@@ -1,6 +1,6 @@
 // One function per PTX instruction that Hopper added (sm_90a), on CUDA: transaction barriers, tensor copies (TMA),
-// clusters of blocks and warpgroup products (wgmma). Kernel files include <ptx_sm90.cuh>; the emulator has its own definition of each.
-// Operands are pointers and values, never raw shared-memory addresses; a wait includes its loop.
+// clusters of blocks and warpgroup products (wgmma). Kernel files include <ptx_sm90.cuh>; the emulator has its own
+// definition of each. Operands are pointers and values, never raw shared-memory addresses; a wait includes its loop.
 #pragma once
 
 #include <launch.h>
