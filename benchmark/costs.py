@@ -3,18 +3,21 @@
 
     python benchmark/costs.py                             16,384 tokens, hidden size 2048, N = 2048, fp16
     python benchmark/costs.py --rows max vmap --head-dims 64 --json costs.json
+    python benchmark/costs.py --rows max entropy column_sum --backward-kernel bwd_sm80
 
 Each row times two calls in turn by the method of harness/timing.py, and gives the median of the ratios round by round:
 
     max, entropy, column_sum, sinks    forward with that argument, over forward
+    training with column_sum           the same, and the gradients of q, k and v through out
     gradients of slopes                forward and backward with alibi_slopes that require a gradient, over slopes that
                                        do not
     vmap                               torch.func.vmap of forward over 8 entries, over the batched call
     jvp                                torch.func.jvp of forward in q, k and v, at N = 16,384 and one batch entry, over
                                        forward
 
-Samples are calls in a row for 10 ms, queued without a wait between them. So a row shows the host's time only where it
-exceeds the GPU's.
+With --backward-kernel the statistics are computed by a pass of that kernel. Without, forward's kernel tells maxima and
+entropies if it can. Samples are calls in a row for 10 ms, queued without a wait between them. So a row shows the
+host's time only where it exceeds the GPU's.
 Exit status: 0; 1 if a call failed; 2 if there is no GPU.
 """
 
@@ -44,8 +47,11 @@ MAPPED = 8
 class Calls:
     """The pairs of calls, of a head dim: with what the row is for, and without."""
 
-    def __init__(self, library: Any, device: torch.device, dtype: torch.dtype, d: int) -> None:
+    def __init__(
+        self, library: Any, device: torch.device, dtype: torch.dtype, d: int, backward_kernel: str = "auto"
+    ) -> None:
         self.forward, self.options = library.forward, {"device": device, "dtype": dtype}
+        self.backward_kernel = backward_kernel
         self.d, self.heads, self.device = d, HIDDEN // d, device
         self.q, self.k, self.v = self.tensors(TOKENS // LENGTH, LENGTH)
 
@@ -56,7 +62,18 @@ class Calls:
         return self.forward(self.q, self.k, self.v)  # type: ignore[no-any-return]
 
     def aux(self, name: str) -> tuple[Call, Call]:
-        return lambda: self.forward(self.q, self.k, self.v, return_aux=(name,))[0], self.plain
+        options = {"return_aux": (name,), "backward_kernel": self.backward_kernel}
+        return lambda: self.forward(self.q, self.k, self.v, **options)[0], self.plain
+
+    def training(self) -> tuple[Call, Call]:
+        leaves = [t.detach().requires_grad_() for t in (self.q, self.k, self.v)]
+        dout = torch.randn_like(self.q)
+
+        def step(**options: Any) -> Tensor:
+            out = self.forward(*leaves, **options)
+            return torch.autograd.grad(out[0] if options else out, leaves, dout)[0]
+
+        return lambda: step(return_aux=("column_sum",)), step
 
     def sinks(self) -> tuple[Call, Call]:
         sinks = torch.randn(self.heads, device=self.device)
@@ -89,6 +106,7 @@ ROWS: dict[str, Callable[[Calls], tuple[Call, Call]]] = {
     "max": lambda calls: calls.aux("max"),
     "entropy": lambda calls: calls.aux("entropy"),
     "column_sum": lambda calls: calls.aux("column_sum"),
+    "training with column_sum": Calls.training,
     "sinks": Calls.sinks,
     "gradients of slopes": Calls.slopes,
     "vmap": Calls.vmap,
@@ -101,6 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128])
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
+    parser.add_argument("--backward-kernel", default="auto", help="computes the statistics")
     parser.add_argument("--repeats", type=positive, default=11)
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args(arguments)
@@ -114,7 +133,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(head))
     rows, failed = [], False
     for d in options.head_dims:
-        calls = Calls(library, device, DTYPES[options.dtype], d)
+        calls = Calls(library, device, DTYPES[options.dtype], d, options.backward_kernel)
         for name in options.rows:
             with_it, without = ROWS[name](calls)
             found = timing.measure(

@@ -146,6 +146,44 @@ def test_with_changed_scores(backward_target: Target, change: str, mask: str) ->
     compare(aux, expected(q.double(), k.double(), MASKS[mask], changes))
 
 
+@needs("return_aux")
+@pytest.mark.parametrize("change", ["plain", "window", "ranges"])
+def test_many_tiles(backward_target: Target, change: str) -> None:
+    """Several tiles in each direction. With ranges: tiles of queries of which some groups of 64 see all keys of a tile,
+    some see a part of them, and some none."""
+    kernel, _ = backward_target
+    nq, nk = 600, 420
+    q, k, v = inputs(backward_target, nq, nk, hq=2, hk=1, batch=1)
+    mask = Mask("bottom_right", (200, 30)) if change == "window" else Mask()
+    changes = PLAIN
+    if change == "ranges":
+        group = torch.arange(nq, device=kernel.device) // 64
+        begin, end = 100 * (group % 4) - 100, nk - 90 * (group % 5)
+        changes = Modification(key_ranges=torch.stack((begin, end), dim=-1).int()[None, None])
+    with poisoned_memory():
+        _, aux = flash_wmma.forward(
+            q, k, v, causal=mask.causal, window=mask.window, return_aux=NAMES, backward_kernel=kernel.name,
+            kernel=exact_forward(q), **changes._asdict(),
+        )  # fmt: skip
+    compare(aux, expected(q.double(), k.double(), mask, changes))
+
+
+@needs("return_aux", "varlen")
+def test_neighbours_in_a_pack_do_not_matter(backward_target: Target) -> None:
+    """Rows of the other sequences hold NaN and inf."""
+    kernel, _ = backward_target
+    lengths = (50, 70, 90)
+    q, k, v = inputs(backward_target, 210, 210, batch=1)
+    rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    for t in rows[:2]:
+        t[:50], t[120:] = math.nan, math.inf
+    cu = cumulative(lengths, kernel.device)
+    names = {"backward_kernel": kernel.name, "kernel": exact_forward(q)}
+    _, aux = flash_wmma.forward_varlen(*rows, cu, cu, 90, 90, return_aux=NAMES, **names)
+    right = expected(q[:, :, 50:120].double(), k[:, :, 50:120].double(), Mask())
+    compare({name: t[None, :, 50:120] for name, t in aux.items()}, right)
+
+
 @needs("return_aux", "varlen")
 @pytest.mark.parametrize("changed", [False, True])
 def test_packed_is_dense(backward_target: Target, changed: bool) -> None:
@@ -592,10 +630,12 @@ def test_compile() -> None:
     torch.testing.assert_close(*(torch.autograd.grad(f(q), q)[0] for f in (compiled, loss)))
 
 
-def test_kernels_without_them_say_so() -> None:
-    q = torch.randn(1, 2, 9, 16).half()
-    with pytest.raises(ValueError, match="kernel 'bwd_sm90' cannot run this: does not support return_aux"):
-        flash_wmma.forward(q, q, q, return_aux=("max",), backward_kernel="bwd_sm90")
+def test_kernels_without_their_gradients_say_so() -> None:
+    q = torch.randn(1, 2, 9, 16).half().requires_grad_()
+    _, aux = flash_wmma.forward(q, q, q, return_aux=("entropy",), backward_kernel="bwd_sm90")
+    lacks = "kernel 'bwd_sm90' cannot run this: does not support the gradients of entropy and column_sum"
+    with pytest.raises(ValueError, match=lacks):
+        aux["entropy"].sum().backward()
 
 
 @pytest.mark.gpu
@@ -608,8 +648,9 @@ def test_auto_takes_tensor_cores(cuda: torch.device, dtype: torch.dtype) -> None
         options: dict[str, Any] = {"kernel": kernel, "backward_kernel": backward_kernel}
         return flash_wmma.forward(q, q, q, causal=True, return_aux=("entropy",), **options)[1]["entropy"]
 
-    name = "bwd_sm80" if flash_wmma.device_facts().arch >= 80 else "bwd_sm75"
-    assert torch.equal(found("auto"), found(name))
+    arch = flash_wmma.device_facts().arch
+    wide = "bwd_sm90" if arch == 90 and dtype != torch.float32 else "bwd_sm80"
+    assert torch.equal(found("auto"), found(wide if arch >= 80 else "bwd_sm75"))
     if dtype == torch.float32:
         assert torch.equal(found("auto", "simt"), found("bwd_simt", "simt"))
 

@@ -16,6 +16,17 @@ struct StatisticsShape {
     void (*columns)(const Problem&, Stream);  ///< column_sum
 };
 
+/// What statistics are computed from. `extents`: extents_bytes in the workspace, which this launches the kernel for.
+template <class Machine>
+Problem problem_of_scores(const BackwardParams& p, void* extents, Stream stream) {
+    Problem problem{p, nullptr, nullptr};
+    if (extents_bytes(p.forward) > 0) {
+        problem.extents = static_cast<KeyExtent*>(extents);
+        launch_rows(find_extents<Machine>, problem, stream);
+    }
+    return problem;
+}
+
 /// Launches the passes that the problem asks for, by the first shape in the table that holds d.
 inline void launch_statistics(const std::vector<StatisticsShape>& shapes, const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;

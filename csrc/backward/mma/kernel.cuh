@@ -31,9 +31,9 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
-#include "backward/mma/scores.cuh"
 #include "backward/mma/slopes.cuh"
 #include "backward/mma/streamed_tiles.cuh"
+#include "backward/scores.cuh"
 #include "backward_shapes.h"
 #include "device/dropout_tile.cuh"
 #include "device/score_mod.cuh"

@@ -24,7 +24,7 @@ struct TensorCoreRow {
         return backward::workspace_bytes(p, converts(p), dq_by(p));
     }
     static void launch(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-        if (p.statistics.wanted) return launch_statistics(kStatisticsShapes, problem_of_scores(p, stream), stream);
+        if (p.statistics.wanted) return launch_statistics(p, stream);
         const auto shape_of = [&](Pass pass) { return shape(pass, p, device); };
         constexpr bool kConvertsBf16 = !Machine::kMultipliesBf16;
         if (p.forward.dtype == DType::kFloat16) launch_all<Machine, half, false>(p, stream, shape_of);
@@ -36,6 +36,12 @@ struct TensorCoreRow {
     }
 
   private:
+    static void launch_statistics(const BackwardParams& p, Stream stream) {
+        BackwardParams params = p;
+        if (converts(p)) params.forward = convert_to_half(without_values(p), stream);
+        void* const extents = static_cast<char*>(p.workspace) + scores_bytes(p);
+        backward::launch_statistics(kStatisticsShapes, problem_of_scores<Machine>(params, extents, stream), stream);
+    }
     /// Of the workspace: converted q and k, for statistics. Values have no part in scores.
     static std::int64_t scores_bytes(const BackwardParams& p) {
         return converts(p) ? converted_bytes(without_values(p)) : 0;
@@ -45,16 +51,6 @@ struct TensorCoreRow {
         scores.head_dim_v = 0;
         scores.workspace = p.workspace;
         return scores;
-    }
-    /// What statistics are computed from; launches what brings it there.
-    static Problem problem_of_scores(const BackwardParams& p, Stream stream) {
-        Problem problem{p, nullptr, nullptr};
-        if (converts(p)) problem.forward = convert_to_half(without_values(p), stream);
-        if (extents_bytes(p.forward) > 0) {
-            problem.extents = reinterpret_cast<KeyExtent*>(static_cast<char*>(p.workspace) + scores_bytes(p));
-            launch_rows(find_extents<Machine>, problem, stream);
-        }
-        return problem;
     }
 };
 

@@ -22,9 +22,8 @@
 #include <algorithm>
 
 #include "backward/mma/products.cuh"
-#include "backward/mma/scores.cuh"
-#include "backward/mma/streamed_tiles.cuh"
-#include "device/score_mod.cuh"
+#include "backward/streamed_range.cuh"
+#include "backward/weight_sums.cuh"
 #include "device/statistics_shapes.h"
 #include "shape_table.h"
 
@@ -42,13 +41,6 @@ struct StatisticsMemory {
     float minus_lse[Tile::kStages][Tile::kStream];  // of streamed queries
 };
 
-/// -L of a query in log2 units. -inf if it sees no key or does not exist, so that its P is 0.
-__device__ __forceinline__ float minus_lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
-    if (query >= sequence.seqlen_q) return -INFINITY;
-    const float lse = p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
-    return lse == -INFINITY ? lse : -kLog2e * lse;
-}
-
 /// The factor from products to scores in log2 units, of the groups of a query and of a key.
 __device__ __forceinline__ float score_factor(const ForwardParams& p, const Sequence& sequence, int head, int head_k,
                                               int query, int key) {
@@ -56,18 +48,6 @@ __device__ __forceinline__ float score_factor(const ForwardParams& p, const Sequ
     if (!p.exponents.q) return factor;
     return factor * ptx::ex2(p.exponents.q[q_scale_index(p, sequence, head) + query / kScaleRows] +
                              p.exponents.k[k_scale_index(p, sequence, head_k) + key / kScaleRows]);
-}
-
-/// Combines the values of each own row over its quad and stores them, times `factor`, to `numbers`, which begins with
-/// the block's first row; `rows` of its rows exist. Nothing if `numbers` is null.
-template <class Tile, class Combine>
-__device__ __forceinline__ void store_numbers(float* numbers, int rows, const RowValues<Tile::kWarpRows>& values,
-                                              float factor, Combine combine, const Thread<Tile>& thread) {
-    values.each([&](int i, float x) {
-        const float all = over_quad(x, combine);
-        const int row = thread.warp_row() + 8 * i + thread.row();
-        if (numbers && thread.column() == 0 && row < rows) numbers[row] = all * factor;
-    });
 }
 
 // spills: sm_80 sm_90: the pass for queries of d = 256 keeps up to five words, the same in all tiles, in local memory.
@@ -80,7 +60,6 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     static_assert(Tile::kStreamWarps == 1 && Tile::kStages == 2 && Tile::kFirstInRegisters);
     static_assert(kScaleRows % kWarpRows == 0 && kStream <= Tile::kThreads);
     const ForwardParams& p = problem.forward;
-    const Statistics& asked = problem.statistics;
     auto& smem = shared_memory<StatisticsMemory<Tile>>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
 
@@ -130,15 +109,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             if (threadIdx.x < kStream) smem.minus_lse[slot][threadIdx.x] = next_lse;
     };
 
-    RowValues<kWarpRows> minus_lse, maximum, entropy, sum;  // sum: of P, or of P w
-    minus_lse.each([&](int i, float& x) {
-        if constexpr (!kOwnsKeys) x = minus_lse_of(p, sequence, head, own_row + 8 * i + thread.row());
-        maximum[i] = -INFINITY;
-        entropy[i] = sum[i] = 0.f;
-    });
-    const float* const key_weights = asked.key_weights ? asked.key_weights + sequence.index * problem.key_batch +
-                                                             head * problem.key_head + sequence.first_k
-                                                       : nullptr;
+    RowValues<kWarpRows> minus_lse;
+    if constexpr (!kOwnsKeys)
+        minus_lse.each([&](int i, float& x) { x = minus_lse_of(p, sequence, head, own_row + 8 * i + thread.row()); });
+    WeightSums<kWarpRows, kOwnsKeys> sums(problem, sequence, head);
     start(0, range.at.row);
     finish(0);
     for (int slot = 0, row = range.at.row; row >= range.at.first; row -= kStream, slot ^= 1) {
@@ -147,7 +121,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         if (row > range.at.first) start(slot ^ 1, row - kStream);
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no exponent, no extent
         const int exists = min(own_row, own.first_row + rows - 1);
-        const float from_product =
+        const float factor =
             score_factor(p, sequence, head, own.head_k, kOwnsKeys ? row : exists, kOwnsKeys ? exists : row);
 #pragma unroll 1
         for (int step = 0; step < kStream; step += kStep) {
@@ -158,51 +132,12 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             Scores<Tile> s;
             s.clear();
             multiply_rows<Tile>(s, own_rows, smem.passing, smem.ring[slot], step, thread);
-            float factor = from_product;
-            if (ScoreMod<true>::active(p)) {
-                Scores<Tile> slope;
-                const ScoreMod<true> mod(p, sequence, QTile{sequence.index, head, own.head_k, 0});
-                mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
-                               [&](int i, int column) -> float& { return s.at(i, column); },
-                               [&](int i, int column) -> float& { return slope.at(i, column); }, from_product,
-                               [&](int i, int column) { return place.query(i, column); },
-                               [&](int i, int column) { return place.key(i, column); });
-                factor = 1.f;
-            }
-            if constexpr (kOwnsKeys) {
-                weigh_scores(s, factor, lse, place, mask);
-                s.each([&](float weight, int i, int) { sum[i] += weight; });
-            } else {
-                s.each([&](float& x, int, int) { x *= factor; });
-                if (!place.all_visible(mask)) hide(s, place, mask, -INFINITY);
-                s.each([&](float& x, int i, int) {
-                    maximum[i] = ptx::max_nan(maximum[i], x);
-                    const float log_weight = x + minus_lse[i];
-                    x = ptx::ex2(log_weight);
-                    if (log_weight != -INFINITY) entropy[i] = fmaf(-x, log_weight, entropy[i]);
-                });
-                if (key_weights)  // of a row whose LSE is NaN hidden keys have weights too, which are NaN
-                    s.each([&](float weight, int i, int column) {
-                        const int key = min(place.key(i, column), sequence.seqlen_k - 1);
-                        if (weight != 0.f) sum[i] = fmaf(weight, key_weights[key], sum[i]);
-                    });
-            }
+            sums.add(s, factor, lse, place, mask);
         }
         if (row > range.at.first) finish(slot ^ 1);
     }
 
-    const auto add = [](float x, float y) { return x + y; };
-    if constexpr (kOwnsKeys) {
-        float* const to = asked.column_sum + sequence.index * problem.key_batch + head * problem.key_head;
-        store_numbers<Tile>(to + sequence.first_k + own.first_row, rows, sum, 1.f, add, thread);
-    } else {
-        const std::int64_t first = sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + own.first_row;
-        const auto at = [&](float* numbers) { return numbers ? numbers + first : nullptr; };
-        const auto most = [](float x, float y) { return ptx::max_nan(x, y); };
-        store_numbers<Tile>(at(p.row_max), rows, maximum, kLn2, most, thread);
-        store_numbers<Tile>(at(p.entropy), rows, entropy, kLn2, add, thread);
-        store_numbers<Tile>(at(asked.row_sum), rows, sum, 1.f, add, thread);
-    }
+    sums.store(own_row, rows - thread.warp_row(), thread);
 }
 
 template <class Tile, bool kOwnsKeys>

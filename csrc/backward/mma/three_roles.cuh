@@ -28,8 +28,8 @@
 #pragma once
 
 #include "backward/mma/products.cuh"
-#include "backward/mma/scores.cuh"
 #include "backward/mma/streamed_tiles.cuh"
+#include "backward/scores.cuh"
 #include "backward_shapes.h"
 
 namespace flash_wmma::backward {

@@ -26,11 +26,15 @@ struct TileShape {
     int columns = 0;        ///< of the gradients, of a block; 0: all. If d is larger, several blocks share the own rows
 };
 
+template <class Tile>
+struct Thread;
+
 /// The same with what follows from it. Scalar is half or bf16.
 template <class Architecture, class Scalar, TileShape kShape>
 struct Tile {
     using Machine = Architecture;
     using T = Scalar;
+    using Place = Thread<Tile>;
     static constexpr int kD = kShape.d, kOwnWarps = kShape.own_warps, kStreamWarps = kShape.stream_warps;
     static constexpr int kRowTiles = kShape.row_tiles, kStream = kShape.stream_rows, kStep = kShape.step;
     static constexpr int kStages = kShape.stages, kRoles = kShape.roles, kBlocksPerSm = kShape.blocks_per_sm;

@@ -15,6 +15,7 @@ const std::vector<Shape> kShapes =
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
           sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
           sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes()});
+const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistics(), sm90_bf16_statistics()});
 
 /// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
 /// time: in deterministic calls, which have an order anyway, and in others if memory is slow (docs/tuning/
@@ -61,6 +62,7 @@ std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) 
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
+    if (p.statistics.wanted) return extents_bytes(p.forward);
     const Shape& shape = shape_of(p, device);
     return counters_bytes(p, device) +
            backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
@@ -84,6 +86,8 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
+    if (p.statistics.wanted)
+        return launch_statistics(kStatisticsShapes, problem_of_scores<Sm90>(p, p.workspace, stream), stream);
     if (p.forward.dtype == DType::kFloat16) launch_of<half>(p, device, stream);
     else launch_of<bf16>(p, device, stream);
 }
@@ -92,6 +96,7 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
 /// tiles leave out more (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
     const bool wide = std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
+    if (p.statistics.wanted) return false;
     return (p.deterministic && wide) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);
 }
 
@@ -103,7 +108,7 @@ const BackwardKernelInfo kInfo = {
                     .bf16_min_arch = 90,
                     .float16 = true,
                     .features = kCausal | kWindow | kBias | kKeyRanges | kAlibi | kSoftcap | kVarlen | kValueDim |
-                                kDropout | kSinks | kBiasGradient | kDeterministic,
+                                kDropout | kSinks | kBiasGradient | kDeterministic | kStatistics,
                     .auto_rank = 40},
                    kShapes),
     choose,

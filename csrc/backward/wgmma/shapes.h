@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward_shapes.h"
+#include "device/statistics_shapes.h"
 
 namespace flash_wmma::backward {
 
@@ -17,5 +18,7 @@ std::vector<Shape> sm90_half_general_shapes();
 std::vector<Shape> sm90_bf16_general_shapes();
 std::vector<Shape> sm90_wide_half_general_shapes();
 std::vector<Shape> sm90_wide_bf16_general_shapes();
+std::vector<StatisticsShape> sm90_half_statistics();
+std::vector<StatisticsShape> sm90_bf16_statistics();
 
 }  // namespace flash_wmma::backward

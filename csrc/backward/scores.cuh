@@ -1,19 +1,19 @@
-// From S to P, for the kernels of kernel.cuh, two_roles.cuh and three_roles.cuh.
+// From S to P: what hides keys, for kernels whose warps own rows.
 #pragma once
 
 #include <ptx.cuh>
 
-#include "backward/mma/tile.cuh"
 #include "device/key_mask.cuh"
 #include "device/register_tile.cuh"
 
 namespace flash_wmma::backward {
 
-/// Where scores of a warp lie: its own rows from `own` on, streamed rows from `stream` on.
+/// Where scores of a warp lie: its kWarpRows own rows from `own` on, kStep streamed rows from `stream` on. Tile::Place: a
+/// lane's place in the accumulators, row() and column().
 template <class Tile, bool kOwnsKeys>
 struct ScorePlace {
     int own, stream;
-    const Thread<Tile>& thread;
+    const typename Tile::Place& thread;
 
     /// Of row i of this lane and `column` (register_tile.cuh).
     __device__ __forceinline__ int query(int i, int column) const {
@@ -49,10 +49,9 @@ __device__ __forceinline__ void hide(Weights& p, const Place& place, const Range
 }
 
 /// P = exp2(S * factor - L) in place, 0 for keys that a query does not see. minus_lse(i, column) is -L of the query.
-template <class Tile, bool kOwnsKeys, int Columns, class MinusLse, class Mask>
-__device__ __forceinline__ void weigh_scores(RegisterTile<Tile::kWarpRows, Columns>& s, float factor,
-                                             MinusLse minus_lse, const ScorePlace<Tile, kOwnsKeys>& place,
-                                             const Mask& mask) {
+template <int Rows, int Columns, class MinusLse, class Place, class Mask>
+__device__ __forceinline__ void weigh_scores(RegisterTile<Rows, Columns>& s, float factor, MinusLse minus_lse,
+                                             const Place& place, const Mask& mask) {
     s.each([&](float& x, int i, int column) { x = ptx::ex2(fmaf(x, factor, minus_lse(i, column))); });
     if (place.all_visible(mask)) return;
     hide(s, place, mask);

@@ -1,0 +1,136 @@
+// What is told of weights (Statistics in attention.h), as a warp on tensor cores adds it up over tiles of scores:
+//     own queries, streamed keys:                       max_j x,  -sum_j P ln P,  sum_j P w_j
+//     own keys, streamed queries of one query head:     sum_i P.
+#pragma once
+
+#include <ptx.cuh>
+
+#include "backward/scores.cuh"
+#include "device/backward_rows.cuh"
+#include "device/quad.cuh"
+#include "device/register_tile.cuh"
+#include "device/score_mod.cuh"
+
+namespace flash_wmma::backward {
+
+/// -L of a query in log2 units. -inf if it sees no key or does not exist, so that its P is 0.
+__device__ __forceinline__ float minus_lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
+    if (query >= sequence.seqlen_q) return -INFINITY;
+    const float lse = p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
+    return lse == -INFINITY ? lse : -kLog2e * lse;
+}
+
+/// The sums of a warp's Rows own rows, each over a lane's columns.
+template <int Rows, bool kOwnsKeys>
+class WeightSums {
+  public:
+    __device__ __forceinline__ WeightSums(const Problem& problem, const Sequence& sequence, int head)
+        : problem_(problem), sequence_(sequence), head_(head) {
+        sum_.each([&](int i, float& x) {
+            maximum_[i] = -INFINITY;
+            entropy_[i] = x = 0.f;
+        });
+    }
+
+    /// Adds a tile of products, which `factor` brings to log2 units. minus_lse(i, column) is -L of the query.
+    template <int Columns, class MinusLse, class Place, class Mask>
+    __device__ __forceinline__ void add(RegisterTile<Rows, Columns>& s, float factor, MinusLse minus_lse,
+                                        const Place& place, const Mask& mask) {
+        const ForwardParams& p = problem_.forward;
+        if (ScoreMod<true>::active(p)) {
+            change(s, factor, place);
+            factor = 1.f;
+        }
+        if constexpr (kOwnsKeys) {
+            weigh_scores(s, factor, minus_lse, place, mask);
+            s.each([&](float weight, int i, int) { sum_[i] += weight; });
+        } else {
+            if (!(factor > 0.f)) {  // the largest product need not be the largest score
+                s.each([&](float& x, int, int) { x *= factor; });
+                factor = 1.f;
+            }
+            if (!place.all_visible(mask)) hide(s, place, mask, -INFINITY);
+            if (p.row_max) take_maxima(s, factor);
+            if (p.entropy || problem_.statistics.row_sum) add_entropies(s, factor, minus_lse);
+            if (problem_.statistics.row_sum) add_weighted(s, place);
+        }
+    }
+
+    /// Combines the numbers of each own row over its quad and stores them: of `rows` rows from `first` on. Place: as
+    /// of ScorePlace.
+    template <class Place>
+    __device__ __forceinline__ void store(int first, int rows, const Place& place) const {
+        const ForwardParams& p = problem_.forward;
+        const Statistics& asked = problem_.statistics;
+        const auto plus = [](float x, float y) { return x + y; };
+        if constexpr (kOwnsKeys) {
+            const std::int64_t head = sequence_.index * problem_.key_batch + head_ * problem_.key_head;
+            store(asked.column_sum, head + sequence_.first_k + first, rows, sum_, 1.f, plus, place);
+        } else {
+            const std::int64_t head = sequence_.index * p.lse_batch + head_ * p.lse_head, at = head + sequence_.first_q;
+            const auto most = [](float x, float y) { return ptx::max_nan(x, y); };
+            store(p.row_max, at + first, rows, maximum_, kLn2, most, place);
+            store(p.entropy, at + first, rows, entropy_, kLn2, plus, place);
+            store(asked.row_sum, at + first, rows, sum_, 1.f, plus, place);
+        }
+    }
+
+  private:
+    /// Products become scores in log2 units.
+    template <int Columns, class Place>
+    __device__ __forceinline__ void change(RegisterTile<Rows, Columns>& s, float factor, const Place& place) const {
+        const ScoreMod<true> mod(problem_.forward, sequence_, QTile{sequence_.index, head_, 0, 0});
+        struct {
+            __device__ void operator=(float) const {}
+        } const no_slope;  // of the soft cap, which gradients need
+        mod.apply_each([&](auto f) { s.each([&](float&, int i, int column) { f(i, column); }); },
+                       [&](int i, int column) -> float& { return s.at(i, column); }, [&](int, int) { return no_slope; },
+                       factor, [&](int i, int column) { return place.query(i, column); },
+                       [&](int i, int column) { return place.key(i, column); });
+    }
+    template <int Columns>
+    __device__ __forceinline__ void take_maxima(RegisterTile<Rows, Columns>& s, float factor) {
+        RowValues<Rows> of_tile;
+        of_tile.each([](int, float& x) { x = -INFINITY; });
+        s.each([&](float x, int i, int) { of_tile[i] = ptx::max_nan(of_tile[i], x); });
+        of_tile.each([&](int i, float x) { maximum_[i] = ptx::max_nan(maximum_[i], x * factor); });
+    }
+    /// Scores become weights.
+    template <int Columns, class MinusLse>
+    __device__ __forceinline__ void add_entropies(RegisterTile<Rows, Columns>& s, float factor, MinusLse minus_lse) {
+        s.each([&](float& x, int i, int column) {
+            const float log_weight = fmaf(x, factor, minus_lse(i, column));
+            x = ptx::ex2(log_weight);
+            if (log_weight != -INFINITY) entropy_[i] = fmaf(-x, log_weight, entropy_[i]);
+        });
+    }
+    /// Of a row whose LSE is NaN hidden keys have weights too, which are NaN.
+    template <int Columns, class Place>
+    __device__ __forceinline__ void add_weighted(RegisterTile<Rows, Columns>& s, const Place& place) {
+        const float* const key_weights = problem_.statistics.key_weights + sequence_.index * problem_.key_batch +
+                                         head_ * problem_.key_head + sequence_.first_k;
+        s.each([&](float weight, int i, int column) {
+            const int key = min(place.key(i, column), sequence_.seqlen_k - 1);
+            if (weight != 0.f) sum_[i] = fmaf(weight, key_weights[key], sum_[i]);
+        });
+    }
+
+    /// Nothing if `numbers` is null.
+    template <class Combine, class Place>
+    __device__ __forceinline__ static void store(float* numbers, std::int64_t at, int rows,
+                                                 const RowValues<Rows>& values, float factor, Combine combine,
+                                                 const Place& place) {
+        values.each([&](int i, float x) {
+            const float all = over_quad(x, combine);
+            const int row = 8 * i + place.row();
+            if (numbers && place.column() == 0 && row < rows) numbers[at + row] = all * factor;
+        });
+    }
+
+    const Problem& problem_;
+    const Sequence& sequence_;
+    const int head_;
+    RowValues<Rows> maximum_, entropy_, sum_;  // sum_: of P, or of P w
+};
+
+}  // namespace flash_wmma::backward
