@@ -917,6 +917,12 @@ def test_counts_of_products(checked: Program, name: str, mark: str) -> None:
     assert {key: row["instructions"] for key, row in rows.items()} == {(f"product {mark}", "wgmma"): 16}
 
 
+def test_copies_between_blocks_need_a_cluster(checked: Program) -> None:
+    """Without one the instruction is illegal on a GPU, also to the block itself."""
+    with pytest.raises(EmulatorError, match="a block of a cluster in a launch without clusters: lane 0 .* in bulk_send"):
+        checked.call("exchange_1", torch.zeros(2, 32))
+
+
 def test_counts_of_clusters(checked: Program) -> None:
     """Two clusters of four blocks: copies between them read no global memory."""
     counts = checked.profile("exchange_4", torch.zeros(8, 32)).counts

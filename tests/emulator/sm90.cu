@@ -788,6 +788,7 @@ const Entry kExchange(
         constexpr int kFaults = static_cast<int>(Exchange::kEnded) + 1;
         run_exchanges(out, fault, std::make_integer_sequence<int, kFaults>());
     });
+const Entry kExchange1("exchange_1", run_exchange<Exchange::kNone, 1>);  // without clusters: refused
 const Entry kExchange4("exchange_4", run_exchange<Exchange::kNone, 4>);
 const Entry kExchange8("exchange_8", run_exchange<Exchange::kNone, 8>);
 
