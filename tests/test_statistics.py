@@ -152,7 +152,7 @@ def test_many_tiles(backward_target: Target, change: str) -> None:
     """Several tiles in each direction. With ranges: tiles of queries of which some groups of 64 see all keys of a tile,
     some see a part of them, and some none."""
     kernel, _ = backward_target
-    nq, nk = 600, 420
+    nq, nk = 570, 420  # the last tile of queries has a group of 64 that does not exist
     q, k, v = inputs(backward_target, nq, nk, hq=2, hk=1, batch=1)
     mask = Mask("bottom_right", (200, 30)) if change == "window" else Mask()
     changes = PLAIN

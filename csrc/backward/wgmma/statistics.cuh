@@ -78,7 +78,6 @@ struct StatisticsMaps {
 template <class Tile, bool kOwnsKeys>
 struct StatisticsItem {
     OwnedTile own;
-    RowGroupMask mask;
     int head;         // query head
     int first, last;  // first rows of the first and of the last tile; last < first: none
 
@@ -89,14 +88,13 @@ struct StatisticsItem {
         const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
         const OwnedTile own =
             kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, blockIdx.x / heads) : owned_queries<Tile::kOwn, true>(p);
-        RowGroupMask mask = query_mask<true>(problem, own.sequence, own.head);
-        if (own.rows <= 0) return {own, mask, own.head, 0, -1};
+        const int head = own.head + static_cast<int>(blockIdx.x % heads);
+        if (own.rows <= 0) return {own, head, 0, -1};
+        const auto mask = query_mask<true>(problem, own.sequence, own.head);
         const auto range =
             streamed_range<Tile, kOwnsKeys ? Pass::kKeys : Pass::kQueries>(p, own, mask);  // of all heads
-        const int head = own.head + static_cast<int>(blockIdx.x % heads);
-        mask.take(head);
-        if (range.left == 0) return {own, mask, head, 0, -1};
-        return {own, mask, head, range.at.first, range.at.last};
+        if (range.left == 0) return {own, head, 0, -1};
+        return {own, head, range.at.first, range.at.last};
     }
 };
 
@@ -205,6 +203,7 @@ __device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Tile
     ptx::wgmma_wait<0>();
 }
 
+// spills: sm_90a: up to ten words, the same in all tiles, which the loop reads mostly where there are key ranges or biases.
 template <class Tile, bool kOwnsKeys>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     statistics(const __grid_constant__ Problem problem, const __grid_constant__ StatisticsMaps maps) {
@@ -234,6 +233,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     if constexpr (!kOwnsKeys)
         minus_lse.each(
             [&](int i, float& x) { x = minus_lse_of(p, sequence, item.head, own_row + 8 * i + lane.row()); });
+    const auto mask = query_mask<true>(problem, sequence, item.head);
     WeightSums<Tile::kWarpRows, kOwnsKeys> sums(problem, sequence, item.head);
     ptx::barrier_wait(&smem.own_full, 0);
     RingPlace<Tile::kStages> at;
@@ -258,7 +258,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const float* const lse = smem.minus_lse[at.stage] + lane.column();
         sums.add(
             s, p.scale * kLog2e, [&](int i, int column) { return kOwnsKeys ? lse[column] : minus_lse[i]; }, place,
-            item.mask);
+            mask);
         if constexpr (kOwnsKeys) tell_empty();
     }
     sums.store(own_row, own_rows - own_row, lane);
