@@ -15,9 +15,9 @@ Each row times two calls in turn by the method of harness/timing.py, and gives t
     jvp                                torch.func.jvp of forward in q, k and v, at N = 16,384 and one batch entry, over
                                        forward
 
-With --backward-kernel the statistics are computed by a pass of that kernel. Without, forward's kernel tells maxima and
-entropies if it can. Samples are calls in a row for 10 ms, queued without a wait between them. So a row shows the
-host's time only where it exceeds the GPU's.
+With --backward-kernel the statistics of the first three are computed by a pass of that kernel. Without, forward's
+kernel tells maxima and entropies if it can. Samples are calls in a row for 10 ms, queued without a wait between them.
+So a row shows the host's time only where it exceeds the GPU's.
 Exit status: 0; 1 if a call failed; 2 if there is no GPU.
 """
 
@@ -119,7 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="ROW", help=", ".join(ROWS))
     parser.add_argument("--head-dims", nargs="+", type=positive, default=[64, 128])
     parser.add_argument("--dtype", choices=DTYPES, default="fp16")
-    parser.add_argument("--backward-kernel", default="auto", help="computes the statistics")
+    parser.add_argument("--backward-kernel", default="auto", help="of max, entropy and column_sum")
     parser.add_argument("--repeats", type=positive, default=11)
     parser.add_argument("--json", type=Path, help="write the rows there")
     options = parser.parse_args(arguments)

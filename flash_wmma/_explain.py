@@ -43,7 +43,7 @@ class Explanation:
     """For each of ``flash_wmma.kernels("backward")`` that was not taken: why."""
     tells: bool = False
     """Whether the kernel has ``return_aux``'s maxima and entropies from its own pass, if no backward_kernel is named.
-    Otherwise they come from a pass of their own."""
+    Otherwise they come from a pass of their own, as column sums do, whose kernel need not be ``backward_kernel``."""
     tangents: bool = False
     """Whether the kernel computes tangents (``torch.func.jvp``) in forward's pass, if no backward_kernel is named.
     Otherwise they are made of other calls."""

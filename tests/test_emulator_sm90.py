@@ -918,8 +918,10 @@ def test_counts_of_products(checked: Program, name: str, mark: str) -> None:
 
 
 def test_copies_between_blocks_need_a_cluster(checked: Program) -> None:
-    """Without one the instruction is illegal on a GPU, also to the block itself."""
-    with pytest.raises(EmulatorError, match="a block of a cluster in a launch without clusters: lane 0 .* in bulk_send"):
+    """Also a block's to itself."""
+    with pytest.raises(
+        EmulatorError, match=r"a copy between blocks in a launch without clusters: lane 0 .* in bulk_send"
+    ):
         checked.call("exchange_1", torch.zeros(2, 32))
 
 

@@ -526,9 +526,6 @@ void Worker::exit(Lane& lane) {
 }
 
 Block& Worker::remote_block(unsigned rank, const char* name, Site site) {
-    if (blocks.size() == 1)  // an illegal instruction on a GPU
-        stop(finding("a block of a cluster in a launch without clusters", describe(*t_lane) + " in " + name,
-                     source_line(site)));
     if (rank >= blocks.size())
         stop(finding("a cluster of " + std::to_string(blocks.size()) + " blocks has no rank " + std::to_string(rank),
                      describe(*t_lane) + " in " + name, source_line(site)));

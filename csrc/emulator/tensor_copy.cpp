@@ -297,6 +297,9 @@ void Worker::tensor_load(void* shared, const TensorMap& map, void* barrier, cons
 void Worker::bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site,
                        const void* pc) {
     Lane& lane = *t_lane;
+    if (blocks.size() == 1)
+        stop(finding("a copy between blocks in a launch without clusters", describe(lane) + " in bulk_send",
+                     source_line(site)));
     Block &here = blocks[static_cast<std::size_t>(lane.block)], &there = remote_block(rank, "bulk_send", site);
     const std::string name = "bulk_send to " + describe(there);
     check_bulk(from, bytes, name.c_str(), site);

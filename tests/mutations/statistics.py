@@ -12,6 +12,7 @@ KERNEL = "csrc/backward/simt/bwd_simt.cuh"
 PYTHON = "flash_wmma/_statistics.py"
 ON_TENSOR_CORES = "csrc/backward/mma/statistics.cuh"
 SUMS = "csrc/backward/weight_sums.cuh"
+ITEM = "csrc/backward/statistics_item.cuh"
 ON_WGMMA = "csrc/backward/wgmma/statistics.cuh"
 MMA = "csrc/backward/mma/kernel.cuh"
 MMA_SLOPES = "csrc/backward/mma/slopes.cuh"
@@ -124,11 +125,11 @@ FAULTS = [
     ),
     Fault(
         name="statistics-of-the-first-head",
-        path=ON_TENSOR_CORES,
+        path=ITEM,
         old="own.head + static_cast<int>(blockIdx.x % heads)",
         new="own.head",
         why="the query heads that share a key have the first one's sums, and the others none",
-        kernels=SM80,
+        kernels=(*SM80, *SM90),
         tests=STATISTICS,
     ),
     Fault(
@@ -249,15 +250,6 @@ FAULTS = [
         tests=STATISTICS,
     ),
     Fault(
-        name="hopper-statistics-of-the-first-head",
-        path=ON_WGMMA,
-        old="own.head + static_cast<int>(blockIdx.x % heads)",
-        new="own.head",
-        why="the query heads that share a key have the first one's sums, and the others none",
-        kernels=SM90,
-        tests=STATISTICS,
-    ),
-    Fault(
         name="hopper-statistics-of-the-first-group",
         path=ON_WGMMA,
         old="Tile::kGroupRows * (warp / 4)",
@@ -287,9 +279,27 @@ FAULTS = [
     Fault(
         name="hopper-statistics-place-given-back-early",
         path=ON_WGMMA,
-        old="if constexpr (!kOwnsKeys) tell_empty();",
-        new="tell_empty();",
-        why="a place is empty twice, and L of a tile is overwritten while it is read",
+        old="    ptx::wgmma_commit();\n    ptx::wgmma_wait<0>();\n",
+        new="    ptx::wgmma_commit();\n",
+        why="a place is given back while products read it",
+        kernels=SM90,
+        tests=STATISTICS,
+    ),
+    Fault(
+        name="hopper-statistics-lse-of-a-place",
+        path=ON_WGMMA,
+        old="float minus_lse[Tile::kStages + 1][Tile::kStream];",
+        new="float minus_lse[Tile::kStages][Tile::kStream];",
+        why="the last place of L lies in the barriers",
+        kernels=SM90,
+        tests=STATISTICS,
+    ),
+    Fault(
+        name="hopper-statistics-lse-overwritten",
+        path=ON_WGMMA,
+        old="smem_.minus_lse[lse_at_.stage][threadIdx.x] = next_lse_;",
+        new="smem_.minus_lse[(lse_at_.stage + Tile::kStages) % (Tile::kStages + 1)][threadIdx.x] = next_lse_;",
+        why="L of a tile lies where that of the tile before is read",
         kernels=SM90,
         tests=STATISTICS,
     ),

@@ -1,9 +1,7 @@
 // The statistics of bwd_sm80 and bwd_sm75 (attention.h): two passes over the scores on mma.sync and ldmatrix.
 //
-// Algorithm, with L the forward's log-sum-exp:
-//     S = Q K^T;  x = the score of S;  ln P = x - L
-//     own queries, streamed keys:                       max_j x,  -sum_j P ln P,  sum_j P w_j
-//     own keys, streamed queries of one query head:     sum_i P.
+// Algorithm, with L the forward's log-sum-exp: own queries and streamed keys, or own keys and streamed queries of one
+// query head; S = Q K^T, P = exp(x - L) of the scores x, and what weight_sums.cuh makes of both.
 // Every number belongs to one block, which adds it up in one order: the result is the same in every run.
 //
 // Who owns what: a block has four warps, a warp kWarpRows own rows. These pass through the ring's memory and stay in
@@ -22,7 +20,7 @@
 #include <algorithm>
 
 #include "backward/mma/products.cuh"
-#include "backward/streamed_range.cuh"
+#include "backward/statistics_item.cuh"
 #include "backward/weight_sums.cuh"
 #include "device/statistics_shapes.h"
 #include "shape_table.h"
@@ -50,12 +48,11 @@ __device__ __forceinline__ float score_factor(const ForwardParams& p, const Sequ
                              p.exponents.k[k_scale_index(p, sequence, head_k) + key / kScaleRows]);
 }
 
-// spills: sm_80 sm_90: the pass for keys of d = 256 keeps up to eleven words, the same in all tiles, in local memory.
+// spills: sm_80: the pass for keys of d = 256 keeps up to eleven words, the same in all tiles, in local memory.
 template <class Tile, bool kOwnsKeys>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     statistics_mma(const __grid_constant__ Problem problem) {
     using T = typename Tile::T;
-    constexpr Pass kPass = kOwnsKeys ? Pass::kKeys : Pass::kQueries;
     constexpr int kWarpRows = Tile::kWarpRows, kStep = Tile::kStep, kStream = Tile::kStream;
     static_assert(Tile::kStreamWarps == 1 && Tile::kStages == 2 && Tile::kFirstInRegisters);
     static_assert(kScaleRows % kWarpRows == 0 && kStream <= Tile::kThreads);
@@ -63,28 +60,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     auto& smem = shared_memory<StatisticsMemory<Tile>>();
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
 
-    // A tile of keys has a block for each query head that reads them
-    const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
-    const OwnedTile own =
-        kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, blockIdx.x / heads) : owned_queries<Tile::kOwn, true>(p);
-    if (own.rows <= 0) return;
-    const Sequence& sequence = own.sequence;
-    auto mask = query_mask<true>(problem, sequence, own.head);
-    const StreamedRange range = streamed_range<Tile, kPass>(p, own, mask);  // the same in each of the heads
-    if (range.left == 0) return;  // the ops have written what is told of nothing
-    const int head = own.head + static_cast<int>(blockIdx.x % heads);
-    mask.take(head);
+    const auto item = StatisticsItem<Tile, kOwnsKeys>::of(problem);
+    if (item.last < item.first) return;  // the ops have written what is told of nothing
+    const Sequence& sequence = item.own.sequence;
+    const auto mask = query_mask<true>(problem, sequence, item.head);
 
-    const int rows = (kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q) - own.first_row;
-    const int own_row = own.first_row + thread.warp_row();
+    const int rows = item.own_length() - item.own.first_row;
+    const int own_row = item.own.first_row + thread.warp_row();
     const Rows &of_own = kOwnsKeys ? p.k : p.q, &of_stream = kOwnsKeys ? p.q : p.k;
-    const int first_own = kOwnsKeys ? sequence.first_k : sequence.first_q;
-    const int first_stream = kOwnsKeys ? sequence.first_q : sequence.first_k;
-    const int head_own = kOwnsKeys ? own.head_k : head, head_stream = kOwnsKeys ? head : own.head_k;
 
     OwnOperand<Tile, true> own_rows;
     typename Tile::Machine::template Copy<Tile, Tile::kOwn> own_copy(
-        row_of<const T>(of_own, sequence.index, head_own, first_own + own.first_row), of_own.row, p.head_dim);
+        row_of<const T>(of_own, sequence.index, item.own_head(), item.first_own() + item.own.first_row), of_own.row,
+        p.head_dim);
     own_copy.start(smem.passing, of_own.row, rows);
     own_copy.finish(smem.passing);
     ptx::cp_async_commit();
@@ -94,14 +82,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     __syncthreads();  // the ring takes its place
 
     typename Tile::Machine::template Copy<Tile, kStream> copy(
-        row_of<const T>(of_stream, sequence.index, head_stream, first_stream + range.at.last), of_stream.row,
-        p.head_dim);
+        row_of<const T>(of_stream, sequence.index, item.streamed_head(), item.first_streamed() + item.last),
+        of_stream.row, p.head_dim);
     [[maybe_unused]] float next_lse;
     const auto start = [&](int slot, int row) {  // the copies walk from the last tile to the first by themselves
-        copy.start(smem.ring[slot], of_stream.row, (kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k) - row);
+        copy.start(smem.ring[slot], of_stream.row, item.streamed_length() - row);
         ptx::cp_async_commit();
         if constexpr (kOwnsKeys)
-            if (threadIdx.x < kStream) next_lse = minus_lse_of(p, sequence, head, row + static_cast<int>(threadIdx.x));
+            if (threadIdx.x < kStream)
+                next_lse = minus_lse_of(p, sequence, item.head, row + static_cast<int>(threadIdx.x));
     };
     const auto finish = [&](int slot) {
         copy.finish(smem.ring[slot]);
@@ -111,18 +100,19 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 
     RowValues<kWarpRows> minus_lse;
     if constexpr (!kOwnsKeys)
-        minus_lse.each([&](int i, float& x) { x = minus_lse_of(p, sequence, head, own_row + 8 * i + thread.row()); });
-    WeightSums<kWarpRows, kOwnsKeys> sums(problem, sequence, head);
-    start(0, range.at.row);
+        minus_lse.each(
+            [&](int i, float& x) { x = minus_lse_of(p, sequence, item.head, own_row + 8 * i + thread.row()); });
+    WeightSums<kWarpRows, kOwnsKeys> sums(problem, sequence, item.head);
+    start(0, item.last);
     finish(0);
-    for (int slot = 0, row = range.at.row; row >= range.at.first; row -= kStream, slot ^= 1) {
+    for (int slot = 0, row = item.last; row >= item.first; row -= kStream, slot ^= 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // this tile has landed, the one before has been used
-        if (row > range.at.first) start(slot ^ 1, row - kStream);
+        if (row > item.first) start(slot ^ 1, row - kStream);
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no exponent, no extent
-        const int exists = min(own_row, own.first_row + rows - 1);
+        const int exists = min(own_row, item.own_length() - 1);
         const float factor =
-            score_factor(p, sequence, head, own.head_k, kOwnsKeys ? row : exists, kOwnsKeys ? exists : row);
+            score_factor(p, sequence, item.head, item.own.head_k, kOwnsKeys ? row : exists, kOwnsKeys ? exists : row);
 #pragma unroll 1
         for (int step = 0; step < kStream; step += kStep) {
             const ScorePlace<Tile, kOwnsKeys> place{exists, row + step, thread};
@@ -134,7 +124,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             multiply_rows<Tile>(s, own_rows, smem.passing, smem.ring[slot], step, thread);
             sums.add(s, factor, lse, place, mask);
         }
-        if (row > range.at.first) finish(slot ^ 1);
+        if (row > item.first) finish(slot ^ 1);
     }
 
     sums.store(own_row, rows - thread.warp_row(), thread);
@@ -143,7 +133,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 template <class Tile, bool kOwnsKeys>
 void launch_statistics_pass(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const dim3 grid = kOwnsKeys ? owned_keys_grid(p, Tile::kOwn, p.heads_q) : assignment_grid(p, Tile::kOwn);
+    const dim3 grid = statistics_grid<Tile, kOwnsKeys>(p);
     if (grid.x > 0)
         launch(statistics_mma<Tile, kOwnsKeys>, {grid, dim3(Tile::kThreads), sizeof(StatisticsMemory<Tile>)}, stream,
                problem);

@@ -1,16 +1,14 @@
 // The statistics of bwd_sm90 (attention.h): two passes over the scores by tensor copies (TMA) and wgmma.
 //
-// Algorithm, with L the forward's log-sum-exp:
-//     S = Q K^T;  x = the score of S;  ln P = x - L
-//     own queries, streamed keys:                       max_j x,  -sum_j P ln P,  sum_j P w_j
-//     own keys, streamed queries of one query head:     sum_i P, from S^T = K Q^T.
+// Algorithm, with L the forward's log-sum-exp: own queries and streamed keys, S = Q K^T, or own keys and streamed
+// queries of one query head, S^T = K Q^T; then P = exp(x - L) of the scores x, and what weight_sums.cuh makes of both.
 // Every number belongs to one block, which adds it up in one order: the result is the same in every run.
 //
 // Who owns what: a block has 128 own rows, 64 for each of two warpgroups, 16 for each of their warps. A warpgroup
 // multiplies its rows with a streamed tile, both from shared memory, and adds up what it finds in registers
-// (weight_sums.cuh). While one does so the others' products run: up to d = 128 two blocks share an SM. The streamed tiles
-// go through a ring. A thread of the first warpgroup asks for their copies, and this warpgroup's threads bring -L of a
-// tile's queries: a warp of its own for that would take the others' registers, 128 a thread.
+// (weight_sums.cuh). While one does so the products of the others can run: up to d = 128 two blocks share an SM. The
+// streamed tiles go through a ring. A thread of the first warpgroup asks for their copies, and this warpgroup's threads
+// bring -L of a tile's queries. A warp that only copies would leave the others 96 registers a thread instead of 128.
 //
 // Bound: for 128 scores an SM is busy with exponentials for 8 cycles and with products for 4 at d = 64, for 8 at d = 128,
 // for 16 at d = 256. Maxima alone take no exponentials.
@@ -20,7 +18,7 @@
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
-#include "backward/streamed_range.cuh"
+#include "backward/statistics_item.cuh"
 #include "backward/weight_sums.cuh"
 #include "backward/wgmma/block.cuh"
 #include "device/pipeline.cuh"
@@ -64,7 +62,9 @@ struct StatisticsMemory {
     };
     Rows<Tile::kOwn> own;
     Rows<Tile::kStream> stream[Tile::kStages];
-    float minus_lse[Tile::kStages][Tile::kStream];  // of streamed queries
+    // Of streamed queries. One place more: who has multiplied a tile, and gives its place back, may still read its L, but
+    // no longer that of the tile before
+    float minus_lse[Tile::kStages + 1][Tile::kStream];
     ptx::Barrier own_full;
     Slot slot[Tile::kStages];
 };
@@ -72,30 +72,6 @@ struct StatisticsMemory {
 /// Where the own and the streamed rows lie, for the copy engine.
 struct StatisticsMaps {
     TensorMap own, stream;
-};
-
-/// A block's rows, and the tiles that they see or that see them, from the last back to the first.
-template <class Tile, bool kOwnsKeys>
-struct StatisticsItem {
-    OwnedTile own;
-    int head;         // query head
-    int first, last;  // first rows of the first and of the last tile; last < first: none
-
-    /// Called by whole warps.
-    __device__ __forceinline__ static StatisticsItem of(const Problem& problem) {
-        const ForwardParams& p = problem.forward;
-        // A tile of keys has a block for each query head that reads them
-        const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
-        const OwnedTile own =
-            kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, blockIdx.x / heads) : owned_queries<Tile::kOwn, true>(p);
-        const int head = own.head + static_cast<int>(blockIdx.x % heads);
-        if (own.rows <= 0) return {own, head, 0, -1};
-        const auto mask = query_mask<true>(problem, own.sequence, own.head);
-        const auto range =
-            streamed_range<Tile, kOwnsKeys ? Pass::kKeys : Pass::kQueries>(p, own, mask);  // of all heads
-        if (range.left == 0) return {own, head, 0, -1};
-        return {own, head, range.at.first, range.at.last};
-    }
 };
 
 /// Where scores of a tile of streamed rows lie.
@@ -132,10 +108,8 @@ class StatisticsCopies {
           item_(item),
           batch_(batch_in_maps<Problems::kPacked>(problem, item.own.sequence.index)),
           row_(item.last) {
-        const Sequence& s = item.own.sequence;
         if (threadIdx.x == 0)
-            load(smem_.own, maps_.own, &smem_.own_full, (kOwnsKeys ? s.first_k : s.first_q) + item.own.first_row,
-                 kOwnsKeys ? item.own.head_k : item.head);
+            load(smem_.own, maps_.own, &smem_.own_full, item.first_own() + item.own.first_row, item.own_head());
         look_at_queries();
     }
 
@@ -143,19 +117,19 @@ class StatisticsCopies {
     __device__ __forceinline__ void next() {
         if (row_ < item_.first) return;
         Slot& slot = smem_.slot[at_.stage];
-        const Sequence& s = item_.own.sequence;
         if (threadIdx.x < (kOwnsKeys ? Tile::kGroupThreads : 32)) ptx::barrier_wait(&slot.empty, at_.parity ^ 1);
         if (threadIdx.x == 0)
-            load(smem_.stream[at_.stage], maps_.stream, &slot.full, (kOwnsKeys ? s.first_q : s.first_k) + row_,
-                 kOwnsKeys ? item_.head : item_.own.head_k);
+            load(smem_.stream[at_.stage], maps_.stream, &slot.full, item_.first_streamed() + row_,
+                 item_.streamed_head());
         if (kOwnsKeys && threadIdx.x < Tile::kGroupThreads) {
-            smem_.minus_lse[at_.stage][threadIdx.x] = next_lse_;
+            smem_.minus_lse[lse_at_.stage][threadIdx.x] = next_lse_;
             __syncwarp();
             if (threadIdx.x % 32 == 0) ptx::barrier_arrive(&slot.full);
         }
         row_ -= Tile::kStream;
         look_at_queries();
         at_.advance();
+        lse_at_.advance();
     }
 
     /// Arrivals that fill a place of the ring.
@@ -184,10 +158,11 @@ class StatisticsCopies {
     const int batch_;
     int row_;  // first of the next tile
     RingPlace<Tile::kStages> at_;
+    RingPlace<Tile::kStages + 1> lse_at_;
     float next_lse_ = 0.f;
 };
 
-/// A warpgroup's own rows, of which `own` are the first, times streamed ones.
+/// The 64 own rows from `first_row` on times a tile of streamed rows.
 template <class Tile, class OwnPanels, class Rows>
 __device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Tile::kStream>& s, const OwnPanels& own,
                                               int first_row, const Rows& stream) {
@@ -227,8 +202,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const typename Tile::Place lane;
     const Sequence& sequence = item.own.sequence;
     const int own_row = item.own.first_row + Tile::kWarpRows * warp;
-    const int own_rows = kOwnsKeys ? sequence.seqlen_k : sequence.seqlen_q;
-    const int streamed_rows = kOwnsKeys ? sequence.seqlen_q : sequence.seqlen_k;
+    const int own_rows = item.own_length(), streamed_rows = item.streamed_length();
     RowValues<Tile::kWarpRows> minus_lse;
     if constexpr (!kOwnsKeys)
         minus_lse.each(
@@ -237,17 +211,15 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     WeightSums<Tile::kWarpRows, kOwnsKeys> sums(problem, sequence, item.head);
     ptx::barrier_wait(&smem.own_full, 0);
     RingPlace<Tile::kStages> at;
-    for (int row = item.last; row >= item.first; row -= Tile::kStream, at.advance()) {
+    RingPlace<Tile::kStages + 1> lse_at;
+    for (int row = item.last; row >= item.first; row -= Tile::kStream, at.advance(), lse_at.advance()) {
         copies.next();
         Slot& slot = smem.slot[at.stage];
-        const auto tell_empty = [&] {
-            __syncwarp();
-            if (lane.lane == 0) ptx::barrier_arrive(&slot.empty);
-        };
         ptx::barrier_wait(&slot.full, at.parity);
         RegisterTile<Tile::kWarpRows, Tile::kStream> s;
         multiply_rows<Tile>(s, smem.own, Tile::kGroupRows * (warp / 4), smem.stream[at.stage]);
-        if constexpr (!kOwnsKeys) tell_empty();
+        __syncwarp();
+        if (lane.lane == 0) ptx::barrier_arrive(&slot.empty);
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no extent
         const TilePlace<Tile, kOwnsKeys> place{{min(own_row, own_rows - 1), row, lane},
                                                row + Tile::kStream <= streamed_rows};
@@ -255,11 +227,10 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             s.each([&](float& x, int i, int column) {
                 if (place.query(i, column) >= streamed_rows) x = 0.f;
             });
-        const float* const lse = smem.minus_lse[at.stage] + lane.column();
+        const float* const lse = smem.minus_lse[lse_at.stage] + lane.column();
         sums.add(
             s, p.scale * kLog2e, [&](int i, int column) { return kOwnsKeys ? lse[column] : minus_lse[i]; }, place,
             mask);
-        if constexpr (kOwnsKeys) tell_empty();
     }
     sums.store(own_row, own_rows - own_row, lane);
 }
@@ -267,7 +238,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
 template <class Tile, bool kOwnsKeys>
 void launch_statistics_pass(const Problem& problem, Stream stream) {
     const ForwardParams& p = problem.forward;
-    const dim3 grid = kOwnsKeys ? owned_keys_grid(p, Tile::kOwn, p.heads_q) : assignment_grid(p, Tile::kOwn);
+    const dim3 grid = statistics_grid<Tile, kOwnsKeys>(p);
     if (grid.x == 0) return;
     const Sequences& s = p.sequences;
     const auto map = [&](bool keys, int rows) {
