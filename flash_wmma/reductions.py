@@ -7,8 +7,9 @@ attention kernel is made of. On CPU tensors they are torch's own; ``kernel="shuf
 Results are those of torch in dtype and for NaN: a maximum, sum or softmax over NaN is NaN; the sum of int32 is int64;
 float16 and bfloat16 are summed in float32 and rounded once. Results are bitwise the same from run to run on a device.
 
-All but those of int32 are differentiable, any number of times, in reverse mode. Elements that share a maximum share its
-gradient in equal parts, as in torch's ``max()`` and ``amax``.
+All but those of int32 are differentiable, any number of times. Elements that share a maximum share its gradient in
+equal parts, as in torch's ``max()`` and ``amax``. In forward mode and under the transforms of ``torch.func`` other than
+``grad``, ``vjp`` and ``jacrev``, torch's ops compute the results, on any device, and ``kernel="shuffle"`` is refused.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._errors import refuse
 from ._library import NAMESPACE, ops
@@ -64,7 +66,8 @@ def max(x: Tensor, *, kernel: str = "auto") -> Tensor:
         x: any shape with at least one element, float32, float16, bfloat16 or int32, on a CPU or a CUDA device. It is
             copied if it is not contiguous.
         kernel: ``"auto"``: CUDA kernels on CUDA tensors, torch on CPU tensors. ``"shuffle"``: the CUDA kernels, for CPU
-            tensors in the emulator.
+            tensors in the emulator. In forward mode and under the transforms of ``torch.func`` other than ``grad``,
+            ``vjp`` and ``jacrev``, and under these in ``torch.compile``, ``"auto"`` is torch everywhere.
 
     Returns:
         () in x's dtype; NaN if x holds one.
@@ -72,6 +75,7 @@ def max(x: Tensor, *, kernel: str = "auto") -> Tensor:
     Raises:
         TypeError: an argument is of a wrong type.
         ValueError: x has another dtype, layout or device, or no element; the kernel is unknown.
+        NotImplementedError: ``"shuffle"`` where ``"auto"`` is torch everywhere.
         RuntimeError: CUDA tensors but no CUDA kernels in this build, or CUDA reports an error.
         flash_wmma.emulator.EmulatorError: ``"shuffle"`` on CPU tensors: it could not be compiled, or a check failed.
     """
@@ -128,14 +132,60 @@ def row_softmax(x: Tensor, *, kernel: str = "auto") -> Tensor:
     return _reduced("row_softmax", x, kernel)
 
 
-# ------------------------------------------------------------------------------------------------------------ gradients
+# ---------------------------------------------------------------------------------------------------------- derivatives
 
 
 def _reduced(name: str, x: Tensor, kernel: str) -> Tensor:
     """The reduction of that op, recorded if x requires a gradient."""
+    if _beyond_reverse_mode():
+        if kernel == "shuffle":
+            raise NotImplementedError(_BEYOND)
+        return _BY_TORCH[name](x)
     if x.requires_grad and torch.is_grad_enabled():
         return _Reduction.apply(x, name, kernel)  # type: ignore[no-any-return]
     return _computed(name, x, kernel)
+
+
+_BEYOND = (
+    'kernel="shuffle": of torch.func there are grad, vjp and jacrev alone, outside of torch.compile, and no forward '
+    'mode; kernel="auto" takes torch\'s ops there, which have every transform'
+)
+
+
+def _beyond_reverse_mode() -> bool:
+    """Whether forward mode is on, or a transform other than those of reverse mode is active.
+
+    While torch.compile traces, any transform counts: which one it is cannot be asked.
+    """
+    if forward_ad._current_level >= 0:
+        return True
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    functorch = torch._C._functorch
+    return any(level.key() != functorch.TransformType.Grad for level in functorch.get_interpreter_stack() or ())
+
+
+def _row_max_by_torch(x: Tensor) -> Tensor:
+    """``amax`` of rows, but with derivatives where a row holds NaN, too: its NaN elements share them."""
+    if not x.is_floating_point():
+        return x.amax(1)
+    nan = x.isnan()
+    in_row = nan.any(1, keepdim=True)
+    of_numbers = torch.where(in_row, 0, x).amax(1)
+    of_nan = torch.where(nan, x, 0).sum(1, dtype=x.dtype) / nan.sum(1).clamp(min=1)
+    return torch.where(in_row[:, 0], of_nan, of_numbers)
+
+
+_BY_TORCH: dict[str, Callable[[Tensor], Tensor]] = {
+    "array_max": lambda x: _row_max_by_torch(x.reshape(1, -1)).reshape(()),
+    "array_sum": lambda x: x.sum(dtype=_sum_dtype(x)),
+    "row_max": _row_max_by_torch,
+    "row_sum": lambda x: x.sum(1, dtype=_sum_dtype(x)),
+    "row_softmax": lambda x: x.float().softmax(1).to(x.dtype).contiguous(),
+}
+"""The reductions by ops that have every derivative and transform. autocast does not change a sum whose dtype is set."""
 
 
 def _computed(name: str, x: Tensor, kernel: str) -> Tensor:

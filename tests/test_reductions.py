@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.autograd import forward_ad
 
 import flash_wmma
 from flash_wmma import reductions
@@ -322,6 +323,111 @@ def test_compiled_gradient() -> None:
 
     compiled = torch.compile(f, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(*(torch.autograd.grad(g(x), x)[0] for g in (compiled, f)))
+
+
+def scalar(function: Callable[..., Tensor], x: Tensor) -> Tensor:
+    """A loss that is not linear in what the function gives."""
+    return (function(x) * torch.arange(1, 4, device=x.device).view(-1, 1)).square().sum()
+
+
+TRANSFORMS: dict[str, Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]] = {
+    "jvp": lambda f, x: torch.func.jvp(f, (x[0],), (x[1],))[1],
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x[0]),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x[0]),
+    "vmap": lambda f, x: torch.func.vmap(f)(x),
+    "vmap of vmap": lambda f, x: torch.func.vmap(torch.func.vmap(f, in_dims=2))(x[..., None]),
+    "grad": lambda f, x: torch.func.grad(lambda t: scalar(f, t))(x[0]),
+    "vmap of grad": lambda f, x: torch.func.vmap(torch.func.grad(lambda t: scalar(f, t)))(x),
+    "grad of vmap": lambda f, x: torch.func.grad(lambda t: torch.func.vmap(f)(t).square().sum())(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda t: scalar(f, t))(x[0]),
+    "jvp of grad": lambda f, x: torch.func.jvp(torch.func.grad(lambda t: scalar(f, t)), (x[0],), (x[1],))[1],
+    "grad of jvp": lambda f, x: torch.func.grad(lambda t: torch.func.jvp(f, (t,), (x[1],))[1].square().sum())(x[0]),
+    "jvp of jvp": lambda f, x: torch.func.jvp(lambda t: torch.func.jvp(f, (t,), (x[1],))[1], (x[0],), (x[1],))[1],
+    "jvp of vjp": lambda f, x: torch.func.jvp(torch.func.vjp(f, x[0])[1], (f(x[0]),), (f(x[1]),))[1][0],
+    "functionalize": lambda f, x: torch.func.functionalize(torch.func.grad(lambda t: scalar(f, t)))(x[0]),
+}
+REVERSE = ("jacrev", "grad", "jvp of vjp")
+"""Those that record in reverse mode alone: the kernels run."""
+
+
+def with_ties(dtype: torch.dtype = torch.float32) -> Tensor:
+    """Two matrices of few whole numbers: many elements share a maximum."""
+    x = numbers((2, 3, 5), torch.float32).mul(2).round()
+    x[:, -1] = 3
+    return x.to(dtype)
+
+
+@pytest.mark.filterwarnings("error:There is a performance drop")
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_transforms(name: str, transform: str) -> None:
+    """As of torch's ops, with ties, and without torch's loop over what is mapped."""
+    x, transformed = with_ties(), TRANSFORMS[transform]
+    found = transformed(FUNCTIONS[name], x)
+    # amax shares gradients as max() does, which torch cannot map without its loop
+    right = transformed(torch.amax if name == "max" else lambda t: as_torch(name, t), x)
+    torch.testing.assert_close(found, right)
+    if transform in REVERSE:
+        torch.testing.assert_close(transformed(lambda t: FUNCTIONS[name](t, kernel="shuffle"), x), right)
+        return
+    with pytest.raises(NotImplementedError, match=r'kernel="shuffle": of torch\.func .* kernel="auto" takes torch'):
+        transformed(lambda t: FUNCTIONS[name](t, kernel="shuffle"), x)
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode(name: str, dtype: torch.dtype) -> None:
+    """Outside of torch.func, of a tensor that requires a gradient and of one that does not."""
+    x, tangent = with_ties(dtype)
+    for recorded in (False, True):
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x.clone().requires_grad_(recorded), tangent)
+            found = forward_ad.unpack_dual(FUNCTIONS[name](dual))
+            right = forward_ad.unpack_dual(as_torch(name, dual))
+            assert found.tangent.dtype == dtype
+            torch.testing.assert_close(found, right)
+            with pytest.raises(NotImplementedError, match=r'kernel="shuffle": .* no forward mode'):
+                FUNCTIONS[name](dual, kernel="shuffle")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_mapped_results_are_as_others(name: str) -> None:
+    """dtypes, NaN, infinities, sums in float32 and of nothing, whether or not vmap is active, or autocast."""
+    for dtype in FLOATS if name == "row_softmax" else DTYPES:
+        x = numbers((2, 6, 5000), dtype)
+        if dtype != torch.int32:
+            x[1, 0, 3], x[1, 1, 4], x[1, 2], x[1, 3] = math.nan, math.inf, -math.inf, 1
+        for kept in (x, x[:, 3:4], x[..., :1], x.transpose(1, 2)[:, :7], x[:, :0], x[..., :0]):
+            if "max" in name and (kept.shape[2] == 0 or (name == "max" and kept.numel() == 0)):
+                continue
+            each = torch.stack([FUNCTIONS[name](of) for of in kept])
+            with torch.autocast(DEVICE, torch.bfloat16):
+                found = torch.func.vmap(FUNCTIONS[name])(kept)
+            assert found.dtype == each.dtype
+            torch.testing.assert_close(found, each, equal_nan=True)
+
+
+def test_transforms_of_maxima_of_nan_and_infinity() -> None:
+    """Those elements that are NaN share the derivative of a maximum that is NaN, as in reverse mode."""
+    x = torch.tensor([[1, math.nan, 3, math.nan], [1, 2, 2, 0], [math.inf, 0, math.inf, 1]], device=DEVICE)
+    shares = torch.tensor([[0, 0.5, 0, 0.5], [0, 0.5, 0.5, 0], [0.5, 0, 0.5, 0]], device=DEVICE)
+    tangent = numbers((3, 4), torch.float32)
+    maximum, moved = torch.func.jvp(reductions.row_max, (x,), (tangent,))
+    torch.testing.assert_close(maximum, x.amax(1), equal_nan=True)
+    torch.testing.assert_close(moved, (tangent * shares).sum(1))
+    gradients = torch.func.vmap(torch.func.grad(lambda t: reductions.row_max(t).sum()))(x[None])
+    torch.testing.assert_close(gradients[0], shares)
+    moved = torch.func.jvp(reductions.max, (x,), (tangent,))[1]
+    torch.testing.assert_close(moved, tangent[0, 1::2].mean())
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad"])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiled_transforms(name: str, transform: str) -> None:
+    x, transformed = with_ties(), TRANSFORMS[transform]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda t: transformed(FUNCTIONS[name], t), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x), transformed(FUNCTIONS[name], x))
 
 
 def test_bad_arguments_are_named() -> None:
