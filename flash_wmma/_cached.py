@@ -21,6 +21,8 @@ def lengths_of(cache_seqlens: int | Tensor, k_cache: Tensor, table: Tensor | Non
     if isinstance(cache_seqlens, bool) or not isinstance(cache_seqlens, int | torch.SymInt):
         refuse("cache_seqlens", repr(cache_seqlens), "an int or a tensor (B)", TypeError)
     held = _checks.capacity(k_cache, table, batch)
+    if new > held:
+        refuse("k", f"{new} new keys", f"at most {held}, which the cache holds of a sequence")
     if not 0 <= cache_seqlens <= held - new:
         refuse("cache_seqlens", cache_seqlens, f"0 to {held - new}: the cache has room for {held} keys a sequence")
     return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=k_cache.device)
@@ -233,7 +235,7 @@ def append_kv(
         block_table: (B, n), int32: which pages a sequence has. No page that is written is in two sequences.
         cache_batch_idx: (B), int32: which entry of a cache without block_table a sequence has; no entry twice.
         cu_seqlens_k: (B + 1), int32: where the new keys of each sequence lie in packed k and v.
-        validate: raise if a row has no place, which waits for the device.
+        validate: raise if a row has no place or cu_seqlens_k is wrong, which waits for the device.
 
     Raises:
         TypeError, ValueError: with the argument's name.
@@ -253,9 +255,10 @@ def append(
     cu_seqlens_k: Tensor | None,
     validate: bool,
     rotation: _append.Rotation | None = None,
+    cu_seqlens_name: str = "cu_seqlens_k",
 ) -> tuple[Tensor, Tensor]:
-    """append_kv, rotated; checks all but the rotation. Returns the rotated queries, (0) without any, and the lengths
-    with the new keys, at most 2^31 - 1. No gradients are recorded."""
+    """append_kv, rotated; checks all but the rotation's tables. Returns the rotated queries, (0) without any, and the
+    lengths with the new keys, at most 2^31 - 1. No gradients are recorded."""
     _checks.tensors(k_cache=k_cache, v_cache=v_cache, k=k, v=v)
     for name, t in (("k_cache", k_cache), ("v_cache", v_cache)):
         if t.dim() != 4:
@@ -287,12 +290,18 @@ def append(
     _checks.int32(k, batch=batch, cache_seqlens=seqlens)
     if table is not None and table.device != k.device:
         refuse("block_table.device", table.device, f"k's, {k.device}")
-    if validate:
-        _check_room(k, k_cache, seqlens, table, cu_seqlens_k, held)
     if rotation is not None:
         _check_rotated(rotation, k, batch)
-    caches, new = (k_cache.detach(), v_cache.detach()), (k.detach(), v.detach())
-    return _append.append_kv(*caches, *new, seqlens, table, cu_seqlens_k, rotation)
+    if validate:
+        if cu_seqlens_k is None:
+            new = [k.shape[2]] * batch
+        else:
+            new = _checks.cumulative("k", cu_seqlens_k, k.shape[0], argument=cu_seqlens_name)
+        _check_room(new, k_cache, seqlens, table, held)
+        if rotation is not None:
+            _check_places(rotation, new, seqlens)
+    caches, appended = (k_cache.detach(), v_cache.detach()), (k.detach(), v.detach())
+    return _append.append_kv(*caches, *appended, seqlens, table, cu_seqlens_k, rotation)
 
 
 def _check_rotated(rotation: _append.Rotation, k: Tensor, batch: int) -> None:
@@ -313,11 +322,22 @@ def _check_rotated(rotation: _append.Rotation, k: Tensor, batch: int) -> None:
         refuse("cu_seqlens_q.shape", tuple(cu_seqlens_q.shape), f"({batch + 1},), since k has {batch} sequences")
 
 
-def _check_room(
-    k: Tensor, k_cache: Tensor, seqlens: Tensor, table: Tensor | None, cu_seqlens_k: Tensor | None, held: int
-) -> None:
-    """Each new row must have a place. Waits for the device."""
-    new = [k.shape[2]] * k.shape[0] if cu_seqlens_k is None else cu_seqlens_k.diff().tolist()
+def _check_places(rotation: _append.Rotation, new: list[int], seqlens: Tensor) -> None:
+    """The tables must have a row for the place of each new key and of each query. Waits for the device."""
+    rows, cu_seqlens_q = rotation.cos.shape[0], rotation.cu_seqlens_q
+    queries = [rotation.q.shape[2]] * len(new) if cu_seqlens_q is None else cu_seqlens_q.diff().tolist()
+    begins = (seqlens if rotation.seqlens is None else rotation.seqlens).tolist()
+    for b, (begin, keys, asked) in enumerate(zip(begins, new, queries, strict=True)):
+        end = begin + max(keys, asked if rotation.queries_advance else 1)
+        if begin >= 0 and end <= rows:
+            continue
+        if rotation.seqlens is not None:
+            refuse("rotary_seqlens", f"{begin} at {b}", f"0 to {rows - end + begin}, since rotary_cos has {rows} rows")
+        refuse("rotary_cos.shape", tuple(rotation.cos.shape), f"at least {end} rows, for the last query at {b}")
+
+
+def _check_room(new: list[int], k_cache: Tensor, seqlens: Tensor, table: Tensor | None, held: int) -> None:
+    """Each of ``new`` rows of a sequence must have a place. Waits for the device."""
     rows: list[list[int]] = [] if table is None else table.tolist()
     size, pages = k_cache.shape[2], k_cache.shape[0]
     for b, (begin, n) in enumerate(zip(seqlens.tolist(), new, strict=True)):

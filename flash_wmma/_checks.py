@@ -178,9 +178,8 @@ def int32(q: Tensor, *, batch: int | None = None, **named: Tensor | None) -> Non
         if t.dtype != torch.int32:
             refuse(f"{name}.dtype", t.dtype, "torch.int32")
         _same_device(name, t, q)
-        expected = "(B + 1,)" if batch is None else f"(B,) = {_shape((batch,))}"
         if t.dim() != 1 or (t.shape[0] < 1 if batch is None else t.shape[0] != batch):
-            refuse(f"{name}.shape", _shape(t.shape), expected)
+            refuse(f"{name}.shape", _shape(t.shape), "(B + 1,)" if batch is None else f"(B,) = {_shape((batch,))}")
 
 
 def _lengths(q: Tensor, given: Lengths) -> int:
@@ -286,7 +285,7 @@ def capacity(k_cache: Tensor, page_table: Tensor | None, batch: int) -> int:
 def cached_values(k_cache: Tensor, cache: Cache, total_q: int) -> None:
     """The values of the lengths and of the table's entries in use. Waits for the device."""
     if cache.cu_seqlens_q is not None:
-        _cumulative("q", cache.cu_seqlens_q, total_q, cache.max_seqlen_q)
+        cumulative("q", cache.cu_seqlens_q, total_q, cache.max_seqlen_q)
     batch = cache.cache_seqlens.shape[0]
     held = capacity(k_cache, cache.page_table, batch)
     used: list[int] = cache.cache_seqlens.tolist()
@@ -304,26 +303,26 @@ def cached_values(k_cache: Tensor, cache: Cache, total_q: int) -> None:
                     refuse("block_table", f"{table[b][run]} at ({b}, {run})", f"0 to {pages - 1}, since it is in use")
 
 
-def _cumulative(name: str, t: Tensor, total: int, longest: int) -> list[int]:
-    """The lengths of the sequences whose first rows are t."""
-    ends = t.tolist()
+def cumulative(name: str, t: Tensor, total: int, longest: int | None = None, argument: str = "") -> list[int]:
+    """The lengths of the sequences whose first rows are t, the ``argument`` (cu_seqlens_<name>)."""
+    ends, argument = t.tolist(), argument or f"cu_seqlens_{name}"
     if ends[0] != 0:
-        refuse(f"cu_seqlens_{name}", f"{ends[0]} at 0", "0 first")
+        refuse(argument, f"{ends[0]} at 0", "0 first")
     for b, (begin, end) in enumerate(itertools.pairwise(ends)):
         if end < begin:
-            refuse(f"cu_seqlens_{name}", f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
+            refuse(argument, f"{begin} at {b} and {end} at {b + 1}", "no number below the one before")
     if ends[-1] > total:
-        refuse(f"cu_seqlens_{name}", f"{ends[-1]} last", f"at most the {total} rows of {name}")
+        refuse(argument, f"{ends[-1]} last", f"at most the {total} rows of {name}")
     lengths = [end - begin for begin, end in itertools.pairwise(ends)]
-    if lengths and max(lengths) > longest:
+    if longest is not None and lengths and max(lengths) > longest:
         refuse(f"max_seqlen_{name}", longest, f"at least the longest sequence, {max(lengths)}")
     return lengths
 
 
 def sequences(given: Lengths, total_q: int, total_k: int) -> None:
     """The values of the lengths. Waits for the device."""
-    _cumulative("q", given.cu_seqlens_q, total_q, given.max_seqlen_q)
-    keys = _cumulative("k", given.cu_seqlens_k, total_k, given.max_seqlen_k)
+    cumulative("q", given.cu_seqlens_q, total_q, given.max_seqlen_q)
+    keys = cumulative("k", given.cu_seqlens_k, total_k, given.max_seqlen_k)
     if given.seqused_k is not None:
         for b, used in enumerate(given.seqused_k.tolist()):
             if not 0 <= used <= keys[b]:

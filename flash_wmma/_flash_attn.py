@@ -526,7 +526,17 @@ def flash_attn_with_kvcache(
             interleaved, advance = _flag("rotary_interleaved", rotary_interleaved), causal or window is not None
             rotation = Rotation(q, cu_seqlens_q, rotary_cos, rotary_sin, rotary_seqlens, advance, interleaved)
         turned, seqlens = append(
-            k_pages, v_pages, k, v, seqlens, table, None, cu_seqlens_k_new, _flag("validate", validate), rotation
+            k_pages,
+            v_pages,
+            k,
+            v,
+            seqlens,
+            table,
+            None,
+            cu_seqlens_k_new,
+            _flag("validate", validate),
+            rotation,
+            "cu_seqlens_k_new",
         )
         q = q if rotation is None else turned
     cache = cache_of(q, k_pages, seqlens, table, None, cache_leftpad, cu_seqlens_q, max_seqlen_q, num_splits)

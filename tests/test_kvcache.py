@@ -1034,10 +1034,45 @@ def test_bad_input(wrong: tuple[dict[str, Any], type[Exception], str]) -> None:
         forward_cached(**call | changes)
 
 
+PACKED_KEYS = {"cu_seqlens_q": [0, 1, 2], "cu_seqlens_k_new": [0, 1, 3]}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"cu_seqlens_k_new": [0, 1, 9]}, r"cu_seqlens_k_new: got 9 last, allowed: at most the 3 rows of k"),
+        ({"cu_seqlens_k_new": [1, 1, 3]}, r"cu_seqlens_k_new: got 1 at 0, allowed: 0 first"),
+        ({"cu_seqlens_k_new": [0, 2, 1]}, r"cu_seqlens_k_new: got 2 at 1 and 1 at 2, allowed: no number below"),
+        ({"rotary_seqlens": [50, 2]}, r"rotary_seqlens: got 50 at 0, allowed: 0 to 19, since rotary_cos has 20 rows"),
+        ({"rotary_seqlens": [3, 19]}, r"rotary_seqlens: got 19 at 1, allowed: 0 to 18, since rotary_cos has 20 rows"),
+        ({"rotary_seqlens": [-3, 2]}, r"rotary_seqlens: got -3 at 0, allowed: 0 to 19"),
+        ({"cu_seqlens_q": [0, 30, 31]}, r"rotary_cos\.shape: got \(20, 4\), allowed: at least 30 rows"),
+    ],
+)
+def test_validate_what_is_appended(changes: dict[str, Any], message: str) -> None:
+    """What only the device knows of packed new keys, and of the rows of the rotary tables; unless it is validated it
+    is clamped."""
+    cu = {name: int32(ends) for name, ends in (PACKED_KEYS | changes).items()}
+    tables = {"rotary_cos": torch.rand(20, 4), "rotary_sin": torch.rand(20, 4)} if "rotary" in message else {}
+    caches, new = torch.zeros(2, 2, 20, 2, 16), torch.randn(2, 3, 2, 16)
+    q = torch.randn(int(cu["cu_seqlens_q"][-1]), 4, 16)
+    given = {"cache_seqlens": int32([0, 0]), "causal": True, "max_seqlen_q": 30, **tables}
+    flash_attn_with_kvcache(q, *caches, *new, **given, **cu)
+    before = caches.clone()
+    with pytest.raises(ValueError, match=message):
+        flash_attn_with_kvcache(q, *caches, *new, **given, **cu, validate=True)
+    assert torch.equal(caches, before)
+
+
 WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v alone": ({"k": None}, TypeError, r"k: got None, allowed: both k and v"),
     "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: "),
     "k dtype": ({"k": torch.zeros(2, 1, 2, 16).half()}, ValueError, r"k\.dtype: got torch\.float16"),
+    "more keys than rows": (
+        {"k": torch.zeros(2, 9, 2, 16), "v": torch.zeros(2, 9, 2, 16), "cache_seqlens": 0},
+        ValueError,
+        r"k: got 9 new keys, allowed: at most 8, which the cache holds",
+    ),
     "no rank": ({"k": torch.zeros(16)}, ValueError, r"k\.shape: got \(16,\), allowed: \(B, N, H, d\)"),
     "no tensor": ({"k": [1]}, TypeError, r"k: got list, allowed: torch\.Tensor"),
     "cache dtype": (
@@ -1129,6 +1164,23 @@ def test_opcheck() -> None:
     )
     packed_q = torch.randn(5, 4, 16), int32([0, 1, 5])
     torch.library.opcheck(append, (*caches, *new, int32([0, 4]), None, None, *packed_q, *angle, int32([1, 2]), True))
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_step_of_any_batch(dynamic: bool | None) -> None:
+    """A second batch size makes the first one a symbol."""
+
+    def step(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, seqlens: Tensor) -> Tensor:
+        out = flash_attn_with_kvcache(q, k_cache, v_cache, k, v, cache_seqlens=seqlens, causal=True)
+        assert isinstance(out, Tensor)
+        return out
+
+    compiled = torch.compile(step, fullgraph=True, backend="aot_eager", dynamic=dynamic)
+    for batch in (2, 3, 5):
+        caches, (k, v) = torch.randn(2, batch, 20, 2, 16), torch.randn(2, batch, 1, 2, 16)
+        q, seqlens, again = torch.randn(batch, 1, 4, 16), int32(range(batch)), caches.clone()
+        assert torch.equal(compiled(q, *caches, k, v, seqlens), step(q, *again, k, v, seqlens))
+        assert torch.equal(caches, again)
 
 
 def test_compiled_step() -> None:
