@@ -326,6 +326,25 @@ def test_what_is_not_finite_stays_in_its_row(backward_target: Target, value: flo
     assert aux["max"][0, 1, 7].isnan() if math.isnan(value) else aux["max"][0, 1, 7] == math.inf
 
 
+@needs("return_aux", "attn_bias")
+@pytest.mark.parametrize("boolean", [True, False])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_a_mask_hides_does_not_matter(backward_target: Target, value: float, boolean: bool) -> None:
+    """A key that no query sees, and a query that sees no key, may hold anything."""
+    kernel, _ = backward_target
+    nq, nk = 100, 70
+    q, k, v = inputs(backward_target, nq, nk)
+    mask = torch.ones(nq, nk, dtype=torch.bool, device=kernel.device)
+    mask[:, 50] = mask[20] = False
+    right = expected(q.double(), k.double(), Mask(), Modification(attn_bias=mask))
+    q[:, :, 20], k[:, :, 50] = value, value
+    bias = mask if boolean else torch.zeros(nq, nk, device=kernel.device).masked_fill(~mask, -math.inf)
+    _, aux = flash_wmma.forward(
+        q, k, v, attn_bias=bias, return_aux=NAMES, backward_kernel=kernel.name, kernel=exact_forward(q)
+    )
+    compare(aux, right)
+
+
 @needs("return_aux")
 def test_column_sums_are_the_same_in_every_run(backward_target: Target) -> None:
     kernel, _ = backward_target

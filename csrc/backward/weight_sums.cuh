@@ -20,6 +20,16 @@ __device__ __forceinline__ float minus_lse_of(const ForwardParams& p, const Sequ
     return lse == -INFINITY ? lse : -kLog2e * lse;
 }
 
+/// Products of streamed queries behind the sequence's end become 0, unless all exist: what lies there may be infinite, or 0
+/// times a key that is.
+template <int Rows, int Columns, class Place>
+__device__ __forceinline__ void clear_behind(RegisterTile<Rows, Columns>& s, const Place& place, int seqlen_q) {
+    if (place.stream + Columns <= seqlen_q) return;
+    s.each([&](float& x, int i, int column) {
+        if (place.query(i, column) >= seqlen_q) x = 0.f;
+    });
+}
+
 /// The sums of a warp's Rows own rows, each over a lane's columns.
 template <int Rows, bool kOwnsKeys>
 class WeightSums {

@@ -134,7 +134,10 @@ struct WeighedKeys {
             x = t * Isa::broadcast(p.softcap);
             factor = factor - t * t;
         }
-        if (row.bias) x += Isa::load(row.bias + j);
+        if (row.bias) {
+            const Vec bias = Isa::load(row.bias + j), hidden = Isa::broadcast(-kInfinity);
+            x = bias == hidden ? hidden : x + bias;  // also if x is NaN
+        }
         distance = Isa::broadcast(0.f);
         if (p.alibi_slopes) {
             const Int away = row.place - index;

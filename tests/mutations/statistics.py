@@ -259,12 +259,12 @@ FAULTS = [
         tests=STATISTICS,
     ),
     Fault(
-        name="hopper-statistics-of-neighbours",
-        path=ON_WGMMA,
-        old="if (kOwnsKeys && !place.whole)",
-        new="if (false)",
-        why="queries of the next sequence, which may be NaN, count",
-        kernels=SM90,
+        name="statistics-of-absent-queries",
+        path=SUMS,
+        old="if (place.stream + Columns <= seqlen_q) return;",
+        new="return;",
+        why="queries of the next sequence, which may be NaN, count, and so do keys that are, times zeros",
+        kernels=(*SM90, *SM80),
         tests=STATISTICS,
     ),
     Fault(

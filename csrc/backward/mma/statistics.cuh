@@ -122,6 +122,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             Scores<Tile> s;
             s.clear();
             multiply_rows<Tile>(s, own_rows, smem.passing, smem.ring[slot], step, thread);
+            if constexpr (kOwnsKeys) clear_behind(s, place, sequence.seqlen_q);
             sums.add(s, factor, lse, place, mask);
         }
         if (row > item.first) finish(slot ^ 1);

@@ -223,10 +223,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no extent
         const TilePlace<Tile, kOwnsKeys> place{{min(own_row, own_rows - 1), row, lane},
                                                row + Tile::kStream <= streamed_rows};
-        if (kOwnsKeys && !place.whole)  // behind a sequence's end lie other rows, which may be infinite
-            s.each([&](float& x, int i, int column) {
-                if (place.query(i, column) >= streamed_rows) x = 0.f;
-            });
+        if constexpr (kOwnsKeys) clear_behind(s, place, sequence.seqlen_q);
         const float* const lse = smem.minus_lse[lse_at.stage] + lane.column();
         sums.add(
             s, p.scale * kLog2e, [&](int i, int column) { return kOwnsKeys ? lse[column] : minus_lse[i]; }, place,
