@@ -479,6 +479,118 @@ def test_t5(side: str | None, device: str, calls: list[Call]) -> None:
     same(model, input_ids=tokens(device), attention_mask=kept, decoder_input_ids=tokens(device, n=9))
 
 
+ENCODER = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+SEQ2SEQ = {
+    "vocab_size": VOCABULARY,
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "encoder_ffn_dim": 64,
+    "decoder_ffn_dim": 64,
+    "max_position_embeddings": 64,
+    "dropout": 0.0,
+    "pad_token_id": 0,
+}
+
+
+def splinter() -> Any:
+    """An encoder whose attention modules have no ``is_causal``."""
+    return transformers.SplinterForQuestionAnswering(transformers.SplinterConfig(question_token_id=3, **ENCODER))
+
+
+def git() -> Any:
+    """A decoder that computes attention itself."""
+    return transformers.GitForCausalLM(transformers.GitConfig(**ENCODER))
+
+
+def nllb_moe() -> Any:
+    """The decoder says of itself that it is not causal."""
+    config = transformers.NllbMoeConfig(num_experts=2, router_jitter_noise=0.0, moe_token_dropout=0.0, **SEQ2SEQ)
+    return transformers.NllbMoeForConditionalGeneration(config)
+
+
+def bigbird_pegasus() -> Any:
+    """The encoder computes attention itself."""
+    config = transformers.BigBirdPegasusConfig(attention_type="original_full", **SEQ2SEQ)
+    return transformers.BigBirdPegasusForConditionalGeneration(config)
+
+
+def pegasus_x() -> Any:
+    """It runs with flash-attention, and its decoder says of itself that it is not causal."""
+    return transformers.PegasusXForConditionalGeneration(
+        transformers.PegasusXConfig(block_size=4, num_global_tokens=2, **SEQ2SEQ)
+    )
+
+
+WITHOUT_SDPA: dict[str, Callable[[], Any]] = {
+    "splinter": splinter,
+    "git": git,
+    "nllb_moe": nllb_moe,
+    "bigbird_pegasus": bigbird_pegasus,
+    "pegasus_x": pegasus_x,
+}
+
+
+@pytest.mark.parametrize("side", [None, "ones", *PADDING])
+@pytest.mark.parametrize("name", WITHOUT_SDPA)
+def test_models_that_do_not_say_whether_they_are_causal(name: str, side: str | None, device: str) -> None:
+    """transformers refuses some of them SDPA: the mask alone says it."""
+    model = large(WITHOUT_SDPA[name]()).to(device).eval()
+    kept = padding(side, device) if side in PADDING else torch.ones(3, N, dtype=torch.long, device=device)
+    arguments = {"input_ids": tokens(device), "attention_mask": kept if side else None}
+    if model.config.is_encoder_decoder:
+        arguments.update(decoder_input_ids=tokens(device), decoder_attention_mask=arguments["attention_mask"])
+    found = []
+    for implementation in ("eager", "wmma"):
+        model.set_attn_implementation(implementation)
+        with torch.no_grad():
+            found.append(model(**arguments)[0])
+    if name == "splinter":
+        found = [scores.masked_fill(kept == 0, 0) for scores in found]
+    else:
+        found = [logits * kept[..., None] for logits in found]
+    close(found[1], found[0])
+
+
+@pytest.mark.parametrize("name", ["git", "nllb_moe", "pegasus_x"])
+def test_models_that_do_not_say_whether_they_are_causal_generate(name: str, device: str) -> None:
+    model = large(WITHOUT_SDPA[name]()).to(device).eval()
+    x, kept = tokens(device), padding("left", device)
+    generated = []
+    for implementation in ("eager", "wmma"):
+        model.set_attn_implementation(implementation)
+        generated.append(model.generate(x, attention_mask=kept, max_new_tokens=8, do_sample=False, eos_token_id=None))
+    assert torch.equal(*generated)
+
+
+def test_what_is_known_of_causality() -> None:
+    """Of a model, of its modules, and of classes that a user derives from them."""
+    says = integration._says_causality
+    for make in (llama, gemma2, gpt_oss, deepseek):
+        model = make()
+        assert says(type(model.config))
+        assert says(type(model.model.layers[0].self_attn))
+    for make in (splinter, nllb_moe, pegasus_x):
+        model = make()
+        assert not says(type("Derived", (type(model.config),), {}))
+        attention = next(m for m in model.modules() if type(m).__name__.endswith("Attention"))
+        assert not says(type("Derived", (type(attention),), {}))
+    assert says(nn.Module)
+
+
 def chunked() -> Any:
     """One layer sees its chunk alone."""
     config = transformers.Llama4TextConfig(
@@ -607,6 +719,13 @@ def test_a_model_with_an_attention_of_its_own_is_refused() -> None:
     model = transformers.XGLMForCausalLM._from_config(config, attn_implementation="wmma")
     with pytest.raises(NotImplementedError, match="XGLMConfig: this model computes attention itself"):
         model(input_ids=tokens("cpu"))
+
+
+def test_packed_sequences_of_a_model_that_does_not_say_whether_it_is_causal_are_refused() -> None:
+    module = splinter().splinter.encoder.layer[0].attention.self
+    q, ends = torch.randn(1, 2, 5, 8), torch.tensor([0, 2, 5])
+    with pytest.raises(NotImplementedError, match="SplinterSelfAttention, which does not say whether it is causal"):
+        integration.attention(module, q, q, q, cu_seq_lens_q=ends, cu_seq_lens_k=ends)
 
 
 @pytest.mark.parametrize("name", ["flash_wmma", "sdpa", "eager", "paged|wmma", "", 3])

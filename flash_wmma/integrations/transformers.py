@@ -9,7 +9,8 @@
 - (B or 1, H or 1, Nq, Nk): the whole truth, causality and window included.
 
 The two-dimensional masks are only for models that run with flash-attention too, since those pass such masks through
-and tell the attention function their window.
+and tell the attention function their window. Models whose attention modules do not say whether they are causal get
+eager's masks, and None then hides nothing.
 """
 
 from __future__ import annotations
@@ -26,10 +27,11 @@ from torch import Tensor, nn
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     causal_mask_function,
+    eager_mask,
     prepare_padding_mask,
     sdpa_mask,
 )
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, PreTrainedModel
 from transformers.utils.import_utils import is_tracing
 
 from .._attention import attend
@@ -94,6 +96,47 @@ class _Model(NamedTuple):
     """It runs with flash-attention: it hands masks of two dimensions through."""
     window: bool
     """It tells the attention function its sliding window."""
+
+
+def _models(name: str) -> list[type[PreTrainedModel]]:
+    """The models in the file ``modeling_….py`` with this name; none of another file."""
+    if not name.rpartition(".")[2].startswith("modeling_") or name not in sys.modules:
+        return []
+    members = vars(sys.modules[name]).values()
+    return [m for m in members if isinstance(m, type) and issubclass(m, PreTrainedModel) and m is not PreTrainedModel]
+
+
+@lru_cache(maxsize=1024)
+def _read_causality(kind: type) -> bool:
+    for base in kind.__mro__:
+        name = base.__module__.replace("configuration_", "modeling_")
+        models = _models(name)
+        if not models:
+            continue
+        models = [model for model in models if model.config_class is base] or models
+        if any(model._supports_sdpa for model in models):
+            return True
+        if not any(model._supports_flash_attn for model in models):
+            return False
+        # Some of these make causal masks although their modules say, always, that they are not causal
+        try:
+            source = inspect.getsource(sys.modules[name])
+        except (OSError, TypeError):
+            return False
+        says = re.search(r"\bis_causal *= *(?![ =]|is_causal\b|False\b)", source)
+        return says is not None or re.search(r"\bcreate_\w*causal_mask\(", source) is None
+    return True
+
+
+def _says_causality(kind: type) -> bool:
+    """Whether the attention modules of a model say rightly if they are causal, as SDPA and flash-attention need it.
+
+    Eager reads it from the mask alone, and so may a model that supports neither; of a model that is not found, they do.
+    ``kind``: the class of the model's configuration, or of one of its modules."""
+    return _read_causality(kind)
+
+
+_says_causality._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as _model_of
 
 
 @lru_cache(maxsize=256)
@@ -181,6 +224,23 @@ def mask(
         raise NotImplementedError(
             f"{type(config).__name__}: this model computes attention itself, whatever attn_implementation says"
         )
+    if not _says_causality(config.__class__):
+        # What its own code takes too, where a part of the model computes attention itself
+        added: Tensor | None = eager_mask(
+            batch_size=batch_size,
+            q_length=q_length,
+            kv_length=kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
+            use_vmap=use_vmap,
+            device=device,
+            **rest,
+        )
+        return added
     if model.flash and not use_vmap:
         short, made = _short_mask(
             batch_size,
@@ -330,9 +390,12 @@ def attention(
         _not_yet("a paged cache (continuous batching)")
     if output_attentions:
         raise NotImplementedError("output_attentions: the weights are never stored")
+    says = _says_causality(module.__class__) and _says_causality(getattr(module, "config", None).__class__)
+    if not says and cu_seq_lens_q is not None:
+        _not_yet(f"{module.__class__.__name__}, which does not say whether it is causal, with packed sequences")
     asked = _Asked(
-        bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
-        sliding_window,
+        says and bool(getattr(module, "is_causal", True) if is_causal is None else is_causal),
+        sliding_window if says else None,
         scaling,
         softcap or 0.0,
         rest.get("sinks") if s_aux is None else s_aux,
