@@ -734,4 +734,18 @@ FAULTS = [
         why="validate=True refuses what is not in use",
         tests=CACHE,
     ),
+    Fault(
+        name="cache-rotary-places-not-looked-at",
+        path="flash_wmma/_cached.py",
+        old="            _check_places(rotation, new, seqlens)\n",
+        new="            pass\n",
+        why="validate=True lets places beyond the rotary tables pass",
+    ),
+    Fault(
+        name="cache-new-keys-not-looked-at",
+        path="flash_wmma/_cached.py",
+        old='new = _checks.cumulative("k", cu_seqlens_k, k.shape[0], argument=cu_seqlens_name)',
+        new="new = cu_seqlens_k.diff().tolist()",
+        why="validate=True lets packed new keys end behind k",
+    ),
 ]

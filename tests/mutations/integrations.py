@@ -126,4 +126,11 @@ FAULTS = [
         new="    return _out(query, key, value, asked), None\n",
         why="T5's position bias is left out where nothing is masked",
     ),
+    Fault(
+        name="transformers-causality-taken-for-granted",
+        path=TRANSFORMERS,
+        old="    if not _says_causality(config.__class__):",
+        new="    if False:",
+        why="models whose modules do not say whether they are causal get no mask, and run causal or not by chance",
+    ),
 ]

@@ -610,4 +610,19 @@ FAULTS = [
         new="of_each",
         why="each of several equal maxima has the whole gradient",
     ),
+    Fault(
+        name="cpu-statistics-of-hidden-nan",
+        path=CPU,
+        old="x = bias == hidden ? hidden : x + bias;",
+        new="x = x + bias;",
+        why="a NaN that the bias hides reaches the maxima, the entropies and the column sums",
+        tests=STATISTICS,
+    ),
+    Fault(
+        name="reductions-tangents-of-kernels",
+        path="flash_wmma/reductions.py",
+        old="    if _beyond_reverse_mode():",
+        new="    if False:",
+        why="tangents are zero, and vmap of gradients is an error",
+    ),
 ]
