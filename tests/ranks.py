@@ -482,6 +482,8 @@ def mismatches() -> None:
         arguments: dict[str, Any] = {"q": q, "k": k, "v": k.clone(), "causal": True, "seq_len": 24 if told else None}
         if last:
             arguments |= changed
+        if change == "gradients":
+            arguments["k" if last else "q"].requires_grad_()
         if last and change == "dtype":
             arguments |= {name: arguments[name].half() for name in "qkv"}
         if last and change == "rows":
@@ -497,6 +499,8 @@ def mismatches() -> None:
                 raises(ValueError, differ, call(attend, change, told))
                 raises(ValueError, f"rank {world - 1}: {attend.__name__}", call(attend, change, told))
                 raises(ValueError, line, call(attend, change, told))
+            if attend is distributed.ulysses_attention:
+                raises(ValueError, differ, call(attend, "gradients", told))
             raises(ValueError, differ, call(attend, told=told, causal=False))
             raises(ValueError, differ, call(attend, told=told, window=(5, None)))
             raises(ValueError, differ, call(attend, told=told, softcap=1.0))

@@ -232,11 +232,13 @@ class _Given:
         if torch.is_grad_enabled():
             _checks.no_gradient("ranks do not compute together", "", alibi_slopes=slopes)
         shape = None if slopes is None else tuple(slopes.shape)
-        given = (*self.tensors, sinks)
-        recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in given)
+        given = {"q": q, "k": k, "v": v, "sinks": sinks}
+        recorded = [of for of, t in given.items() if torch.is_grad_enabled() and t is not None and t.requires_grad]
         options |= {"scale": call.scale, "band": call.band, "softcap": call.softcap, "alibi_slopes": shape}
         options |= {"sinks": sinks is not None, "dropout_p": call.dropout_p, "deterministic": call.deterministic}
-        options |= {"gradients": recorded, "seq_len": total}
+        # Ulysses exchanges each gradient by itself; the ring those of keys and values if there is any
+        gradients = ", ".join(recorded) if name == "ulysses_attention" else bool(recorded)
+        options |= {"gradients": gradients, "seq_len": total}
         if self.lengths is not None:
             options["lengths"] = _summary(self.lengths)
         self.text = describe(name, q, k, v, dim, **options)
