@@ -497,9 +497,11 @@ def flash_attn_with_kvcache(
     packed, n = cu_seqlens_k_new is not None, 0
     if k is not None and v is not None:
         _checks.tensors(k=k, v=v)
-        for name, t in (("k", k), ("v", v)):
+        for name, t, kept in (("k", k, k_cache), ("v", v, v_cache)):
             if t.dim() != (3 if packed else 4):
                 refuse(f"{name}.shape", tuple(t.shape), "(total, H, d)" if packed else "(B, N, H, d)")
+            if t.shape[-2:] != kept.shape[-2:]:
+                refuse(f"{name}.shape", tuple(t.shape), f"heads and head dim of {name}_cache, {tuple(kept.shape)}")
         n = 0 if packed else k.shape[1]
     seqlens = lengths_of(held if cache_seqlens is None else cache_seqlens, k_pages, table, batch, n)
     _checks.int32(q, batch=batch, cache_seqlens=seqlens, rotary_seqlens=rotary_seqlens, cache_leftpad=cache_leftpad)

@@ -1066,7 +1066,7 @@ def test_validate_what_is_appended(changes: dict[str, Any], message: str) -> Non
 
 WRONG_KV: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "v alone": ({"k": None}, TypeError, r"k: got None, allowed: both k and v"),
-    "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: "),
+    "k heads": ({"k": torch.zeros(2, 1, 4, 16)}, ValueError, r"k\.shape: got \(2, 1, 4, 16\), allowed: heads"),
     "k dtype": ({"k": torch.zeros(2, 1, 2, 16).half()}, ValueError, r"k\.dtype: got torch\.float16"),
     "more keys than rows": (
         {"k": torch.zeros(2, 9, 2, 16), "v": torch.zeros(2, 9, 2, 16), "cache_seqlens": 0},
