@@ -125,7 +125,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-query-of-an-accumulator",
-        path="csrc/backward/scores.cuh",
+        path="csrc/device/backward_scores.cuh",
         old="column : own + thread.row() + 8 * i;",
         new="column : own + thread.row() + 8 * (i % 2);",
         why="of own queries the mask goes by another row",
@@ -133,7 +133,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-key-of-a-row-tile",
-        path="csrc/backward/scores.cuh",
+        path="csrc/device/backward_scores.cuh",
         old="return kOwnsKeys ? own + thread.row() + 8 * i :",
         new="return kOwnsKeys ? own + thread.row() + 8 * (i % 2) :",
         why="the mask of a warp's second row tile is that of other keys",
@@ -344,7 +344,7 @@ FAULTS = [
     ),
     Fault(
         name="bwd-head-stays",
-        path="csrc/backward/streamed_range.cuh",
+        path="csrc/device/streamed_range.cuh",
         old="        row = last;\n        ++head;\n",
         new="        row = last;\n",
         why="a group's first query head stands for all",
@@ -426,7 +426,7 @@ FAULTS = [
     ),
     Fault(
         name="pairs-a-key-too-many",
-        path="csrc/backward/scores.cuh",
+        path="csrc/device/backward_scores.cuh",
         old="key >= mask.end(query)) x = hidden;",
         new="key > mask.end(query)) x = hidden;",
         why="a query sees the key behind its last",

@@ -9,7 +9,7 @@
 #include <cmath>
 
 #include "backward/mma/products.cuh"
-#include "backward/scores.cuh"
+#include "device/backward_scores.cuh"
 #include "device/owned_tile.cuh"
 
 namespace flash_wmma::backward {

@@ -20,9 +20,9 @@
 #include <algorithm>
 
 #include "backward/mma/products.cuh"
-#include "backward/statistics_item.cuh"
-#include "backward/weight_sums.cuh"
+#include "device/statistics_item.cuh"
 #include "device/statistics_shapes.h"
+#include "device/weight_sums.cuh"
 #include "shape_table.h"
 
 namespace flash_wmma::backward {

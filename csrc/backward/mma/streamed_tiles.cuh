@@ -4,7 +4,7 @@
 #include <ptx.cuh>
 
 #include "backward/mma/tile.cuh"
-#include "backward/streamed_range.cuh"
+#include "device/streamed_range.cuh"
 
 namespace flash_wmma::backward {
 

@@ -19,8 +19,8 @@
 
 #include "backward/mma/products.cuh"
 #include "backward/mma/streamed_tiles.cuh"
-#include "backward/scores.cuh"
 #include "backward_shapes.h"
+#include "device/backward_scores.cuh"
 
 namespace flash_wmma::backward {
 

@@ -18,11 +18,11 @@
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
-#include "backward/statistics_item.cuh"
-#include "backward/weight_sums.cuh"
 #include "backward/wgmma/block.cuh"
 #include "device/pipeline.cuh"
+#include "device/statistics_item.cuh"
 #include "device/statistics_shapes.h"
+#include "device/weight_sums.cuh"
 #include "shape_table.h"
 
 namespace flash_wmma::backward::wgmma {

@@ -2,9 +2,9 @@
 // that see them.
 #pragma once
 
-#include "backward/streamed_range.cuh"
 #include "device/owned_tile.cuh"
 #include "device/row_group_mask.cuh"
+#include "device/streamed_range.cuh"
 
 namespace flash_wmma::backward {
 

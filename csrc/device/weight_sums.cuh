@@ -5,8 +5,8 @@
 
 #include <ptx.cuh>
 
-#include "backward/scores.cuh"
 #include "device/backward_rows.cuh"
+#include "device/backward_scores.cuh"
 #include "device/quad.cuh"
 #include "device/register_tile.cuh"
 #include "device/score_mod.cuh"
