@@ -7,9 +7,11 @@
 
 #include "device/backward_rows.cuh"
 #include "device/backward_scores.cuh"
+#include "device/constants.cuh"
 #include "device/quad.cuh"
 #include "device/register_tile.cuh"
 #include "device/score_mod.cuh"
+#include "device/tile.cuh"
 
 namespace flash_wmma::backward {
 

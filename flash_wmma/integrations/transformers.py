@@ -224,22 +224,23 @@ def mask(
         raise NotImplementedError(
             f"{type(config).__name__}: this model computes attention itself, whatever attn_implementation says"
         )
+    given = {
+        "batch_size": batch_size,
+        "q_length": q_length,
+        "kv_length": kv_length,
+        "q_offset": q_offset,
+        "kv_offset": kv_offset,
+        "mask_function": mask_function,
+        "attention_mask": attention_mask,
+        "local_size": local_size,
+        "allow_is_bidirectional_skip": allow_is_bidirectional_skip,
+        "use_vmap": use_vmap,
+        "device": device,
+        **rest,
+    }
     if not _says_causality(config.__class__):
         # What its own code takes too, where a part of the model computes attention itself
-        added: Tensor | None = eager_mask(
-            batch_size=batch_size,
-            q_length=q_length,
-            kv_length=kv_length,
-            q_offset=q_offset,
-            kv_offset=kv_offset,
-            mask_function=mask_function,
-            attention_mask=attention_mask,
-            local_size=local_size,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-            use_vmap=use_vmap,
-            device=device,
-            **rest,
-        )
+        added: Tensor | None = eager_mask(**given)
         return added
     if model.flash and not use_vmap:
         short, made = _short_mask(
@@ -264,21 +265,8 @@ def mask(
         if short:
             return made
     # None stands for a causal mask only where all agree how queries and keys are aligned
-    whole: Tensor | None = sdpa_mask(
-        batch_size=batch_size,
-        q_length=q_length,
-        kv_length=kv_length,
-        q_offset=q_offset,
-        kv_offset=kv_offset,
-        mask_function=mask_function,
-        attention_mask=attention_mask,
-        local_size=local_size,
-        allow_is_causal_skip=allow_is_causal_skip and q_length in (1, kv_length),
-        allow_is_bidirectional_skip=allow_is_bidirectional_skip,
-        use_vmap=use_vmap,
-        device=device,
-        **rest,
-    )
+    aligned = allow_is_causal_skip and q_length in (1, kv_length)
+    whole: Tensor | None = sdpa_mask(**given, allow_is_causal_skip=aligned)
     return whole
 
 

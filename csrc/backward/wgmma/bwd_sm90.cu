@@ -95,8 +95,8 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
 /// In order and above d = 128, bwd_sm80's two passes take no longer; in short sequences of yet shorter ranges its smaller
 /// tiles leave out more (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
+    if (p.statistics.wanted) return false;  // a kernel of its own, which was not compared with bwd_sm80's in ranges
     const bool wide = std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
-    if (p.statistics.wanted) return false;
     return (p.deterministic && wide) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);
 }
 
