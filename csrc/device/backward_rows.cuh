@@ -61,6 +61,11 @@ __device__ __forceinline__ void write_term(bf16 (&to)[8], float x) {
     }
     *reinterpret_cast<uint4*>(to) = term.vector;
 }
+__device__ __forceinline__ float read_term(const bf16 (&from)[8]) {
+    const uint2 words = *reinterpret_cast<const uint2*>(from);
+    const auto upper = [](std::uint32_t bits) { return __uint_as_float(bits & 0xffff0000u); };
+    return upper(words.x << 16) + upper(words.x) + upper(words.y << 16);
+}
 /// `minus_lse` in natural units.
 __device__ __forceinline__ void write_terms(RowTerms& eight, int row, float minus_lse, float minus_delta,
                                             float terms_scale) {
@@ -86,8 +91,9 @@ struct TurnCount {
 
 /// Of items of a kernel whose blocks take them one after the other. prepare makes it.
 struct Queue {
-    unsigned taken;   // how many
-    unsigned broken;  // how often packed lengths decrease: then some items are found twice and others never
+    unsigned taken;          // how many
+    unsigned queries_taken;  // the same in a pass over own queries
+    unsigned broken;         // how often packed lengths decrease: then some items are found twice and others never
 };
 
 /// How a kernel comes to dq.
@@ -151,6 +157,20 @@ __device__ __forceinline__ RowTerms* terms_of(const Problem& problem, const Sequ
                                                      : kOfGroup;
     return problem.terms + q_scale_index(problem.forward, sequence, head) * pitch + group * kOfGroup;
 }
+/// -L in log2 units and -D of a row that exists, pairs or terms.
+struct OwnFacts {
+    float minus_lse, minus_delta;
+
+    __device__ __forceinline__ static OwnFacts of(const Problem& problem, const Sequence& sequence, int head, int row) {
+        if (!problem.terms) {
+            const RowPair& pair = facts_of(problem, sequence, head)[row / 2];
+            return {pair.minus_lse[row % 2], pair.minus_delta[row % 2]};
+        }
+        const RowTerms& eight = terms_of(problem, sequence, head, row / kRowGroup)[row % kRowGroup / 8];
+        return {read_term(eight.minus_lse[row % 8]) * (problem.terms_scale * kLog2e),
+                read_term(eight.minus_delta[row % 8])};
+    }
+};
 /// With key ranges: what the groups of rows of a sequence's head see.
 __device__ __forceinline__ const KeyExtent* extents_of(const Problem& problem, const Sequence& sequence, int head) {
     return problem.extents + q_scale_index(problem.forward, sequence, head);
@@ -239,7 +259,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && blockIdx.x == 0) {
-        if (tid == 0) *problem.queue = {0, 0};
+        if (tid == 0) *problem.queue = {0, 0, 0};
         __syncthreads();
         const Sequences& s = p.sequences;
         for (const std::int32_t* const ends : {s.cu_seqlens_q, s.cu_seqlens_k})

@@ -125,20 +125,23 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     return (first + at % together) * tiles + at / together;
 }
 
-/// The order of items of dense causal problems, in which a head's first tile of keys has the most queries: heads one
-/// after the other for the L2 cache, and at the end all heads of about two items a block by turns, the longest items
-/// first, so that blocks finish together. If items go through several query heads one after the other, about one item a
-/// block is mixed: the query heads of all mixed heads are then at work at the same time.
-template <class Tile>
-__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
-    const auto tiles = static_cast<unsigned>((p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys);
-    const unsigned workers = gridDim.x / Tile::kBlocks;
-    const unsigned last = (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * workers;  // of the items
-    const auto heads = static_cast<unsigned>(p.heads_k * p.batch), mixed = min(heads, (last + tiles - 1) / tiles);
-    const unsigned first = (heads - mixed) * tiles;
+/// The order of items of dense causal problems, `tiles` of each head, the longest first: heads one after the other for the
+/// L2 cache, and at the end all heads of about the `last` items by turns, so that blocks finish together.
+__device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, std::int64_t all_heads, std::int64_t tiles_of_head,
+                                                     unsigned last) {
+    const auto heads = static_cast<unsigned>(all_heads), tiles = static_cast<unsigned>(tiles_of_head);
+    const unsigned mixed = min(heads, (last + tiles - 1) / tiles), first = (heads - mixed) * tiles;
     if (index < first) return index;
     const unsigned at = index - first;
     return first + at % mixed * tiles + at / mixed;
+}
+/// Of keys: a head's first tile has the most queries. About two items a block are mixed. If items go through several query
+/// heads one after the other, it is one: the query heads of all mixed heads are then at work at the same time.
+template <class Tile>
+__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
+    const unsigned workers = gridDim.x / Tile::kBlocks;
+    return mixed_at_the_end(index, p.heads_k * p.batch, (p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys,
+                            (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * workers);
 }
 
 /// Called by whole warps.
@@ -263,7 +266,8 @@ constexpr bool writes_sole_rows() {
 /// finds too few registers.
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool first_tile_apart() {
-    return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified) && kPass == Pass::kFused;
+    return !Tile::kTwoRoles &&
+           (kPass == Pass::kKeys || (kPass == Pass::kFused && !includes(kProblems, Problems::kModified)));
 }
 
 /// L and D of a tile's queries, one or the other way.
@@ -332,13 +336,24 @@ __device__ __forceinline__ void prepare_slots(Slot (&slots)[kCount], unsigned fi
     for (Slot& slot : slots) ptx::barrier_init(&slot.full, fills), ptx::barrier_init(&slot.empty, readers);
 }
 
+/// Says the next item, in the place `plan` of the ring. Called by a whole warp.
+template <class Memory, class AnyItem, int kPlans>
+__device__ __forceinline__ void publish(Memory& smem, RingPlace<kPlans>& plan, const AnyItem& item) {
+    Slot& slot = smem.plan_slot[plan.stage];
+    if (threadIdx.x % 32 == 0) {
+        ptx::barrier_wait(&slot.empty, plan.parity ^ 1);
+        smem.plan[plan.stage] = item;
+        ptx::barrier_arrive(&slot.full);
+    }
+    plan.advance();
+}
 /// Calls on_item(item) for the block's items with tiles, as the plan says them. A whole warp, or a single lane.
-template <class Tile, bool kWholeWarp = true, class OnItem>
-__device__ __forceinline__ void each_item(SharedMemory<Tile>& smem, OnItem on_item) {
+template <class Tile, bool kWholeWarp = true, class Memory, class OnItem>
+__device__ __forceinline__ void each_item(Memory& smem, OnItem on_item) {
     for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
         Slot& slot = smem.plan_slot[plan.stage];
         ptx::barrier_wait(&slot.full, plan.parity);
-        const Item item = smem.plan[plan.stage];
+        const auto item = smem.plan[plan.stage];
         if (item.tiles < 0) return;
         if (item.tiles > 0) on_item(item);
         if constexpr (kWholeWarp) __syncwarp();

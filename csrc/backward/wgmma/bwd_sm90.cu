@@ -1,6 +1,7 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
 #include <algorithm>
+#include <cstdlib>
 
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
@@ -14,13 +15,20 @@ const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
           sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
-          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes()});
+          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_keys(), sm90_bf16_keys(),
+          sm90_half_queries(), sm90_bf16_queries()});
 const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistics(), sm90_bf16_statistics()});
 
 /// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
 /// time: in deterministic calls, which have an order anyway, and in others if memory is slow (docs/tuning/
 /// hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
+    if (const char* by = std::getenv("FW_DQ")) {
+        if (*by == 'q' && std::max(p.forward.head_dim, p.forward.head_dim_v) <= 128 &&
+            !includes(problems_of(p, false), Problems::kModified))
+            return DqBy::kQueries;
+        if (*by == 's') return DqBy::kSums;
+    }
     constexpr int kNarrowBus = 5120;  // of an H100; an H200 has 6016
     const bool slow = 0 < device.memory_bus && device.memory_bus <= kNarrowBus;
     if (!p.deterministic && (p.forward.key_ranges.data || !slow)) return DqBy::kSums;
@@ -30,10 +38,13 @@ DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
 }
 /// Turns also give the additions an order.
 bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
-    return p.deterministic || dq_of(p, device) == DqBy::kTurns;
+    const DqBy by = dq_of(p, device);
+    return by != DqBy::kQueries && (p.deterministic || by == DqBy::kTurns);
 }
 const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
-    const Pass pass = takes_turns(p, device) ? Pass::kTurns : Pass::kFused;
+    const Pass pass = takes_turns(p, device)                   ? Pass::kTurns
+                      : dq_of(p, device) == DqBy::kQueries ? Pass::kKeys
+                                                           : Pass::kFused;
     return choose_shape(kShapes, p.forward.dtype, pass, p, device);
 }
 
@@ -81,6 +92,8 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
+    if (problem.dq_by == DqBy::kQueries)
+        choose_shape(kShapes, p.forward.dtype, Pass::kQueries, p, device).launch(problem, stream);
     if (problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
         launch_rows(finish<Sm90, T>, problem, stream);
 }

@@ -57,6 +57,7 @@ class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kSole = writes_sole_rows<Tile, kProblems, kPass>();
     static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems, kPass>();
+    static constexpr bool kComputesDq = kPass != Pass::kKeys;
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;
     using typename Base::T;
@@ -76,12 +77,14 @@ class Consumer : ConsumerWarp<Tile> {
                                        static_cast<int>(problem.forward.head_dim))) {}
 
     __device__ __forceinline__ void run() {
-        // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
+        if constexpr (kComputesDq) {
+            // A tile before the first: its dS is 0 and its dQ goes nowhere, so that all tiles are treated alike
 #pragma unroll
-        for (auto& four : ds_)
+            for (auto& four : ds_)
 #pragma unroll
-            for (std::uint32_t& word : four) word = 0;
-        store_ds(0);
+                for (std::uint32_t& word : four) word = 0;
+            store_ds(0);
+        }
         unsigned tile = 0, late_item = 0, item = 0;  // how many there were; items: those with tiles
         for (RingPlace<Tile::kPlans> plan;; plan.advance()) {
             Slot& slot = smem_.plan_slot[plan.stage];
@@ -100,9 +103,15 @@ class Consumer : ConsumerWarp<Tile> {
                 unsigned places = places_of(tile, item, late_item);
                 look_at(places % 64);
                 int left = tiles;
-                if constexpr (kFirstApart) work_on_tile<true>(work, places, tile == 0, left-- == 1);
+                if constexpr (kComputesDq) {
+                    if constexpr (kFirstApart) work_on_tile<true>(work, places, tile == 0, left-- == 1);
 #pragma unroll 1
-                for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
+                    for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
+                } else {
+                    add_tile<true>(work, places, left-- == 1);
+#pragma unroll 1
+                    for (; left > 0; --left) add_tile<false>(work, places, left == 1);
+                }
                 tile += static_cast<unsigned>(tiles), late_item = item++;
                 store(told(work.keys), tile + 1);
             } else {
@@ -112,14 +121,25 @@ class Consumer : ConsumerWarp<Tile> {
         }
         if (item == 0) return;
         await_stores();
-        await_ds(tile);
-        ptx::wgmma_fence();
-        multiply_dq(tile, late_item);
-        ptx::wgmma_wait<0>();
-        bring_late_dq(move_on({}), tile, false, late_unseen_);
+        if constexpr (kComputesDq) {
+            await_ds(tile);
+            ptx::wgmma_fence();
+            multiply_dq(tile, late_item);
+            ptx::wgmma_wait<0>();
+            bring_late_dq(move_on({}), tile, false, late_unseen_);
+        }
     }
 
   private:
+    /// What is known of a tile whose P there is.
+    struct Weighed {
+        QueryPlace at;
+        Seen seen;
+        bool unseen, late_unseen;  // its queries, and those of the tile before, see none of the item's keys
+        int late_rows = 0;         // of the tile before
+        Kept kept;
+    };
+
     /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
     /// descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
@@ -128,66 +148,100 @@ class Consumer : ConsumerWarp<Tile> {
         return in_uniform_register(tile % 64 | item % 4 << 6 | late_item % 2 << 8);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
-    /// become those of the item's next tile. kBegins: the item's first, whose V may not be there yet, and whose dK and dV
-    /// are not added to anything.
-    template <bool kBegins>
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
-        const unsigned tile = places % 64, item = places >> 6 & 3, late_item = places >> 8;
-        Slot& slot = smem_.slot[tile % Tile::kStages];
-        const auto& q = smem_.q[tile % Tile::kStages];
-        const auto& dout = smem_.dout[tile % Tile::kStages];
-        ptx::barrier_wait(&slot.full, tile / Tile::kStages % 2);
+    /// Waits for a tile and issues its S.
+    __device__ __forceinline__ void begin_tile(unsigned places) {
+        const unsigned tile = places % 64, item = places >> 6 & 3;
+        ptx::barrier_wait(&smem_.slot[tile % Tile::kStages].full, tile / Tile::kStages % 2);
         ptx::wgmma_fence();
         facts_.begin_scores(s_, facts_of(tile));
-        this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], q, facts_.kFolded);
+        this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], smem_.q[tile % Tile::kStages], facts_.kFolded);
+    }
+
+    /// P of a tile whose S was issued, and its dP. `last` of the item. kBegins: the item's first, whose V may not be there
+    /// yet.
+    template <bool kBegins>
+    __device__ __forceinline__ Weighed weigh_tile(const Item& work, unsigned places, bool last) {
+        const unsigned tile = places % 64, item = places >> 6 & 3;
+        Weighed weighed;
         if constexpr (kBegins) await_values(item);
         facts_.begin_dp(dp_, facts_of(tile));
-        this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], dout, facts_.kFolded);
+        this->multiply_rows(dp_, smem_.v[item % Tile::kValueStages], smem_.dout[tile % Tile::kStages], facts_.kFolded);
 
         const TileFacts& of_tile = smem_.tile[tile % Tile::kTilesTold];
-        const QueryPlace at = place_.take(work);
-        [[maybe_unused]] Kept kept;
+        weighed.at = place_.take(work);
         if (dropout_.drops()) {  // beside the products: between waits, if only for what is there, ptxas leaves it there
             await_facts(tile);
-            kept = dropout_.kept(work, at, this->warp_key());
+            weighed.kept = dropout_.kept(work, weighed.at, this->warp_key());
             await_facts(tile);
         }
         ptx::wgmma_wait<1>();
         if (!Tile::kLooksAhead) facts_.load_lse(facts_of(tile));
-        this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, at)));
+        this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, weighed.at)));
         if (Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
-        const Seen seen = of_tile.seen;
-        const bool unseen = Asked::leaves_out(seen), late_unseen = late_unseen_;
-        late_unseen_ = unseen;
-        const int late_rows = move_on(of_tile);
-        if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, at)))
+        const Seen seen = weighed.seen = of_tile.seen;
+        weighed.unseen = Asked::leaves_out(seen), weighed.late_unseen = late_unseen_;
+        late_unseen_ = weighed.unseen;
+        if constexpr (kComputesDq) weighed.late_rows = move_on(of_tile);
+        if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, weighed.at)))
             this->hide(s_, work, of_tile.first_query);
         ptx::wgmma_wait<0>();
         if (!Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
-        if (last) tell(smem_.value_slot[item % Tile::kValueStages].empty);
-        if (dropout_.drops()) this->differentiate(dp_, s_, facts_, kept);
+        if (last) {
+            tell(smem_.value_slot[item % Tile::kValueStages].empty);
+            if constexpr (!kComputesDq) tell(smem_.key_slot[item % Tile::kKeyStages].empty);
+        }
+        return weighed;
+    }
+    /// P and dS as operands.
+    __device__ __forceinline__ void differentiate_tile(const Item& work, const Weighed& weighed) {
+        if (dropout_.drops()) this->differentiate(dp_, s_, facts_, weighed.kept);
         else this->differentiate(dp_, s_, facts_);
-        changes_.follow_back(dp_, this->scores_place(work, at), seen);
+        changes_.follow_back(dp_, this->scores_place(work, weighed.at), weighed.seen);
         this->pack(p_, s_);
         this->pack(ds_, dp_);
+    }
+
+    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
+    /// become those of the item's next tile. kBegins: as of weigh_tile, and dK and dV are not added to anything.
+    template <bool kBegins>
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
+        const unsigned tile = places % 64, item = places >> 6 & 3, late_item = places >> 8;
+        begin_tile(places);
+        const Weighed weighed = weigh_tile<kBegins>(work, places, last);
+        differentiate_tile(work, weighed);
 
         if constexpr (kBegins) await_stores();
         if constexpr (Tile::kStoresFirst) store_ds(tile + 1);
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
-        this->multiply_weights(dv_, p_, dout, unseen, !kBegins);
+        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], weighed.unseen, !kBegins);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
-        this->multiply_weights(dk_, ds_, q, unseen, !kBegins);
+        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], weighed.unseen, !kBegins);
         places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 64);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        bring_late_dq(late_rows, tile, first, late_unseen);
+        bring_late_dq(weighed.late_rows, tile, first, weighed.late_unseen);
         ptx::wgmma_wait<0>();
-        tell(slot.empty);
+        tell(smem_.slot[tile % Tile::kStages].empty);
         if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);
+    }
+
+    /// The same without dQ.
+    template <bool kBegins>
+    __device__ __forceinline__ void add_tile(const Item& work, unsigned& places, bool last) {
+        const unsigned tile = places % 64, item = places >> 6 & 3;
+        begin_tile(places);
+        const Weighed weighed = weigh_tile<kBegins>(work, places, last);
+        differentiate_tile(work, weighed);
+        ptx::wgmma_fence();
+        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], weighed.unseen, !kBegins);
+        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], weighed.unseen, !kBegins);
+        places = places_of(tile + 1, item, item);  // beside the products
+        if (!last) look_at(places % 64);
+        ptx::wgmma_wait<0>();
+        tell(smem_.slot[tile % Tile::kStages].empty);
     }
 
     /// Loads L of a tile, where there are registers for it, before the additions to dQ, which keep loads waiting.
@@ -287,7 +341,8 @@ class Consumer : ConsumerWarp<Tile> {
         const ForwardParams& p = problem_.forward;
         const int first = this->warp_key();
         T* panel[2];
-        ptx::barrier_wait(&smem_.ds_slot[next % Tile::kDsStages].empty, next / Tile::kDsStages % 2 ^ 1);
+        if constexpr (kComputesDq)
+            ptx::barrier_wait(&smem_.ds_slot[next % Tile::kDsStages].empty, next / Tile::kDsStages % 2 ^ 1);
         auto& ds = smem_.ds[next % Tile::kDsStages];
         panel[0] = ds.panel[0];
         if constexpr (Tile::kQueryPanels > 1) panel[1] = ds.panel[1];
@@ -295,7 +350,7 @@ class Consumer : ConsumerWarp<Tile> {
         constexpr int kCount = 2 * Tile::kPanels;  // of dV, then of dK
 #pragma unroll
         for (int i = 0; i < kCount; i += 2) {
-            if (i > 0) await_stores();
+            if (i > 0 || !kComputesDq) await_stores();
 #pragma unroll
             for (int j = 0; j < 2; ++j) {
                 const bool values = i + j < Tile::kPanels;
@@ -397,6 +452,12 @@ inline constexpr TileShape kTurnShapes[] = {
 inline constexpr TileShape kGeneralShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4, .tiles_told = 8},
+};
+/// Without dQ (Pass::kKeys): a place of dS is for dK and dV on their way out.
+inline constexpr TileShape kKeysShapes[] = {
+    {.d = 64, .queries = 128, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
+    {.d = 96, .queries = 64, .value_stages = 1, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
+    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
 };
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {

@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/products.cuh"
 #include "backward/wgmma/query_facts.cuh"
 #include "backward/wgmma/score_changes.cuh"
 #include "backward/wgmma/store_rows.cuh"
@@ -78,7 +79,8 @@ struct Asks {
                           kChanges = includes(kProblems, Problems::kModified);
     using Place = NextPlace<Tile, kDrops || kChanges>;
     using Dropout = std::conditional_t<kDrops, ItemDropout<Tile, !kChanges>, NoDropout<Tile>>;
-    using Changes = std::conditional_t<kChanges, ScoreChanges<Tile>, NoChanges<Tile, folds_facts<Tile, kProblems>()>>;
+    using Changes = std::conditional_t<kChanges, ScoreChanges<Tile::kQueries, true>,
+                                       NoChanges<Tile::kQueries, true, folds_facts<Tile, kProblems>()>>;
     using Facts = std::conditional_t<folds_facts<Tile, kProblems>(), FoldedFacts<Tile>, LoadedFacts<Tile>>;
 
     /// Whether a tile has no part in any gradient, whatever its rows and the keys hold. In turns alone, where ranges
@@ -152,7 +154,7 @@ class ConsumerWarp {
         s.each([&](float& x, int, int c) { x = ptx::ex2(fmaf(x, factor, lse.of_column(c))); });
     }
     /// Of own keys and a tile of queries.
-    __device__ __forceinline__ ScoresPlace scores_place(const Item& item, const QueryPlace& at) const {
+    __device__ __forceinline__ ScoresPlace<true> scores_place(const Item& item, const QueryPlace& at) const {
         return {item.sequence, at.head, at.row + column(), item.first_key + warp_key() + row()};
     }
 
@@ -255,11 +257,7 @@ class ConsumerWarp {
     template <class QueryRows>
     __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
                                                      const QueryRows& queries, bool left_out, bool adds = true) const {
-        const ptx::SharedMatrix<ptx::Major::N> b(queries.panel, sizeof(queries.panel[0]));
-        if (!left_out)
-#pragma unroll
-            for (int step = 0; step < kQueries / 16; ++step)
-                ptx::wgmma<T, Tile::kD>(gradient.flat(), weights[step], b + 16 * 128 * step, adds || step > 0);
+        if (!left_out) issue_weighted<T, Tile::kD>(gradient, weights, queries, adds);
         ptx::wgmma_commit();
     }
 

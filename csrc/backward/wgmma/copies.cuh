@@ -15,11 +15,21 @@
 
 namespace flash_wmma::backward::wgmma {
 
+/// Where rows come: those that far ahead of the ones that are asked for; columns from `column` on.
+template <class Rows>
+struct RowsCopy {
+    Rows& to;
+    int ahead = 0, column = 0;
+
+    __device__ __forceinline__ explicit RowsCopy(Rows& rows, int rows_ahead = 0, int first_column = 0)
+        : to(rows), ahead(rows_ahead), column(first_column) {}
+};
+
 /// A warp that copies tiles of rows.
-template <class Tile, Problems kProblems>
+template <class Memory, Problems kProblems>
 class CopyingWarp {
   protected:
-    __device__ __forceinline__ CopyingWarp(const Problem& problem, SharedMemory<Tile>& shared, ptx::Barrier& patch)
+    __device__ __forceinline__ CopyingWarp(const Problem& problem, Memory& shared, ptx::Barrier& patch)
         : problem_(problem), smem_(shared), patch_(patch), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
     /// Panels of 64 columns, from `column` on.
@@ -29,6 +39,32 @@ class CopyingWarp {
 #pragma unroll
         for (int i = 0; i < panels<Rows>(); ++i)
             ptx::tensor_load(rows.panel[i], &map, barrier, {column + 64 * i, row, head, batch});
+    }
+
+    /// Where rows lie in their tensors: the first one.
+    struct From {
+        int row, head, batch;
+    };
+
+    /// Rows of K or V, of which `used` are in use, to one or more places that are full together, when they are empty.
+    template <class... Copies>
+    __device__ __forceinline__ void copy_keys(const TensorMap& map, Slot& slot, unsigned parity, int used,
+                                              const From& from, const Copies&... copies) {
+        const Sequences& sequences = problem_.forward.sequences;
+        const bool cuts = kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) &&
+                          ((used - copies.ahead < rows_of(copies.to)) || ...);
+        if (lane_ > 0 && !cuts) return;
+        if (lane_ == 0) {  // the others learn at the patch that the place is empty
+            ptx::barrier_wait(&slot.empty, parity ^ 1);
+            ptx::Barrier* const barrier = cuts ? &patch_ : &slot.full;
+            ptx::barrier_arrive_expect(barrier, (sizeof(copies.to) + ...));
+            const int batch = batch_in_maps<kProblems>(problem_, from.batch);
+            (load(copies.to, map, barrier, copies.column, from.row + copies.ahead, from.head, batch), ...);
+        }
+        if (!cuts) return;
+        await_patch();
+        (clear_behind(copies.to, max(used - copies.ahead, 0)), ...);
+        tell_cleared(slot);
     }
 
     // Rows that are not the sequence's, or not in use, must not meet weights of 0: they may be infinite. Behind a
@@ -54,6 +90,10 @@ class CopyingWarp {
     }
 
     template <class Rows>
+    __device__ __forceinline__ static constexpr int rows_of(const Rows&) {
+        return static_cast<int>(sizeof(Rows::panel[0]) / sizeof(uint4)) / 8;  // 128 bytes of a panel each
+    }
+    template <class Rows>
     static constexpr int panels() {
         return sizeof(Rows::panel) / sizeof(Rows::panel[0]);
     }
@@ -61,7 +101,7 @@ class CopyingWarp {
     static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
 
     const Problem& problem_;
-    SharedMemory<Tile>& smem_;
+    Memory& smem_;
     ptx::Barrier& patch_;
     const int lane_;
     unsigned patch_parity_ = 0;
@@ -69,8 +109,8 @@ class CopyingWarp {
 
 /// The warp that copies Q and dO of the block's tiles, each as soon as its place is empty.
 template <class Tile, Problems kProblems>
-class QueryCopies : CopyingWarp<Tile, kProblems> {
-    using Base = CopyingWarp<Tile, kProblems>;
+class QueryCopies : CopyingWarp<SharedMemory<Tile>, kProblems> {
+    using Base = CopyingWarp<SharedMemory<Tile>, kProblems>;
     using Base::problem_, Base::smem_, Base::lane_, Base::kPacked;
 
   public:

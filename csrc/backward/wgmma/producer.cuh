@@ -15,9 +15,9 @@ namespace flash_wmma::backward::wgmma {
 /// One warp: says what the block works on, and copies K and V of each item, and L and D of its tiles, each as soon as its
 /// place is empty. Another one copies Q and dO (copies.cuh).
 template <class Tile, Problems kProblems, Pass kPass>
-class Producer : CopyingWarp<Tile, kProblems> {
-    using Base = CopyingWarp<Tile, kProblems>;
-    using Base::problem_, Base::smem_, Base::lane_, Base::kPacked;
+class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
+    using Base = CopyingWarp<SharedMemory<Tile>, kProblems>;
+    using Base::problem_, Base::smem_, Base::lane_;
 
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
@@ -32,7 +32,7 @@ class Producer : CopyingWarp<Tile, kProblems> {
         const int before = kPaired || ordered ? 0 : static_cast<int>(gridDim.x);  // that no block takes from the queue
         for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index);
-            publish(item);
+            publish(smem_, plan_, item);
             if (item.tiles > 0) load_item(item);
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
             // follow
@@ -42,7 +42,7 @@ class Producer : CopyingWarp<Tile, kProblems> {
         }
         Item none{};
         none.tiles = -1;
-        publish(none);
+        publish(smem_, plan_, none);
     }
 
   private:
@@ -54,25 +54,15 @@ class Producer : CopyingWarp<Tile, kProblems> {
         else return take();
     }
 
-    __device__ __forceinline__ void publish(const Item& item) {
-        Slot& slot = smem_.plan_slot[plan_.stage];
-        if (lane_ == 0) {
-            ptx::barrier_wait(&slot.empty, plan_.parity ^ 1);
-            smem_.plan[plan_.stage] = item;
-            ptx::barrier_arrive(&slot.full);
-        }
-        plan_.advance();
-    }
-
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems, kPass>();
-        const KeyCopy own{smem_.k[keys_.stage]};
+        const RowsCopy own{smem_.k[keys_.stage]};
         Slot& slot = smem_.key_slot[keys_.stage];
         if constexpr (Tile::kPaired) {
             const int rank = static_cast<int>(ptx::cluster_rank()), ahead = rank > 0 ? -Tile::kKeys : Tile::kKeys;
             auto& peer = smem_.pair.k;
-            load_keys(maps_.k, slot, keys_.parity, item, own, KeyCopy{peer, ahead, 64 * peer.kPanels * rank});
+            load_keys(maps_.k, slot, keys_.parity, item, own, RowsCopy{peer, ahead, 64 * peer.kPanels * rank});
         } else {
             load_keys(maps_.k, slot, keys_.parity, item, own);
         }
@@ -82,7 +72,7 @@ class Producer : CopyingWarp<Tile, kProblems> {
             load_facts(item, first, kValuesLate && first == 0);
     }
     __device__ __forceinline__ void load_values(const Item& item) {
-        load_keys(maps_.v, smem_.value_slot[values_.stage], values_.parity, item, KeyCopy{smem_.v[values_.stage]});
+        load_keys(maps_.v, smem_.value_slot[values_.stage], values_.parity, item, RowsCopy{smem_.v[values_.stage]});
         values_.advance();
     }
 
@@ -176,37 +166,13 @@ class Producer : CopyingWarp<Tile, kProblems> {
         return all ? Seen::kAll : none ? Seen::kNone : Seen::kSome;
     }
 
-    /// Where rows of K or V come: of the block's own keys, or of keys that far ahead; columns from `column` on.
-    template <class Rows>
-    struct KeyCopy {
-        Rows& to;
-        int ahead = 0, column = 0;
-
-        __device__ __forceinline__ explicit KeyCopy(Rows& rows, int keys_ahead = 0, int first_column = 0)
-            : to(rows), ahead(keys_ahead), column(first_column) {}
-    };
-
     /// K or V of an item, to one or two places that are full together.
     template <class... Copies>
     __device__ __forceinline__ void load_keys(const TensorMap& map, Slot& slot, unsigned parity, const Item& item,
                                               const Copies&... copies) {
-        const Sequences& sequences = problem_.forward.sequences;
-        const int used = item.sequence.seqlen_k - item.first_key;
-        const bool cuts =
-            kPacked && (sequences.cu_seqlens_k || sequences.seqused_k) && ((used - copies.ahead < Tile::kKeys) || ...);
-        if (lane_ > 0 && !cuts) return;
-        if (lane_ == 0) {  // the others learn at the patch that the place is empty
-            ptx::barrier_wait(&slot.empty, parity ^ 1);
-            ptx::Barrier* const barrier = cuts ? &this->patch_ : &slot.full;
-            ptx::barrier_arrive_expect(barrier, (sizeof(copies.to) + ...));
-            const int batch = batch_in_maps<kProblems>(problem_, item.keys.batch);
-            (this->load(copies.to, map, barrier, copies.column, item.keys.row + copies.ahead, item.keys.head, batch),
-             ...);
-        }
-        if (!cuts) return;
-        this->await_patch();
-        (this->clear_behind(copies.to, max(used - copies.ahead, 0)), ...);
-        this->tell_cleared(slot);
+        const KeyTile& keys = item.keys;
+        this->copy_keys(map, slot, parity, item.sequence.seqlen_k - item.first_key, {keys.row, keys.head, keys.batch},
+                        copies...);
     }
 
     static constexpr bool kFolds = folds_facts<Tile, kProblems>();

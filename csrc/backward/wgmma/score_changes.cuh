@@ -15,16 +15,23 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// A lane's scores of a tile, keys as rows: whose they are, and the lane's first query and key.
+/// A lane's scores of a tile: whose they are, and the lane's first query and key. kRowsAreKeys: columns are queries;
+/// otherwise the reverse.
+template <bool kRowsAreKeys>
 struct ScoresPlace {
     Sequence sequence;
-    int head, query, key;
+    int head, first_query, first_key;
+
+    /// Of row i of this lane and column c (register_tile.cuh).
+    __device__ __forceinline__ int query(int i, int c) const { return first_query + (kRowsAreKeys ? c : 8 * i); }
+    __device__ __forceinline__ int key(int i, int c) const { return first_key + (kRowsAreKeys ? 8 * i : c); }
 };
 
 /// Nothing: as of ScoreChanges. kFolds: L is in the products (query_facts.cuh).
-template <class Tile, bool kFolds>
+template <int kColumns, bool kRowsAreKeys, bool kFolds>
 class NoChanges {
-    using Scores = RegisterTile<16, Tile::kQueries>;
+    using Scores = RegisterTile<16, kColumns>;
+    using ScoresPlace = wgmma::ScoresPlace<kRowsAreKeys>;
 
   public:
     __device__ __forceinline__ explicit NoChanges(const Problem& problem) : problem_(problem) {}
@@ -38,9 +45,10 @@ class NoChanges {
     const Problem& problem_;
 };
 
-template <class Tile>
+template <int kColumns, bool kRowsAreKeys>
 class ScoreChanges {
-    using Scores = RegisterTile<16, Tile::kQueries>;
+    using Scores = RegisterTile<16, kColumns>;
+    using ScoresPlace = wgmma::ScoresPlace<kRowsAreKeys>;
 
   public:
     __device__ __forceinline__ explicit ScoreChanges(const Problem& problem) : problem_(problem) {}
@@ -55,7 +63,7 @@ class ScoreChanges {
         mod.apply_each([&](auto f) { s.each([&](float&, int i, int c) { f(i, c); }); },
                        [&](int i, int c) -> float& { return s.at(i, c); },
                        [&](int i, int c) { return Half{slopes_[c / 8 * 2 + i], c % 2}; }, scale,
-                       [&](int, int c) { return at.query + c; }, [&](int i, int) { return at.key + 8 * i; });
+                       [&](int i, int c) { return at.query(i, c); }, [&](int i, int c) { return at.key(i, c); });
         return 1.f;
     }
 
@@ -65,16 +73,16 @@ class ScoreChanges {
         if (!mask.has_ranges()) return false;
         const RangedRows rows = mask.rows();
         p.each([&](float& x, int i, int c) {
-            if (rows.hides(at.query + c, at.key + 8 * i)) x = 0.f;
+            if (rows.hides(at.query(i, c), at.key(i, c))) x = 0.f;
         });
         return true;
     }
 
-    /// Adds dS to the bias's gradient, and brings it through the soft cap.
+    /// Adds dS to the bias's gradient, if rows are keys, and brings it through the soft cap.
     __device__ __forceinline__ void follow_back(Scores& ds, const ScoresPlace& at, Seen seen) const {
         const ForwardParams& p = problem_.forward;
         if (seen == Seen::kNone) ds.clear();  // whatever the keys and the tile's rows hold
-        if (problem_.dbias.data) add_to_dbias(ds, at);
+        if (kRowsAreKeys && problem_.dbias.data) add_to_dbias(ds, at);
         if (p.softcap != 0.f) ds.each([&](float& x, int i, int c) { x *= slope(i, c); });
     }
 
@@ -101,14 +109,14 @@ class ScoreChanges {
         const int keys = min(at.sequence.seqlen_k, static_cast<int>(p.seqlen_k));
         const float unit = unscaled_factor(p);
         ds.each([&](float& x, int i, int c) {
-            const std::int64_t q = at.query + c, k = at.key + 8 * i;
+            const std::int64_t q = at.query(i, c), k = at.key(i, c);
             // NaN != 0, so NaN is always added
             if (x != 0.f && q < queries && k < keys) ptx::red_add(dbias + q * b.query + k * b.key, x * unit);
         });
     }
 
     const Problem& problem_;
-    std::uint32_t slopes_[Tile::kQueries / 4];  // the soft cap's derivatives, of neighbouring queries
+    std::uint32_t slopes_[kColumns / 4];  // the soft cap's derivatives, of neighbouring columns
 };
 
 }  // namespace flash_wmma::backward::wgmma

@@ -18,6 +18,10 @@ std::vector<Shape> sm90_half_general_shapes();
 std::vector<Shape> sm90_bf16_general_shapes();
 std::vector<Shape> sm90_wide_half_general_shapes();
 std::vector<Shape> sm90_wide_bf16_general_shapes();
+std::vector<Shape> sm90_half_keys();  // the two passes without additions to dQ
+std::vector<Shape> sm90_bf16_keys();
+std::vector<Shape> sm90_half_queries();
+std::vector<Shape> sm90_bf16_queries();
 std::vector<StatisticsShape> sm90_half_statistics();
 std::vector<StatisticsShape> sm90_bf16_statistics();
 

@@ -19,6 +19,7 @@
 #include <shared_memory.cuh>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/products.cuh"
 #include "device/pipeline.cuh"
 #include "device/statistics_item.cuh"
 #include "device/statistics_shapes.h"
@@ -162,22 +163,6 @@ class StatisticsCopies {
     float next_lse_ = 0.f;
 };
 
-/// The 64 own rows from `first_row` on times a tile of streamed rows.
-template <class Tile, class OwnPanels, class Rows>
-__device__ __forceinline__ void multiply_rows(RegisterTile<Tile::kWarpRows, Tile::kStream>& s, const OwnPanels& own,
-                                              int first_row, const Rows& stream) {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < Tile::kPanels; ++i) {
-        const ptx::SharedMatrix<ptx::Major::K> a(own.panel[i] + 64 * first_row), b(stream.panel[i]);
-#pragma unroll
-        for (int step = 0; step < 4; ++step)
-            ptx::wgmma<typename Tile::T, Tile::kStream>(s.flat(), a + 32 * step, b + 32 * step, i + step > 0);
-    }
-    ptx::wgmma_commit();
-    ptx::wgmma_wait<0>();
-}
-
 // spills: sm_90a: up to ten words, the same in all tiles, which the loop reads mostly where there are key ranges or biases.
 template <class Tile, bool kOwnsKeys>
 __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
@@ -217,7 +202,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         Slot& slot = smem.slot[at.stage];
         ptx::barrier_wait(&slot.full, at.parity);
         RegisterTile<Tile::kWarpRows, Tile::kStream> s;
-        multiply_rows<Tile>(s, smem.own, Tile::kGroupRows * (warp / 4), smem.stream[at.stage]);
+        ptx::wgmma_fence();
+        issue_scores<typename Tile::T, Tile::kD>(s, smem.own, Tile::kGroupRows * (warp / 4), smem.stream[at.stage]);
+        ptx::wgmma_wait<0>();
         __syncwarp();
         if (lane.lane == 0) ptx::barrier_arrive(&slot.empty);
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no extent
