@@ -3,6 +3,7 @@
 
 #include <ptx_sm90.cuh>
 
+#include <cstddef>
 #include <type_traits>
 
 #include "backward/wgmma/pair.cuh"
@@ -30,6 +31,18 @@ struct TileShape {
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
     bool paired = false;        ///< two blocks share an item, 64 keys each (pair.cuh), and shared memory is short
+    int barriers_at = 0;        ///< the offset of the barriers in shared memory, if not right behind what is there
+};
+
+/// The blocks that begin with a pass over items, and the number of this one among them; negative: it comes later. Each of
+/// them has its first item beforehand, the others are taken from a queue.
+struct Workers {
+    int index, count;
+
+    /// All blocks of the grid.
+    __device__ __forceinline__ static Workers all() {
+        return {static_cast<int>(blockIdx.x), static_cast<int>(gridDim.x)};
+    }
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
@@ -41,6 +54,7 @@ struct Tile {
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles, kPaired = kShape.paired,
                           kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows;
+    static constexpr int kBarriersAt = kShape.barriers_at;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
     static constexpr int kTileFacts = 4;  // tiles whose L and D are there, or under way: at least kStages + 2
@@ -138,22 +152,22 @@ __device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, std::int64_
 /// Of keys: a head's first tile has the most queries. About two items a block are mixed. If items go through several query
 /// heads one after the other, it is one: the query heads of all mixed heads are then at work at the same time.
 template <class Tile>
-__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index) {
-    const unsigned workers = gridDim.x / Tile::kBlocks;
+__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index, const Workers& workers) {
+    const auto count = static_cast<unsigned>(workers.count) / Tile::kBlocks;
     return mixed_at_the_end(index, p.heads_k * p.batch, (p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys,
-                            (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * workers);
+                            (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * count);
 }
 
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ Item item_of(const Problem& problem, int index) {
+__device__ __forceinline__ Item item_of(const Problem& problem, int index, const Workers& workers) {
     const ForwardParams& p = problem.forward;
     constexpr int kStep = Tile::kQueries, kKeys = Tile::kItemKeys;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     const bool ordered = in_order<kPass>(problem);
     if (ordered) place = interleaved<Tile, kPacked>(p, place);
-    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place);
+    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place, workers);
     OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(problem);
@@ -277,9 +291,9 @@ union QueryFacts {
     RowTerms terms[Tile::kFoldsFacts ? Tile::kQueries / 8 : 1];
 };
 
-/// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
+/// What lies in a block's shared memory beside barriers: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
-struct SharedMemory {
+struct SharedTiles {
     using T = typename Tile::T;
     struct alignas(1024) KeyRows {
         T panel[Tile::kPanels][Tile::kKeys * 64];
@@ -308,6 +322,22 @@ struct SharedMemory {
     QueryFacts<Tile> facts[Tile::kTileFacts];
     TileFacts tile[Tile::kTilesTold];
     Item plan[Tile::kPlans];
+    DqTask task[Tile::kTilesTold];
+};
+/// Between them and the barriers, which begin at kBarriersAt, a multiple of 1024; 0: right behind.
+template <class Tiles, int kBarriersAt, bool kAny = (kBarriersAt > sizeof(Tiles))>
+struct BeforeBarriers {
+    static_assert(kBarriersAt == 0 || kBarriersAt == sizeof(Tiles));
+};
+template <class Tiles, int kBarriersAt>
+struct alignas(1024) BeforeBarriers<Tiles, kBarriersAt, true> {
+    std::byte bytes[kBarriersAt - sizeof(Tiles)];
+};
+
+/// Map of a block's shared memory.
+template <class Tile>
+struct SharedMemory : SharedTiles<Tile> {
+    [[no_unique_address]] BeforeBarriers<SharedTiles<Tile>, Tile::kBarriersAt> before_barriers;
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     std::conditional_t<Tile::kTwoRoles, Slot[Tile::kDsStages], Nothing> p_slot;
     std::conditional_t<Tile::kHalvesDout, Slot[Tile::kDoutPlaces], Nothing> dout_slot;  // or else slot is dO's too
@@ -315,7 +345,6 @@ struct SharedMemory {
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
     ptx::Barrier key_patch, query_patch;  // say that rows have come of which the warp that copied them clears some
-    DqTask task[Tile::kTilesTold];
     Slot turn_slot[2];          // full when the turn has come, empty when it is over
     ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
 };

@@ -15,8 +15,8 @@ const std::vector<Shape> kShapes =
     join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
           sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
-          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_keys(), sm90_bf16_keys(),
-          sm90_half_queries(), sm90_bf16_queries()});
+          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_two_passes(),
+          sm90_bf16_two_passes()});
 const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistics(), sm90_bf16_statistics()});
 
 /// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
@@ -92,8 +92,6 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     launch_rows(prepare<Sm90, T, false>, problem, stream);
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (problem.dq_by == DqBy::kQueries)
-        choose_shape(kShapes, p.forward.dtype, Pass::kQueries, p, device).launch(problem, stream);
     if (problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
         launch_rows(finish<Sm90, T>, problem, stream);
 }

@@ -406,25 +406,31 @@ class Consumer : ConsumerWarp<Tile> {
 // problems it has 239 at d = 64 and 104 at d = 128, many of them where one feature is at work.
 // ptxas: C7519: it fences before dP's products behind the wait for V, before dK's behind the store of dS, and about
 // products that may be left out.
+/// Prepares the barriers of a block. One thread.
+template <class Tile, Pass kPass>
+__device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
+    constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
+    prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<kPass>());
+    prepare_slots(smem.key_slot, 1, kWarps);
+    prepare_slots(smem.value_slot, 1, kWarps);
+    prepare_slots(smem.slot, 1, kWarps);
+    prepare_slots(smem.ds_slot, kWarps, kWarps);
+    prepare_copies(smem);
+    prepare_turns(smem, kWarps);
+}
+
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
-        constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-        prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<kPass>());
-        prepare_slots(smem.key_slot, 1, kWarps);
-        prepare_slots(smem.value_slot, 1, kWarps);
-        prepare_slots(smem.slot, 1, kWarps);
-        prepare_slots(smem.ds_slot, kWarps, kWarps);
-        prepare_copies(smem);
-        prepare_turns(smem, kWarps);
+        prepare_block<Tile, kPass>(smem);
         ptx::barrier_init_fence();
     }
     __syncthreads();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        serve<Tile, kProblems, kPass>(problem, maps, smem, items);
+        serve<Tile, kProblems, kPass>(problem, maps, smem, items, Workers::all());
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, kProblems, kPass>(problem, maps, smem).run();
@@ -452,12 +458,6 @@ inline constexpr TileShape kTurnShapes[] = {
 inline constexpr TileShape kGeneralShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
     {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4, .tiles_told = 8},
-};
-/// Without dQ (Pass::kKeys): a place of dS is for dK and dV on their way out.
-inline constexpr TileShape kKeysShapes[] = {
-    {.d = 64, .queries = 128, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
-    {.d = 96, .queries = 64, .value_stages = 1, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 1, .folds_facts = true, .stages_rows = true},
 };
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {

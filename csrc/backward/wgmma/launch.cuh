@@ -14,11 +14,9 @@ namespace flash_wmma::backward::wgmma {
 /// A kernel of an instance: the problem, its tensors and how many items there are.
 using InstanceKernel = void(const Problem, const Maps, int);
 
-template <class Tile, InstanceKernel* kKernel>
-void launch_tile(const Problem& problem, Stream stream) {
+template <class Tile>
+Maps maps_of(const Problem& problem) {
     const ForwardParams& p = problem.forward;
-    const unsigned items = owned_keys_grid(p, Tile::kItemKeys).x;
-    if (items == 0) return;
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
@@ -30,10 +28,17 @@ void launch_tile(const Problem& problem, Stream stream) {
         maps.dk = map_rows(p, problem.dk, p.head_dim, rows_k, p.heads_k, Tile::kWarpKeys);
         maps.dv = map_rows(p, problem.dv, p.head_dim_v, rows_k, p.heads_k, Tile::kWarpKeys);
     }
+    return maps;
+}
+
+template <class Tile, InstanceKernel* kKernel>
+void launch_tile(const Problem& problem, Stream stream) {
+    const unsigned items = owned_keys_grid(problem.forward, Tile::kItemKeys).x;
+    if (items == 0) return;
     const unsigned workers = std::max(static_cast<unsigned>(problem.multiprocessors) / Tile::kBlocks, 1u);
     const dim3 grid(std::min(items, workers) * Tile::kBlocks);
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks}, stream, problem, maps,
-           static_cast<int>(items));
+    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks}, stream, problem,
+           maps_of<Tile>(problem), static_cast<int>(items));
 }
 
 /// The row of a kernel in the table of shapes.

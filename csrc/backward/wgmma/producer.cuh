@@ -23,15 +23,15 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
         : Base(problem, shared, shared.key_patch), maps_(maps), of_pair_(shared.pair) {}
 
-    __device__ __forceinline__ void run(int items) {
+    __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
         // An item waits for those alone that were taken before, if there is an order
         const bool ordered = in_order<kPass>(problem_);
         constexpr bool kPaired = Tile::kPaired;  // then not all blocks need be at work: none has an item beforehand
-        const int first = kPaired || ordered ? taken() : static_cast<int>(blockIdx.x);
-        const int before = kPaired || ordered ? 0 : static_cast<int>(gridDim.x);  // that no block takes from the queue
+        const int before = kPaired || ordered ? 0 : workers.count;  // that no block takes from the queue
+        const int first = kPaired || ordered || workers.index < 0 ? taken() + before : workers.index;
         for (int index = uniform(first); index < items;) {
-            const Item item = item_of<Tile, kProblems, kPass>(problem_, index);
+            const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
             publish(smem_, plan_, item);
             if (item.tiles > 0) load_item(item);
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
@@ -203,8 +203,9 @@ __device__ __forceinline__ void prepare_copies(SharedMemory<Tile>& smem) {
 }
 
 template <class Tile, Problems kProblems, Pass kPass>
-__device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, SharedMemory<Tile>& smem, int items) {
-    if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items);
+__device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, SharedMemory<Tile>& smem, int items,
+                                      const Workers& workers) {
+    if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items, workers);
     else if (threadIdx.x < 64) QueryCopies<Tile, kProblems>(problem, maps, smem).run();
     else if constexpr (kPass == Pass::kTurns) keep_turns(problem, smem);
 }

@@ -1,5 +1,4 @@
-// bwd_sm90's pass over own queries: dQ without additions, where another pass computes dK and dV (bwd_sm90.cuh,
-// Pass::kKeys).
+// bwd_sm90's pass over own queries: dQ without additions, beside a pass that computes dK and dV (two_passes.cuh).
 //
 // Algorithm: as in backward/mma/kernel.cuh, Pass::kQueries. Blocks are persistent and take items from a queue. An item is
 // 128 queries of a head; the block streams over the tiles of keys that they see, from the last to the first:
@@ -23,8 +22,6 @@
 #include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
-#include <algorithm>
-
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/copies.cuh"
 #include "backward/wgmma/products.cuh"
@@ -37,7 +34,6 @@
 #include "device/nothing.cuh"
 #include "device/pipeline.cuh"
 #include "device/streamed_range.cuh"
-#include "shape_table.h"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -45,13 +41,14 @@ namespace flash_wmma::backward::wgmma {
 struct QueriesTileShape {
     int d;           ///< the largest d and d_v that the instance holds
     int stages = 2;  ///< tiles of K, and of V, in flight
+    int barriers_at = 0;  ///< as of TileShape
 };
 
 /// The same with what follows from it. Scalar is half or bf16.
 template <class Scalar, QueriesTileShape kShape>
 struct QueriesTile {
     using T = Scalar;
-    static constexpr int kD = kShape.d, kStages = kShape.stages;
+    static constexpr int kD = kShape.d, kStages = kShape.stages, kBarriersAt = kShape.barriers_at;
     static constexpr int kPlans = 2;  // items that are known
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128, kGroups = 2, kOwn = kGroupRows * kGroups;
     static constexpr int kStream = 128, kStep = kStream;  // a warp takes all of a tile at a time
@@ -79,12 +76,13 @@ struct QueriesItem {
 
 /// Called by whole warps.
 template <class Tile, Problems kProblems>
-__device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int index) {
+__device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int index, const Workers& workers) {
     const ForwardParams& p = problem.forward;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     if (!p.sequences.cu_seqlens_q && p.band.right < kUnbounded)
-        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn, 2 * gridDim.x);
+        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn, 
+                                 2u * static_cast<unsigned>(workers.count));
     const Assignment a = kPacked ? assignment<Tile::kOwn>(p, place) : dense_assignment<Tile::kOwn>(p, place);
     const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
     const OwnedTile own{a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};
@@ -96,9 +94,9 @@ __device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int 
     return item;
 }
 
-/// Map of a block's shared memory: panels of 64 columns with the 128-byte swizzle.
+/// What lies in a block's shared memory beside barriers: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
-struct QueriesMemory {
+struct QueriesTiles {
     template <int kRows>
     struct alignas(1024) Rows {
         typename Tile::T panel[Tile::kPanels][kRows * 64];
@@ -107,6 +105,11 @@ struct QueriesMemory {
     Rows<Tile::kStream> k[Tile::kStages], v[Tile::kStages];
     Rows<Tile::kOwn> dq;  // on its way out
     QueriesItem plan[Tile::kPlans];
+};
+/// Map of a block's shared memory.
+template <class Tile>
+struct QueriesMemory : QueriesTiles<Tile> {
+    [[no_unique_address]] BeforeBarriers<QueriesTiles<Tile>, Tile::kBarriersAt> before_barriers;
     Slot plan_slot[Tile::kPlans];
     Slot own_slot[Tile::kGroups];  // Q and dO
     Slot key_slot[Tile::kStages], value_slot[Tile::kStages];
@@ -132,13 +135,14 @@ class QueriesProducer : CopyingWarp<QueriesMemory<Tile>, kProblems> {
                                                QueriesMemory<Tile>& shared)
         : Base(problem, shared, shared.key_patch), maps_(maps) {}
 
-    __device__ __forceinline__ void run(int items) {
+    __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
-        for (int index = static_cast<int>(blockIdx.x); index < items;) {
-            const QueriesItem item = queries_item<Tile, kProblems>(problem_, index);
+        const int first = workers.index < 0 ? taken() + workers.count : workers.index;
+        for (int index = uniform(first); index < items;) {
+            const QueriesItem item = queries_item<Tile, kProblems>(problem_, index, workers);
             publish(smem_, plan_, item);
             for (int n = 0; n < item.tiles; ++n) copy(item, item.last - n * Tile::kStream);
-            index = uniform(taken()) + static_cast<int>(gridDim.x);  // of which each block has one beforehand
+            index = uniform(taken()) + workers.count;
         }
         QueriesItem none{};
         none.tiles = -1;
@@ -385,63 +389,36 @@ class QueriesConsumer {
     unsigned tile_ = 0;  // how many there were
 };
 
-template <class Tile, Problems kProblems>
-__global__ void __launch_bounds__(Tile::kThreads, 1)
-    queries(const __grid_constant__ Problem problem, const __grid_constant__ QueriesMaps maps, int items) {
-    auto& smem = shared_memory<QueriesMemory<Tile>>();
-    if (threadIdx.x == 0) {
-        constexpr unsigned kWarps = 4 * Tile::kGroups;  // each arrives for itself
-        prepare_slots(smem.plan_slot, 1, kWarps + 1);
-        prepare_slots(smem.own_slot, 1, 4);
-        prepare_slots(smem.key_slot, 1, kWarps);
-        prepare_slots(smem.value_slot, 1, kWarps);
-        ptx::barrier_init(&smem.key_patch, 1);
-        ptx::barrier_init_fence();
-    }
-    __syncthreads();
-    if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
-        ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) QueriesProducer<Tile, kProblems>(problem, maps, smem).run(items);
-        else if (threadIdx.x < 64) OwnCopies<Tile, kProblems>(problem, maps, smem).run();
-    } else {
-        ptx::acquire_registers<Tile::kConsumerRegisters>();
-        QueriesConsumer<Tile, kProblems>(problem, maps, smem).run();
-    }
+/// Prepares the barriers of a block. One thread.
+template <class Tile>
+__device__ __forceinline__ void prepare_block(QueriesMemory<Tile>& smem) {
+    constexpr unsigned kWarps = 4 * Tile::kGroups;  // each arrives for itself
+    prepare_slots(smem.plan_slot, 1, kWarps + 1);
+    prepare_slots(smem.own_slot, 1, 4);
+    prepare_slots(smem.key_slot, 1, kWarps);
+    prepare_slots(smem.value_slot, 1, kWarps);
+    ptx::barrier_init(&smem.key_patch, 1);
 }
 
+/// Of warpgroup 0.
 template <class Tile, Problems kProblems>
-void launch_queries(const Problem& problem, Stream stream) {
+__device__ __forceinline__ void serve(const Problem& problem, const QueriesMaps& maps, QueriesMemory<Tile>& smem,
+                                      int items, const Workers& workers) {
+    if (threadIdx.x < 32) QueriesProducer<Tile, kProblems>(problem, maps, smem).run(items, workers);
+    else if (threadIdx.x < 64) OwnCopies<Tile, kProblems>(problem, maps, smem).run();
+}
+
+template <class Tile>
+QueriesMaps queries_maps(const Problem& problem) {
     const ForwardParams& p = problem.forward;
-    const unsigned items = assignment_grid(p, Tile::kOwn).x;
-    if (items == 0) return;
     const Sequences& s = p.sequences;
     const std::int64_t rows_q = s.cu_seqlens_q ? s.total_q : p.seqlen_q,
                        rows_k = s.cu_seqlens_k ? s.total_k : p.seqlen_k;
-    const QueriesMaps maps{map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
-                           map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kStream),
-                           map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kStream),
-                           map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kGroupRows),
-                           map_rows(p, problem.dq, p.head_dim, rows_q, p.heads_q, Tile::kWarpRows)};
-    const dim3 grid(std::min(items, static_cast<unsigned>(problem.multiprocessors)));
-    launch(queries<Tile, kProblems>, {grid, dim3(Tile::kThreads), sizeof(QueriesMemory<Tile>)}, stream, problem, maps,
-           static_cast<int>(items));
-}
-
-/// The shapes that ship (docs/tuning/hopper_backward.md).
-inline constexpr QueriesTileShape kQueriesShapes[] = {{.d = 64, .stages = 3}, {.d = 96}, {.d = 128}};
-
-template <class T, Problems kProblems>
-std::vector<Shape> queries_shapes() {
-    return of_rows<kQueriesShapes>([](auto i) {
-        using Tile = QueriesTile<T, kQueriesShapes[i]>;
-        using Memory = QueriesMemory<Tile>;
-        static_assert(sizeof(Memory) <= 227 * 1024);
-        return Shape{{Element<T>::kDType, 90, Tile::kD, Tile::kOwn, Tile::kStream, Tile::kThreads / 32, Tile::kStages,
-                      sizeof(Memory), reinterpret_cast<const void*>(queries<Tile, kProblems>)},
-                     kProblems,
-                     Pass::kQueries,
-                     launch_queries<Tile, kProblems>};
-    });
+    return {map_rows(p, p.q, p.head_dim, rows_q, p.heads_q, Tile::kGroupRows),
+            map_rows(p, p.k, p.head_dim, rows_k, p.heads_k, Tile::kStream),
+            map_rows(p, p.v, p.head_dim_v, rows_k, p.heads_k, Tile::kStream),
+            map_rows(p, problem.dout, p.head_dim_v, rows_q, p.heads_q, Tile::kGroupRows),
+            map_rows(p, problem.dq, p.head_dim, rows_q, p.heads_q, Tile::kWarpRows)};
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -437,7 +437,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     const int group = uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads);
     if (group == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        serve<Tile, kProblems, kPass>(problem, maps, smem, items);
+        serve<Tile, kProblems, kPass>(problem, maps, smem, items, Workers::all());
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         if (group == 1) ScoresConsumer<Tile, kProblems, kPass>(problem, smem).run();
