@@ -24,14 +24,14 @@ SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64; at 256
 two blocks have 64 each of an item's 128."""
 LONG = 1100
-"""Keys of a sequence in which blocks write dQ themselves in no case, though they may have to add in order."""
-TURNS = pytest.mark.parametrize("turns", [False, True])
-"""Whether blocks take turns at dQ, as in short sequences if memory is slow."""
+"""Keys of a sequence above d = 128 in which blocks write dQ themselves in no case, though they may have to add in order."""
+SLOW = pytest.mark.parametrize("slow", [False, True])
+"""Whether memory is slow, so that short sequences go by two passes, or above d = 128 blocks take turns at dQ."""
 
 
-def memory_bus(turns: bool) -> int:
-    """Bits, of an H100 or of an H200."""
-    return 5120 if turns else 6016
+def memory_bus(slow: bool) -> int:
+    """Bits, of an H100, or not known."""
+    return 5120 if slow else 0
 
 
 class Case(NamedTuple):
@@ -106,10 +106,10 @@ def compute(
     seed: int = 0,
     deterministic: bool = False,
     modification: Modification = PLAIN,
-    turns: bool = False,
+    slow: bool = False,
 ) -> list[Tensor]:
     """The kernel's gradients of q, k and v, and of an additive bias, from poisoned memory."""
-    emulated = {"sm_count": sm_count, "seed": seed, "memory_bus": memory_bus(turns)}
+    emulated = {"sm_count": sm_count, "seed": seed, "memory_bus": memory_bus(slow)}
     with flash_wmma.emulator.settings(mode="checked", **emulated), poisoned_memory():
         *gradients, dbias = ops.backward(
             *(given.dout, given.dlse, given.q, given.k, given.v, given.out, given.lse, None),
@@ -131,10 +131,10 @@ def check(
     seed: int = 0,
     deterministic: bool = False,
     modification: Modification = PLAIN,
-    turns: bool = False,
+    slow: bool = False,
 ) -> None:
     given, expected = solved(case, d, dv or d, dtype, modification=modification)
-    judge(compute(given, case.mask, sm_count, seed, deterministic, modification, turns), expected, dtype)
+    judge(compute(given, case.mask, sm_count, seed, deterministic, modification, slow), expected, dtype)
 
 
 def check_packed(
@@ -146,7 +146,7 @@ def check_packed(
     sm_count: int = 2,
     deterministic: bool = False,
     bound: int = 0,
-    turns: bool = False,
+    slow: bool = False,
 ) -> None:
     """Of sequences of (queries, keys, keys in use), for which the caller says that they have at most `bound` keys. Rows
     of no sequence, keys that are not in use and the sequences `bad` hold NaN and infinity, which reach nothing else."""
@@ -173,7 +173,7 @@ def check_packed(
     tables = [torch.tensor(t, dtype=torch.int32) for t in (ends_q, ends_k, [used for _, _, used in lengths])]
     longest = [max(column) for column in zip(*lengths, strict=True)]
     longest[1] = max(longest[1], bound)
-    emulated = {"sm_count": sm_count, "memory_bus": memory_bus(turns)}
+    emulated = {"sm_count": sm_count, "memory_bus": memory_bus(slow)}
     with flash_wmma.emulator.settings(mode="checked", **emulated), poisoned_memory():
         dq, dk, dv_, _ = ops.backward_varlen(
             *(dout, dlse, q, k, v, out, lse, *tables, *longest[:2], None),
@@ -206,19 +206,19 @@ EDGES = [
 ]
 
 
-@TURNS
+@SLOW
 @pytest.mark.parametrize("mask", [DENSE, Mask(True), Mask("bottom_right", (70, 0))], ids=str)
 @pytest.mark.parametrize("d", SHAPES)
-def test_packed(d: int, mask: Mask, turns: bool) -> None:
+def test_packed(d: int, mask: Mask, slow: bool) -> None:
     """Lengths around a tile of 64 and of 128, none, one; keys that are not in use, in whole tiles too."""
-    check_packed([*EDGES, (65, 300, 20)], mask, d, d, turns=turns)
+    check_packed([*EDGES, (65, 300, 20)], mask, d, d, slow=slow)
 
 
 @pytest.mark.parametrize(("d", "dv"), [(40, 64), (128, 72), (136, 192), (256, 200)])
 def test_packed_among_infinite_ones(d: int, dv: int) -> None:
     """Every second sequence is NaN, one block works on all."""
     lengths = [(70, 70, 70), (20, 150, 130), (130, 60, 60), (65, 64, 64), (64, 65, 65), (3, 3, 3)]
-    check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1, turns=True)
+    check_packed(lengths, Mask("bottom_right"), d, dv, bad=(1, 3, 5), sm_count=1, slow=True)
     check_packed(lengths, DENSE, d, dv, bad=(0, 2, 4))
 
 
@@ -237,7 +237,7 @@ def test_many_packed_sequences(d: int) -> None:
 )
 def test_head_dims(d: int, dv: int) -> None:
     """Narrower than the tile on either side, whole panels of 64 columns among them."""
-    check(Case(150, 200, Mask("bottom_right")), d, dv, turns=True)
+    check(Case(150, 200, Mask("bottom_right")), d, dv, slow=True)
     check(Case(90, 130, batch=2), d, dv, torch.bfloat16)
 
 
@@ -257,12 +257,12 @@ MASKS = {
 }
 
 
-@TURNS
+@SLOW
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize("case", MASKS)
-def test_masks(case: str, d: int, turns: bool) -> None:
+def test_masks(case: str, d: int, slow: bool) -> None:
     """Among them items without queries between others with some."""
-    check(MASKS[case], d, turns=turns)
+    check(MASKS[case], d, slow=slow)
 
 
 @pytest.mark.parametrize(
@@ -290,12 +290,12 @@ def test_terms_beside_sole_rows(d: int, more: int) -> None:
     check(Case(16 * d + more, 140, Mask(True), heads=(1, 1)), d)
 
 
-@TURNS
+@SLOW
 @pytest.mark.parametrize("d", SHAPES)
 @pytest.mark.parametrize(("sm_count", "seed"), [(1, 3), (3, 2)])
-def test_many_items_a_block(sm_count: int, seed: int, d: int, turns: bool) -> None:
+def test_many_items_a_block(sm_count: int, seed: int, d: int, slow: bool) -> None:
     """All rings go round, with items that no query sees among the others; each head's dQ comes from several items."""
-    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed, turns=turns)
+    check(Case(140, 330, Mask(True), heads=(4, 2), batch=2), d, sm_count=sm_count, seed=seed, slow=slow)
 
 
 @pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right", (70, 0))], ids=str)
@@ -331,37 +331,49 @@ def test_long_sequences(d: int, case: Case) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sm_count", "nk", "turns"), [(1, 150, True), (3, 150, True), (1, 150, False), (12, LONG, False)]
+    ("sm_count", "nk", "slow"), [(1, 150, True), (3, 150, True), (1, 150, False), (12, LONG, False)]
 )
 @pytest.mark.parametrize("d", SHAPES)
-def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk: int, turns: bool) -> None:
+def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk: int, slow: bool) -> None:
     """A head's NaN reaches no other head, though a block works on one after the other. The third block, or the tenth
     (up to d = 128), begins with it: nothing came before, whose dQ could be added to the first rows of all."""
     case = Case(70, nk, heads=(3, 3))
     given, expected = solved(case, d, d, torch.float16)
     for t in (given.q, given.k, given.v, given.dout, given.out):
         t[:, 1] = math.nan
-    gradients = compute(given, sm_count=sm_count, turns=turns)
+    gradients = compute(given, sm_count=sm_count, slow=slow)
     judge([t[:, ::2] for t in gradients], [t[:, ::2] for t in expected], torch.float16)
 
 
 @pytest.mark.parametrize(
-    ("bus", "nk", "deterministic", "turns"),
+    ("bus", "d", "nq", "nk", "mask", "deterministic", "way"),
     [
-        (5120, 512, False, True),
-        (5120, 513, False, False),
-        (6016, 512, False, False),
-        (0, 512, False, False),  # not known
-        (0, 129, False, False),
-        (0, 128, False, True),  # one item sees all
-        (0, 512, True, True),
-        (0, 513, True, False),
+        (5120, 64, 20, 512, DENSE, False, "passes"),
+        (5120, 64, 20, 513, DENSE, False, "sums"),
+        (6016, 64, 20, 512, DENSE, False, "sums"),
+        (0, 64, 20, 512, DENSE, False, "sums"),  # not known
+        (0, 64, 20, 129, DENSE, False, "sums"),
+        (0, 64, 20, 128, DENSE, False, "one item"),
+        (0, 64, 20, 513, DENSE, True, "passes"),
+        (5120, 96, 20, 768, DENSE, False, "passes"),
+        (5120, 96, 20, 769, DENSE, False, "sums"),
+        (5120, 128, 20, 1100, DENSE, False, "passes"),
+        (6016, 128, 20, 1100, DENSE, False, "sums"),
+        (6016, 128, 20, 936, DENSE, False, "passes"),
+        (5120, 128, 1600, 1600, Mask(True), False, "passes"),
+        (5120, 128, 200, 1600, Mask(window=(500, 0)), False, "passes"),
+        (5120, 128, 200, 1600, Mask("bottom_right"), False, "sums"),
+        (5120, 192, 20, 512, DENSE, False, "turns"),
+        (5120, 192, 20, 513, DENSE, False, "sums"),
+        (6016, 192, 20, 512, DENSE, False, "sums"),
+        (0, 192, 20, 512, DENSE, True, "turns"),
     ],
 )
-def test_who_takes_turns(bus: int, nk: int, deterministic: bool, turns: bool) -> None:
-    """No grid behind the products brings dQ to its place where blocks do it."""
-    q, k = torch.randn(1, 1, 20, 64).half(), torch.randn(1, 1, nk, 64).half()
-    lse = torch.zeros(1, 1, 20)
+def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, deterministic: bool, way: str) -> None:
+    """By two passes where few keys are visible, if memory is slow or the gradients have to be deterministic. No grid behind
+    the products brings dQ to its place where blocks do it."""
+    q, k = torch.randn(1, 1, nq, d).half(), torch.randn(1, 1, nk, d).half()
+    lse = torch.zeros(1, 1, nq)
     with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=bus):
         take_profile()
         ops.backward(
@@ -373,13 +385,14 @@ def test_who_takes_turns(bus: int, nk: int, deterministic: bool, turns: bool) ->
             q,
             lse,
             None,
-            *band(False, None),
+            *band(mask.causal, mask.window),
             *PLAIN,
             deterministic=deterministic,
             kernel_name="bwd_sm90",
         )
         launches = json.loads(take_profile())
-    assert len(launches) == (2 if turns else 3)
+    assert len(launches) == (3 if way == "sums" else 2)
+    assert any("two_passes" in launch["kernel"] for launch in launches) == (way == "passes")
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-36])
@@ -460,7 +473,7 @@ def test_changes(d: int, kind: str, case: Case, deterministic: bool) -> None:
         case = case._replace(batch=1)
         change = change._replace(attn_bias=change.attn_bias.expand(1, 2, case.nq, case.nk).contiguous())
     dtype = torch.bfloat16 if kind in ("ALiBi", "soft cap", "documents") else torch.float16
-    check(case, d, d - 16, dtype, deterministic=deterministic, modification=change, turns=case.nk == 330)
+    check(case, d, d - 16, dtype, deterministic=deterministic, modification=change, slow=case.nk == 330)
 
 
 @pytest.mark.parametrize("nk", [200, LONG])
@@ -519,7 +532,7 @@ ORDERED = [
     Case(140, 200, Mask(True), (6, 6)),  # more heads than take turns, and a rest of them
     Case(140, LONG, Mask("bottom_right")),
 ]
-"""Three or more tiles of keys and of queries: items that wait for their turns, forwards and backwards."""
+"""Three or more tiles of keys and of queries: above d = 128 items that wait for their turns, forwards and backwards."""
 
 
 @pytest.mark.parametrize("d", SHAPES)
@@ -558,7 +571,7 @@ def test_documents_keep_to_themselves(d: int, poisoned: tuple[str, ...], determi
 
 def test_lengths_that_decrease_end() -> None:
     """What comes out is unspecified, but it comes out: items that are never found would be waited for."""
-    q = torch.randn(300, 1, 64, generator=torch.Generator().manual_seed(0)).half()
+    q = torch.randn(300, 1, 136, generator=torch.Generator().manual_seed(0)).half()
     ends_q, ends_k = (torch.tensor(t, dtype=torch.int32) for t in ([0, 122, 138, 300, 300], [0, 300, 85, 300, 108]))
     options = {"deterministic": True, "kernel_name": "bwd_sm90"}
     given = (q, None, q, q, q, q, torch.zeros(1, 300), ends_q, ends_k, None, 300, 300, None)
@@ -570,5 +583,5 @@ def test_lengths_that_decrease_end() -> None:
 @pytest.mark.parametrize("bound", [0, LONG])
 @pytest.mark.parametrize("d", [64, 256])
 def test_deterministic_packed(d: int, bound: int) -> None:
-    """With few keys blocks write dQ too, with many they add to it in order."""
+    """Above d = 128: with few keys blocks write dQ too, with many they add to it in order."""
     check_packed(EDGES, Mask("bottom_right"), d, d, deterministic=True, bound=bound)

@@ -76,9 +76,7 @@ struct Tile {
     // dQ of a tile, if the consumers share it: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
     static constexpr int kDqColumns = kSharesQueries ? kD : 64;
-    static_assert(kD % 32 == 0 && kQueries % 64 == 0 &&
-                  (kTwoRoles ? kConsumers == 2 && kQueryPanels == 1
-                             : kSharesQueries || (kQueryPanels == 1 && kPanels == kConsumers)));
+    static_assert(kD % 32 == 0 && kQueries % 64 == 0 && (!kTwoRoles || (kConsumers == 2 && kQueryPanels == 1)));
     static_assert(kQueries % kRowGroup == 0);
 };
 
@@ -280,8 +278,7 @@ constexpr bool writes_sole_rows() {
 /// finds too few registers.
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool first_tile_apart() {
-    return !Tile::kTwoRoles &&
-           (kPass == Pass::kKeys || (kPass == Pass::kFused && !includes(kProblems, Problems::kModified)));
+    return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;
 }
 
 /// L and D of a tile's queries, one or the other way.
@@ -345,8 +342,8 @@ struct SharedMemory : SharedTiles<Tile> {
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
     ptx::Barrier key_patch, query_patch;  // say that rows have come of which the warp that copied them clears some
-    Slot turn_slot[2];          // full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];  // says that pass_turns knows that it is over
+    Slot turn_slot[2];                    // full when the turn has come, empty when it is over
+    ptx::Barrier turn_seen[2];            // says that pass_turns knows that it is over
 };
 
 /// The place of a part of dO of tile n.

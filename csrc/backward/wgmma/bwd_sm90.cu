@@ -1,7 +1,6 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
 #include <algorithm>
-#include <cstdlib>
 
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
@@ -16,36 +15,60 @@ const std::vector<Shape> kShapes =
           sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
           sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
           sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_two_passes(),
-          sm90_bf16_two_passes()});
+          sm90_bf16_two_passes(), sm90_half_general_two_passes(), sm90_bf16_general_two_passes()});
 const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistics(), sm90_bf16_statistics()});
 
-/// Blocks take turns at dQ, and write dq, if sequences are so short that passes over dQ's buffer are a large part of the
-/// time: in deterministic calls, which have an order anyway, and in others if memory is slow (docs/tuning/
-/// hopper_backward.md). With turns an item has also those tiles whose ranges leave out its keys.
+std::int64_t largest_head_dim(const BackwardParams& p) { return std::max(p.forward.head_dim, p.forward.head_dim_v); }
+bool is_wide(const BackwardParams& p) { return largest_head_dim(p) > 128; }
+
+/// Whether memory is slow beside the tensor cores.
+constexpr int kSlowBus = 5120;  // bits, of an H100; an H200 has 6016
+bool has_slow_memory(const DeviceFacts& device) { return 0 < device.memory_bus && device.memory_bus <= kSlowBus; }
+
+/// How many keys a row sees on average, of the longest sequence, by the band: from its first, middle and last row.
+std::int64_t visible_keys(const ForwardParams& p) {
+    const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
+    const auto of_row = [&](std::int64_t row) {
+        const std::int64_t begin = std::max<std::int64_t>(row + offset - p.band.left, 0);
+        return std::max<std::int64_t>(std::min(row + offset + p.band.right + 1, p.seqlen_k) - begin, 0);
+    };
+    return (of_row(0) + 2 * of_row(p.seqlen_q / 2) + of_row(p.seqlen_q - 1)) / 4;
+}
+/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it, where
+/// memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which
+/// there are twice as many; more under a causal mask with grouped heads, whose long items end late.
+std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
+    const std::int64_t d = largest_head_dim(p);
+    if (p.forward.key_ranges.data) return 0;
+    if (!includes(Problems::kPacked, problems_of(p, /*converted=*/false))) return d > 64 ? 256 : 0;
+    if (d <= 64) return 512;
+    const bool grouped = p.forward.heads_q > p.forward.heads_k && p.forward.band.right < kUnbounded;
+    return grouped ? 2048 : d > 96 ? 1100 : 768;
+}
+bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
+    if (device.memory_bus <= 0) return false;
+    return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
+}
+
+/// Two passes in deterministic calls, and for few keys. Above d = 128 there is no second pass. There blocks take turns at dQ,
+/// and write dq, in short sequences: in deterministic calls, which have an order anyway, and in others if memory is slow.
+/// With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
-    if (const char* by = std::getenv("FW_DQ")) {
-        if (*by == 'q' && std::max(p.forward.head_dim, p.forward.head_dim_v) <= 128 &&
-            !includes(problems_of(p, false), Problems::kModified))
-            return DqBy::kQueries;
-        if (*by == 's') return DqBy::kSums;
-    }
-    constexpr int kNarrowBus = 5120;  // of an H100; an H200 has 6016
-    const bool slow = 0 < device.memory_bus && device.memory_bus <= kNarrowBus;
-    if (!p.deterministic && (p.forward.key_ranges.data || !slow)) return DqBy::kSums;
-    const std::int64_t longest =
-        std::max(p.forward.head_dim, p.forward.head_dim_v) > 64 && p.deterministic ? 1024 : 512;
-    return p.forward.seqlen_k <= longest ? DqBy::kTurns : DqBy::kSums;
+    if (!is_wide(p)) return p.deterministic || has_few_keys(p, device) ? DqBy::kQueries : DqBy::kSums;
+    if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;
+    return p.forward.seqlen_k <= (p.deterministic ? 1024 : 512) ? DqBy::kTurns : DqBy::kSums;
 }
 /// Turns also give the additions an order.
 bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
-    return by != DqBy::kQueries && (p.deterministic || by == DqBy::kTurns);
+    return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic);
+}
+Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
+    if (takes_turns(p, device)) return Pass::kTurns;
+    return dq_of(p, device) == DqBy::kQueries ? Pass::kKeys : Pass::kFused;
 }
 const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
-    const Pass pass = takes_turns(p, device)                   ? Pass::kTurns
-                      : dq_of(p, device) == DqBy::kQueries ? Pass::kKeys
-                                                           : Pass::kFused;
-    return choose_shape(kShapes, p.forward.dtype, pass, p, device);
+    return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device);
 }
 
 /// Problem::sole_rows: of plain dense problems whose rows all see the first key; without turns. 0 if a head's terms do not
@@ -107,8 +130,7 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
 /// tiles leave out more (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
     if (p.statistics.wanted) return false;  // a kernel of its own, which was not compared with bwd_sm80's in ranges
-    const bool wide = std::max(p.forward.head_dim, p.forward.head_dim_v) > 128;
-    return (p.deterministic && wide) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);
+    return (p.deterministic && is_wide(p)) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);
 }
 
 const BackwardKernelInfo kInfo = {

@@ -63,6 +63,8 @@ class Consumer : ConsumerWarp<Tile> {
     using typename Base::T;
     using Kept = KeptTile<true, 16, kQueries>;
     static_assert(!Tile::kStagesRows || kFirstApart);  // whose code waits for the stores
+    static_assert(!kComputesDq || Tile::kSharesQueries ||
+                  (Tile::kQueryPanels == 1 && Tile::kPanels == Tile::kConsumers));
 
   public:
     __device__ __forceinline__ Consumer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
@@ -108,7 +110,7 @@ class Consumer : ConsumerWarp<Tile> {
 #pragma unroll 1
                     for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
                 } else {
-                    add_tile<true>(work, places, left-- == 1);
+                    if constexpr (kFirstApart) add_tile<true>(work, places, left-- == 1);
 #pragma unroll 1
                     for (; left > 0; --left) add_tile<false>(work, places, left == 1);
                 }
@@ -447,12 +449,6 @@ inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true, .stages_rows = true},
     {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
     {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
-};
-/// Of blocks that take turns.
-inline constexpr TileShape kTurnShapes[] = {
-    {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 96, .queries = 64, .value_stages = 1, .folds_facts = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .folds_facts = true},
 };
 /// Of general problems.
 inline constexpr TileShape kGeneralShapes[] = {

@@ -26,8 +26,8 @@ __device__ __forceinline__ void issue_scores(RegisterTile<16, kColumns>& product
 
 /// Issues gradient += weights * rows, 16 rows for each step. `adds`: to what is there.
 template <class T, int kD, int kSteps, class Rows>
-__device__ __forceinline__ void issue_weighted(RegisterTile<16, kD>& gradient, const std::uint32_t (&weights)[kSteps][4],
-                                               const Rows& rows, bool adds) {
+__device__ __forceinline__ void issue_weighted(RegisterTile<16, kD>& gradient,
+                                               const std::uint32_t (&weights)[kSteps][4], const Rows& rows, bool adds) {
     const ptx::SharedMatrix<ptx::Major::N> b(rows.panel, sizeof(rows.panel[0]));
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)

@@ -39,8 +39,9 @@ namespace flash_wmma::backward::wgmma {
 
 /// Shape of a block's work.
 struct QueriesTileShape {
-    int d;           ///< the largest d and d_v that the instance holds
-    int stages = 2;  ///< tiles of K, and of V, in flight
+    int d;                ///< the largest d and d_v that the instance holds
+    int keys = 128;       ///< of a streamed tile of K and V
+    int stages = 2;       ///< tiles of K, and of V, in flight
     int barriers_at = 0;  ///< as of TileShape
 };
 
@@ -51,7 +52,7 @@ struct QueriesTile {
     static constexpr int kD = kShape.d, kStages = kShape.stages, kBarriersAt = kShape.barriers_at;
     static constexpr int kPlans = 2;  // items that are known
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128, kGroups = 2, kOwn = kGroupRows * kGroups;
-    static constexpr int kStream = 128, kStep = kStream;  // a warp takes all of a tile at a time
+    static constexpr int kStream = kShape.keys, kStep = kStream;  // a warp takes all of a tile at a time
     static constexpr int kThreads = kGroupThreads * (kGroups + 1);
     static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
     static constexpr int kPanels = (kD + 63) / 64;  // of 64 columns
@@ -81,7 +82,7 @@ __device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int 
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     if (!p.sequences.cu_seqlens_q && p.band.right < kUnbounded)
-        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn, 
+        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn,
                                  2u * static_cast<unsigned>(workers.count));
     const Assignment a = kPacked ? assignment<Tile::kOwn>(p, place) : dense_assignment<Tile::kOwn>(p, place);
     const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
@@ -224,8 +225,7 @@ class QueriesConsumer {
           maps_(maps),
           smem_(shared),
           group_(uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads - 1)),
-          warp_row_(Tile::kGroupRows * group_ +
-                    Tile::kWarpRows * uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
+          warp_row_(Tile::kGroupRows * group_ + Tile::kWarpRows * uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           changes_(problem) {
         if constexpr (kDrops)
             if (drops()) dropout_ = dropout_state(dropout());
@@ -288,8 +288,8 @@ class QueriesConsumer {
             query_mask<kChanges>(problem_, item.sequence, item.head));
         if constexpr (kDrops)
             if (drops())
-                kept_ = Kept(dropout(), DropoutMask(dropout_, dropout().origin, item.sequence.index, item.head), own,
-                             row);
+                kept_ =
+                    Kept(dropout(), DropoutMask(dropout_, dropout().origin, item.sequence.index, item.head), own, row);
         ptx::wgmma_wait<0>();
         tell(smem_.value_slot[stage].empty);
         if (last) tell(smem_.own_slot[group_].empty);
@@ -300,8 +300,7 @@ class QueriesConsumer {
     __device__ __forceinline__ void multiply(const QueriesItem& item, int row) {
         const unsigned tile = tile_++, stage = in_uniform_register(tile % Tile::kStages);
         if constexpr (kDrops)
-            if (drops())
-                kept_.each([&](int i, int c, bool keeps) { dp_.at(i, c) = keeps ? dp_.at(i, c) : 0.f; });
+            if (drops()) kept_.each([&](int i, int c, bool keeps) { dp_.at(i, c) = keeps ? dp_.at(i, c) : 0.f; });
         dp_.each([&](float& x, int i, int c) { x = s_.at(i, c) * (x + facts_[i].minus_delta); });
         changes_.follow_back(dp_, place_of(item, row), Seen::kSome);
         std::uint32_t ds[Tile::kStream / 16][4];
@@ -311,8 +310,7 @@ class QueriesConsumer {
         ptx::wgmma_commit();
         if constexpr (!kLast) {
             await_keys(tile + 1);
-            issue_scores<T, Tile::kD>(s_, smem_.q[group_], 0,
-                                      smem_.k[in_uniform_register((tile + 1) % Tile::kStages)]);
+            issue_scores<T, Tile::kD>(s_, smem_.q[group_], 0, smem_.k[in_uniform_register((tile + 1) % Tile::kStages)]);
         }
         ptx::wgmma_wait<kLast ? 0 : 1>();
         tell(smem_.key_slot[stage].empty);
@@ -383,7 +381,7 @@ class QueriesConsumer {
     Changes changes_;
     [[no_unique_address]] std::conditional_t<kDrops, DropoutState, Nothing> dropout_;
     [[no_unique_address]] std::conditional_t<kDrops, Kept, Nothing> kept_;  // of the tile
-    Scores s_, dp_;  // scores, then P; dP, then dS
+    Scores s_, dp_;                                                         // scores, then P; dP, then dS
     RegisterTile<16, Tile::kD> dq_;
     OwnFacts facts_[2];  // of a lane's rows
     unsigned tile_ = 0;  // how many there were

@@ -20,6 +20,8 @@ std::vector<Shape> sm90_wide_half_general_shapes();
 std::vector<Shape> sm90_wide_bf16_general_shapes();
 std::vector<Shape> sm90_half_two_passes();
 std::vector<Shape> sm90_bf16_two_passes();
+std::vector<Shape> sm90_half_general_two_passes();
+std::vector<Shape> sm90_bf16_general_two_passes();
 std::vector<StatisticsShape> sm90_half_statistics();
 std::vector<StatisticsShape> sm90_bf16_statistics();
 

@@ -16,7 +16,6 @@
 #include <shared_memory.cuh>
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "backward/wgmma/bwd_sm90.cuh"
 #include "backward/wgmma/launch.cuh"
@@ -53,32 +52,33 @@ __global__ void __launch_bounds__(Keys::kThreads, 1)
     }
     __syncthreads();
     const int block = static_cast<int>(blockIdx.x), blocks = static_cast<int>(gridDim.x);
-    // of_keys(workers) and of_queries(workers), in this block's order
-    const auto both = [&](auto of_keys, auto of_queries) {
-        const bool keys_first = block < work.key_blocks;
-#pragma unroll 1
-        for (int turn = 0; turn < 2; ++turn) {
-            if ((turn == 0) == keys_first) of_keys(Workers{turn > 0 ? -1 : block, work.key_blocks});
-            else of_queries(Workers{turn > 0 ? -1 : block - work.key_blocks, blocks - work.key_blocks});
-            ptx::fence_proxy_async();  // copies of the next pass write where this one wrote
-            ptx::named_barrier_sync(1, Keys::kThreads);
-        }
+    const bool keys_first = block < work.key_blocks;
+    const auto end_of_pass = [] {
+        __syncwarp();
+        ptx::fence_proxy_async();  // copies of the next pass write where this one wrote
+        ptx::named_barrier_sync(1, Keys::kThreads);
     };
     if (uniform(static_cast<int>(threadIdx.x) / Keys::kGroupThreads) == 0) {
         ptx::release_registers<Keys::kProducerRegisters>();
-        both(
-            [&](const Workers& workers) {
-                serve<Keys, kProblems, Pass::kKeys>(problem, maps.keys, smem.keys, work.key_items, workers);
-                __syncwarp();
-            },
-            [&](const Workers& workers) {
-                serve<Queries, kProblems>(problem, maps.queries, smem.queries, work.query_items, workers);
-                __syncwarp();
-            });
+#pragma unroll 1
+        for (int pass = 0; pass < 2; ++pass) {
+            const int late = pass > 0 ? -1 : 0;  // a block that comes late to a pass has no number there
+            if ((pass == 0) == keys_first)
+                serve<Keys, kProblems, Pass::kKeys>(problem, maps.keys, smem.keys, work.key_items,
+                                                    {late | block, work.key_blocks});
+            else
+                serve<Queries, kProblems>(problem, maps.queries, smem.queries, work.query_items,
+                                          {late | (block - work.key_blocks), blocks - work.key_blocks});
+            end_of_pass();
+        }
     } else {
         ptx::acquire_registers<Keys::kConsumerRegisters>();
-        both([&](const Workers&) { Consumer<Keys, kProblems, Pass::kKeys>(problem, maps.keys, smem.keys).run(); },
-             [&](const Workers&) { QueriesConsumer<Queries, kProblems>(problem, maps.queries, smem.queries).run(); });
+#pragma unroll 1
+        for (int pass = 0; pass < 2; ++pass) {
+            if ((pass == 0) == keys_first) Consumer<Keys, kProblems, Pass::kKeys>(problem, maps.keys, smem.keys).run();
+            else QueriesConsumer<Queries, kProblems>(problem, maps.queries, smem.queries).run();
+            end_of_pass();
+        }
     }
 }
 
@@ -88,9 +88,8 @@ void launch_two_passes(const Problem& problem, Stream stream) {
     const unsigned key_items = owned_keys_grid(p, Keys::kItemKeys).x, query_items = assignment_grid(p, Queries::kOwn).x;
     if (key_items + query_items == 0) return;
     const unsigned blocks = std::min(key_items + query_items, static_cast<unsigned>(problem.multiprocessors));
-    // Four products against three
-    unsigned key_blocks = query_items == 0 ? blocks : key_items == 0 ? 0 : (4 * blocks + 3) / 7;
-    if (const char* share = std::getenv("FW_KB")) key_blocks = blocks * static_cast<unsigned>(std::atoi(share)) / 100;
+    // Four products against three. Few items of keys, each of them long where query heads share them, begin at once
+    const unsigned key_blocks = std::min(key_items, key_items < 4 * blocks ? blocks : (4 * blocks + 3) / 7);
     launch(two_passes<Keys, Queries, kProblems>,
            {dim3(blocks), dim3(Keys::kThreads), sizeof(TwoPassesMemory<Keys, Queries>)}, stream, problem,
            TwoPassesMaps{maps_of<Keys>(problem), queries_maps<Queries>(problem)},
@@ -103,32 +102,28 @@ struct TwoPassesShape {
     QueriesTileShape queries;
 };
 inline constexpr int kKeyBarriers = 225 * 1024, kQueryBarriers = kKeyBarriers + 1024;
+constexpr TwoPassesShape two_passes_shape(TileShape keys, QueriesTileShape queries) {
+    keys.ds_stages = 1, keys.barriers_at = kKeyBarriers;
+    queries.barriers_at = kQueryBarriers;
+    return {keys, queries};
+}
 inline constexpr TwoPassesShape kTwoPassesShapes[] = {
-    {{.d = 64, .queries = 128, .ds_stages = 1, .folds_facts = true, .stages_rows = true, .barriers_at = kKeyBarriers},
-     {.d = 64, .stages = 3, .barriers_at = kQueryBarriers}},
-    {{.d = 96,
-      .queries = 64,
-      .value_stages = 1,
-      .ds_stages = 1,
-      .folds_facts = true,
-      .stages_rows = true,
-      .barriers_at = kKeyBarriers},
-     {.d = 96, .barriers_at = kQueryBarriers}},
-    {{.d = 128,
-      .queries = 64,
-      .value_stages = 1,
-      .ds_stages = 1,
-      .folds_facts = true,
-      .stages_rows = true,
-      .barriers_at = kKeyBarriers},
-     {.d = 128, .barriers_at = kQueryBarriers}},
+    two_passes_shape({.d = 64, .queries = 128, .folds_facts = true, .stages_rows = true}, {.d = 64, .stages = 3}),
+    two_passes_shape({.d = 96, .queries = 64, .value_stages = 1, .folds_facts = true, .stages_rows = true}, {.d = 96}),
+    two_passes_shape({.d = 128, .queries = 64, .value_stages = 1, .folds_facts = true, .stages_rows = true},
+                     {.d = 128}),
+};
+/// Of general problems, which need registers for what changes scores.
+inline constexpr TwoPassesShape kGeneralTwoPassesShapes[] = {
+    two_passes_shape({.d = 64, .queries = 64}, {.d = 64, .keys = 64, .stages = 4}),
+    two_passes_shape({.d = 128, .queries = 64, .value_stages = 1}, {.d = 128, .keys = 64, .stages = 4}),
 };
 
-template <class T, Problems kProblems>
+template <class T, Problems kProblems, const auto& kRows = kTwoPassesShapes>
 std::vector<Shape> two_passes_shapes() {
-    return of_rows<kTwoPassesShapes>([](auto i) {
-        using Keys = Tile<T, kTwoPassesShapes[i].keys>;
-        using Queries = QueriesTile<T, kTwoPassesShapes[i].queries>;
+    return of_rows<kRows>([](auto i) {
+        using Keys = Tile<T, kRows[i].keys>;
+        using Queries = QueriesTile<T, kRows[i].queries>;
         using Memory = TwoPassesMemory<Keys, Queries>;
         static_assert(sizeof(QueriesTiles<Queries>) <= kKeyBarriers && sizeof(SharedMemory<Keys>) == kQueryBarriers &&
                       sizeof(Memory) == 227 * 1024);

@@ -1,11 +1,10 @@
-// The bf16 instances of bwd_sm90. The one for turns serves dense problems too.
+// The bf16 instances of bwd_sm90
 // architectures: 9.0a
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_shapes() {
     return join({wgmma::shapes<bf16, Problems::kPlain, Pass::kFused>(),
-                 wgmma::shapes<bf16, Problems::kPacked, Pass::kFused>(),
-                 wgmma::shapes<bf16, Problems::kPacked, Pass::kTurns, wgmma::kTurnShapes>()});
+                 wgmma::shapes<bf16, Problems::kPacked, Pass::kFused>()});
 }
 }  // namespace flash_wmma::backward

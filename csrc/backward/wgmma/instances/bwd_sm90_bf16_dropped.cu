@@ -3,8 +3,5 @@
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
-std::vector<Shape> sm90_bf16_dropped_shapes() {
-    return join({wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kTurns, wgmma::kTurnShapes>()});
-}
+std::vector<Shape> sm90_bf16_dropped_shapes() { return wgmma::shapes<bf16, Problems::kPackedDropped, Pass::kFused>(); }
 }  // namespace flash_wmma::backward

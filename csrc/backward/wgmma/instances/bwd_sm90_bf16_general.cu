@@ -4,7 +4,6 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_general_shapes() {
-    return join({wgmma::shapes<bf16, Problems::kGeneral, Pass::kFused, wgmma::kGeneralShapes>(),
-                 wgmma::shapes<bf16, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralShapes>()});
+    return wgmma::shapes<bf16, Problems::kGeneral, Pass::kFused, wgmma::kGeneralShapes>();
 }
 }  // namespace flash_wmma::backward

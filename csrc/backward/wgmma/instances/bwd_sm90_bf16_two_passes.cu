@@ -4,7 +4,8 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_two_passes() {
-    return join({wgmma::two_passes_shapes<bf16, Problems::kPlain>(), wgmma::two_passes_shapes<bf16, Problems::kPacked>(),
+    return join({wgmma::two_passes_shapes<bf16, Problems::kPlain>(),
+                 wgmma::two_passes_shapes<bf16, Problems::kPacked>(),
                  wgmma::two_passes_shapes<bf16, Problems::kPackedDropped>()});
 }
 }  // namespace flash_wmma::backward

@@ -3,8 +3,5 @@
 #include "backward/wgmma/bwd_sm90.cuh"
 
 namespace flash_wmma::backward {
-std::vector<Shape> sm90_half_dropped_shapes() {
-    return join({wgmma::shapes<half, Problems::kPackedDropped, Pass::kFused>(),
-                 wgmma::shapes<half, Problems::kPackedDropped, Pass::kTurns, wgmma::kTurnShapes>()});
-}
+std::vector<Shape> sm90_half_dropped_shapes() { return wgmma::shapes<half, Problems::kPackedDropped, Pass::kFused>(); }
 }  // namespace flash_wmma::backward

@@ -4,7 +4,6 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_general_shapes() {
-    return join({wgmma::shapes<half, Problems::kGeneral, Pass::kFused, wgmma::kGeneralShapes>(),
-                 wgmma::shapes<half, Problems::kGeneral, Pass::kTurns, wgmma::kGeneralShapes>()});
+    return wgmma::shapes<half, Problems::kGeneral, Pass::kFused, wgmma::kGeneralShapes>();
 }
 }  // namespace flash_wmma::backward

@@ -4,7 +4,8 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_two_passes() {
-    return join({wgmma::two_passes_shapes<half, Problems::kPlain>(), wgmma::two_passes_shapes<half, Problems::kPacked>(),
+    return join({wgmma::two_passes_shapes<half, Problems::kPlain>(),
+                 wgmma::two_passes_shapes<half, Problems::kPacked>(),
                  wgmma::two_passes_shapes<half, Problems::kPackedDropped>()});
 }
 }  // namespace flash_wmma::backward
