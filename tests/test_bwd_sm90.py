@@ -24,7 +24,7 @@ SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64; at 256
 two blocks have 64 each of an item's 128."""
 LONG = 1100
-"""Keys of a sequence above d = 128 in which blocks write dQ themselves in no case, though they may have to add in order."""
+"""Keys of a sequence in which blocks write dQ by turns in no case, though above d = 128 they may have to add in order."""
 SLOW = pytest.mark.parametrize("slow", [False, True])
 """Whether memory is slow, so that short sequences go by two passes, or above d = 128 blocks take turns at dQ."""
 
@@ -370,8 +370,8 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
     ],
 )
 def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, deterministic: bool, way: str) -> None:
-    """By two passes where few keys are visible, if memory is slow or the gradients have to be deterministic. No grid behind
-    the products brings dQ to its place where blocks do it."""
+    """By two passes where few keys are visible, if memory is slow, and if the gradients have to be deterministic. Where
+    blocks bring dQ to its place, no grid behind the products does."""
     q, k = torch.randn(1, 1, nq, d).half(), torch.randn(1, 1, nk, d).half()
     lse = torch.zeros(1, 1, nq)
     with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=bus):

@@ -254,8 +254,8 @@ FAULTS = [
     Fault(
         name="dropout-sm90-warp-keys",
         path="csrc/backward/wgmma/bwd_sm90.cuh",
-        old="kept = dropout_.kept(work, at, this->warp_key());",
-        new="kept = dropout_.kept(work, at, 0);",
+        old="weighed.kept = dropout_.kept(work, weighed.at, this->warp_key());",
+        new="weighed.kept = dropout_.kept(work, weighed.at, 0);",
         why="all warps have the first one's mask",
         kernels=BWD_SM90,
         tests=DROPOUT,

@@ -279,8 +279,8 @@ FAULTS = [
     Fault(
         name="hopper-statistics-place-given-back-early",
         path=ON_WGMMA,
-        old="    ptx::wgmma_commit();\n    ptx::wgmma_wait<0>();\n",
-        new="    ptx::wgmma_commit();\n",
+        old="        ptx::wgmma_wait<0>();\n        __syncwarp();\n",
+        new="        __syncwarp();\n",
         why="a place is given back while products read it",
         kernels=SM90,
         tests=STATISTICS,

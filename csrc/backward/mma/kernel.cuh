@@ -235,7 +235,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const float scale = p.scale * kLog2e;
         [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
         [[maybe_unused]] DropoutState dropout;
-        if (drops) dropout = dropout_state(p.dropout);
+        // Of own queries not in registers of the warp: of the tile for d = 64 ptxas (CUDA 13.0, sm_90) then made a loop whose
+        // weights were those of another state
+        if (drops) dropout = kOwnsKeys ? dropout_state(p.dropout) : DropoutState(p.dropout);
         [[maybe_unused]] std::conditional_t<kTerms, SlopesGradient<Tile>, Nothing> slopes_gradient;
         int slot = 0;
         for (; left > 0; --left, at.advance()) {

@@ -1,4 +1,4 @@
-// The half instances of bwd_sm90
+// The half instances of bwd_sm90.
 // architectures: 9.0a
 #include "backward/wgmma/bwd_sm90.cuh"
 
