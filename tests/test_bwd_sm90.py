@@ -24,7 +24,7 @@ SHAPES = [64, 96, 128, 192, 256]
 """The largest head dim of each tile shape. Two consumers have 64 keys each up to 128, above that the same 64; at 256
 two blocks have 64 each of an item's 128."""
 LONG = 1100
-"""Keys of a sequence in which blocks write dQ by turns in no case, though above d = 128 they may have to add in order."""
+"""Keys of a sequence in which blocks never write dQ by turns, though above d = 128 they may have to add in order."""
 SLOW = pytest.mark.parametrize("slow", [False, True])
 """Whether memory is slow, so that short sequences go by two passes, or above d = 128 blocks take turns at dQ."""
 
