@@ -363,6 +363,7 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
         (5120, 128, 1600, 1600, Mask(True), False, "passes"),
         (5120, 128, 200, 1600, Mask(window=(500, 0)), False, "passes"),
         (5120, 128, 200, 1600, Mask("bottom_right"), False, "sums"),
+        (5120, 128, 20, 1101, DENSE, False, "sums"),
         (5120, 192, 20, 512, DENSE, False, "turns"),
         (5120, 192, 20, 513, DENSE, False, "sums"),
         (6016, 192, 20, 512, DENSE, False, "sums"),
@@ -393,6 +394,35 @@ def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, determinis
         launches = json.loads(take_profile())
     assert len(launches) == (3 if way == "sums" else 2)
     assert any("two_passes" in launch["kernel"] for launch in launches) == (way == "passes")
+
+
+@pytest.mark.parametrize(
+    ("d", "nk", "change", "heads", "passes"),
+    [
+        (128, 256, "ALiBi", 2, True),
+        (128, 257, "ALiBi", 2, False),
+        (64, 64, "soft cap", 2, False),
+        (128, 200, "ranges", 2, False),
+        (128, 1300, "none", 1, True),  # two query heads to a key head, causal to the last key
+        (128, 1300, "none", 2, False),
+        (64, 1300, "none", 1, False),
+    ],
+)
+def test_who_goes_by_two_passes(d: int, nk: int, change: str, heads: int, passes: bool) -> None:
+    """Fewer keys where scores are changed, more under a causal mask with grouped heads; not with key ranges."""
+    q, k = torch.randn(1, 2, 20, d).half(), torch.randn(1, heads, nk, d).half()
+    causal = "bottom_right" if change == "none" else False
+    modification = PLAIN if change == "none" else change_of(change, 20, nk)
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=5120):
+        take_profile()
+        ops.backward(
+            *(q, None, q, k, k, q, torch.zeros(1, 2, 20), None),
+            *band(causal, None),
+            *modification,
+            kernel_name="bwd_sm90",
+        )
+        launches = json.loads(take_profile())
+    assert any("two_passes" in launch["kernel"] for launch in launches) == passes
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-36])

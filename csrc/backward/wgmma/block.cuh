@@ -275,7 +275,7 @@ constexpr bool writes_sole_rows() {
 }
 
 /// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas
-/// finds too few registers.
+/// finds too few registers, as in general problems.
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool first_tile_apart() {
     return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;

@@ -63,6 +63,7 @@ bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
     return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic);
 }
+/// kKeys stands for both passes, which are one launch.
 Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
     if (takes_turns(p, device)) return Pass::kTurns;
     return dq_of(p, device) == DqBy::kQueries ? Pass::kKeys : Pass::kFused;
@@ -90,6 +91,7 @@ const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { ret
 
 /// The queue and the turns come first, each aligned as what follows has to be.
 constexpr std::int64_t kUnit = 16;
+static_assert(sizeof(Queue) <= kUnit);
 std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
     const std::int64_t turns = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} : 0;
     return kUnit + (turns + kUnit - 1) / kUnit * kUnit;

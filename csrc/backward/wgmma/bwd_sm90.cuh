@@ -26,7 +26,8 @@
 // (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if there are registers for
 // it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
-// d above 128: two_roles.cuh. Blocks that take turns at dQ, in short sequences and deterministic calls: turns.cuh. What
+// d above 128: two_roles.cuh, where blocks may take turns at dQ: turns.cuh. Without dQ, which another pass computes
+// (Pass::kKeys): two_passes.cuh. What
 // changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
@@ -402,12 +403,6 @@ class Consumer : ConsumerWarp<Tile> {
     bool late_unseen_ = false;           // its queries see none of the item's keys
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
-// has no access to local memory in plain problems, but for three at d = 128 where sole rows are written; an item's first
-// tile and its end have some 30 there. Where blocks take turns the loop has up to 7, with dropout up to 33. In general
-// problems it has 239 at d = 64 and 104 at d = 128, many of them where one feature is at work.
-// ptxas: C7519: it fences before dP's products behind the wait for V, before dK's behind the store of dS, and about
-// products that may be left out.
 /// Prepares the barriers of a block. One thread.
 template <class Tile, Pass kPass>
 __device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
@@ -421,6 +416,11 @@ __device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
     prepare_turns(smem, kWarps);
 }
 
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
+// has no access to local memory in plain problems, but for three at d = 128 where sole rows are written; an item's first
+// tile and its end have some 30 there. With dropout the loop has up to 33. In general
+// problems it has 239 at d = 64 and 104 at d = 128, many of them where one feature is at work.
+// ptxas: C7519: it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {

@@ -77,13 +77,12 @@ struct QueriesItem {
 
 /// Called by whole warps.
 template <class Tile, Problems kProblems>
-__device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int index, const Workers& workers) {
+__device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int index) {
     const ForwardParams& p = problem.forward;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     if (!p.sequences.cu_seqlens_q && p.band.right < kUnbounded)
-        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn,
-                                 2u * static_cast<unsigned>(workers.count));
+        place = mixed_at_the_end(place, p.heads_q * p.batch, (p.seqlen_q + Tile::kOwn - 1) / Tile::kOwn, 2 * gridDim.x);
     const Assignment a = kPacked ? assignment<Tile::kOwn>(p, place) : dense_assignment<Tile::kOwn>(p, place);
     const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
     const OwnedTile own{a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};
@@ -140,7 +139,7 @@ class QueriesProducer : CopyingWarp<QueriesMemory<Tile>, kProblems> {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
         const int first = workers.index < 0 ? taken() + workers.count : workers.index;
         for (int index = uniform(first); index < items;) {
-            const QueriesItem item = queries_item<Tile, kProblems>(problem_, index, workers);
+            const QueriesItem item = queries_item<Tile, kProblems>(problem_, index);
             publish(smem_, plan_, item);
             for (int n = 0; n < item.tiles; ++n) copy(item, item.last - n * Tile::kStream);
             index = uniform(taken()) + workers.count;
@@ -228,7 +227,8 @@ class QueriesConsumer {
           warp_row_(Tile::kGroupRows * group_ + Tile::kWarpRows * uniform(static_cast<int>(threadIdx.x) / 32 % 4)),
           changes_(problem) {
         if constexpr (kDrops)
-            if (drops()) dropout_ = dropout_state(dropout());
+            // Not in registers of the warp: ptxas has made a wrong loop of these (docs/tuning/dropout.md)
+            if (drops()) dropout_ = DropoutState(dropout());
     }
 
     __device__ __forceinline__ void run() {

@@ -3,7 +3,8 @@
 //
 // A warp has two panels of 16 rows and 64 columns for them, which no other warp writes: one in the place of dS that the
 // next item's first tile will need, which both consumers have read, and one more there, if a tile of dS has two panels,
-// or else one of their own. So they go out by two panels at a time, dV before dK.
+// or else one of their own. So they go out by two panels at a time, dV before dK. Without dQ there is no
+// dS, and its place is for these rows alone.
 #pragma once
 
 #include <launch.h>

@@ -38,7 +38,10 @@ union TwoPassesMemory {
     QueriesMemory<Queries> queries;
 };
 
-// spills: sm_90a: as of backward (bwd_sm90.cuh).
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item of either pass in local memory, and consumers some
+// of an item's, of a tile what dropout or changed scores need: about 150 to 240 bytes in plain problems, to 700 with packed
+// sequences and dropout, 700 and 1150 in general ones.
+// ptxas: C7519: it fences before dP's products behind the wait for V, and before S of the next tile behind that for K.
 template <class Keys, class Queries, Problems kProblems>
 __global__ void __launch_bounds__(Keys::kThreads, 1)
     two_passes(const __grid_constant__ Problem problem, const __grid_constant__ TwoPassesMaps maps,
@@ -62,13 +65,13 @@ __global__ void __launch_bounds__(Keys::kThreads, 1)
         ptx::release_registers<Keys::kProducerRegisters>();
 #pragma unroll 1
         for (int pass = 0; pass < 2; ++pass) {
-            const int late = pass > 0 ? -1 : 0;  // a block that comes late to a pass has no number there
+            const bool late = pass > 0;  // such a block has no number in the pass
             if ((pass == 0) == keys_first)
                 serve<Keys, kProblems, Pass::kKeys>(problem, maps.keys, smem.keys, work.key_items,
-                                                    {late | block, work.key_blocks});
+                                                    {late ? -1 : block, work.key_blocks});
             else
                 serve<Queries, kProblems>(problem, maps.queries, smem.queries, work.query_items,
-                                          {late | (block - work.key_blocks), blocks - work.key_blocks});
+                                          {late ? -1 : block - work.key_blocks, blocks - work.key_blocks});
             end_of_pass();
         }
     } else {
@@ -88,7 +91,7 @@ void launch_two_passes(const Problem& problem, Stream stream) {
     const unsigned key_items = owned_keys_grid(p, Keys::kItemKeys).x, query_items = assignment_grid(p, Queries::kOwn).x;
     if (key_items + query_items == 0) return;
     const unsigned blocks = std::min(key_items + query_items, static_cast<unsigned>(problem.multiprocessors));
-    // Four products against three. Few items of keys, each of them long where query heads share them, begin at once
+    // Four products against three. If items of keys are few, all begin at once: where query heads share keys each is long
     const unsigned key_blocks = std::min(key_items, key_items < 4 * blocks ? blocks : (4 * blocks + 3) / 7);
     launch(two_passes<Keys, Queries, kProblems>,
            {dim3(blocks), dim3(Keys::kThreads), sizeof(TwoPassesMemory<Keys, Queries>)}, stream, problem,
