@@ -201,29 +201,30 @@ struct DqFragment {
     }
 };
 
-/// The group of rows of this block.
+/// A group of rows.
 struct RowGroup {
     Sequence sequence;
     int head, first_row;  // not negative, and below seqlen_q, if the group is used
 };
-__device__ inline RowGroup row_group(const ForwardParams& p) {
+__device__ inline RowGroup row_group(const ForwardParams& p, unsigned index) {
     const Sequences& s = p.sequences;
     const auto heads = static_cast<unsigned>(p.heads_q);
     if (s.cu_seqlens_q) {
         const auto tiles = static_cast<unsigned>(packed_tiles(s.total_q, p.batch, kRowGroup));
         const PackedTile found =
-            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(blockIdx.x % tiles));
-        return {sequence(p, found.sequence), static_cast<int>(blockIdx.x / tiles), found.tile * kRowGroup};
+            packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(index % tiles));
+        return {sequence(p, found.sequence), static_cast<int>(index / tiles), found.tile * kRowGroup};
     }
     const auto tiles = static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup);
-    const unsigned slice = blockIdx.x / tiles;
+    const unsigned slice = index / tiles;
     return {sequence(p, static_cast<int>(slice / heads)), static_cast<int>(slice % heads),
-            static_cast<int>(blockIdx.x % tiles) * kRowGroup};
+            static_cast<int>(index % tiles) * kRowGroup};
 }
 
 inline constexpr int kRowThreads = 256;
 
 struct PrepareMemory {
+    float sum[kRowGroup];  // of O dO of each row
     float4 warp_maximum[kRowThreads / 32 / 4];
 };
 struct TermsBoundMemory {
@@ -249,16 +250,20 @@ __device__ __forceinline__ void clear_unseen(const Problem& problem, const RowGr
     }
 }
 
+// Blocks go from the last group of rows to the first: what prepare leaves in the L2 cache is what products begin with, and
+// what products leave there is what finish begins with.
+//
 // prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
 // between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
 template <class Machine, class T, bool Converted>
 __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ Problem problem) {
     using Dout = std::conditional_t<Converted, half, T>;
     const ForwardParams& p = problem.forward;
-    const RowGroup group = row_group(p);
+    const unsigned index = gridDim.x - 1 - blockIdx.x;
+    const RowGroup group = row_group(p, index);
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
-    if (problem.queue && blockIdx.x == 0) {
+    if (problem.queue && index == 0) {
         if (tid == 0) *problem.queue = {0, 0, 0};
         __syncthreads();
         const Sequences& s = p.sequences;
@@ -266,65 +271,66 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
             for (std::int64_t i = tid; ends && i < p.batch; i += kRowThreads)
                 if (ends[i] > ends[i + 1]) atomicAdd(&problem.queue->broken, 1u);
     }
-    if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};
-    if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
-    else if (problem.dq_rows && (problem.sole_rows == 0 || group.first_row >= problem.sole_rows)) {
-        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim);
-        for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
+    if (problem.turns && tid == 0) problem.turns[index] = {0, 0};
     constexpr int kLanes = 8, kRowsAtOnce = kRowThreads / kLanes;  // lanes of a row
     const bool exists = group.first_row >= 0 && group.first_row < sequence.seqlen_q && sequence.seqlen_k > 0;
-    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[blockIdx.x]) : 1.f;
-    float largest = 0.f;  // of the finite |D| that this thread computes
+    [[maybe_unused]] const float unit = Converted && exists ? ptx::ex2(problem.exponents.dout[index]) : 1.f;
+    auto& smem = shared_memory<PrepareMemory>();
+    const int rows = group.first_row < 0 ? 0 : sequence.seqlen_q - group.first_row;  // that exist
+    const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + group.first_row);
+    const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + group.first_row);
+    const int lane = tid % kLanes;
     for (int i = tid / kLanes; i < kRowGroup; i += kRowsAtOnce) {
-        const int row = group.first_row + i, lane = tid % kLanes;
-        const bool used = row >= 0 && row < sequence.seqlen_q;
         float sum = 0.f;
-        if (used) {
-            const T* o = row_of<const T>(p.o, sequence.index, group.head, sequence.first_q + row);
-            const Dout* dout = row_of<const Dout>(problem.dout, sequence.index, group.head, sequence.first_q + row);
+        if (i < rows)
             for (int c = 8 * lane; c < p.head_dim_v; c += 8 * kLanes) {
                 float x[8], y[8];
-                load_8(o + c, x);
-                load_8(dout + c, y);
+                load_8(o + i * p.o.row + c, x);
+                load_8(dout + i * problem.dout.row + c, y);
                 if constexpr (Converted)
 #pragma unroll
                     for (float& value : y) value *= unit;
 #pragma unroll
                 for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
             }
-        }
 #pragma unroll
         for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);
-        if (lane == 0) {
-            RowFacts facts;
-            if (used) facts = {problem, sequence, group.head, row, sum};
-            const std::int64_t at = std::int64_t{blockIdx.x} * kRowGroup + i;
-            if (problem.terms) {
-                // Packed sequences have groups of no sequence, but no sole rows
-                RowTerms* const terms = problem.sole_rows > 0
-                                            ? terms_of(problem, sequence, group.head, group.first_row / kRowGroup)
-                                            : problem.terms + std::int64_t{blockIdx.x} * (kRowGroup / 8);
-                write_terms(terms[i / 8], i % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
-            } else {
-                RowPair& pair = problem.facts[at / 2];
-                pair.minus_lse[i % 2] = facts.minus_lse * kLog2e;
-                pair.minus_delta[i % 2] = facts.minus_delta;
-            }
-            if (Converted && isfinite(facts.minus_delta)) largest = fmaxf(largest, fabsf(facts.minus_delta));
+        if (lane == 0) smem.sum[i] = sum;
+    }
+    // Behind the loads, which would otherwise wait for these writes
+    if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
+    else if (problem.dq_rows && (problem.sole_rows == 0 || group.first_row >= problem.sole_rows)) {
+        auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim);
+        for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    __syncthreads();
+    float largest = 0.f;  // the finite |D| of this thread's row
+    if (tid < kRowGroup) {
+        RowFacts facts;
+        if (tid < rows) facts = {problem, sequence, group.head, group.first_row + tid, smem.sum[tid]};
+        if (problem.terms) {
+            // Packed sequences have groups of no sequence, but no sole rows
+            RowTerms* const terms = problem.sole_rows > 0
+                                        ? terms_of(problem, sequence, group.head, group.first_row / kRowGroup)
+                                        : problem.terms + std::int64_t{index} * (kRowGroup / 8);
+            write_terms(terms[tid / 8], tid % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
+        } else {
+            RowPair& pair = problem.facts[(std::int64_t{index} * kRowGroup + tid) / 2];
+            pair.minus_lse[tid % 2] = facts.minus_lse * kLog2e;
+            pair.minus_delta[tid % 2] = facts.minus_delta;
         }
+        if (Converted && isfinite(facts.minus_delta)) largest = fabsf(facts.minus_delta);
     }
     if constexpr (Converted) {
-        auto& smem = shared_memory<PrepareMemory>();
 #pragma unroll
-        for (int l = 16; l >= kLanes; l /= 2) largest = fmaxf(largest, shuffle_xor(largest, l));
+        for (int l = 16; l; l /= 2) largest = fmaxf(largest, shuffle_xor(largest, l));
         if (tid % 32 == 0) (&smem.warp_maximum[0].x)[tid / 32] = largest;
         __syncthreads();
         if (tid > 0 || !exists) return;
 #pragma unroll
         for (const float4& four : smem.warp_maximum)
             largest = fmaxf(fmaxf(largest, fmaxf(four.x, four.y)), fmaxf(four.z, four.w));
-        const std::int64_t at = blockIdx.x;
+        const std::int64_t at = index;
         problem.scales[at] = {p.exponents.q[at], problem.exponents.dout[at], problem.exponents.dout_norm[at],
                               log2f(largest)};
     }
@@ -336,7 +342,7 @@ template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) bound_terms(const __grid_constant__ Problem problem) {
     constexpr float kLargestTerm = 0.3678795f;  // 1 / e, rounded up
     const ForwardParams& p = problem.forward;
-    const RowGroup group = row_group(p);
+    const RowGroup group = row_group(p, blockIdx.x);
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (group.first_row < 0 || group.first_row >= sequence.seqlen_q || sequence.seqlen_k <= 0) return;
@@ -375,10 +381,11 @@ __global__ void __launch_bounds__(kRowThreads) bound_terms(const __grid_constant
 template <class Machine, class T>
 __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
-    const RowGroup group = row_group(p);
+    const unsigned index = gridDim.x - 1 - blockIdx.x;
+    const RowGroup group = row_group(p, index);
     const Sequence& sequence = group.sequence;
     if (group.first_row < problem.sole_rows) return;  // or it is of no sequence
-    const float* from = problem.dq_rows + std::int64_t{blockIdx.x} * kRowGroup * p.head_dim;
+    const float* from = problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
     const float scale = p.scale * unscaled_factor(p);
     // A thread brings 8 columns of two rows, so that it reads whole sectors of the buffer
@@ -412,7 +419,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constant__ Problem problem) {
     if (static_cast<int>(threadIdx.x) >= warp_lanes()) return;
-    const RowGroup group = row_group(problem.forward);
+    const RowGroup group = row_group(problem.forward, blockIdx.x);
     const int last = min(group.first_row + kRowGroup, group.sequence.seqlen_q) - 1;
     if (group.first_row < 0 || last < group.first_row) return;
     const KeyExtent keys = key_mask<true>(problem.forward, group.sequence, group.head).extent(group.first_row, last);
@@ -481,7 +488,7 @@ template <class Machine, class T, bool Converted, class ShapeOf>
 void launch_all(const BackwardParams& given, Stream stream, ShapeOf shape) {
     const BackwardParams params = Converted ? convert_to_half(given, stream) : given;
     const Problem problem = problem_of(params, dq_by(params));
-    launch_rows(prepare<Machine, T, Converted>, problem, stream, Converted ? int{sizeof(PrepareMemory)} : 0);
+    launch_rows(prepare<Machine, T, Converted>, problem, stream, int{sizeof(PrepareMemory)});
     if constexpr (Converted)
         if (problem.dentropy || problem.dcolumn_sum)
             launch_rows(bound_terms<Machine>, problem, stream, int{sizeof(TermsBoundMemory)});

@@ -9,6 +9,7 @@ FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
 COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER + "pair.cuh"
+ORDER = FOLDER + "order.cuh"
 QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
 QUERIES, TWO_PASSES = FOLDER + "queries.cuh", FOLDER + "two_passes.cuh"
@@ -23,7 +24,7 @@ RELEASE_VALUES_OF_QUERIES = "        tell(smem_.value_slot[stage].empty);\n"
 RELEASE_OWN_ROWS = "        if (last) tell(smem_.own_slot[group_].empty);\n"
 STAGED_WARP = "            __syncwarp();\n            if (lane_ > 0 || first >= keys.rows) continue;"
 RELEASE_VALUES = "tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
-ADD_TO_DV = "        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], weighed.unseen, !kBegins);\n"
+ADD_TO_DV = "        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);\n"
 
 FAULTS = [
     # ------------------------------------------------------------------------------------------------ general problems
@@ -120,19 +121,46 @@ FAULTS = [
     # ------------------------------------------------------------------------------------------------------- the items
     Fault(
         name="bwd-sm90-mixed-twice",
-        path=BLOCK,
-        old="return first + at % mixed * tiles + at / mixed;",
-        new="return first + at % mixed * tiles + at / tiles;",
+        path=ORDER,
+        old="return (first + at % mixed) * tiles + at / mixed;",
+        new="return (first + at % mixed) * tiles + at / tiles;",
         why="of the heads that are mixed some items are worked on twice, others never",
         kernels=KERNEL,
         tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-mixes-all-but-one",
-        path=BLOCK,
-        old="first = (heads - mixed) * tiles;",
-        new="first = (heads - mixed + 1) * tiles;",
+        path=ORDER,
+        old="first = heads - mixed;",
+        new="first = heads - mixed + 1;",
         why="items behind the last head's",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-batches-begin-at-once",
+        path=ORDER,
+        old="first = begin(batch);",
+        new="first = begin(0);",
+        why="items of the second batch are behind the last head's",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-batch-lacks-a-head",
+        path=ORDER,
+        old="begin(batch + 1) - first, tiles);",
+        new="heads / batches, tiles);",
+        why="of batches that are a head larger than others some items are worked on twice, others never",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-follower-walks-down",
+        path=BLOCK,
+        old="own.head + (together ? block % heads : 0),\n            from,\n            down ? first : last,",
+        new="own.head + (together ? block % heads : 0),\n            from,\n            together ? first : last,",
+        why="items of the second half of a head's keys walk up from their first tile and never come to the others",
         kernels=KERNEL,
         tests=("bwd_sm90",),
     ),
@@ -409,8 +437,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-turn-ends-unseen",
         path=TURNS,
-        old="ptx::barrier_wait(&smem_.turn_seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);",
-        new="ptx::barrier_wait(&smem_.turn_slot[tiles_ % 2].empty, tiles_ / 2 % 2 ^ 1);",
+        old="ptx::barrier_wait(&smem_.turns.seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);",
+        new="ptx::barrier_wait(&smem_.turns.slot[tiles_ % 2].empty, tiles_ / 2 % 2 ^ 1);",
         why="consumers run ahead of the warp that passes turns, which then waits for one that is over: a hang",
         kernels=KERNEL,
         tests=("bwd_sm90",),
@@ -694,7 +722,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-last-dq-left-out",
         path=ONE_ROLE,
-        old="        bring_late_dq(move_on({}), tile, false, late_unseen_);\n",
+        old="            bring_late_dq(move_on({}), tile);\n",
         new="",
         why="dQ of a block's last tile is not added",
         kernels=KERNEL,
@@ -999,7 +1027,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-order-turns-not-cleared",
         path=ROWS,
-        old="if (problem.turns && tid == 0) problem.turns[blockIdx.x] = {0, 0};",
+        old="if (problem.turns && tid == 0) problem.turns[index] = {0, 0};",
         new="",
         why="deterministic: turns begin with what lies in the workspace",
         kernels=KERNEL,

@@ -14,7 +14,7 @@ struct Simt {};
 /// Writes L (here in natural units, not log2) and D of the rows of a group, and clears their dQ if atomics add to it.
 __global__ void __launch_bounds__(kRowThreads) prepare_simt(const __grid_constant__ Problem problem) {
     const ForwardParams& p = problem.forward;
-    const RowGroup group = row_group(p);
+    const RowGroup group = row_group(p, blockIdx.x);
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x), lane = tid % 32;
     for (int i = tid / 32; i < kRowGroup; i += kRowThreads / 32) {

@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <type_traits>
 
+#include "backward/wgmma/order.cuh"
 #include "backward/wgmma/pair.cuh"
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
@@ -86,14 +87,14 @@ struct KeyTile {
 };
 
 /// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them (in a pair: some of both
-/// blocks' keys): head by head, in each head all tiles once, in the order start, start + step, ..., last, first, ... So
-/// blocks of a head begin at different tiles, and their additions to dQ do not meet. Keys and queries count from the
-/// sequence's first.
+/// blocks' keys), in the order start, start + step, ..., last, first, ... So blocks of a head begin at different tiles, and
+/// their additions to dQ do not meet. Keys and queries count from the sequence's first.
 ///
-/// With heads_together(), and several query heads that share the keys, it is tile by tile: each tile of all heads, from
-/// start_head on. Blocks begin at different heads of the same tile or of neighbouring ones, and all walk down from the
-/// last tile: so what one block reads and adds to is in the L2 cache for the others, though some have fewer tiles than
-/// others (causal). At d = 64 the additions bind, and come too close: a tenth slower.
+/// If several query heads share the keys, each tile is worked on in all of them, from start_head on. Blocks begin at
+/// different heads of the same tile or of neighbouring ones. So what one block reads and adds to is in the L2 cache for the
+/// others. Under a causal mask the items of the first half of a head's keys, which are long, walk down from the last tile.
+/// Those of the second half come after them and walk up: a block that had n tiles of the longest item's takes one that is n
+/// tiles shorter than it, and begins where the others of its half have come to.
 ///
 /// If the additions have an order (turns.cuh), start is first. With a band that is bounded on the right (causal) the
 /// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
@@ -108,12 +109,6 @@ struct Item {
     int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
 };
 
-/// Whether query heads that share keys are worked on tile by tile (Item).
-template <class Tile>
-constexpr bool heads_together() {
-    return Tile::kD > 64;
-}
-
 template <Pass kPass>
 __device__ __forceinline__ bool in_order(const Problem& problem) {
     return kPass == Pass::kTurns && problem.deterministic;
@@ -121,39 +116,6 @@ __device__ __forceinline__ bool in_order(const Problem& problem) {
 template <Pass kPass>
 __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
     return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
-}
-
-/// The order of items if the additions have one: the items of kInterleavedHeads heads by turns. An item follows the one
-/// before in its head at a distance of a tile or two, and blocks ask for items faster than that.
-template <class Tile, bool kPacked>
-__device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
-    constexpr unsigned kInterleavedHeads = 4;
-    const bool packed = kPacked && p.sequences.cu_seqlens_k;
-    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, Tile::kItemKeys)
-                                                    : (p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys);
-    const auto heads = static_cast<unsigned>(packed ? p.heads_k : p.heads_k * p.batch);
-    const unsigned first = index / (kInterleavedHeads * tiles) * kInterleavedHeads, at = index - first * tiles;
-    const unsigned together = min(kInterleavedHeads, heads - first);
-    return (first + at % together) * tiles + at / together;
-}
-
-/// The order of items of dense causal problems, `tiles` of each head, the longest first: heads one after the other for the
-/// L2 cache, and at the end all heads of about the `last` items by turns, so that blocks finish together.
-__device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, std::int64_t all_heads, std::int64_t tiles_of_head,
-                                                     unsigned last) {
-    const auto heads = static_cast<unsigned>(all_heads), tiles = static_cast<unsigned>(tiles_of_head);
-    const unsigned mixed = min(heads, (last + tiles - 1) / tiles), first = (heads - mixed) * tiles;
-    if (index < first) return index;
-    const unsigned at = index - first;
-    return first + at % mixed * tiles + at / mixed;
-}
-/// Of keys: a head's first tile has the most queries. About two items a block are mixed. If items go through several query
-/// heads one after the other, it is one: the query heads of all mixed heads are then at work at the same time.
-template <class Tile>
-__device__ __forceinline__ unsigned mixed_at_the_end(const ForwardParams& p, unsigned index, const Workers& workers) {
-    const auto count = static_cast<unsigned>(workers.count) / Tile::kBlocks;
-    return mixed_at_the_end(index, p.heads_k * p.batch, (p.seqlen_k + Tile::kItemKeys - 1) / Tile::kItemKeys,
-                            (heads_together<Tile>() || p.heads_q == p.heads_k ? 2 : 1) * count);
 }
 
 /// Called by whole warps.
@@ -164,8 +126,9 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
     const bool ordered = in_order<kPass>(problem);
-    if (ordered) place = interleaved<Tile, kPacked>(p, place);
-    else if (!kPacked && p.band.right < kUnbounded) place = mixed_at_the_end<Tile>(p, place, workers);
+    if (ordered) place = interleaved<kKeys, kPacked>(p, place);
+    else if (!kPacked && p.band.right < kUnbounded)
+        place = mixed_keys<kKeys>(p, place, static_cast<unsigned>(workers.count) / Tile::kBlocks);
     OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
     const bool backwards = runs_backwards<kPass>(problem);
@@ -186,8 +149,9 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const int tiles = used ? (last - first) / kStep + 1 : 0;
     const int blocks = (s.seqlen_k + kKeys - 1) / kKeys, block = own.first_row / kKeys;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
-    const bool turns = used && !ordered, together = turns && heads > 1 && heads_together<Tile>();
-    const bool down = backwards || together;
+    const bool turns = used && !ordered, together = turns && heads > 1;
+    const bool follows = p.band.right < kUnbounded && 2 * block >= blocks;  // an item of the first half
+    const bool down = backwards || (together && !follows);
     int turned = 0;
     if (together) turned = min(block / heads, tiles - 1);
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
@@ -232,26 +196,17 @@ struct QueryPlace {
     int head, row;
 
     /// Of the item's tile number n, to which n steps of advance() lead.
-    template <class Tile>
     __device__ __forceinline__ static QueryPlace of(const Item& item, int n) {
         const int rows = item.tiles / item.heads;  // tiles of a head
-        const int turn = heads_together<Tile>() ? n / item.heads : n % rows;
-        int head = heads_together<Tile>() ? item.start_head + n % item.heads : item.head + n / rows;
+        int head = item.start_head + n % item.heads;
         if (head >= item.head + item.heads) head -= item.heads;
-        int row = item.start + turn * item.step;
+        int row = item.start + n / item.heads * item.step;
         if (item.step > 0 ? row > item.last : row < item.last) row -= rows * item.step;
         return {head, row};
     }
-    template <class Tile>
     __device__ __forceinline__ void advance(const Item& item) {
-        const int next_row = row == item.last ? item.first : row + item.step;
-        if constexpr (heads_together<Tile>()) {
-            head = head + 1 == item.head + item.heads ? item.head : head + 1;
-            if (head == item.start_head) row = next_row;
-        } else {
-            row = next_row;
-            head += row == item.start;
-        }
+        head = head + 1 == item.head + item.heads ? item.head : head + 1;
+        if (head == item.start_head) row = row == item.last ? item.first : row + item.step;
     }
 };
 
@@ -288,6 +243,14 @@ union QueryFacts {
     RowTerms terms[Tile::kFoldsFacts ? Tile::kQueries / 8 : 1];
 };
 
+/// Turns at dQ (turns.cuh).
+template <int kTilesTold>
+struct TurnsMemory {
+    DqTask task[kTilesTold];
+    Slot slot[2];          // full when the turn has come, empty when it is over
+    ptx::Barrier seen[2];  // says that pass_turns knows that it is over
+};
+
 /// What lies in a block's shared memory beside barriers: panels of 64 columns with the 128-byte swizzle.
 template <class Tile>
 struct SharedTiles {
@@ -319,7 +282,6 @@ struct SharedTiles {
     QueryFacts<Tile> facts[Tile::kTileFacts];
     TileFacts tile[Tile::kTilesTold];
     Item plan[Tile::kPlans];
-    DqTask task[Tile::kTilesTold];
 };
 /// Between them and the barriers, which begin at kBarriersAt, a multiple of 1024; 0: right behind.
 template <class Tiles, int kBarriersAt, bool kAny = (kBarriersAt > sizeof(Tiles))>
@@ -338,12 +300,11 @@ struct SharedMemory : SharedTiles<Tile> {
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     std::conditional_t<Tile::kTwoRoles, Slot[Tile::kDsStages], Nothing> p_slot;
     std::conditional_t<Tile::kHalvesDout, Slot[Tile::kDoutPlaces], Nothing> dout_slot;  // or else slot is dO's too
+    std::conditional_t<Tile::kTwoRoles, TurnsMemory<Tile::kTilesTold>, Nothing> turns;
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
     ptx::Barrier key_patch, query_patch;  // say that rows have come of which the warp that copied them clears some
-    Slot turn_slot[2];                    // full when the turn has come, empty when it is over
-    ptx::Barrier turn_seen[2];            // says that pass_turns knows that it is over
 };
 
 /// The place of a part of dO of tile n.

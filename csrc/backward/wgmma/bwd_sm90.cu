@@ -36,14 +36,13 @@ std::int64_t visible_keys(const ForwardParams& p) {
 }
 /// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it, where
 /// memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which
-/// there are twice as many; more under a causal mask with grouped heads, whose long items end late.
+/// there are twice as many.
 std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
     const std::int64_t d = largest_head_dim(p);
     if (p.forward.key_ranges.data) return 0;
     if (!includes(Problems::kPacked, problems_of(p, /*converted=*/false))) return d > 64 ? 256 : 0;
     if (d <= 64) return 512;
-    const bool grouped = p.forward.heads_q > p.forward.heads_k && p.forward.band.right < kUnbounded;
-    return grouped ? 2048 : d > 96 ? 1100 : 768;
+    return d > 96 ? 1100 : 768;
 }
 bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
     if (device.memory_bus <= 0) return false;
@@ -114,7 +113,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
     problem.multiprocessors = std::max(device.sm_count, 1);
-    launch_rows(prepare<Sm90, T, false>, problem, stream);
+    launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
     if (problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)

@@ -46,7 +46,6 @@
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
 #include "backward/wgmma/staged_rows.cuh"
-#include "backward/wgmma/turns.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -107,9 +106,9 @@ class Consumer : ConsumerWarp<Tile> {
                 look_at(places % 64);
                 int left = tiles;
                 if constexpr (kComputesDq) {
-                    if constexpr (kFirstApart) work_on_tile<true>(work, places, tile == 0, left-- == 1);
+                    if constexpr (kFirstApart) work_on_tile<true>(work, places, left-- == 1);
 #pragma unroll 1
-                    for (; left > 0; --left) work_on_tile<false>(work, places, tile == 0 && left == tiles, left == 1);
+                    for (; left > 0; --left) work_on_tile<false>(work, places, left == 1);
                 } else {
                     if constexpr (kFirstApart) add_tile<true>(work, places, left-- == 1);
 #pragma unroll 1
@@ -129,7 +128,7 @@ class Consumer : ConsumerWarp<Tile> {
             ptx::wgmma_fence();
             multiply_dq(tile, late_item);
             ptx::wgmma_wait<0>();
-            bring_late_dq(move_on({}), tile, false, late_unseen_);
+            bring_late_dq(move_on({}), tile);
         }
     }
 
@@ -138,8 +137,7 @@ class Consumer : ConsumerWarp<Tile> {
     struct Weighed {
         QueryPlace at;
         Seen seen;
-        bool unseen, late_unseen;  // its queries, and those of the tile before, see none of the item's keys
-        int late_rows = 0;         // of the tile before
+        int late_rows = 0;  // of the tile before
         Kept kept;
     };
 
@@ -182,8 +180,6 @@ class Consumer : ConsumerWarp<Tile> {
         this->weigh(s_, facts_, changes_.apply(s_, this->scores_place(work, weighed.at)));
         if (Tile::kLooksAhead) facts_.load_delta(facts_of(tile));
         const Seen seen = weighed.seen = of_tile.seen;
-        weighed.unseen = Asked::leaves_out(seen), weighed.late_unseen = late_unseen_;
-        late_unseen_ = weighed.unseen;
         if constexpr (kComputesDq) weighed.late_rows = move_on(of_tile);
         if (seen != Seen::kAll && !changes_.hide(s_, this->scores_place(work, weighed.at)))
             this->hide(s_, work, of_tile.first_query);
@@ -204,10 +200,10 @@ class Consumer : ConsumerWarp<Tile> {
         this->pack(ds_, dp_);
     }
 
-    /// Everything for a tile but its dQ, and dQ of the tile before. `first` of the block, `last` of the item. `places`
+    /// Everything for a tile but its dQ, and dQ of the tile before. `last` of the item. `places`
     /// become those of the item's next tile. kBegins: as of weigh_tile, and dK and dV are not added to anything.
     template <bool kBegins>
-    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool first, bool last) {
+    __device__ __forceinline__ void work_on_tile(const Item& work, unsigned& places, bool last) {
         const unsigned tile = places % 64, item = places >> 6 & 3, late_item = places >> 8;
         begin_tile(places);
         const Weighed weighed = weigh_tile<kBegins>(work, places, last);
@@ -218,14 +214,14 @@ class Consumer : ConsumerWarp<Tile> {
         await_ds(tile);
         ptx::wgmma_fence();
         multiply_dq(tile, late_item);
-        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], weighed.unseen, !kBegins);
+        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);
         if constexpr (!Tile::kStoresFirst) store_ds(tile + 1);
-        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], weighed.unseen, !kBegins);
+        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], !kBegins);
         places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 64);
         ptx::wgmma_wait<2>();
         tell(smem_.ds_slot[tile % Tile::kDsStages].empty);
-        bring_late_dq(weighed.late_rows, tile, first, weighed.late_unseen);
+        bring_late_dq(weighed.late_rows, tile);
         ptx::wgmma_wait<0>();
         tell(smem_.slot[tile % Tile::kStages].empty);
         if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);
@@ -239,8 +235,8 @@ class Consumer : ConsumerWarp<Tile> {
         const Weighed weighed = weigh_tile<kBegins>(work, places, last);
         differentiate_tile(work, weighed);
         ptx::wgmma_fence();
-        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], weighed.unseen, !kBegins);
-        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], weighed.unseen, !kBegins);
+        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);
+        this->multiply_weights(dk_, ds_, smem_.q[tile % Tile::kStages], !kBegins);
         places = places_of(tile + 1, item, item);  // beside the products
         if (!last) look_at(places % 64);
         ptx::wgmma_wait<0>();
@@ -297,25 +293,12 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Brings dQ, of dS number n, to where it goes: in its turn, if blocks take turns. The first dS is of no tile. In turns
-    /// dQ of an unseen tile is 0, whatever the products say.
-    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n, [[maybe_unused]] bool first,
-                                                  [[maybe_unused]] bool unseen) {
-        if constexpr (kPass == Pass::kTurns) {
-            if (first) return;
-            const unsigned tile = n - 1;
-            Slot& slot = smem_.turn_slot[tile % 2];
-            if (unseen) dq_.clear();
-            ptx::barrier_wait(&slot.full, tile / 2 % 2);
-            this->bring(smem_.task[tile % Tile::kTilesTold], dq_, first_row() + 16 * warp_, first_column(),
-                        this->template unscaled<kDrops>());
-            tell(slot.empty);
-        } else {
-            const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-            if (kSole && rows < 0) return write_dq(smem_.tile[(n - 1) % Tile::kTilesTold].dq, -rows, columns);
-            if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
-            this->add(dq_place_, dq_, columns);
-        }
+    /// Brings dQ, of dS number n, to where it goes. The first dS is of no tile.
+    __device__ __forceinline__ void bring_late_dq(int rows, [[maybe_unused]] unsigned n) {
+        const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
+        if (kSole && rows < 0) return write_dq(smem_.tile[(n - 1) % Tile::kTilesTold].dq, -rows, columns);
+        if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
+        this->add(dq_place_, dq_, columns);
     }
 
     /// dQ of sole rows.
@@ -400,7 +383,6 @@ class Consumer : ConsumerWarp<Tile> {
     typename Asked::Facts facts_;
     float* dq_place_;                    // this lane's place in dQ's buffer
     int late_step_ = 0, late_rows_ = 0;  // of the tile before
-    bool late_unseen_ = false;           // its queries see none of the item's keys
 };
 
 /// Prepares the barriers of a block. One thread.
@@ -413,7 +395,6 @@ __device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
     prepare_slots(smem.slot, 1, kWarps);
     prepare_slots(smem.ds_slot, kWarps, kWarps);
     prepare_copies(smem);
-    prepare_turns(smem, kWarps);
 }
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles

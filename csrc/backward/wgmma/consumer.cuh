@@ -33,7 +33,7 @@ class NextPlace<Tile, true> {
     __device__ __forceinline__ void begin(const Item& item) { next_ = {item.start_head, item.start}; }
     __device__ __forceinline__ QueryPlace take(const Item& item) {
         const QueryPlace at = next_;
-        next_.template advance<Tile>(item);
+        next_.advance(item);
         return at;
     }
 
@@ -256,7 +256,7 @@ class ConsumerWarp {
     /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`. `adds`: to what is there.
     template <class QueryRows>
     __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
-                                                     const QueryRows& queries, bool left_out, bool adds = true) const {
+                                                     const QueryRows& queries, bool adds, bool left_out = false) const {
         if (!left_out) issue_weighted<T, Tile::kD>(gradient, weights, queries, adds);
         ptx::wgmma_commit();
     }

@@ -86,7 +86,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
         const Sequence& sequence = item.sequence;
         const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
-        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
+        const QueryPlace at = QueryPlace::of(item, first + own);
         const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;

@@ -67,11 +67,11 @@ class AwaitTurns {
   private:
     __device__ __forceinline__ void await(const Item& item, int first, int count) {
         const int own = min(lane_, count - 1);
-        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
+        const QueryPlace at = QueryPlace::of(item, first + own);
         const Turn turn = turn_of<Tile>(problem_, item, at);
         TurnCount& counts = problem_.turns[turn.group];
         if (lane_ < count) {
-            DqTask& task = smem_.task[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold];
+            DqTask& task = smem_.turns.task[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold];
             task.dq =
                 row_of<typename Tile::T>(problem_.dq, item.sequence.index, at.head, item.sequence.first_q + at.row);
             task.group = turn.group;
@@ -85,20 +85,20 @@ class AwaitTurns {
             __syncwarp();  // numbers are taken in the order of the tiles, and no lane misses a phase
             // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this
             // one, which it would then never see
-            ptx::barrier_wait(&smem_.turn_seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
+            ptx::barrier_wait(&smem_.turns.seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
             if (!problem_.deterministic) {
                 if (lane_ == i) take_number(counts, turn.others);
             } else if (!(__ballot_sync(kWarpMask, over) >> i & 1)) {  // this tile's lane waits, the others look once
                 do over = over || ptx::load_acquire(&counts.done) >= awaited;
                 while (!over && lane_ == i);
             }
-            if (lane_ == i) ptx::barrier_arrive(&smem_.turn_slot[tiles_ % 2].full);
+            if (lane_ == i) ptx::barrier_arrive(&smem_.turns.slot[tiles_ % 2].full);
         }
     }
     /// Without an order: takes the number of this lane's tile, and waits until it is its turn.
     __device__ __forceinline__ void take_number(TurnCount& counts, unsigned others) {
         const unsigned place = atomicAdd(&counts.taken, 1u);
-        begin(smem_.task[tiles_ % Tile::kTilesTold], place, others);
+        begin(smem_.turns.task[tiles_ % Tile::kTilesTold], place, others);
         const unsigned awaited = broken_ ? 0 : place == others ? place : min(place, 1u);
         if (awaited > 0)
             while (ptx::load_acquire(&counts.done) < awaited) {
@@ -120,11 +120,11 @@ class AwaitTurns {
 template <class Tile>
 __device__ __forceinline__ void pass_turns(const Problem& problem, SharedMemory<Tile>& smem) {
     const auto pass = [&](unsigned n) {
-        Slot& slot = smem.turn_slot[n % 2];
+        Slot& slot = smem.turns.slot[n % 2];
         ptx::barrier_wait(&slot.full, n / 2 % 2);
-        const int group = smem.task[n % Tile::kTilesTold].group;
+        const int group = smem.turns.task[n % Tile::kTilesTold].group;
         ptx::barrier_wait(&slot.empty, n / 2 % 2);
-        ptx::barrier_arrive(&smem.turn_seen[n % 2]);
+        ptx::barrier_arrive(&smem.turns.seen[n % 2]);
         ptx::add_release(&problem.turns[group].done, 1);
     };
     // A turn ends beside the next tile, which may be the next item's: this one's place in the plan must not wait for it
@@ -146,8 +146,8 @@ __device__ __forceinline__ void keep_turns(const Problem& problem, SharedMemory<
 /// Prepares the barriers. `adders`: warps that bring dQ to its place.
 template <class Tile>
 __device__ __forceinline__ void prepare_turns(SharedMemory<Tile>& smem, unsigned adders) {
-    prepare_slots(smem.turn_slot, 1, adders);
-    for (auto& barrier : smem.turn_seen) ptx::barrier_init(&barrier, 1);
+    prepare_slots(smem.turns.slot, 1, adders);
+    for (auto& barrier : smem.turns.seen) ptx::barrier_init(&barrier, 1);
 }
 
 }  // namespace flash_wmma::backward::wgmma

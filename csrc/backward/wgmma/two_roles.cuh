@@ -176,7 +176,7 @@ class ScoresConsumer : TwoRolesWarp<Tile> {
         store_ds(places);
 
         ptx::wgmma_fence();
-        this->multiply_weights(dk_, weights_, q, Asked::leaves_out(seen));
+        this->multiply_weights(dk_, weights_, q, /*adds=*/true, Asked::leaves_out(seen));
         ptx::wgmma_wait<0>();
         tell(slot.empty);
     }
@@ -352,10 +352,10 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
     }
     /// The turn at dQ of a tile, if blocks take turns.
     __device__ __forceinline__ void begin_turn(unsigned tile) {
-        if constexpr (kPass == Pass::kTurns) ptx::barrier_wait(&smem_.turn_slot[tile % 2].full, tile / 2 % 2);
+        if constexpr (kPass == Pass::kTurns) ptx::barrier_wait(&smem_.turns.slot[tile % 2].full, tile / 2 % 2);
     }
     __device__ __forceinline__ void end_turn(unsigned tile) {
-        if constexpr (kPass == Pass::kTurns) tell(smem_.turn_slot[tile % 2].empty);
+        if constexpr (kPass == Pass::kTurns) tell(smem_.turns.slot[tile % 2].empty);
     }
 
     /// Brings the parts from kPart on, but for the last, to where they go, and issues each time the part that follows.
@@ -391,7 +391,7 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         auto& dq = dq_[kPart % kSets];
         if constexpr (kPass == Pass::kTurns) {
             if (unseen(tile)) dq.clear();
-            this->bring(smem_.task[tile % Tile::kTilesTold], dq, 16 * warp_, 64 * kPart,
+            this->bring(smem_.turns.task[tile % Tile::kTilesTold], dq, 16 * warp_, 64 * kPart,
                         this->template unscaled<kDrops>());
         } else
             this->add(to + DqFragment::offset(0, 64 * kPart, 0), dq,

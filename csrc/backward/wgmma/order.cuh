@@ -1,0 +1,67 @@
+// The order in which blocks of bwd_sm90 take items.
+#pragma once
+
+#include <launch.h>
+
+#include <cstdint>
+
+#include "attention.h"
+#include "device/tile.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+/// The order of items of kKeys keys if the additions have one: the items of kInterleavedHeads heads by turns. An item follows
+/// the one before in its head at a distance of a tile or two, and blocks ask for items faster than that.
+template <int kKeys, bool kPacked>
+__device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
+    constexpr unsigned kInterleavedHeads = 4;
+    const bool packed = kPacked && p.sequences.cu_seqlens_k;
+    const auto tiles = static_cast<unsigned>(packed ? packed_tiles(p.sequences.total_k, p.batch, kKeys)
+                                                    : (p.seqlen_k + kKeys - 1) / kKeys);
+    const auto heads = static_cast<unsigned>(packed ? p.heads_k : p.heads_k * p.batch);
+    const unsigned first = index / (kInterleavedHeads * tiles) * kInterleavedHeads, at = index - first * tiles;
+    const unsigned together = min(kInterleavedHeads, heads - first);
+    return (first + at % together) * tiles + at / together;
+}
+
+// The orders of items of dense causal problems, `tiles` of each head, the longest item first. Heads come one after the other
+// for the L2 cache; some come together, so that blocks finish together.
+
+/// Of `mixed` heads from head `first` on: one item of each by turns.
+__device__ __forceinline__ unsigned by_turns(unsigned index, unsigned first, unsigned mixed, unsigned tiles) {
+    const unsigned at = index - first * tiles;
+    return (first + at % mixed) * tiles + at / mixed;
+}
+/// At the end all heads of about the `last` items together.
+__device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, unsigned heads, unsigned tiles, unsigned last) {
+    const unsigned mixed = min(heads, (last + tiles - 1) / tiles), first = heads - mixed;
+    return index < first * tiles ? index : by_turns(index, first, mixed, tiles);
+}
+/// Batches of about `together` items, up to 1.4 times as many, whose heads come together: as many in each, but for one. All
+/// blocks are then at work on the same tiles of queries of a batch (Item).
+__device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned heads, unsigned tiles,
+                                                     unsigned together) {
+    const std::uint64_t batches = max((heads * tiles + together * 3 / 5) / together, 1u),
+                        batch = index / tiles * batches / heads;
+    const auto begin = [&](std::uint64_t n) { return static_cast<unsigned>((n * heads + batches - 1) / batches); };
+    const unsigned first = begin(batch);
+    return by_turns(index, first, begin(batch + 1) - first, tiles);
+}
+
+/// Of items of kKeys keys, for `blocks` that work on one each: about two items a block are mixed. A head's first tile has the
+/// most queries.
+template <int kKeys>
+__device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned index, unsigned blocks) {
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch);
+    const auto tiles = static_cast<unsigned>((p.seqlen_k + kKeys - 1) / kKeys);
+    return p.heads_q > p.heads_k ? mixed_in_batches(index, heads, tiles, 2 * blocks)
+                                 : mixed_at_the_end(index, heads, tiles, 2 * blocks);
+}
+/// The same of items of kQueries queries.
+template <int kQueries>
+__device__ __forceinline__ unsigned mixed_queries(const ForwardParams& p, unsigned index, unsigned blocks) {
+    return mixed_at_the_end(index, static_cast<unsigned>(p.heads_q * p.batch),
+                            static_cast<unsigned>((p.seqlen_q + kQueries - 1) / kQueries), 2 * blocks);
+}
+
+}  // namespace flash_wmma::backward::wgmma
