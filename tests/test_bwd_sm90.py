@@ -250,6 +250,15 @@ def test_grouped_heads_in_order(d: int, slow: bool) -> None:
     check(Case(130, 200, Mask("bottom_right"), heads=(3, 1), batch=3), d, sm_count=2, slow=slow)
 
 
+@pytest.mark.parametrize("sm_count", [2, 6, 9, 24])
+@pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 72), (128, 128)])
+def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:
+    """There are so few items that those of the last round, or all, go in parts. Their sums find room in dq, or none."""
+    check(Case(300, 300, heads=(8, 1)), d, dv, sm_count=sm_count)
+    check(Case(300, 700, heads=(8, 1)), d, dv, sm_count=sm_count)
+    check(Case(700, 130, heads=(5, 1)), d, dv, torch.bfloat16, sm_count=sm_count)
+
+
 MASKS = {
     "last keys unseen": Case(70, 300, Mask(True)),
     "first keys unseen": Case(65, 400, Mask("bottom_right", (30, None))),

@@ -89,6 +89,15 @@ struct TurnCount {
     unsigned taken, done;
 };
 
+/// Which items of a kernel with a queue are worked on in parts (backward/wgmma/parts.cuh): those behind the first `whole`,
+/// in `each` parts. prepare clears the sums and counts.
+struct ItemParts {
+    int whole = 0, each = 1;  // 1: none
+    float* sums = nullptr;
+    std::int64_t words = 0;  // of sums and counts, which follow each other
+    unsigned* counts = nullptr;
+};
+
 /// Of items of a kernel whose blocks take them one after the other. prepare makes it.
 struct Queue {
     unsigned taken;          // how many
@@ -118,6 +127,7 @@ struct Problem : BackwardParams {
     // Of each head: how many rows see keys of a single tile, the first ones. The products write their dq, and a head's
     // terms lie in its part of dQ's buffer, which these rows do not need.
     int sole_rows = 0;
+    ItemParts parts{};
 };
 
 /// -L in natural units, and -D, of one query row (RowPair).
@@ -303,6 +313,9 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
+    for (std::int64_t i = std::int64_t{index} * kRowThreads + tid; i < problem.parts.words;
+         i += gridDim.x * kRowThreads)
+        problem.parts.sums[i] = 0.f;
     __syncthreads();
     float largest = 0.f;  // the finite |D| of this thread's row
     if (tid < kRowGroup) {

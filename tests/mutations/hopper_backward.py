@@ -9,7 +9,7 @@ FOLDER = "csrc/backward/wgmma/"
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
 COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER + "pair.cuh"
-ORDER = FOLDER + "order.cuh"
+ORDER, PARTS = FOLDER + "order.cuh", FOLDER + "parts.cuh"
 QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
 QUERIES, TWO_PASSES = FOLDER + "queries.cuh", FOLDER + "two_passes.cuh"
@@ -152,6 +152,61 @@ FAULTS = [
         old="begin(batch + 1) - first, tiles);",
         new="heads / batches, tiles);",
         why="of batches that are a head larger than others some items are worked on twice, others never",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    # ------------------------------------------------------------------------------------------------- items in parts
+    Fault(
+        name="bwd-sm90-parts-not-awaited",
+        path=PARTS,
+        old="            while (ptx::load_acquire(count_) < static_cast<unsigned>(others)) {\n            }\n",
+        new="            static_cast<void>(others);\n",
+        why="an item's last part reads the sums before the others have added to them",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-parts-told-before-added",
+        path=PARTS,
+        old="        __syncwarp();\n        if (threadIdx.x % 32 == 0) ptx::add_release(count_, 1);\n",
+        new="        if (threadIdx.x % 32 == 0) ptx::add_release(count_, 1);\n",
+        why="a part is counted when one lane has added, not all",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-parts-not-taken",
+        path=ONE_ROLE,
+        old="if (ends) sums.take(dk_, dv_, problem_.parts.each - 1);",
+        new="if (ends) static_cast<void>(sums);",
+        why="dK and dV of an item with parts are those of its last part",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-parts-of-one-warp",
+        path=ONE_ROLE,
+        old="told(work.split), 4 * group_ + warp_, lane_);",
+        new="told(work.split), warp_, lane_);",
+        why="both warpgroups add to the same sums",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-part-wraps-by-its-own-tiles",
+        path=BLOCK,
+        old="row -= item.rows * item.step;",
+        new="row -= item.tiles / item.heads * item.step;",
+        why="behind a head's last tile a part goes on with a wrong one",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-parts-not-cleared",
+        path=ROWS,
+        old="        problem.parts.sums[i] = 0.f;",
+        new="        break;",
+        why="sums and counts of parts begin with what lies in the workspace",
         kernels=KERNEL,
         tests=("bwd_sm90",),
     ),
@@ -420,8 +475,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-queue-begins-early",
         path=PRODUCER,
-        old="ordered ? 0 : workers.count;",
-        new="ordered ? 0 : 1;",
+        old="waits ? 0 : workers.count;",
+        new="waits ? 0 : 1;",
         why="an item that a block begins with is worked on again",
         kernels=KERNEL,
     ),

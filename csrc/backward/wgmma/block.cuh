@@ -8,6 +8,7 @@
 
 #include "backward/wgmma/order.cuh"
 #include "backward/wgmma/pair.cuh"
+#include "backward/wgmma/parts.cuh"
 #include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/nothing.cuh"
@@ -107,6 +108,9 @@ struct Item {
     int head, heads, start_head;   // the query heads that read the keys: the first, how many, which is worked on first
     int first, last, start, step;  // first rows of tiles of queries, and from one to the next
     int tiles;                     // of all heads. 0: no query sees a key; negative: there are no more items
+    int rows;                      // tiles of a head, of all parts of the item
+    int split;                     // PartOfItem, of parts
+    int ends;                      // whether it is the item's last part
 };
 
 template <Pass kPass>
@@ -118,13 +122,22 @@ __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
     return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
+/// Whether an instance works on items in parts.
+template <class Tile, Pass kPass>
+constexpr bool takes_parts() {
+    return !Tile::kTwoRoles && kPass == Pass::kFused;
+}
+
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const Problem& problem, int index, const Workers& workers) {
     const ForwardParams& p = problem.forward;
+    constexpr bool kParts = takes_parts<Tile, kPass>();
+    const PartOfItem part =
+        kParts && problem.parts.each > 1 ? PartOfItem::of(problem.parts, index) : PartOfItem{index, 0, -1};
     constexpr int kStep = Tile::kQueries, kKeys = Tile::kItemKeys;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
-    auto place = static_cast<unsigned>(index);
+    auto place = static_cast<unsigned>(part.item);
     const bool ordered = in_order<kPass>(problem);
     if (ordered) place = interleaved<kKeys, kPacked>(p, place);
     else if (!kPacked && p.band.right < kUnbounded)
@@ -156,6 +169,12 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     if (together) turned = min(block / heads, tiles - 1);
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
     const int step = down ? -kStep : kStep, from = down ? last : first;
+    int begun = 0, left = tiles;  // tiles of a head
+    if (kParts && part.split >= 0) {
+        begun = tiles * part.part / problem.parts.each;
+        left = tiles * (part.part + 1) / problem.parts.each - begun;
+        turned = (turned + begun) % tiles;
+    }
     if constexpr (Tile::kPaired) {
         const int before = Tile::kKeys * static_cast<int>(ptx::cluster_rank());
         own.first_row += before, own.rows -= before;
@@ -171,7 +190,10 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
             down ? first : last,
             from + step * turned,
             step,
-            tiles * heads};
+            left * heads,
+            tiles,
+            part.split,
+            part.part == problem.parts.each - 1};
 }
 
 /// How much of a block's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, in a pair, and
@@ -197,11 +219,10 @@ struct QueryPlace {
 
     /// Of the item's tile number n, to which n steps of advance() lead.
     __device__ __forceinline__ static QueryPlace of(const Item& item, int n) {
-        const int rows = item.tiles / item.heads;  // tiles of a head
         int head = item.start_head + n % item.heads;
         if (head >= item.head + item.heads) head -= item.heads;
         int row = item.start + n / item.heads * item.step;
-        if (item.step > 0 ? row > item.last : row < item.last) row -= rows * item.step;
+        if (item.step > 0 ? row > item.last : row < item.last) row -= item.rows * item.step;
         return {head, row};
     }
     __device__ __forceinline__ void advance(const Item& item) {

@@ -86,14 +86,61 @@ int sole_rows(const BackwardParams& params, const Shape& shape) {
     return all * facts_bytes(true) <= alone * p.head_dim * std::int64_t{sizeof(float)} ? static_cast<int>(alone) : 0;
 }
 
+/// Which items go in parts: those of the last round of blocks, of dense problems without a mask, if it ends earlier so. A
+/// part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together
+/// (docs/tuning/hopper_backward.md).
+struct Parts {
+    std::int64_t whole, split;
+    int each;
+};
+Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    const bool masked = p.band.left < kUnbounded || p.band.right < kUnbounded;
+    const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
+    if (!shape.takes_parts || masked || p.sequences.cu_seqlens_k || p.sequences.cu_seqlens_q || items == 0)
+        return {items, 0, 1};
+    constexpr std::int64_t kMore = 10, kMostParts = 8;
+    const std::int64_t blocks = std::max(device.sm_count, 1), split = items % blocks;
+    const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
+    std::int64_t best = 1;
+    double least = static_cast<double>(rows * group);  // tiles, one after the other
+    for (std::int64_t each = 2; split > 0 && each <= std::min(kMostParts, rows); ++each) {
+        const std::int64_t rounds = (split * each + blocks - 1) / blocks;
+        const double tiles =
+            static_cast<double>(rounds) * (static_cast<double>(rows * group) / static_cast<double>(each) + kMore);
+        if (tiles < least) least = tiles, best = each;
+    }
+    return best > 1 ? Parts{items - split, split, static_cast<int>(best)} : Parts{items, 0, 1};
+}
+/// Words of the sums, and how many counts, of a warp each.
+struct PartsWords {
+    std::int64_t sums, counts;
+    std::int64_t bytes() const { return (sums + counts) * std::int64_t{sizeof(float)}; }
+};
+PartsWords words_of(const Parts& parts, const Shape& shape) {
+    const std::int64_t warps = parts.split * (shape.facts.warps - 4);  // without warpgroup 0's
+    return {warps * 2 * 16 * shape.facts.head_dim, warps};
+}
+/// Where they lie in dq's memory: behind L and D, which finish overwrites after their last use; 0 if there is no room.
+std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const PartsWords& words) {
+    const ForwardParams& p = params.forward;
+    if (sole_rows(params, shape) > 0 || !facts_in_dq(params, DqBy::kSums, shape.takes_terms)) return 0;
+    const std::int64_t facts = row_groups(p) * kRowGroup * facts_bytes(shape.takes_terms);
+    return facts + words.bytes() <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * 2 ? facts : 0;
+}
+
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// The queue and the turns come first, each aligned as what follows has to be.
+/// The queue comes first, and then the turns or what belongs to parts, aligned as what follows has to be.
 constexpr std::int64_t kUnit = 16;
 static_assert(sizeof(Queue) <= kUnit);
 std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    const std::int64_t turns = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)} : 0;
-    return kUnit + (turns + kUnit - 1) / kUnit * kUnit;
+    const Shape& shape = shape_of(p, device);
+    const PartsWords parts = words_of(parts_of(p, shape, device), shape);
+    const std::int64_t counts = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
+                                : parts_in_dq(p, shape, parts) > 0 ? 0
+                                                                   : parts.bytes();
+    return kUnit + (counts + kUnit - 1) / kUnit * kUnit;
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
@@ -112,6 +159,14 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
     problem.queue = reinterpret_cast<Queue*>(workspace);
     if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
+    if (const Parts parts = parts_of(p, shape, device); parts.each > 1) {  // and no turns
+        const PartsWords words = words_of(parts, shape);
+        const std::int64_t in_dq = parts_in_dq(p, shape, words);
+        auto* const sums =
+            reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : workspace + kUnit);
+        problem.parts = {static_cast<int>(parts.whole), parts.each, sums, words.sums + words.counts,
+                         reinterpret_cast<unsigned*>(sums + words.sums)};
+    }
     problem.multiprocessors = std::max(device.sm_count, 1);
     launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);

@@ -115,7 +115,8 @@ class Consumer : ConsumerWarp<Tile> {
                     for (; left > 0; --left) add_tile<false>(work, places, left == 1);
                 }
                 tile += static_cast<unsigned>(tiles), late_item = item++;
-                store(told(work.keys), tile + 1);
+                if (!takes_parts<Tile, kPass>() || told(work.split) < 0 || join_parts(work))
+                    store(told(work.keys), tile + 1);
             } else {
                 store_zeros(told(work.keys));
             }
@@ -311,6 +312,14 @@ class Consumer : ConsumerWarp<Tile> {
                        problem_.forward.scale, lane);
     }
 
+    /// Of an item with parts: whether this is the last one, whose dK and dV are then those of all.
+    __device__ __forceinline__ bool join_parts(const Item& work) {
+        PartSums sums = PartSums::of<Tile>(problem_.parts, told(work.split), 4 * group_ + warp_, lane_);
+        const bool ends = told(work.ends) != 0;
+        if (ends) sums.take(dk_, dv_, problem_.parts.each - 1);
+        else sums.add(dk_, dv_);
+        return ends;
+    }
     /// Writes dK and dV. `next`: which dS is stored next.
     __device__ __forceinline__ void store(const KeyTile& keys, [[maybe_unused]] unsigned next) const {
         const ForwardParams& p = problem_.forward;

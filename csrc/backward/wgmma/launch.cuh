@@ -33,8 +33,10 @@ Maps maps_of(const Problem& problem) {
 
 template <class Tile, InstanceKernel* kKernel>
 void launch_tile(const Problem& problem, Stream stream) {
-    const unsigned items = owned_keys_grid(problem.forward, Tile::kItemKeys).x;
+    const ItemParts& parts = problem.parts;
+    unsigned items = owned_keys_grid(problem.forward, Tile::kItemKeys).x;
     if (items == 0) return;
+    if (parts.each > 1) items += (items - static_cast<unsigned>(parts.whole)) * static_cast<unsigned>(parts.each - 1);
     const unsigned workers = std::max(static_cast<unsigned>(problem.multiprocessors) / Tile::kBlocks, 1u);
     const dim3 grid(std::min(items, workers) * Tile::kBlocks);
     launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks}, stream, problem,
@@ -53,7 +55,8 @@ Shape shape_of_tile() {
             launch_tile<Tile, kKernel>,
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
-            writes_sole_rows<Tile, kProblems, kPass>()};
+            writes_sole_rows<Tile, kProblems, kPass>(),
+            takes_parts<Tile, kPass>()};
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -25,11 +25,11 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
     __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
-        // An item waits for those alone that were taken before, if there is an order
-        const bool ordered = in_order<kPass>(problem_);
+        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work
+        const bool waits = in_order<kPass>(problem_) || (takes_parts<Tile, kPass>() && problem_.parts.each > 1);
         constexpr bool kPaired = Tile::kPaired;  // then not all blocks need be at work: none has an item beforehand
-        const int before = kPaired || ordered ? 0 : workers.count;  // that no block takes from the queue
-        const int first = kPaired || ordered || workers.index < 0 ? taken() + before : workers.index;
+        const int before = kPaired || waits ? 0 : workers.count;  // that no block takes from the queue
+        const int first = kPaired || waits || workers.index < 0 ? taken() + before : workers.index;
         for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
             publish(smem_, plan_, item);
