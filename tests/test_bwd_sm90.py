@@ -254,9 +254,9 @@ def test_grouped_heads_in_order(d: int, slow: bool) -> None:
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 72), (128, 128)])
 def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:
     """There are so few items that those of the last round, or all, go in parts. Their sums find room in dq, or none."""
-    check(Case(300, 300, heads=(8, 1)), d, dv, sm_count=sm_count)
-    check(Case(300, 700, heads=(8, 1)), d, dv, sm_count=sm_count)
-    check(Case(700, 130, heads=(5, 1)), d, dv, torch.bfloat16, sm_count=sm_count)
+    check(Case(300, 300, heads=(12, 1)), d, dv, sm_count=sm_count)
+    check(Case(300, 700, heads=(12, 1)), d, dv, sm_count=sm_count)
+    check(Case(700, 130, heads=(10, 2), batch=2), d, dv, torch.bfloat16, sm_count=sm_count)
 
 
 MASKS = {
@@ -498,6 +498,13 @@ def change_of(kind: str, nq: int, nk: int, heads: int = 2) -> Modification:
     if kind == "ranges":
         return Modification(key_ranges=ranges)
     return Modification(bias, slopes, ranges, 1.5)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("change", ["soft cap", "ranges", "documents"])
+def test_general_problems_with_few_items(change: str, d: int) -> None:
+    """Of a soft cap they go in parts. With key ranges they have different tiles, some none, and go whole."""
+    check(Case(1300, 260, heads=(4, 2)), d, sm_count=18, modification=change_of(change, 1300, 260, heads=4))
 
 
 CHANGES = ["bias", "bias of a key", "mask", "ALiBi", "soft cap", "documents", "ranges", "all"]

@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
     for (std::int64_t i = std::int64_t{index} * kRowThreads + tid; i < problem.parts.words;
-         i += gridDim.x * kRowThreads)
+         i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
     __syncthreads();
     float largest = 0.f;  // the finite |D| of this thread's row

@@ -163,7 +163,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const int blocks = (s.seqlen_k + kKeys - 1) / kKeys, block = own.first_row / kKeys;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
     const bool turns = used && !ordered, together = turns && heads > 1;
-    const bool follows = p.band.right < kUnbounded && 2 * block >= blocks;  // an item of the first half
+    const bool follows = p.band.right < kUnbounded && 2 * block >= blocks;  // it comes after items of the first half
     const bool down = backwards || (together && !follows);
     int turned = 0;
     if (together) turned = min(block / heads, tiles - 1);
@@ -252,9 +252,9 @@ constexpr bool writes_sole_rows() {
 
 /// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas
 /// finds too few registers, as in general problems.
-template <class Tile, Problems kProblems, Pass kPass>
+template <class Tile, Problems kProblems>
 constexpr bool first_tile_apart() {
-    return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;
+    return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified);
 }
 
 /// L and D of a tile's queries, one or the other way.

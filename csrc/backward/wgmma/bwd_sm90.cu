@@ -86,7 +86,7 @@ int sole_rows(const BackwardParams& params, const Shape& shape) {
     return all * facts_bytes(true) <= alone * p.head_dim * std::int64_t{sizeof(float)} ? static_cast<int>(alone) : 0;
 }
 
-/// Which items go in parts: those of the last round of blocks, of dense problems without a mask, if it ends earlier so. A
+/// Which items go in parts: those of the last round of blocks, if it ends earlier so, where all items take equally long. A
 /// part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together
 /// (docs/tuning/hopper_backward.md).
 struct Parts {
@@ -95,11 +95,12 @@ struct Parts {
 };
 Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const bool masked = p.band.left < kUnbounded || p.band.right < kUnbounded;
+    const Sequences& s = p.sequences;
+    const bool equal = p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data &&
+                       !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k;  // all items have all tiles of queries
     const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
-    if (!shape.takes_parts || masked || p.sequences.cu_seqlens_k || p.sequences.cu_seqlens_q || items == 0)
-        return {items, 0, 1};
-    constexpr std::int64_t kMore = 10, kMostParts = 8;
+    if (!shape.takes_parts || !equal || items == 0) return {items, 0, 1};
+    constexpr std::int64_t kMore = 14, kMostParts = 8;
     const std::int64_t blocks = std::max(device.sm_count, 1), split = items % blocks;
     const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
     std::int64_t best = 1;

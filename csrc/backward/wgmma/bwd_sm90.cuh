@@ -27,8 +27,8 @@
 // it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // d above 128: two_roles.cuh, where blocks may take turns at dQ: turns.cuh. Without dQ, which another pass computes
-// (Pass::kKeys): two_passes.cuh. What
-// changes or hides scores beyond a band, in instances of their own: score_changes.cuh.
+// (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a band, in
+// instances of their own: score_changes.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -56,7 +56,7 @@ template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
     static constexpr bool kSole = writes_sole_rows<Tile, kProblems, kPass>();
-    static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems, kPass>();
+    static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems>();
     static constexpr bool kComputesDq = kPass != Pass::kKeys;
     using Base = ConsumerWarp<Tile>;
     using Base::problem_, Base::group_, Base::warp_, Base::lane_, Base::kQueries, Base::told, Base::tell;

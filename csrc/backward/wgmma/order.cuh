@@ -37,8 +37,8 @@ __device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, unsigned he
     const unsigned mixed = min(heads, (last + tiles - 1) / tiles), first = heads - mixed;
     return index < first * tiles ? index : by_turns(index, first, mixed, tiles);
 }
-/// Batches of about `together` items, up to 1.4 times as many, whose heads come together: as many in each, but for one. All
-/// blocks are then at work on the same tiles of queries of a batch (Item).
+/// Batches of about `together` items, whose heads come together: as many in each, but for one. All blocks are then at work
+/// on the same tiles of queries of a batch (Item).
 __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned heads, unsigned tiles,
                                                      unsigned together) {
     const std::uint64_t batches = max((heads * tiles + together * 3 / 5) / together, 1u),

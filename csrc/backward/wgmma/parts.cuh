@@ -3,8 +3,8 @@
 // tiles of queries, by blocks of their own.
 //
 // All parts but an item's last add their dK and dV to sums in global memory, which `prepare` has cleared; the last one, which
-// some block takes after them, waits until they have done so, and adds the sums to its own. With two parts a sum has one
-// addend: dK and dV are the same in every run, as without parts.
+// some block takes after them, waits until they have done so, and adds the sums to its own. With more than two
+// parts the order of the additions differs from run to run, as dQ's does.
 #pragma once
 
 #include <launch.h>

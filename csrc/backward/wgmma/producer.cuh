@@ -56,7 +56,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
-        constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems, kPass>();
+        constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
         const RowsCopy own{smem_.k[keys_.stage]};
         Slot& slot = smem_.key_slot[keys_.stage];
         if constexpr (Tile::kPaired) {

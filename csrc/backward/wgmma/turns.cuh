@@ -83,7 +83,7 @@ class AwaitTurns {
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ++tiles_) {
             __syncwarp();  // numbers are taken in the order of the tiles, and no lane misses a phase
-            // Not turn_slot's empty: the consumers could go on by two turns before the passer has seen the end of this
+            // Not turns.slot's empty: the consumers could go on by two turns before the passer has seen the end of this
             // one, which it would then never see
             ptx::barrier_wait(&smem_.turns.seen[tiles_ % 2], tiles_ / 2 % 2 ^ 1);
             if (!problem_.deterministic) {
