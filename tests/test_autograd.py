@@ -495,7 +495,7 @@ torch.testing.assert_close(layer.qkv.weight.grad, expected)
 del parallel  # before the process group that it uses
 dist.barrier()
 dist.destroy_process_group()
-os._exit(0)  # a thread of torch's that is not joined aborts the interpreter's end, one time in twenty
+os._exit(0)  # the interpreter's end aborted in some runs: a thread was not joined, whose was not found out
 """
 
 
