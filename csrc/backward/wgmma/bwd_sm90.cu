@@ -2,6 +2,7 @@
 // architectures: 9.0a
 #include <algorithm>
 
+#include "backward/wgmma/parts.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
 
@@ -120,7 +121,7 @@ struct PartsWords {
 };
 PartsWords words_of(const Parts& parts, const Shape& shape) {
     const std::int64_t warps = parts.split * (shape.facts.warps - 4);  // without warpgroup 0's
-    return {warps * 2 * 16 * shape.facts.head_dim, warps};
+    return {warps * wgmma::PartSums::words(shape.facts.head_dim), warps};
 }
 /// Where they lie in dq's memory: behind L and D, which finish overwrites after their last use; 0 if there is no room.
 std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const PartsWords& words) {
