@@ -161,7 +161,12 @@ struct ForwardParams {
     float *entropy, *row_max;
     Partials partials;
     bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
-    void* workspace;       ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
+    /// o and lse hold attention over other keys, and become that over all:
+    ///     lse' = log(exp(lse) + exp(its own)),   o' = o exp(lse - lse') + its own exp(its own lse - lse').
+    /// A row without another key has lse -inf, and what o holds there is not read. Only for a kernel that merges
+    /// (Kernel::merges).
+    bool merges;
+    void* workspace;  ///< KernelInfo::workspace_bytes, 256-byte aligned, uninitialised
     KeyRanges key_ranges;
 };
 

@@ -21,6 +21,7 @@ enum class Problems : unsigned {
     kDropped = 512,     ///< dropout. An instance that takes it, and not kModified, is for problems with dropout alone
     kMaxima = 2048,     ///< wgmma_sm90 only, of plain problems: the rows' largest scores besides (RowStatistics)
     kEntropies = 4096,  ///< likewise: the rows' entropies
+    kMerged = 16384,    ///< likewise: O and LSE are merged with those of other keys
     kTerms = 8192,      ///< backward: the gradients of statistics (WeightTerms) and of ALiBi's slopes besides
     kMaximaEntropies = kMaxima | kEntropies,
     kPackedDropped = kPacked | kDropped,

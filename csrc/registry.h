@@ -96,6 +96,9 @@ struct Kernel : KernelFacts {
     bool (*tells)(const Params&, const DeviceFacts&) = nullptr;
     /// Forward: null, if it has nothing for tangents.
     const TangentKernel* tangents = nullptr;
+    /// Forward: whether these params may have ForwardParams::merges, or an o of float32 and an lse of any strides; null:
+    /// never.
+    bool (*merges)(const Params&, const DeviceFacts&) = nullptr;
 };
 /// Kernel::workspace_bytes of a kernel without a workspace.
 template <class Params>

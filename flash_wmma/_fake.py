@@ -284,6 +284,7 @@ for _op, _fake in (
     ("statistics", _statistics),
     ("forward", _forward),
     ("forward_into", lambda out, q, *_, **__: _of_queries(q)),
+    ("forward_merged", lambda *_, **__: True),
     ("forward_with_statistics", _forward_with_statistics),
     ("takes_tangents", _takes_tangents),
     ("forward_with_tangents", _forward_with_tangents),

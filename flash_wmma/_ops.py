@@ -18,6 +18,7 @@ from ._library import ops
 
 _forward = ops.forward.default
 _forward_into = ops.forward_into.default
+_forward_merged = ops.forward_merged.default
 _forward_with_statistics = ops.forward_with_statistics.default
 _takes_tangents = ops.takes_tangents.default
 _forward_with_tangents = ops.forward_with_tangents.default
@@ -49,6 +50,19 @@ def forward_into(out: Tensor, q: Tensor, k: Tensor, v: Tensor, call: Call) -> Te
     asked: tuple[Any, ...] = call
     rest = () if call.only_band else (*asked[_AFTER_LAYOUT][:-3], call.batch_invariant, call.kernel_name)
     return _forward_into(out, q, k, v, *asked[_BAND], *rest)  # type: ignore[no-any-return]
+
+
+def forward_merged(out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor, merges: bool, call: Call) -> bool:
+    """Has the kernel of a dense call, with a scale and a band alone, write ``out``, float32, and ``lse``.
+
+    Args:
+        merges: they hold attention over other keys, and become that over all; ``out`` may then be of q's type.
+
+    Returns:
+        Whether the kernel can do that. If not, they are as they were.
+    """
+    asked: tuple[Any, ...] = call
+    return _forward_merged(out, lse, q, k, v, merges, *asked[_BAND], call.kernel_name)  # type: ignore[no-any-return]
 
 
 def forward_with_statistics(

@@ -75,7 +75,7 @@ CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
     *("key_ranges", "sinks", "dropout", "kvcache", "statistics", "slopes"),
 )
-OP_TESTS = ("errors", "drop_in", "kernels", "hook", "forward_into", *CPU_TESTS)
+OP_TESTS = ("errors", "drop_in", "kernels", "hook", "forward_into", "forward_merged", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
     "csrc/cache/": ("kvcache",),

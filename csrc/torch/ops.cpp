@@ -32,6 +32,12 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool batch_invariant=False, "
         "str kernel_name=\"auto\") -> Tensor lse");
+    // forward of a dense problem that writes an out, of float32, and an lse which are there, of any strides. merges: they
+    // hold attention over other keys, and become that over all; out is of q's type or float32. False, and they are as
+    // they were: the kernel cannot do that; then forward and merge_parts do it.
+    m.def(
+        "forward_merged(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, bool merges, float? scale=None, "
+        "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, str kernel_name=\"auto\") -> bool");
     // forward of a dense problem, with row_max and entropy of `statistics`; `wanted`: some of "max entropy", the other is
     // empty. They come from the kernel of forward if it tells them, else from a pass of their own.
     m.def(
@@ -128,6 +134,7 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
 #define FLASH_WMMA_IMPLEMENT(m)                                                             \
     (m).impl("forward", TORCH_BOX(&flash_wmma::forward));                                   \
     (m).impl("forward_into", TORCH_BOX(&flash_wmma::forward_into));                         \
+    (m).impl("forward_merged", TORCH_BOX(&flash_wmma::forward_merged));                     \
     (m).impl("forward_with_statistics", TORCH_BOX(&flash_wmma::forward_with_statistics));   \
     (m).impl("takes_tangents", TORCH_BOX(&flash_wmma::takes_tangents));                     \
     (m).impl("forward_with_tangents", TORCH_BOX(&flash_wmma::forward_with_tangents));       \

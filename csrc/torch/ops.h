@@ -21,6 +21,10 @@ Tensor forward_into(const Tensor& out, const Tensor& q, const Tensor& k, const T
                     const OptionalTensor& alibi_slopes, const OptionalTensor& key_ranges, double softcap,
                     const OptionalTensor& sinks, const OptionalTensor& rng_state, double dropout_p,
                     const OptionalTensor& dropout_origin, bool batch_invariant, const std::string& kernel_name);
+/// Whether the kernel merges; if not, nothing was done.
+bool forward_merged(const Tensor& out, const Tensor& lse, const Tensor& q, const Tensor& k, const Tensor& v,
+                    bool merges, std::optional<double> scale, int64_t window_left, int64_t window_right,
+                    bool bottom_right, const std::string& kernel_name);
 /// out, lse, row_max, entropy.
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,
                                                                    const Tensor& v_tensor, const std::string& wanted,

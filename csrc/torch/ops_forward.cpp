@@ -1,4 +1,4 @@
-// flash_wmma::forward, forward_with_statistics, forward_varlen and forward_cached.
+// flash_wmma::forward, forward_into, forward_merged, forward_with_statistics, forward_varlen and forward_cached.
 #include "torch/ops.h"
 
 namespace flash_wmma {
@@ -9,6 +9,24 @@ struct Told {
     OptionalTensor row_max, entropy;
     bool done = false;  ///< whether the kernel told them
 };
+
+/// Has the kernel write out and lse. `more`: other memory that it writes. `strides`: those of a dense lse that is not
+/// contiguous.
+template <std::size_t kDim>
+void launch(CheckedCall& call, const Target& target, const KernelInfo& kernel, const Written<kDim>& out,
+            const Tensor& lse, const std::vector<emulator::Buffer>& more, const int64_t* strides = nullptr) {
+    const Readable q_rows(call.q), k_rows(call.k), v_rows(call.v);
+    call.point_to(q_rows, k_rows, v_rows, lse);
+    if (strides) call.params.lse_batch = strides[0], call.params.lse_head = strides[1];
+    call.params.o = out.rows();
+    target.run(kernel, call.params, [&] {
+        std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), v_rows.buffer("v"),
+                                              out.buffer("o"), buffer_of("lse", lse, true)};
+        buffers.insert(buffers.end(), more.begin(), more.end());
+        call.add_buffers(buffers);
+        return buffers;
+    });
+}
 
 /// Writes out. Returns lse.
 template <std::size_t kDim>
@@ -24,22 +42,18 @@ Tensor write(CheckedCall& call, Written<kDim>& out, bool batch_invariant, Told* 
     if (call.empty() || p.head_dim_v == 0) {
         call.see_no_key(out.memory(), lse);
     } else {
-        const Readable q_rows(q), k_rows(call.k), v_rows(call.v);
-        call.point_to(q_rows, k_rows, v_rows, lse);
-        p.o = out.rows();
+        std::vector<emulator::Buffer> more;
         if (told && kernel.tells && kernel.tells(p, target.device())) {
-            if (told->row_max) p.row_max = static_cast<float*>(data_of(*told->row_max));
-            if (told->entropy) p.entropy = static_cast<float*>(data_of(*told->entropy));
+            const auto store = [&](const char* name, const OptionalTensor& to, float*& data) {
+                if (!to) return;
+                more.push_back(buffer_of(name, *to, true));
+                data = static_cast<float*>(data_of(*to));
+            };
+            store("row_max", told->row_max, p.row_max);
+            store("entropy", told->entropy, p.entropy);
             told->done = true;
         }
-        target.run(kernel, p, [&] {
-            std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), v_rows.buffer("v"),
-                                                  out.buffer("o"), buffer_of("lse", lse, true)};
-            if (p.row_max) buffers.push_back(buffer_of("row_max", *told->row_max, true));
-            if (p.entropy) buffers.push_back(buffer_of("entropy", *told->entropy, true));
-            call.add_buffers(buffers);
-            return buffers;
-        });
+        launch(call, target, kernel, out, lse, more);
     }
     return lse;
 }
@@ -95,6 +109,33 @@ Tensor forward_into(const Tensor& out_tensor, const Tensor& q_tensor, const Tens
     Tensor to = out_tensor;
     torch::stable::copy_(to, made);
     return lse;
+}
+
+bool forward_merged(const Tensor& out_tensor, const Tensor& lse_tensor, const Tensor& q_tensor, const Tensor& k_tensor,
+                    const Tensor& v_tensor, bool merges, std::optional<double> scale, int64_t window_left,
+                    int64_t window_right, bool bottom_right, const std::string& kernel_name) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), out(out_tensor, "out"), lse(lse_tensor, "lse");
+    const OptionalTensor none;
+    const Options options{none,        none,         none,         none, none, none,       scale,
+                          window_left, window_right, bottom_right, 0.,   0.,   kernel_name};
+    CheckedCall call(q, k, v, options);
+    const std::array<int64_t, 4> sizes{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
+    if (out.dim != 4 || !std::equal(sizes.begin(), sizes.end(), out.sizes)) out.refuse("(B, Hq, Nq, d_v)");
+    if (out.dtype != codes().float32 && !(merges && out.dtype == q.dtype)) out.refuse("float32, or q's dtype to merge");
+    if (lse.dim != 3 || !std::equal(sizes.begin(), sizes.end() - 1, lse.sizes) || lse.dtype != codes().float32 ||
+        (lse.sizes[2] > 1 && lse.strides[2] != 1))
+        lse.refuse("(B, Hq, Nq), float32, with adjacent elements in a row");
+    for (const Operand* t : {&out, &lse})
+        if (!t->same_device(q)) t->refuse("q's device");
+    ForwardParams& p = call.params;
+    const Target target(q, kernel_name, "forward");
+    const KernelInfo& kernel = target.choose(p);
+    if (call.empty() || sizes[3] == 0 || !kernel_readable(out) || !kernel.merges || !kernel.merges(p, target.device()))
+        return false;
+    p.merges = merges;
+    p.out_dtype = out.element_type("");
+    launch(call, target, kernel, Written<4>(out), lse_tensor, {}, lse.strides);
+    return true;
 }
 
 std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_statistics(const Tensor& q_tensor, const Tensor& k_tensor,

@@ -302,9 +302,8 @@ def _forward(
                     padded(take_of_both(message, own, keys_of(job, needed), dim), more_k, dim)
                     for message, own in ((keys, k), (values, v))
                 )
-                place = merged.place(job.q) if shift is None and more_q == 0 and call.lengths is None else None
-                if place is not None:
-                    merged.placed(job.q, _ops.forward_into(place, of_q, of_k, of_v, call))
+                alone = shift is None and more_q == 0 and call.lengths is None
+                if alone and merged.attend(job.q, of_q, of_k, of_v, call):
                     continue
                 out, lse = _ops.forward(of_q, of_k, of_v, call)
                 out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)

@@ -7,6 +7,8 @@ import functools
 import torch
 from torch import Tensor
 
+from .. import _ops
+from .._call import Call
 from .._merge import merge_parts, share
 from ._layout import Ranges, count, minus, numbers, plus
 from ._plan import Keys
@@ -147,21 +149,48 @@ class Merged:
         self._lse = torch.empty(0)
         self._there: Ranges = ()
         """The rows that have a value."""
+        self._merges = like.device.type == "cuda"
+        """No kernel has refused to."""
 
-    def place(self, ranges: Ranges) -> Tensor | None:
-        """Where out of these rows' first part is to be written, before :meth:`placed`. ``None`` if a part has to be
-        added: the rows are all rows or lie apart, have a part already, or are kept in another dtype."""
-        if self._most > 2 or len(ranges) != 1 or covers(ranges, self._rows) or minus(ranges, self._there) != ranges:
-            return None
+    def attend(self, ranges: Ranges, q: Tensor, k: Tensor, v: Tensor, call: Call) -> bool:
+        """Has the kernel of a dense call write those rows where they go, or merge them into what is there, by itself.
+
+        Returns:
+            False, and nothing is done, where the part has to be computed and given to :meth:`add`: the rows lie apart,
+            they are all rows and the first part in its own dtype, or the kernel cannot merge.
+        """
+        if len(ranges) != 1:
+            return False
+        ((begin, end),) = ranges
+        first = minus(ranges, self._there) == ranges
+        if first and self._most <= 2:
+            if covers(ranges, self._rows):
+                return False
+            self._make()
+            assert self._out is not None
+            lse = _ops.forward_into(self._out.narrow(self._dim, begin, end - begin), q, k, v, call)
+            put(self._lse, ranges, lse, self._lse.dim() - 1)
+            self._there = plus(self._there, ranges)
+            return True
+        if not (self._merges and call.only_band) or (not first and minus(ranges, self._there)):
+            return False
+        before = self._out, self._lse
+        self._make()
+        assert self._out is not None
+        rows = self._out.narrow(self._dim, begin, end - begin), self._lse.narrow(-1, begin, end - begin)
+        self._merges = _ops.forward_merged(*rows, q, k, v, not first, call)
+        if self._merges:
+            self._there = plus(self._there, ranges)
+        else:
+            self._out, self._lse = before
+        return self._merges
+
+    def _make(self) -> None:
+        """Memory for all rows. With more than two parts they are kept in fp32."""
         if self._out is None:
             self._out, self._lse = self._new(), self._new_lse()
-        ((begin, end),) = ranges
-        return self._out.narrow(self._dim, begin, end - begin)
-
-    def placed(self, ranges: Ranges, lse: Tensor) -> None:
-        """These rows have a part, whose out is in its place."""
-        put(self._lse, ranges, lse, self._lse.dim() - 1)
-        self._there = plus(self._there, ranges)
+        if self._most > 2:
+            self._out = self._out.float()
 
     def add(self, ranges: Ranges, out: Tensor, lse: Tensor) -> None:
         """Merges a part into those rows; it may be kept, and written. What a part holds that sees no key (lse -inf)
@@ -177,8 +206,7 @@ class Merged:
             put(self._lse, ranges, lse, self._lse.dim() - 1)
         else:
             self._clear(new)
-            if self._most > 2:
-                self._out = self._out.float()
+            self._make()
             if len(ranges) == 1:
                 ((begin, end),) = ranges
                 rows = self._out.narrow(self._dim, begin, end - begin), self._lse.narrow(-1, begin, end - begin)

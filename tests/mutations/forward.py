@@ -8,6 +8,7 @@ WGMMA = ("wgmma_sm90",)
 V3 = ("wmma_v3",)
 SM75 = ("mma_sm75",)  # mma.cuh compiles fastest for it
 SM80 = ("mma_sm80",)
+MERGED = ("forward_merged",)
 
 FAULTS = [
     # ----------------------------------------------------------------------------------------- wgmma_sm90: the kernel
@@ -42,6 +43,87 @@ FAULTS = [
         new="{ m = fmaxf(top[i], top[i ^ 1]) * factor; });",
         why="two rows begin with one maximum: where one lies far below, its weights vanish",
         kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-merged-every-part-takes-others",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));",
+        new="p_.merges;",
+        why="each part of an item adds the attention over other keys",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-first-maximum",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="key == first && free && !merges)",
+        new="key == first && free)",
+        why="m is estimated anew, and O and l of other keys keep the scale of theirs",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-sum-of-every-lane",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="!none && lane_ % 4 == 0 ? ptx::ex2(kRoom)",
+        new="!none ? ptx::ex2(kRoom)",
+        why="the other keys' sum of weights counts once for each lane of a row",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-without-room-in-o",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="load_row(o, i, o_, ptx::ex2(kRoom), ",
+        new="load_row(o, i, o_, 1.f, ",
+        why="O of other keys has another scale than their sum of weights",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-reads-what-no-key-made",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="inside && !none, p_.head_dim_v",
+        new="inside, p_.head_dim_v",
+        why="a row that saw no key begins with what its memory holds",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-reads-rows-behind",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="inside && !none, p_.head_dim_v",
+        new="!none, p_.head_dim_v",
+        why="rows behind the call's are read",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-o-set",
+        path="csrc/forward/wgmma/wgmma_sm90.cuh",
+        old="kSetsO = Tile::kSetsO && !kMerges<kProblems>;",
+        new="kSetsO = Tile::kSetsO;",
+        why="the first product overwrites O of other keys",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-lse-strides",
+        path="csrc/forward/wgmma/output.cuh",
+        old="p.lse[kMerged ? merged_index(p, sequence, head, query) : lse_index(p, sequence, head, query)]",
+        new="p.lse[lse_index(p, sequence, head, query)]",
+        why="the lse goes to rows of other heads",
+        kernels=WGMMA,
+        tests=MERGED,
+    ),
+    Fault(
+        name="wgmma-merged-columns",
+        path="csrc/forward/wgmma/output.cuh",
+        old="        if (there && col < columns) {",
+        new="        if (there) {",
+        why="columns behind d_v are read: those of the next row",
+        kernels=WGMMA,
+        tests=MERGED,
     ),
     Fault(
         name="wgmma-again-without-softcap",

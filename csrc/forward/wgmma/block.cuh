@@ -73,10 +73,15 @@ using Told = RowStatistics<16, includes(kProblems, Problems::kMaxima), includes(
 template <Problems kProblems>
 inline constexpr bool kTells = includes(kProblems, Problems::kMaxima) || includes(kProblems, Problems::kEntropies);
 
-/// Whether an instance's blocks may take parts. Those for other than plain problems, with statistics or without, take
-/// whole items.
+/// Whether an instance merges what it computes with attention over other keys.
+template <Problems kProblems>
+inline constexpr bool kMerges = kProblems == Problems::kMerged;
+
+/// Whether an instance's blocks may take parts. Those for other than plain problems, with statistics or without, merged or
+/// not, take whole items.
 template <class Tile, Problems kProblems>
-inline constexpr bool kTakesParts = Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems>);
+inline constexpr bool kTakesParts =
+    Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems> || kMerges<kProblems>);
 
 /// K tiles [first, end).
 struct Range {

@@ -58,7 +58,8 @@ struct Split {
 
     /// Of the workspace: in fp32 every part's O, four words for a lane's m and l, and four for its statistics.
     std::int64_t bytes(const Shape& shape) const {
-        const int facts = shape.problems == Problems::kPlain ? 8 : 16;  // of a row: two lanes have four words for it
+        const bool tells = includes(Problems::kMaximaEntropies, shape.problems) && shape.problems != Problems::kPlain;
+        const int facts = tells ? 16 : 8;  // of a row: two lanes have four words for it
         return std::int64_t{items} * parts * shape.facts.br * (shape.columns + facts) * std::int64_t{sizeof(float)};
     }
     /// How long an SM works, in rows times keys, if blocks take items in rounds. Measured are a block's speed, the cost

@@ -48,9 +48,42 @@ __device__ __forceinline__ void store_row(T* out, int i, const RegisterTile<16, 
     }
 }
 
+/// Index of a row's LSE, whose rows may be some of a larger tensor's.
+__device__ __forceinline__ std::int64_t merged_index(const ForwardParams& p, const Sequence& sequence, int head,
+                                                     int row) {
+    return sequence.index * p.lse_batch + head * p.lse_head + row;
+}
+
+/// Loads row i of O, of type T, to where widen_row makes fp32 of it. Zeros, unless the row is `inside`.
+template <class T, int Columns>
+__device__ __forceinline__ void load_row(const T* row, int i, RegisterTile<16, Columns>& o, bool inside, int columns,
+                                         int lane) {
+#pragma unroll
+    for (int j = 0; j < Columns / 8; ++j) {
+        const int col = 8 * j + lane % 4 * 2;
+        const bool exists = inside && 8 * j < columns;
+        if constexpr (std::is_same_v<T, float>) {
+            const float2 pair = exists ? *reinterpret_cast<const float2*>(row + col) : float2{};
+            o.at(i, 8 * j) = pair.x, o.at(i, 8 * j + 1) = pair.y;
+        } else {
+            o.at(i, 8 * j) = exists ? *reinterpret_cast<const float*>(row + col) : 0.f;  // two elements
+        }
+    }
+}
+/// Multiplies the row by `factor`; zeros if `none`.
+template <class T, int Columns>
+__device__ __forceinline__ void widen_row(int i, RegisterTile<16, Columns>& o, float factor, bool none) {
+#pragma unroll
+    for (int j = 0; j < Columns / 8; ++j) {
+        float2 pair = make_float2(o.at(i, 8 * j), o.at(i, 8 * j + 1));
+        if constexpr (!std::is_same_v<T, float>) pair = Element<T>::floats(__float_as_uint(pair.x));
+        o.at(i, 8 * j) = none ? 0.f : pair.x * factor, o.at(i, 8 * j + 1) = none ? 0.f : pair.y * factor;
+    }
+}
+
 /// Stores O / l of the columns from `column` on and, with column 0, the LSE, both with the head's sink. O is multiplied
-/// by `factor`.
-template <class T, bool SwapsOnce, int Columns>
+/// by `factor`. kMerged: o may be of float32, and the LSE has any strides.
+template <class T, bool SwapsOnce, bool kMerged = false, int Columns>
 __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequence& sequence, int head, int first_query,
                                            int column, const RegisterTile<16, Columns>& o,
                                            const LaggedSoftmax<16>& softmax, int lane, float factor = 1.f) {
@@ -61,9 +94,14 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
         const int query = first_query + lane / 4 + 8 * i;
         const bool inside = query < sequence.seqlen_q;
         if (lane % 4 == 0 && inside && column == 0)
-            p.lse[lse_index(p, sequence, head, query)] = sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
-        T* const out = row_of<T>(p.o, sequence.index, head, sequence.first_q + query);
-        store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
+            p.lse[kMerged ? merged_index(p, sequence, head, query) : lse_index(p, sequence, head, query)] =
+                sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
+        const auto store = [&](auto* out) {
+            store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
+        };
+        if (kMerged && p.out_dtype == DType::kFloat32)
+            store(row_of<float>(p.o, sequence.index, head, sequence.first_q + query));
+        else store(row_of<T>(p.o, sequence.index, head, sequence.first_q + query));
     });
 }
 

@@ -65,6 +65,8 @@ struct Schedule {
         item = split.whole + part / split.parts;
         return part;
     }
+    /// Whether it is the first of its item.
+    __device__ __forceinline__ bool is_first(int part) const { return part % split.parts == 0; }
     /// How many parts an item with `tiles` is split into: no more than it has tiles, so some blocks may get none.
     __device__ __forceinline__ int parts_of(const Range& tiles) const {
         return min(split.parts, tiles.end - tiles.first);

@@ -13,7 +13,7 @@ struct Shape {
     Instance facts;
     Problems problems;  ///< kPlain; kGeneral: packed sequences, and softcaps; kPackedDropped; one change of the scores;
     ///< kGeneralChanged: everything. Of converted inputs: kConverted; kConvertedChanged: everything.
-    ///< kMaxima, kEntropies or both: kPlain with statistics of the rows
+    ///< kMaxima, kEntropies or both: kPlain with statistics of the rows; kMerged: kPlain, merged
     int head_dim_v;  ///< the largest d_v it takes
     int columns;     ///< of V and O that a launch computes
     bool splits;     ///< takes parts of items
@@ -31,6 +31,8 @@ std::vector<Shape> half_dropped_shapes();
 std::vector<Shape> bf16_dropped_shapes();
 std::vector<Shape> half_told_shapes();
 std::vector<Shape> bf16_told_shapes();
+std::vector<Shape> half_merged_shapes();
+std::vector<Shape> bf16_merged_shapes();
 std::vector<Shape> converted_shapes();
 std::vector<Shape> converted_changed_shapes();
 

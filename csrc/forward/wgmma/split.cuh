@@ -99,7 +99,8 @@ __global__ void __launch_bounds__(32 * kMergeWarps)
             }
         }
     }
-    store_rows<typename Tile::T, false>(p, a.sequence, a.tile.head, a.tile.first_row + row, column, o, softmax, lane);
+    store_rows<typename Tile::T, false, kMerges<kProblems>>(p, a.sequence, a.tile.head, a.tile.first_row + row, column,
+                                                            o, softmax, lane);
     if (column == 0) told.store(p, a.sequence, a.tile.head, a.tile.first_row + row, softmax, lane);
 }
 

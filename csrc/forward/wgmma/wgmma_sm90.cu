@@ -15,10 +15,10 @@
 namespace flash_wmma::wgmma_sm90 {
 namespace {
 
-const std::vector<Shape> kShapes =
-    join({half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
-          bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes(), converted_shapes(),
-          converted_changed_shapes(), half_told_shapes(), bf16_told_shapes()});
+const std::vector<Shape> kShapes = join(
+    {half_shapes(), half_general_shapes(), half_changed_shapes(), half_dropped_shapes(), bf16_shapes(),
+     bf16_general_shapes(), bf16_changed_shapes(), bf16_dropped_shapes(), converted_shapes(),
+     converted_changed_shapes(), half_told_shapes(), bf16_told_shapes(), half_merged_shapes(), bf16_merged_shapes()});
 const std::vector<TangentShape> kTangentShapes = join({half_tangent_shapes(), bf16_tangent_shapes()});
 
 bool converts(const ForwardParams& p) { return p.dtype == DType::kFloat32; }
@@ -43,6 +43,7 @@ Problems asked(const ForwardParams& p) {
     const bool packed = s.cu_seqlens_q || s.cu_seqlens_k || s.seqused_k;
     if (plain && p.row_max) return p.entropy ? Problems::kMaximaEntropies : Problems::kMaxima;
     if (plain && p.entropy) return Problems::kEntropies;
+    if (plain && (p.merges || p.out_dtype != p.dtype)) return Problems::kMerged;
     if (changes == 0) return plain ? Problems::kPlain : packed || wide ? Problems::kGeneral : Problems::kCapped;
     if (packed || wide || p.softcap != 0.f || changes > 1 || (biased && !has_tiles(p)))
         return Problems::kGeneralChanged;
@@ -125,10 +126,11 @@ bool yields(const ForwardParams& p, const DeviceFacts& device) {
            (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
 }
 
-/// Plain problems of heads up to 128 have instances for statistics of the rows.
+/// Plain problems of heads up to 128 have instances for statistics of the rows, and for merging.
 bool tells(const ForwardParams& p, const DeviceFacts&) {
     return asked(p) == Problems::kPlain && std::max(p.head_dim, p.head_dim_v) <= 128;
 }
+bool merges(const ForwardParams& p, const DeviceFacts& device) { return tells(p, device) && !p.sinks; }
 
 /// For tangents: the least head dim that holds d and d_v; null: none does.
 const TangentShape* tangent_shape(const ForwardParams& p) {
@@ -175,6 +177,7 @@ const KernelInfo kInfo = {
     yields,
     tells,
     &kTangents,
+    merges,
 };
 const Registration kRegistration(kInfo);
 

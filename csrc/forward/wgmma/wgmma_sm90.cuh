@@ -141,6 +141,8 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_q(const Item& work) {
+        if constexpr (kMerges<kProblems>)
+            if (p_.merges) prefetch_others(work);
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
             Slot& slot = smem_.q_slot[q_.stage][c];
@@ -148,6 +150,21 @@ class Producer {
                  work.tile.head, work);
         }
         q_.advance();
+    }
+
+    /// Brings what the item begins with to the L2 cache.
+    __device__ __forceinline__ void prefetch_others(const Item& work) const {
+        constexpr int kLine = 128;  // bytes
+        const int rows = min(Tile::kBr, work.sequence.seqlen_q - work.tile.first_row);
+        const int element = p_.out_dtype == DType::kFloat32 ? 4 : 2, bytes = p_.head_dim_v * element;
+        for (int row = lane_; row < rows; row += 32) {
+            const int query = work.tile.first_row + row;
+            const char* first =
+                static_cast<const char*>(p_.o.data) +
+                (work.sequence.index * p_.o.batch + work.tile.head * p_.o.head + query * p_.o.row) * element;
+            for (int at = 0; at < bytes; at += kLine) ptx::prefetch_line(first + at);
+            ptx::prefetch_line(p_.lse + merged_index(p_, work.sequence, work.tile.head, query));
+        }
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
@@ -314,6 +331,8 @@ class Consumer {
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
+    // Whether the first P V sets O, which else has what it is added to: zeros, or attention over other keys
+    static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems>;
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
@@ -413,8 +432,7 @@ class Consumer {
         const ptx::SharedMatrix<ptx::Major::N> v_rows(smem_.v[v_.stage].panel, sizeof(smem_.v[0].panel[0]));
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step,
-                                     step > 0 || begun || !Tile::kSetsO);
+            ptx::wgmma<T, Tile::kDv>(o_.flat(), weights_[step], v_rows + 16 * 128 * step, step > 0 || begun || !kSetsO);
         ptx::wgmma_commit();
     }
 
@@ -526,8 +544,8 @@ class Consumer {
             if (rounded) s_.each_in_row(i, [&, base = base](float& score, int) { score -= base; });
             if constexpr (kConverted) {
                 offset[i] += scales_.weight();
-                if (begun || !Tile::kSetsO) o_.scale_row(i, rescale * ptx::ex2(scales_.rescale()));
-            } else if (begun || !Tile::kSetsO) {
+                if (begun || !kSetsO) o_.scale_row(i, rescale * ptx::ex2(scales_.rescale()));
+            } else if (begun || !kSetsO) {
                 o_.scale_row(i, rescale);
             }
         });
@@ -581,6 +599,29 @@ class Consumer {
         unsigned entry_, next_;
     };
 
+    /// The rows begin with attention over other keys. Of their weights the sum is 1, or 2^kRoom relative to m: so the
+    /// weights of keys that are as many are no subnormal numbers of half precision.
+    template <class Stored>
+    __device__ __forceinline__ void take_others(const Rows& rows, float factor) {
+        constexpr float kRoom = 8.f;
+        const float sum = ptx::ex2(kRoom);
+        softmax_.l.each([&](int i, float& lse) {
+            const int query = rows.first_query + row() + 8 * i;
+            const bool inside = query < rows.sequence.seqlen_q;
+            lse = inside ? p_.lse[merged_index(p_, rows.sequence, rows.head, query)] : 0.f;
+            const auto* o = row_of<const Stored>(p_.o, rows.sequence.index, rows.head, query);
+            load_row(o, i, o_, inside, p_.head_dim_v, lane_);
+        });
+        softmax_.m.each([&](int i, float& m) {
+            const float lse = softmax_.l[i];
+            const bool none = lse == -INFINITY;
+            m = fmaf(lse, kLog2e, -kRoom);
+            softmax_.l[i] = !none && lane_ % 4 == 0 ? sum : 0.f;
+            widen_row<Stored>(i, o_, sum, none);
+        });
+        softmax_.settled = factor > 0.f && all_moderate(softmax_.m, 1.f);
+    }
+
     /// All of the rows' work except their first product with K, issued before, and their last with V.
     __device__ __forceinline__ void attend(const Rows& rows) {
         const auto visible = visible_tiles(rows);
@@ -589,9 +630,12 @@ class Consumer {
         const int last = rows.first_tile * kBc, first = last + (rows.tiles - 1) * kBc;
 
         ptx::wgmma_wait<0>();
-        if (!Tile::kSetsO) o_.clear();
+        if (!kSetsO) o_.clear();
         softmax_ = {};
         told_ = {};
+        const bool merges = kMerges<kProblems> && p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));
+        if (merges && p_.out_dtype == DType::kFloat32) take_others<float>(rows, factor);
+        else if (merges) take_others<T>(rows, factor);
         [[maybe_unused]] Entries entries(schedule_, rows);
         [[maybe_unused]] const auto order = [&] {
             if constexpr (kFromDiagonal)
@@ -618,7 +662,8 @@ class Consumer {
             complete_products();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (!kChanges && !kConverted && key == first && free) softmax_.settled = estimate_maximum(factor);
+            if (!kChanges && !kConverted && key == first && free && !merges)
+                softmax_.settled = estimate_maximum(factor);
             bool plain = softmax_.settled && free;
             if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
@@ -687,8 +732,8 @@ class Consumer {
             store_rows<float, false>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
                                      scales_.unit() * kept);
         else if (rows.part == kWhole)
-            store_rows<T, Tile::kSwapsOnce>(p_, rows.sequence, rows.head, rows.first_query, 0, o_, softmax_, lane_,
-                                            kept);
+            store_rows<T, Tile::kSwapsOnce, kMerges<kProblems>>(p_, rows.sequence, rows.head, rows.first_query, 0, o_,
+                                                                softmax_, lane_, kept);
         else if (rows.first_query < rows.sequence.seqlen_q)
             give(PartRows<Tile, kProblems>(p_, rows.part, rows.first_query % Tile::kBr, lane_), o_, softmax_, told_);
         if (rows.part == kWhole) told_.store(p_, rows.sequence, rows.head, rows.first_query, softmax_, lane_);
@@ -840,6 +885,12 @@ inline constexpr TableRow kMaximaRows[] = {
 inline constexpr TableRow kEntropyRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 3, .keys = 96, .stages = 4}},
+    {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
+};
+/// Plain problems that are merged with attention over other keys.
+inline constexpr TableRow kMergedRows[] = {
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
 };
 /// With masks.
