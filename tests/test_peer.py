@@ -235,12 +235,12 @@ def test_numbers_wrap(host_of: Callable[[int], Host]) -> None:
 
     def work(place: Place) -> None:
         peer = host.local.peer
-        peer._number = (1 << 32) - 5
-        peer.flags.own.fill_(-5)
+        peer._brought = peer._fetched = (1 << 32) - 2
+        peer.flags.own.fill_(-2)
         host.barrier.wait()
         for _ in range(3):
             case.check(place)
-        assert peer._number > 1 << 32
+        assert min(peer._brought, peer._fetched) > 1 << 32
 
     on_ranks(host, work)
 
@@ -315,3 +315,28 @@ def test_watchdog_ends_a_process_that_waits(monkeypatch: pytest.MonkeyPatch, cap
     assert watched.aborted.wait(PATIENCE)
     assert time.monotonic() - begin > 0.2
     assert "another rank is lost, or makes other calls. Rank 3 ends" in capfd.readouterr().err
+
+
+def test_runs() -> None:
+    """A tensor is its runs, one behind the other."""
+    memory = torch.arange(2 * 3 * 8 * 4)
+    whole = memory.view(2, 3, 8, 4)
+    views = [
+        whole,
+        whole[:, :, 2:5],
+        whole[:, 1:2],
+        whole[:1, :, :4],
+        whole.transpose(1, 2),
+        whole[:, :, :0],
+        whole[..., :3],
+    ]
+    views += [memory[:12].view(1, 1, 3, 4).expand(2, 3, 3, 4), memory[:1].view(1, 1, 1, 1)]
+    counts = [1, 6, 2, 3, 48, 0, 48, 6, 1]
+    for view, count in zip(views, counts, strict=True):
+        runs = _peer.runs_of(view.shape, view.stride())
+        assert runs is not None
+        found = [memory[view.storage_offset() + start :][: runs.elements] for start in runs.starts]
+        assert len(found) == count or view.numel() == 0
+        assert torch.equal(torch.cat([*found, memory[:0]]), view.flatten())
+    far = torch.zeros(3, 65, 4)[..., :3]
+    assert _peer.runs_of(far.shape, far.stride()) is None

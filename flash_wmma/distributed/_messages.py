@@ -69,8 +69,11 @@ class Travel(Protocol):
 class Post(Protocol):
     """Sends messages. All ranks of a group make the same calls of :meth:`travel` in the same order."""
 
-    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
-        """Sends k and v, or their gradients, to a rank if there are any, and receives such of another if there are."""
+    def travel(
+        self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None, lasting: bool = False
+    ) -> Travel:
+        """Sends k and v, or their gradients, to a rank if there are any, and receives such of another if there are.
+        ``lasting``: what is sent is there, unchanged, until :meth:`Travel.finish`."""
 
 
 class _DirectTravel:
@@ -106,7 +109,9 @@ class Direct:
     def __init__(self, place: Place) -> None:
         self._place = place
 
-    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
+    def travel(
+        self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None, lasting: bool = False
+    ) -> Travel:
         memory = None
         if sent is not None:
             k, v = sent

@@ -1,9 +1,17 @@
 """Messages between the GPUs of one host by their copy engines, which take no multiprocessor from the kernels beside.
 
-Each rank has two places for messages in symmetric memory (torch.distributed._symmetric_memory), which the other ranks'
-GPUs read and write. The stream that computes writes a message to its place; its reader brings it from there on a stream
-for copies. Two numbers in the ranks' symmetric memory order this, which streams write and wait for (the driver's stream
-memory operations, no kernels):
+Each rank has places for messages in symmetric memory (torch.distributed._symmetric_memory), which the other ranks' GPUs
+read and write. Numbers in the ranks' symmetric memory order this, which streams write and wait for (the driver's stream
+memory operations, no kernels).
+
+Keys and values last as long as a call, so their sender's stream for copies brings them to a place of their reader,
+whose kernels read them there:
+
+- ``free[reader]`` of the sender: the message for which the reader has a place, and one;
+- ``brought[sender]`` of the reader: the last message that is in its place, and one.
+
+Gradients do not last, so the stream that computes writes them to a place of their own rank, and their reader's stream
+for copies brings them to memory that it may keep:
 
 - ``written[sender]`` of the reader: how many messages the sender has written, whose last is the reader's;
 - ``read[reader]`` of the sender: how many messages were written when the reader had read its last one.
@@ -22,6 +30,7 @@ import collections
 import contextlib
 import ctypes
 import functools
+import itertools
 import math
 import os
 import socket
@@ -32,7 +41,7 @@ import warnings
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,12 +51,15 @@ from ._agree import Group, Place, exchanged, is_alive
 from ._messages import Message, Shape, Travel
 
 PLACES = 2
+"""Of messages of a kind."""
 MANY = 64
 """Ranks of a group that has this post, at most."""
 VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
 LEAST = 1 << 20
 """Bytes of a place."""
+MOST_RUNS = 64
+"""Of k or v, which are copied one by one."""
 CALLS = 1024
 """Of a group, whose ends the host looks for at the same time."""
 
@@ -82,12 +94,39 @@ def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
     _checked(_driver().cuStreamWaitValue32_v2(stream.cuda_stream, word, value, _AT_LEAST), "cuStreamWaitValue32")
 
 
+class Runs(NamedTuple):
+    """A tensor as pieces of memory of one length, whose elements are adjacent."""
+
+    elements: int
+    starts: tuple[int, ...]
+    """In elements."""
+
+
+@functools.lru_cache(64)
+def runs_of(shape: torch.Size, strides: tuple[int, ...]) -> Runs | None:
+    """In the order of the tensor's elements. ``None``: there are more than can be copied one by one."""
+    elements, dim = 1, len(shape)
+    while dim > 0 and (strides[dim - 1] == elements or shape[dim - 1] == 1):
+        dim -= 1
+        elements *= shape[dim]
+    if math.prod(shape[:dim]) > MOST_RUNS:
+        return None
+    places = ([i * stride for i in range(n)] for n, stride in zip(shape[:dim], strides[:dim], strict=True))
+    return Runs(elements, tuple(sum(place) for place in itertools.product(*places)))
+
+
 def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
-    """As to.copy_(source) of contiguous memory on the stream, in a tenth of the host's time."""
+    """As to.copy_(source) on the stream, ``to`` in one piece and ``source`` in runs, in a tenth of the host's time. By
+    the copy engine between two GPUs, within one by its multiprocessors."""
     if to.numel() == 0:
         return
-    given = to.data_ptr(), source.data_ptr(), to.numel() * to.element_size(), stream.cuda_stream
-    _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
+    runs = runs_of(source.shape, source.stride())
+    assert runs is not None
+    size, place, begin = runs.elements * to.element_size(), to.data_ptr(), source.data_ptr()
+    for start in runs.starts:
+        given = place, begin + start * to.element_size(), size, stream.cuda_stream
+        _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
+        place += size
 
 
 class _Symmetric:
@@ -157,13 +196,78 @@ def _timeout(group: Group) -> float:
 
 # ---------------------------------------------------------------------------------------------------------- the post
 
+_FREE, _BROUGHT, _WRITTEN, _READ = range(4)
+"""Numbers that a rank has of each other rank."""
 
-class _PeerTravel:
-    def __init__(self, post: Peer, number: int, to: int, sends: bool, source: int, received: Message | None) -> None:
-        self._post, self._number = post, number
-        self._to, self._sends, self._source, self._received = to, sends, source, received
-        self._ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._ready.record(post.computing)  # what is sent is in its place, and what is received has free memory
+
+def _event(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """All that is on the stream by now."""
+    event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(stream)
+    return event
+
+
+class _Brought:
+    """Keys and values: brought to their reader's place."""
+
+    def __init__(
+        self, post: Peer, number: int, to: int, sent: tuple[Tensor, Tensor] | None, source: int, coming: Shape | None
+    ) -> None:
+        self._post, self._number, self._to, self._sent, self._source = post, number, to, sent, source
+        self._received = None if coming is None else post.place_of(post.place.rank, number, coming)
+        if self._received is not None:  # whose last message was of kernels that are on this stream
+            _write(post.computing, post.word(source, _FREE, post.place.rank), number + 1)
+        self._ready = None if sent is None else _event(post.computing)
+        self._over: torch.cuda.Event | None = None
+
+    def start(self) -> None:
+        self._post.start_up_to(self)
+
+    def begin(self) -> None:
+        """Its part on the stream for copies."""
+        post, number, stream = self._post, self._number, self._post.copying
+        if self._sent is None or self._ready is None:
+            return
+        stream.wait_event(self._ready)
+        _wait(stream, post.word(post.place.rank, _FREE, self._to), number + 1)
+        k, v = self._sent
+        place = post.place_of(self._to, number, Shape(k, v, k.shape[0], 0, k.dtype))
+        _copy(stream, place.k, k)
+        _copy(stream, place.v, v)
+        _write(stream, post.word(self._to, _BROUGHT, post.place.rank), number + 1)
+        self._over = _event(stream)
+
+    def arrive(self) -> Message | None:
+        """What was received is overwritten by the message after the next."""
+        self.start()
+        if self._received is not None:
+            post = self._post
+            _wait(post.computing, post.word(post.place.rank, _BROUGHT, self._source), self._number + 1)
+        return self._received
+
+    def finish(self) -> None:
+        self.start()
+        if self._over is not None:  # from then on the memory of what was sent may be another tensor's
+            self._post.computing.wait_event(self._over)
+
+
+class _Fetched:
+    """Gradients: written to a place of their own rank, and fetched from there."""
+
+    def __init__(
+        self, post: Peer, number: int, to: int, sent: tuple[Tensor, Tensor] | None, source: int, coming: Shape | None
+    ) -> None:
+        self._post, self._number, self._to, self._source = post, number, to, source
+        self._sends = sent is not None
+        if sent is not None:
+            post.await_reader(number, to)
+            k, v = sent
+            post.place_of(post.place.rank, number, Shape(k, v, k.shape[0], 0, k.dtype), own=True).fill(k, v)
+        self._received = None if coming is None else Message(coming)
+        self._like = coming
+        if self._received is not None:
+            post.keep(self._received)
+        self._ready = _event(post.computing)  # what is sent is in its place, and what is received has free memory
         self._over: torch.cuda.Event | None = None
 
     def start(self) -> None:
@@ -174,14 +278,12 @@ class _PeerTravel:
         post, number, stream = self._post, self._number, self._post.copying
         stream.wait_event(self._ready)
         if self._sends:
-            _write(stream, post.flags.word(self._to, post.place.rank), number + 1)
-        if self._received is not None:
-            came = self._received.k, self._received.v
-            _wait(stream, post.flags.word(post.place.rank, self._source), number + 1)
-            _copy(stream, self._received.memory, post.message_of(self._source, number, came).memory)
-            _write(stream, post.flags.word(self._source, post.place.world + post.place.rank), number + 1)
-            self._over = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._over.record(stream)
+            _write(stream, post.word(self._to, _WRITTEN, post.place.rank), number + 1)
+        if self._received is not None and self._like is not None:
+            _wait(stream, post.word(post.place.rank, _WRITTEN, self._source), number + 1)
+            _copy(stream, self._received.memory, post.place_of(self._source, number, self._like, own=True).memory)
+            _write(stream, post.word(self._source, _READ, post.place.rank), number + 1)
+            self._over = _event(stream)
 
     def arrive(self) -> Message | None:
         self.start()
@@ -200,7 +302,7 @@ class Peer:
     @torch.inference_mode(False)  # what is made here serves calls outside of it too
     def __init__(self, place: Place, device: torch.device) -> None:
         self.place, self.device = place, device
-        self.flags = _Symmetric(place, 2 * place.world, torch.int32)  # written, then read
+        self.flags = _Symmetric(place, 4 * place.world, torch.int32)
         self.flags.own.zero_()
         self.copying = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.computing: torch.cuda.Stream = torch.cuda.current_stream()
@@ -211,15 +313,18 @@ class Peer:
         self._capacity = 0
         self._messages: dict[object, Message] = {}
         """Views of places, by their rank, place and sizes."""
-        self._number = 0
-        self._waiting: collections.deque[_PeerTravel] = collections.deque()
+        self._brought = self._fetched = 0
+        """Messages of either kind."""
+        self._waiting: collections.deque[_Brought | _Fetched] = collections.deque()
         """Travels that have not begun."""
         self._readers: list[tuple[int, int] | None] = [None] * PLACES
-        """Of each place: who reads the message there, and its number."""
-        self._received: list[Message] = []
-        """Of the call that is being made."""
-        self._kept: list[Message] = []
+        """Of each place for gradients: who reads the message there, and its number."""
+        self._memory_of_call: list[Message | tuple[Tensor, Tensor]] = []
+        """What copies of the call that is being made read and write."""
+        self._kept: list[Message | tuple[Tensor, Tensor]] = []
         """Of calls that ended with an error: their copies may still be to come."""
+        self._ended: torch.cuda.Event | None = None
+        """The last call's kernels, which read places."""
         self._failed = False
         torch.cuda.synchronize()
         dist.barrier(place.group)  # all numbers are 0
@@ -237,16 +342,19 @@ class Peer:
             yield
         except BaseException:
             self._failed = True
-            self._kept += self._received
+            self._kept += self._memory_of_call
             raise
         finally:
-            self._received.clear()
+            self._memory_of_call.clear()
+            self._ended = _event(self.computing)
             self._watchdog.expect(self.computing)
 
     def _begin(self, capacity: int) -> None:
-        self.computing = torch.cuda.current_stream()
+        before, self.computing = self.computing, torch.cuda.current_stream()
+        if self._ended is not None and self.computing != before:
+            self.computing.wait_event(self._ended)
         if self._failed:
-            numbers = exchanged(self.place, self._number)
+            numbers = exchanged(self.place, self._brought, self._fetched)
             if any(each != numbers[0] for each in numbers):
                 raise RuntimeError("flash_wmma: an earlier call of the group failed on some ranks: make a new group")
             self._failed = False
@@ -257,42 +365,58 @@ class Peer:
             self._messages.clear()
             self._memory = None
             with torch.inference_mode(False):
-                self._memory = _Symmetric(self.place, PLACES * self._capacity, torch.uint8)
+                self._memory = _Symmetric(self.place, 2 * PLACES * self._capacity, torch.uint8)
             self._readers = [None] * PLACES
 
-    def message_of(self, rank: int, number: int, like: tuple[Tensor, Tensor]) -> Message:
-        """The place of a message of a rank, that has the sizes of k and v."""
-        k, v = like
-        key = rank, number % PLACES, k.shape, v.shape, k.dtype
+    def word(self, rank: int, kind: int, of: int) -> int:
+        """The address of a rank's number of a kind that belongs to another rank."""
+        return self.flags.word(rank, kind * self.place.world + of)
+
+    def place_of(self, rank: int, number: int, shape: Shape, own: bool = False) -> Message:
+        """The place of a message at a rank. ``own``: it is one of the rank's own gradients."""
+        sizes = shape.sizes()
+        key = rank, number % PLACES, own, sizes, shape.dtype
         if key not in self._messages:
-            if len(self._messages) > 4 * PLACES * self.place.world:
+            if len(self._messages) > 8 * PLACES * self.place.world:
                 self._messages.clear()
             assert self._memory is not None
-            begin, size = number % PLACES * self._capacity, (k.numel() + v.numel()) * k.element_size()
-            shape = Shape(k, v, k.shape[0], 0, k.dtype)
+            begin = (number % PLACES + own * PLACES) * self._capacity
+            size = sum(size.numel() for size in sizes) * shape.dtype.itemsize
             with torch.inference_mode(False):
-                self._messages[key] = Message(shape, self._memory.of[rank][begin : begin + size].view(k.dtype))
+                self._messages[key] = Message(shape, self._memory.of[rank][begin : begin + size].view(shape.dtype))
         return self._messages[key]
 
-    def start_up_to(self, travel: _PeerTravel) -> None:
+    def keep(self, memory: Message | tuple[Tensor, Tensor]) -> None:
+        """Copies of the call that is being made read or write it."""
+        self._memory_of_call.append(memory)
+
+    def await_reader(self, number: int, to: int) -> None:
+        """The place of a gradient, which a rank will read, was read before."""
+        before = self._readers[number % PLACES]
+        if before is not None:
+            reader, last = before
+            _wait(self.computing, self.word(self.place.rank, _READ, reader), last + 1)
+        self._readers[number % PLACES] = to, number
+
+    def start_up_to(self, travel: _Brought | _Fetched) -> None:
         """In the order of their numbers, so that the numbers that ranks write never become less."""
         while travel in self._waiting:
             self._waiting.popleft().begin()
 
-    def travel(self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None) -> Travel:
-        number = self._number
-        self._number += 1
-        if sent is not None:
-            before = self._readers[number % PLACES]
-            if before is not None:
-                reader, last = before
-                _wait(self.computing, self.flags.word(self.place.rank, self.place.world + reader), last + 1)
-            self._readers[number % PLACES] = to, number
-            self.message_of(self.place.rank, number, sent).fill(*sent)
-        coming = None if received is None else Message(received)
-        if coming is not None:
-            self._received.append(coming)
-        travel = _PeerTravel(self, number, to, sent is not None, source, coming)
+    def travel(
+        self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None, lasting: bool = False
+    ) -> Travel:
+        travel: _Brought | _Fetched
+        if lasting:
+            if sent is not None:
+                k, v = (t if runs_of(t.shape, t.stride()) else t.contiguous() for t in sent)
+                sent = k, v
+                self.keep(sent)
+            travel = _Brought(self, self._brought, to, sent, source, received)
+            self._brought += 1
+        else:
+            travel = _Fetched(self, self._fetched, to, sent, source, received)
+            self._fetched += 1
         self._waiting.append(travel)
         return travel
 

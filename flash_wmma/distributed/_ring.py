@@ -261,7 +261,7 @@ class _Keys:
         if asked.rows:
             sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)
         coming = Shape(self._k, self._v, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
-        self._travels.append(self._post.travel(to, sent, source, coming))
+        self._travels.append(self._post.travel(to, sent, source, coming, lasting=True))
         return self._travels[-1]
 
     def __iter__(self) -> Iterator[tuple[Step, Tensor, Tensor]]:

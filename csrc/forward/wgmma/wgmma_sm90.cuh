@@ -141,8 +141,6 @@ class Producer {
     }
 
     __device__ __forceinline__ void load_q(const Item& work) {
-        if constexpr (kMerges<kProblems>)
-            if (p_.merges) prefetch_others(work);
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c) {
             Slot& slot = smem_.q_slot[q_.stage][c];
@@ -150,21 +148,6 @@ class Producer {
                  work.tile.head, work);
         }
         q_.advance();
-    }
-
-    /// Brings what the item begins with to the L2 cache.
-    __device__ __forceinline__ void prefetch_others(const Item& work) const {
-        constexpr int kLine = 128;  // bytes
-        const int rows = min(Tile::kBr, work.sequence.seqlen_q - work.tile.first_row);
-        const int element = p_.out_dtype == DType::kFloat32 ? 4 : 2, bytes = p_.head_dim_v * element;
-        for (int row = lane_; row < rows; row += 32) {
-            const int query = work.tile.first_row + row;
-            const char* first =
-                static_cast<const char*>(p_.o.data) +
-                (work.sequence.index * p_.o.batch + work.tile.head * p_.o.head + query * p_.o.row) * element;
-            for (int at = 0; at < bytes; at += kLine) ptx::prefetch_line(first + at);
-            ptx::prefetch_line(p_.lse + merged_index(p_, work.sequence, work.tile.head, query));
-        }
     }
 
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
@@ -288,6 +271,8 @@ class Consumer {
             }
             const Rows following = next();
             const bool more = following.tiles > 0;
+            if constexpr (kMerges<kProblems>)
+                if (more && p_.merges) prefetch_others(following);
             // Tiles of the block that these rows do not see
             const int between = (early ? 0 : rows.after) + following.before;
             // The producer may need V's slot to go on
@@ -599,6 +584,16 @@ class Consumer {
         unsigned entry_, next_;
     };
 
+    /// Brings what the rows will begin with to the L2 cache.
+    __device__ __forceinline__ void prefetch_others(const Rows& rows) const {
+        constexpr int kLine = 128;  // bytes
+        const int query = rows.first_query + lane_ / 2, element = p_.out_dtype == DType::kFloat32 ? 4 : 2;
+        if (query >= rows.sequence.seqlen_q) return;
+        ptx::prefetch_line(p_.lse + merged_index(p_, rows.sequence, rows.head, query));
+        const char* row = static_cast<const char*>(p_.o.data) +
+                          (rows.sequence.index * p_.o.batch + rows.head * p_.o.head + query * p_.o.row) * element;
+        for (int at = lane_ % 2 * kLine; at < p_.head_dim_v * element; at += 2 * kLine) ptx::prefetch_line(row + at);
+    }
     /// The rows begin with attention over other keys. Of their weights the sum is 1, or 2^kRoom relative to m: so the
     /// weights of keys that are as many are no subnormal numbers of half precision.
     template <class Stored>
