@@ -128,6 +128,15 @@ def worst_error(sizes: Sizes, whole: list[Tensor], results: dict[str, list[Tenso
     return found
 
 
+def turns(names: list[str], count: int) -> Iterator[tuple[int, str]]:
+    """The number of each turn with each name. Turns begin with one after the other, and every second is reversed: so no
+    name always comes behind the same."""
+    for turn in range(count):
+        first = turn // 2 % len(names)
+        order = names[first:] + names[:first]
+        yield from ((turn, name) for name in (reversed(order) if turn % 2 else order))
+
+
 def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, library: Any) -> dict[str, Any]:
     """The times of one problem."""
     world = dist.get_world_size()
@@ -156,12 +165,11 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, l
         calls[name, PASSES[0]] = lambda attend=attend, tensors=tensors: attend(*tensors[:3])
         calls[name, PASSES[1]] = lambda attend=attend, tensors=tensors: both(attend, tensors)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    keys = list(calls)
-    for turn in range(arguments.repeats + WARM_UP):
-        for key in keys[turn % len(keys) :] + keys[: turn % len(keys)]:
-            taken = milliseconds_of(calls[key], device, arguments.in_a_row)
+    for what in PASSES:  # apart: what comes behind a backward pass finds a GPU that has lowered its clock
+        for turn, name in turns(list(attentions), arguments.repeats + WARM_UP):
+            taken = milliseconds_of(calls[name, what], device, arguments.in_a_row)
             if turn >= WARM_UP:
-                samples[key].append(taken)
+                samples[name, what].append(taken)
     scale = sizes.flops(n) / world / sizes.flops(alone)
     return {
         **sizes._asdict(),

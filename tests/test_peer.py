@@ -148,6 +148,7 @@ def on_ranks(host: Host, work: Callable[[Place], Any]) -> list[Any]:
     def run(rank: int) -> None:
         place = Place(None, host.world, rank)  # type: ignore[arg-type]
         try:
+            host.local.stream = Stream()
             host.local.peer = _peer.Peer(place, CPU)
             results[rank] = work(place)
         except BaseException as error:  # for the thread that waits
@@ -241,6 +242,33 @@ def test_numbers_wrap(host_of: Callable[[int], Host]) -> None:
         for _ in range(3):
             case.check(place)
         assert min(peer._brought, peer._fetched) > 1 << 32
+
+    on_ranks(host, work)
+
+
+def test_calls_on_different_streams(host_of: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call waits for the kernels of one on another stream, which read places."""
+    case = Case(48, 48, Band(None, 0), 4)
+    host = host_of(2)
+
+    class Counting(Stream):
+        def __init__(self) -> None:
+            self.awaited: list[Event] = []
+
+        def wait_event(self, event: Event) -> None:
+            super().wait_event(event)
+            self.awaited.append(event)
+
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: host.local.stream)
+
+    def work(place: Place) -> None:
+        ring = _ring.Ring(place, case.lengths, case.band, False, Call())
+        given = [case.of(place, t) for t in (case.q, case.k, case.v)]
+        peer, first, second = host.local.peer, Counting(), Counting()
+        for stream in (first, first, second):
+            host.local.stream, ended = stream, peer._ended
+            _ring._forward(ring, *given, None, None)
+            assert (ended in stream.awaited) == (stream is second)
 
     on_ranks(host, work)
 

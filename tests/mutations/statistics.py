@@ -546,8 +546,8 @@ FAULTS = [
     Fault(
         name="told-in-no-workspace",
         path="csrc/forward/wgmma/items.h",
-        old="shape.problems == Problems::kPlain ? 8 : 16",
-        new="shape.problems == Problems::kPlain ? 8 : 8",
+        old="const int facts = tells ? 16 : 8;",
+        new="const int facts = tells ? 8 : 8;",
         why="parts' statistics lie behind the workspace",
         kernels=WGMMA,
         tests=ROW_STATISTICS,

@@ -54,30 +54,47 @@ __device__ __forceinline__ std::int64_t merged_index(const ForwardParams& p, con
     return sequence.index * p.lse_batch + head * p.lse_head + row;
 }
 
-/// Loads row i of O, of type T, to where widen_row makes fp32 of it. Zeros, unless the row is `inside`.
+/// Loads row i of O, of type T, to where arrange_row makes of it what a lane has of a row: 16 neighbouring bytes, or of
+/// fp32 the two columns themselves. Zeros, unless the row is `inside`.
 template <class T, int Columns>
 __device__ __forceinline__ void load_row(const T* row, int i, RegisterTile<16, Columns>& o, bool inside, int columns,
                                          int lane) {
+    if constexpr (std::is_same_v<T, float>) {
 #pragma unroll
-    for (int j = 0; j < Columns / 8; ++j) {
-        const int col = 8 * j + lane % 4 * 2;
-        const bool exists = inside && 8 * j < columns;
-        if constexpr (std::is_same_v<T, float>) {
+        for (int j = 0; j < Columns / 8; ++j) {
+            const int col = 8 * j + lane % 4 * 2;
+            const bool exists = inside && 8 * j < columns;
             const float2 pair = exists ? *reinterpret_cast<const float2*>(row + col) : float2{};
             o.at(i, 8 * j) = pair.x, o.at(i, 8 * j + 1) = pair.y;
-        } else {
-            o.at(i, 8 * j) = exists ? *reinterpret_cast<const float*>(row + col) : 0.f;  // two elements
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < Columns / 8; j += 4) {
+            const int col = 8 * (j + lane % 4);
+            const float4 words = inside && col < columns ? *reinterpret_cast<const float4*>(row + col) : float4{};
+            o.at(i, 8 * j) = words.x, o.at(i, 8 * (j + 1)) = words.y;
+            o.at(i, 8 * (j + 2)) = words.z, o.at(i, 8 * (j + 3)) = words.w;
         }
     }
 }
-/// Multiplies the row by `factor`; zeros if `none`.
+/// After load_row: the row times `factor`, or zeros if `none`.
 template <class T, int Columns>
-__device__ __forceinline__ void widen_row(int i, RegisterTile<16, Columns>& o, float factor, bool none) {
+__device__ __forceinline__ void arrange_row(int i, RegisterTile<16, Columns>& o, float factor, bool none, int lane) {
 #pragma unroll
-    for (int j = 0; j < Columns / 8; ++j) {
-        float2 pair = make_float2(o.at(i, 8 * j), o.at(i, 8 * j + 1));
-        if constexpr (!std::is_same_v<T, float>) pair = Element<T>::floats(__float_as_uint(pair.x));
-        o.at(i, 8 * j) = none ? 0.f : pair.x * factor, o.at(i, 8 * j + 1) = none ? 0.f : pair.y * factor;
+    for (int j = 0; j < Columns / 8; j += 4) {
+        std::uint32_t words[4];
+        if constexpr (!std::is_same_v<T, float>) {
+#pragma unroll
+            for (int w = 0; w < 4; ++w) words[w] = __float_as_uint(o.at(i, 8 * (j + w)));
+            transpose_in_quad(words, lane % 4);
+        }
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+            float &x = o.at(i, 8 * (j + w)), &y = o.at(i, 8 * (j + w) + 1);
+            float2 pair = make_float2(x, y);
+            if constexpr (!std::is_same_v<T, float>) pair = Element<T>::floats(words[w]);
+            x = none ? 0.f : pair.x * factor, y = none ? 0.f : pair.y * factor;
+        }
     }
 }
 

@@ -612,7 +612,7 @@ class Consumer {
             const bool none = lse == -INFINITY;
             m = fmaf(lse, kLog2e, -kRoom);
             softmax_.l[i] = !none && lane_ % 4 == 0 ? sum : 0.f;
-            widen_row<Stored>(i, o_, sum, none);
+            arrange_row<Stored>(i, o_, sum, none, lane_);
         });
         softmax_.settled = factor > 0.f && all_moderate(softmax_.m, 1.f);
     }
