@@ -30,7 +30,6 @@ import collections
 import contextlib
 import ctypes
 import functools
-import itertools
 import math
 import os
 import socket
@@ -58,8 +57,8 @@ VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
 LEAST = 1 << 20
 """Bytes of a place."""
-MOST_RUNS = 64
-"""Of k or v, which are copied one by one."""
+LONGEST = 1 << 28
+"""Elements of four bytes or two between the runs of a tensor: less than 2 GiB."""
 CALLS = 1024
 """Of a group, whose ends the host looks for at the same time."""
 
@@ -67,6 +66,28 @@ CALLS = 1024
 
 _AT_LEAST = 0
 """CU_STREAM_WAIT_VALUE_GEQ, cyclic."""
+_DEVICE = 2
+"""CU_MEMORYTYPE_DEVICE."""
+
+
+class _Side(ctypes.Structure):
+    """Where a copy of lines reads, or writes."""
+
+    _fields_ = (
+        ("x", ctypes.c_size_t),
+        ("y", ctypes.c_size_t),
+        ("kind", ctypes.c_int),
+        ("host", ctypes.c_void_p),
+        ("device", ctypes.c_uint64),
+        ("array", ctypes.c_void_p),
+        ("pitch", ctypes.c_size_t),
+    )
+
+
+class _Lines(ctypes.Structure):
+    """CUDA_MEMCPY2D."""
+
+    _fields_ = (("source", _Side), ("to", _Side), ("width", ctypes.c_size_t), ("height", ctypes.c_size_t))
 
 
 @functools.cache
@@ -75,6 +96,7 @@ def _driver() -> ctypes.CDLL:
     for name in ("cuStreamWriteValue32_v2", "cuStreamWaitValue32_v2"):
         getattr(driver, name).argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
     driver.cuMemcpyDtoDAsync_v2.argtypes = (ctypes.c_uint64, ctypes.c_uint64, ctypes.c_size_t, ctypes.c_void_p)
+    driver.cuMemcpy2DAsync_v2.argtypes = (ctypes.POINTER(_Lines), ctypes.c_void_p)
     return driver
 
 
@@ -95,24 +117,31 @@ def _wait(stream: torch.cuda.Stream, word: int, value: int) -> None:
 
 
 class Runs(NamedTuple):
-    """A tensor as pieces of memory of one length, whose elements are adjacent."""
+    """A tensor as pieces of memory of one length, whose elements are adjacent, at equal distances."""
 
+    number: int
     elements: int
-    starts: tuple[int, ...]
+    distance: int
     """In elements."""
 
 
 @functools.lru_cache(64)
 def runs_of(shape: torch.Size, strides: tuple[int, ...]) -> Runs | None:
-    """In the order of the tensor's elements. ``None``: there are more than can be copied one by one."""
+    """In the order of the tensor's elements. ``None``: their distances differ, or are longer than the driver takes."""
     elements, dim = 1, len(shape)
     while dim > 0 and (strides[dim - 1] == elements or shape[dim - 1] == 1):
         dim -= 1
         elements *= shape[dim]
-    if math.prod(shape[:dim]) > MOST_RUNS:
-        return None
-    places = ([i * stride for i in range(n)] for n, stride in zip(shape[:dim], strides[:dim], strict=True))
-    return Runs(elements, tuple(sum(place) for place in itertools.product(*places)))
+    number, distance = 1, elements
+    for n, stride in zip(reversed(shape[:dim]), reversed(strides[:dim]), strict=True):
+        if n == 1:
+            continue
+        if number == 1:
+            distance = stride
+        elif stride != number * distance:
+            return None
+        number *= n
+    return Runs(number, elements, distance) if number == 1 or elements <= distance < LONGEST else None
 
 
 def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
@@ -122,11 +151,18 @@ def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
         return
     runs = runs_of(source.shape, source.stride())
     assert runs is not None
-    size, place, begin = runs.elements * to.element_size(), to.data_ptr(), source.data_ptr()
-    for start in runs.starts:
-        given = place, begin + start * to.element_size(), size, stream.cuda_stream
+    size = runs.elements * to.element_size()
+    if runs.number == 1:
+        given = to.data_ptr(), source.data_ptr(), size, stream.cuda_stream
         _checked(_driver().cuMemcpyDtoDAsync_v2(*given), "cuMemcpyDtoDAsync")
-        place += size
+        return
+    lines = _Lines(
+        _Side(kind=_DEVICE, device=source.data_ptr(), pitch=runs.distance * to.element_size()),
+        _Side(kind=_DEVICE, device=to.data_ptr(), pitch=size),
+        size,
+        runs.number,
+    )
+    _checked(_driver().cuMemcpy2DAsync_v2(lines, stream.cuda_stream), "cuMemcpy2DAsync")
 
 
 class _Symmetric:
