@@ -23,6 +23,8 @@
 // Converted inputs (device/convert.h): exponents fold into scales as in forward/mma/kernel.cuh (tile_scales.cuh). V of
 // more columns than a block's registers hold of O: the grid is launched again for the next ones, with all scores.
 //
+// Merged with attention over other keys: a Q tile begins with their O, m and l (take_others).
+//
 // block.cuh says what a block is, plan.cuh what it works on and in which order. Items that would leave SMs idle are
 // split over the keys, and a second grid adds up the parts (split.cuh).
 //
