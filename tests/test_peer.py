@@ -19,6 +19,7 @@ import flash_wmma
 from flash_wmma._call import Call
 from flash_wmma.distributed import _layout, _peer, _ring
 from flash_wmma.distributed._agree import Place
+from flash_wmma.distributed._messages import Shape
 from flash_wmma.distributed._plan import Band
 
 PATIENCE = 20.0
@@ -207,6 +208,32 @@ def test_calls(host_of: Callable[[int], Host], world: int, band: str) -> None:
             case.check(place, times=3)
 
     on_ranks(host_of(world), work)
+
+
+@pytest.mark.parametrize("lasting", [False, True])
+def test_a_late_reader(host_of: Callable[[int], Host], lasting: bool) -> None:
+    """Messages that are sent long before they are read, more of them than there are places."""
+    host = host_of(2)
+    sizes = torch.Size((1, 1, 4, 2))
+
+    def work(place: Place) -> None:
+        peer = host.local.peer
+        with peer.call(1 << 10):
+            for i in range(5):
+                sent, coming = (torch.full(sizes, float(i)), torch.full(sizes, i + 0.5)), None
+                if place.rank == 1:
+                    time.sleep(0.02)
+                    sent, coming = None, Shape(torch.empty(sizes), torch.empty(sizes), 4, 2, torch.float32)
+                travel = peer.travel(1 - place.rank, sent, 1 - place.rank, coming, lasting)
+                travel.start()
+                if place.rank == 1:
+                    message = travel.arrive()
+                    time.sleep(0.02)
+                    assert (message.k == i).all()
+                    assert (message.v == i + 0.5).all()
+                travel.finish()
+
+    on_ranks(host, work)
 
 
 def test_ranks_without_keys(host_of: Callable[[int], Host], monkeypatch: pytest.MonkeyPatch) -> None:
