@@ -196,8 +196,8 @@ def files(names: Sequence[str]) -> list[str]:
 
 
 def kernel_check(kernel: str, first: str = "", of_fault: Sequence[str] = ()) -> Check:
-    """The tests of one kernel: those whose names say so, of the file `first` before the others. Of files that a fault names,
-    all: some are about one kernel, which their tests' names do not say."""
+    """The tests of one kernel: those whose names say so, of the file `first` before the others. Of files that a fault
+    names, all: some are about one kernel, which the names of their tests do not say."""
     if of_fault:
         return Check((*files(of_fault), "--kernel", kernel), kernel)
     names_of_files = BACKWARD_TESTS if backward(kernel) else FORWARD_TESTS

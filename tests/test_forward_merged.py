@@ -234,6 +234,28 @@ def test_several_parts(parts: int, dtype: torch.dtype) -> None:
         torch.testing.assert_close(lse[:, :, rows].double(), right_lse, atol=eps, rtol=1e-5)
 
 
+def test_parts_that_no_kernel_merges() -> None:
+    """What is there stays as it is: rows of which only some have a part, more than a band, and another kernel."""
+    q, k, v = tensors((1, 2, 1, 96, 90, 64))
+    every = ((0, 96),)
+    call = call_of(kernel=KERNEL)._replace(only_band=True)
+    sums = Merged(q.shape, q.shape[:3], 2, q, 3)
+    sums._merges = True
+    assert not sums.attend(((0, 10), (20, 30)), q[:, :, :20], k, v, call)
+    assert sums.attend(((0, 48),), q[:, :, :48], k, v, call)
+    assert not sums.attend(every, q, k, v, call)
+    assert not sums.attend(((48, 96),), q[:, :, 48:], k, v, call._replace(only_band=False))
+    assert sums._merges
+    sums = Merged(q.shape, q.shape[:3], 2, q, 3)
+    sums._merges = True
+    given = _ops.forward(q, k, v, call._replace(only_band=False))
+    sums.add(every, *given)
+    assert not sums.attend(every, q, k, v, call._replace(kernel_name="mma_sm80"))
+    assert not sums._merges
+    assert sums._out is given[0]
+    assert sums._lse is given[1]
+
+
 REFUSED: dict[str, tuple[Shape, dict[str, Any]]] = {
     "d = 192": ((1, 2, 1, 30, 40, 192), {}),
     "another kernel": ((1, 2, 1, 30, 40, 64), {"kernel": "mma_sm80"}),

@@ -7,6 +7,7 @@ import ctypes
 import random
 import threading
 import time
+import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,7 +20,7 @@ import flash_wmma
 from flash_wmma._call import Call
 from flash_wmma.distributed import _layout, _peer, _ring
 from flash_wmma.distributed._agree import Place
-from flash_wmma.distributed._messages import Shape
+from flash_wmma.distributed._messages import Shape, Travel
 from flash_wmma.distributed._plan import Band
 
 PATIENCE = 20.0
@@ -31,6 +32,12 @@ class Stream:
     """All on it is over when a call returns."""
 
     cuda_stream = 0
+    local = threading.local()
+    """``depth``: how many devices the thread has made its current one."""
+
+    def check(self) -> None:
+        """The driver's default stream is that of the current device, which must be the peer's."""
+        assert getattr(self.local, "depth", 0) > 0
 
     def wait_event(self, event: Event) -> None:
         assert event.recorded
@@ -74,10 +81,12 @@ def value(word: int) -> ctypes.c_uint32:
 
 
 def write(stream: Stream, word: int, number: int) -> None:
+    stream.check()
     value(word).value = number % (1 << 32)
 
 
 def wait(stream: Stream, word: int, number: int) -> None:
+    stream.check()
     begin = time.monotonic()
     while (value(word).value - number) % (1 << 32) >= 1 << 31:
         if time.monotonic() > begin + PATIENCE:
@@ -91,7 +100,12 @@ def host_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], Host]:
 
     @contextmanager
     def device(_: Any) -> Iterator[None]:
-        yield
+        depth = getattr(Stream.local, "depth", 0)
+        Stream.local.depth = depth + 1
+        try:
+            yield
+        finally:
+            Stream.local.depth = depth
 
     class Watchdog:
         def __init__(self, seconds: float, rank: int) -> None:
@@ -150,7 +164,8 @@ def on_ranks(host: Host, work: Callable[[Place], Any]) -> list[Any]:
         place = Place(None, host.world, rank)  # type: ignore[arg-type]
         try:
             host.local.stream = Stream()
-            host.local.peer = _peer.Peer(place, CPU)
+            with torch.cuda.device(0):
+                host.local.peer = _peer.Peer(place, CPU)
             results[rank] = work(place)
         except BaseException as error:  # for the thread that waits
             results[rank] = error
@@ -327,6 +342,42 @@ def test_errors_in_a_call(host_of: Callable[[int], Host]) -> None:
     on_ranks(host, work)
 
 
+@pytest.mark.parametrize("late", range(5))
+def test_messages_of_a_failed_call(host_of: Callable[[int], Host], late: int) -> None:
+    """All ranks fail in one place, where a message has not begun. It comes to no place of the next call, however late
+    its sender is."""
+    host = host_of(5)
+    sizes = torch.Size((1, 1, 2, 2))
+
+    def work(place: Place) -> None:
+        peer = host.local.peer
+
+        def send(call: int, n: int) -> Travel:
+            to, source = ((place.rank + sign * n) % 5 for sign in (1, -1))
+            sent = torch.full(sizes, float(100 * call + 10 * n + place.rank)), torch.zeros(sizes)
+            coming = Shape(torch.empty(sizes), torch.empty(sizes), 2, 2, torch.float32)
+            return peer.travel(to, sent, source, coming, lasting=True)
+
+        with pytest.raises(KeyError), peer.call(1 << 10):
+            for n in (1, 2, 3, 4):
+                travel = send(0, n)
+                if n == 4:
+                    raise KeyError
+                travel.start()
+                travel.arrive()
+        with peer.call(1 << 10):
+            for n in (1, 2, 3, 4):
+                travel = send(1, n)
+                if n == 1 and place.rank == late:  # others have the message of the second step by then
+                    time.sleep(0.15)
+                travel.start()
+                message = travel.arrive()
+                time.sleep(0.1)
+                assert (message.k == 100 + 10 * n + (place.rank - n) % 5).all()
+
+    on_ranks(host, work)
+
+
 class Watched:
     """A watchdog whose calls end when this says so."""
 
@@ -372,8 +423,38 @@ def test_watchdog_ends_a_process_that_waits(monkeypatch: pytest.MonkeyPatch, cap
     assert "another rank is lost, or makes other calls. Rank 3 ends" in capfd.readouterr().err
 
 
-def test_runs() -> None:
+def copied(to: int, source: int, size: int, stream: int) -> int:
+    ctypes.memmove(to, source, size)
+    return 0
+
+
+def lines_copied(lines: _peer._Lines, stream: int) -> int:
+    assert lines.source.kind == lines.to.kind == 2  # of CUmemorytype
+    for i in range(lines.height):
+        places = lines.to.device + i * lines.to.pitch, lines.source.device + i * lines.source.pitch
+        ctypes.memmove(*places, lines.width)
+    return 0
+
+
+def test_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the driver is asked for, of a tensor in one piece, of one in several, and of none."""
+    driver = types.SimpleNamespace(cuMemcpyDtoDAsync_v2=copied, cuMemcpy2DAsync_v2=lines_copied)
+    monkeypatch.setattr(_peer, "_driver", lambda: driver)
+    whole = torch.randn(2, 3, 80, 64).half()
+    for source in (whole, whole[:, :, 8:48], whole[1:, 1:], whole[:, :, :0]):
+        assert _peer.runs_of(source.shape, source.stride()) is not None
+        to = torch.zeros(source.numel() + 8).half()
+        _peer._copy(Stream(), to[: source.numel()], source)  # type: ignore[arg-type]
+        assert torch.equal(to[: source.numel()], source.flatten())
+        assert not to[source.numel() :].any()
+
+
+def test_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """A tensor is its runs, one behind the other."""
+    short = torch.zeros(2, 40, 64)[:, :30]
+    assert _peer.runs_of(short.shape, short.stride()) is None
+    monkeypatch.setattr(_peer, "SHORTEST", 1)
+    _peer.runs_of.cache_clear()
     memory = torch.arange(2 * 3 * 8 * 4)
     whole = memory.view(2, 3, 8, 4)
     views = {
@@ -395,3 +476,4 @@ def test_runs() -> None:
     apart = [whole[:, :2, :3], whole.transpose(1, 2), memory[:12].view(1, 1, 3, 4).expand(2, 3, 3, 4)]
     for view in apart:
         assert _peer.runs_of(view.shape, view.stride()) is None
+    _peer.runs_of.cache_clear()

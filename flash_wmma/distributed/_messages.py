@@ -73,7 +73,8 @@ class Post(Protocol):
         self, to: int, sent: tuple[Tensor, Tensor] | None, source: int, received: Shape | None, lasting: bool = False
     ) -> Travel:
         """Sends k and v, or their gradients, to a rank if there are any, and receives such of another if there are.
-        ``lasting``: what is sent is there, unchanged, until :meth:`Travel.finish`."""
+        ``lasting``: what is sent is there, unchanged, until :meth:`Travel.finish`. What is received may then be
+        overwritten once the travel after the next is made, and no kernels of another stream may read it."""
 
 
 class _DirectTravel:

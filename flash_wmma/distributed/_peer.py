@@ -7,8 +7,8 @@ memory operations, no kernels).
 Keys and values last as long as a call, so their sender's stream for copies brings them to a place of their reader,
 whose kernels read them there:
 
-- ``free[reader]`` of the sender: the message for which the reader has a place, and one;
-- ``brought[sender]`` of the reader: the last message that is in its place, and one.
+- ``free[reader]`` of the sender: the last message for which the reader has a place, plus one;
+- ``brought[sender]`` of the reader: the last message that is in its place, plus one.
 
 Gradients do not last, so the stream that computes writes them to a place of their own rank, and their reader's stream
 for copies brings them to memory that it may keep:
@@ -57,6 +57,8 @@ VARIABLE = "FLASH_WMMA_PEER_COPIES"
 """0 turns it off, on every rank."""
 LEAST = 1 << 20
 """Bytes of a place."""
+SHORTEST = 1 << 11
+"""Elements of a run where there are several: 16 rows of d = 128. The bound is not measured."""
 LONGEST = 1 << 28
 """Elements of four bytes or two between the runs of a tensor: less than 2 GiB."""
 CALLS = 1024
@@ -127,7 +129,8 @@ class Runs(NamedTuple):
 
 @functools.lru_cache(64)
 def runs_of(shape: torch.Size, strides: tuple[int, ...]) -> Runs | None:
-    """In the order of the tensor's elements. ``None``: their distances differ, or are longer than the driver takes."""
+    """In the order of the tensor's elements. ``None``: their distances differ, or are longer than the driver takes, or
+    they are so short that bringing them together first is faster."""
     elements, dim = 1, len(shape)
     while dim > 0 and (strides[dim - 1] == elements or shape[dim - 1] == 1):
         dim -= 1
@@ -141,12 +144,13 @@ def runs_of(shape: torch.Size, strides: tuple[int, ...]) -> Runs | None:
         elif stride != number * distance:
             return None
         number *= n
-    return Runs(number, elements, distance) if number == 1 or elements <= distance < LONGEST else None
+    fits = number == 1 or elements == 0 or SHORTEST <= elements <= distance < LONGEST
+    return Runs(number, elements, distance) if fits else None
 
 
 def _copy(stream: torch.cuda.Stream, to: Tensor, source: Tensor) -> None:
-    """As to.copy_(source) on the stream, ``to`` in one piece and ``source`` in runs, in a tenth of the host's time. By
-    the copy engine between two GPUs, within one by its multiprocessors."""
+    """As to.copy_(source) on the stream, ``to`` in one piece and ``source`` in runs, in a tenth of the host's time. The
+    copy engine does it between two GPUs. Within one GPU multiprocessors do."""
     if to.numel() == 0:
         return
     runs = runs_of(source.shape, source.stride())
@@ -251,7 +255,7 @@ class _Brought:
     ) -> None:
         self._post, self._number, self._to, self._sent, self._source = post, number, to, sent, source
         self._received = None if coming is None else post.place_of(post.place.rank, number, coming)
-        if self._received is not None:  # whose last message was of kernels that are on this stream
+        if self._received is not None:  # the kernels that read the place's last message are on this stream
             _write(post.computing, post.word(source, _FREE, post.place.rank), number + 1)
         self._ready = None if sent is None else _event(post.computing)
         self._over: torch.cuda.Event | None = None
@@ -372,18 +376,18 @@ class Peer:
         Raises:
             RuntimeError: the ranks' last calls ended with errors in different places.
         """
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # the driver's default stream is the current device's
             self._begin(capacity)
-        try:
-            yield
-        except BaseException:
-            self._failed = True
-            self._kept += self._memory_of_call
-            raise
-        finally:
-            self._memory_of_call.clear()
-            self._ended = _event(self.computing)
-            self._watchdog.expect(self.computing)
+            try:
+                yield
+            except BaseException:
+                self._failed = True
+                self._kept += self._memory_of_call
+                raise
+            finally:
+                self._memory_of_call.clear()
+                self._ended = _event(self.computing)
+                self._watchdog.expect(self.computing)
 
     def _begin(self, capacity: int) -> None:
         before, self.computing = self.computing, torch.cuda.current_stream()
@@ -393,10 +397,15 @@ class Peer:
             numbers = exchanged(self.place, self._brought, self._fetched)
             if any(each != numbers[0] for each in numbers):
                 raise RuntimeError("flash_wmma: an earlier call of the group failed on some ranks: make a new group")
+            while self._waiting:  # what had not begun: others wait for it
+                self._waiting.popleft().begin()
+            torch.cuda.synchronize()
+            dist.barrier(self.place.group)  # nobody writes to places any more
+            self._kept.clear()
             self._failed = False
         if capacity > self._capacity or self._memory is None:
             torch.cuda.synchronize()
-            dist.barrier(self.place.group)  # nobody reads the old memory
+            dist.barrier(self.place.group)  # nobody reads or writes the old memory
             self._capacity = 1 << math.ceil(math.log2(max(capacity, LEAST)))
             self._messages.clear()
             self._memory = None

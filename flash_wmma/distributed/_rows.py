@@ -156,8 +156,13 @@ class Merged:
         """Has the kernel of a dense call write those rows where they go, or merge them into what is there, by itself.
 
         Returns:
-            False, and nothing is done, where the part has to be computed and given to :meth:`add`: the rows lie apart,
-            they are all rows and the first part in its own dtype, or the kernel cannot merge.
+            False if the part has to be computed and given to :meth:`add`. Nothing is done then. The reasons are:
+
+            - the rows lie apart;
+            - only some of them have a part already;
+            - they are all rows, and this is the first of two parts at most, whose out is kept as it is;
+            - the call has more than a scale and a band;
+            - its kernel cannot merge.
         """
         if len(ranges) != 1:
             return False

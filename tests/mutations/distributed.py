@@ -493,6 +493,27 @@ FAULTS = [
         why="keys of a call on another stream are overwritten while its kernels read them",
     ),
     Fault(
+        name="peer-left-from-a-failed-call",
+        path=PEER,
+        old="            while self._waiting:  # what had not begun: others wait for it\n",
+        new="            while False:\n",
+        why="a message of a call that failed is written over one of the next call",
+    ),
+    Fault(
+        name="peer-on-another-device",
+        path=PEER,
+        old="        with torch.cuda.device(self.device):  # the driver's default stream is the current device's\n",
+        new="        if True:\n",
+        why="numbers are written and awaited on another device's stream",
+    ),
+    Fault(
+        name="peer-pitch",
+        path=PEER,
+        old="pitch=runs.distance * to.element_size()",
+        new="pitch=runs.distance",
+        why="the distance of lines is given in elements",
+    ),
+    Fault(
         name="peer-runs-too-long",
         path=PEER,
         old="while dim > 0 and (strides[dim - 1] == elements or shape[dim - 1] == 1):",

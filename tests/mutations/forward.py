@@ -47,8 +47,8 @@ FAULTS = [
     Fault(
         name="wgmma-merged-every-part-takes-others",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));",
-        new="p_.merges;",
+        old="return kMerges<kProblems> && p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));",
+        new="return kMerges<kProblems> && p_.merges;",
         why="each part of an item adds the attention over other keys",
         kernels=WGMMA,
         tests=MERGED,

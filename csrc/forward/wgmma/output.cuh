@@ -116,9 +116,9 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
         const auto store = [&](auto* out) {
             store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
         };
-        if (kMerged && p.out_dtype == DType::kFloat32)
-            store(row_of<float>(p.o, sequence.index, head, sequence.first_q + query));
-        else store(row_of<T>(p.o, sequence.index, head, sequence.first_q + query));
+        if constexpr (kMerged)
+            if (p.out_dtype == DType::kFloat32) return store(row_of<float>(p.o, sequence.index, head, query));
+        store(row_of<T>(p.o, sequence.index, head, sequence.first_q + query));
     });
 }
 

@@ -274,7 +274,7 @@ class Consumer {
             const Rows following = next();
             const bool more = following.tiles > 0;
             if constexpr (kMerges<kProblems>)
-                if (more && p_.merges) prefetch_others(following);
+                if (more && takes_others(following)) prefetch_others(following);
             // Tiles of the block that these rows do not see
             const int between = (early ? 0 : rows.after) + following.before;
             // The producer may need V's slot to go on
@@ -586,6 +586,10 @@ class Consumer {
         unsigned entry_, next_;
     };
 
+    /// Whether the rows begin with attention over other keys: those of an item's first part do.
+    __device__ __forceinline__ bool takes_others(const Rows& rows) const {
+        return kMerges<kProblems> && p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));
+    }
     /// Brings what the rows will begin with to the L2 cache.
     __device__ __forceinline__ void prefetch_others(const Rows& rows) const {
         constexpr int kLine = 128;  // bytes
@@ -596,8 +600,8 @@ class Consumer {
                           (rows.sequence.index * p_.o.batch + rows.head * p_.o.head + query * p_.o.row) * element;
         for (int at = lane_ % 2 * kLine; at < p_.head_dim_v * element; at += 2 * kLine) ptx::prefetch_line(row + at);
     }
-    /// The rows begin with attention over other keys. Of their weights the sum is 1, or 2^kRoom relative to m: so the
-    /// weights of keys that are as many are no subnormal numbers of half precision.
+    /// The rows begin with attention over other keys. Relative to m the others' weights sum to 2^kRoom. So the weights of
+    /// as many new keys are no subnormal numbers of half precision.
     template <class Stored>
     __device__ __forceinline__ void take_others(const Rows& rows, float factor) {
         constexpr float kRoom = 8.f;
@@ -616,7 +620,8 @@ class Consumer {
             softmax_.l[i] = !none && lane_ % 4 == 0 ? sum : 0.f;
             arrange_row<Stored>(i, o_, sum, none, lane_);
         });
-        softmax_.settled = factor > 0.f && all_moderate(softmax_.m, 1.f);
+        softmax_.settled = factor > 0.f && all_moderate(softmax_.m, 1.f) &&
+                           all_rows([&](int i) { return softmax_.m[i] != -INFINITY; });
     }
 
     /// All of the rows' work except their first product with K, issued before, and their last with V.
@@ -630,9 +635,11 @@ class Consumer {
         if (!kSetsO) o_.clear();
         softmax_ = {};
         told_ = {};
-        const bool merges = kMerges<kProblems> && p_.merges && (rows.part == kWhole || schedule_.is_first(rows.part));
-        if (merges && p_.out_dtype == DType::kFloat32) take_others<float>(rows, factor);
-        else if (merges) take_others<T>(rows, factor);
+        const bool merges = takes_others(rows);
+        if constexpr (kMerges<kProblems>) {
+            if (merges && p_.out_dtype == DType::kFloat32) take_others<float>(rows, factor);
+            else if (merges) take_others<T>(rows, factor);
+        }
         [[maybe_unused]] Entries entries(schedule_, rows);
         [[maybe_unused]] const auto order = [&] {
             if constexpr (kFromDiagonal)
@@ -762,7 +769,7 @@ class Consumer {
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
 /// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics. With kChanged,
+// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged. With kChanged,
 // more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they
 // read up to six.
 template <class Tile, Problems kProblems>
