@@ -33,11 +33,11 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     """Those rows; x itself if it has no others, a view if they lie together."""
     if not ranges:
         return x.narrow(dim, 0, 0)
-    if ranges[0] == (0, x.shape[dim]):
-        return x
+    if len(ranges) == 1:
+        ((begin, end),) = ranges
+        return x if end - begin == x.shape[dim] else x.narrow(dim, begin, end - begin)
     if len(ranges) <= FEW:
-        parts = [x.narrow(dim, begin, end - begin) for begin, end in ranges]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+        return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
     return x.index_select(dim, index(ranges, x.device))
 
 
@@ -70,6 +70,9 @@ def put(to: Tensor, ranges: Ranges, value: Tensor | float, dim: int) -> None:
                 to.narrow(dim, begin, end - begin).fill_(value)
         else:
             to.index_fill_(dim, index(ranges, to.device), value)
+    elif len(ranges) == 1:
+        ((begin, end),) = ranges
+        to.narrow(dim, begin, end - begin).copy_(value)
     elif len(ranges) <= FEW:
         at = 0
         for begin, end in ranges:
