@@ -165,7 +165,7 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, l
         calls[name, PASSES[0]] = lambda attend=attend, tensors=tensors: attend(*tensors[:3])
         calls[name, PASSES[1]] = lambda attend=attend, tensors=tensors: both(attend, tensors)
     samples: dict[tuple[str, str], list[float]] = {key: [] for key in calls}
-    for what in PASSES:  # apart: what comes behind a backward pass finds a GPU that has lowered its clock
+    for what in PASSES:  # apart: a backward pass slows what comes behind it
         for turn, name in turns(list(attentions), arguments.repeats + WARM_UP):
             taken = milliseconds_of(calls[name, what], device, arguments.in_a_row)
             if turn >= WARM_UP:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from conftest import on_gpu
 from reference import DENSE, Mask, attention, poisoned_memory
+from test_row_statistics import MASKS, SHAPES, SPLIT, Shape
 from torch import Tensor
 
 import flash_wmma
@@ -21,7 +22,6 @@ from flash_wmma.distributed._rows import Merged
 KERNEL = "wgmma_sm90"
 DEVICE = "cuda" if on_gpu() and torch.cuda.get_device_capability() == (9, 0) else "cpu"
 HALVES = [torch.float16, torch.bfloat16]
-Shape = tuple[int, int, int, int, int, int]
 BEFORE, BEHIND = 3, 2
 """Rows of the whole around those of the call."""
 
@@ -119,16 +119,6 @@ def check(
         attend(Whole(q, v, out_dtype, layout), q, k, v, mask, merges, sm_count)
 
 
-SHAPES: list[tuple[int, Shape]] = [  # multiprocessors, and a problem that takes the shape with them
-    (2, (1, 2, 1, 256, 200, 64)),  # four consumers
-    (2, (1, 2, 1, 190, 300, 64)),  # three
-    (2, (1, 3, 1, 120, 300, 40)),
-    (2, (1, 2, 2, 190, 150, 128)),
-    (2, (2, 4, 2, 70, 150, 72)),
-]
-MASKS = [DENSE, Mask("top_left"), Mask("bottom_right"), Mask("bottom_right", (70, 0)), Mask(False, (30, 40))]
-
-
 @pytest.mark.parametrize("kept", ["own type", "float32"])
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize(("sm_count", "shape"), SHAPES)
@@ -150,15 +140,6 @@ def test_few_queries_or_keys(nq: int, nk: int, out_dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 def test_value_dims_and_layouts(out_dtype: torch.dtype, layout: str, d_v: int) -> None:
     check((2, 2, 1, 100, 90, 64), torch.bfloat16, out_dtype, layout=layout, d_v=d_v)
-
-
-SPLIT: dict[str, tuple[int, Shape, Mask]] = {  # multiprocessors, a problem, and its mask
-    "one item": (4, (1, 1, 1, 100, 1100, 64), DENSE),
-    "behind whole ones": (2, (1, 3, 1, 60, 1100, 128), DENSE),
-    "last item smaller": (9, (1, 1, 1, 300, 1600, 64), Mask("bottom_right")),
-    "more parts than tiles": (40, (1, 1, 1, 1540, 1600, 64), Mask("top_left")),
-    "rows without keys": (24, (1, 1, 1, 1200, 1030, 64), Mask("bottom_right")),
-}
 
 
 @pytest.mark.parametrize("out_dtype", [torch.float16, torch.float32])

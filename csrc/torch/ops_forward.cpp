@@ -10,11 +10,10 @@ struct Told {
     bool done = false;  ///< whether the kernel told them
 };
 
-/// Has the kernel write out and lse. `more`: other memory that it writes. `strides`: those of a dense lse that is not
-/// contiguous.
+/// Has the kernel write out and lse. `told`: what else it writes. `strides`: those of a dense lse that is not contiguous.
 template <std::size_t kDim>
 void launch(CheckedCall& call, const Target& target, const KernelInfo& kernel, const Written<kDim>& out,
-            const Tensor& lse, const std::vector<emulator::Buffer>& more, const int64_t* strides = nullptr) {
+            const Tensor& lse, const Told* told, const int64_t* strides = nullptr) {
     const Readable q_rows(call.q), k_rows(call.k), v_rows(call.v);
     call.point_to(q_rows, k_rows, v_rows, lse);
     if (strides) call.params.lse_batch = strides[0], call.params.lse_head = strides[1];
@@ -22,7 +21,8 @@ void launch(CheckedCall& call, const Target& target, const KernelInfo& kernel, c
     target.run(kernel, call.params, [&] {
         std::vector<emulator::Buffer> buffers{q_rows.buffer("q"), k_rows.buffer("k"), v_rows.buffer("v"),
                                               out.buffer("o"), buffer_of("lse", lse, true)};
-        buffers.insert(buffers.end(), more.begin(), more.end());
+        if (call.params.row_max) buffers.push_back(buffer_of("row_max", *told->row_max, true));
+        if (call.params.entropy) buffers.push_back(buffer_of("entropy", *told->entropy, true));
         call.add_buffers(buffers);
         return buffers;
     });
@@ -42,18 +42,12 @@ Tensor write(CheckedCall& call, Written<kDim>& out, bool batch_invariant, Told* 
     if (call.empty() || p.head_dim_v == 0) {
         call.see_no_key(out.memory(), lse);
     } else {
-        std::vector<emulator::Buffer> more;
         if (told && kernel.tells && kernel.tells(p, target.device())) {
-            const auto store = [&](const char* name, const OptionalTensor& to, float*& data) {
-                if (!to) return;
-                more.push_back(buffer_of(name, *to, true));
-                data = static_cast<float*>(data_of(*to));
-            };
-            store("row_max", told->row_max, p.row_max);
-            store("entropy", told->entropy, p.entropy);
+            if (told->row_max) p.row_max = static_cast<float*>(data_of(*told->row_max));
+            if (told->entropy) p.entropy = static_cast<float*>(data_of(*told->entropy));
             told->done = true;
         }
-        launch(call, target, kernel, out, lse, more);
+        launch(call, target, kernel, out, lse, told);
     }
     return lse;
 }
@@ -134,7 +128,7 @@ bool forward_merged(const Tensor& out_tensor, const Tensor& lse_tensor, const Te
         return false;
     p.merges = merges;
     p.out_dtype = out.element_type("");
-    launch(call, target, kernel, Written<4>(out), lse_tensor, {}, lse.strides);
+    launch(call, target, kernel, Written<4>(out), lse_tensor, nullptr, lse.strides);
     return true;
 }
 

@@ -769,9 +769,9 @@ class Consumer {
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
 /// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged. With kChanged,
-// more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list; in the loop they
-// read up to six.
+// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged. With
+// kChanged, more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list; in the
+// loop they read up to six.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
