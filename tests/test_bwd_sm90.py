@@ -250,6 +250,24 @@ def test_grouped_heads_in_order(d: int, slow: bool) -> None:
     check(Case(130, 200, Mask("bottom_right"), heads=(3, 1), batch=3), d, sm_count=2, slow=slow)
 
 
+BANDS = {
+    "window": ((520, 520), Mask(True, window=(140, None)), (4, 2)),
+    "both sides": ((520, 520), Mask(window=(80, 60)), (2, 1)),
+    "left": ((330, 330), Mask(window=(40, None)), (4, 2)),  # the last item is the longest
+    "middle": ((260, 520), Mask(window=(0, 260)), (2, 1)),  # an item in the middle is
+    "one head": ((260, 520), Mask(window=(0, 260)), (2, 2)),
+    "few queries": ((70, 520), Mask("bottom_right", window=(140, None)), (4, 2)),
+}
+
+
+@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(("d", "slow"), [(64, False), (128, False), (128, True), (256, False)])
+def test_order_with_a_band(d: int, slow: bool, band: str) -> None:
+    """Items of a head are of different lengths, begin at different tiles and walk in different directions."""
+    (nq, nk), mask, heads = BANDS[band]
+    check(Case(nq, nk, mask, heads=heads), d, sm_count=2, slow=slow)
+
+
 @pytest.mark.parametrize("sm_count", [2, 6, 9, 24])
 @pytest.mark.parametrize(("d", "dv"), [(64, 64), (96, 72), (128, 128)])
 def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:

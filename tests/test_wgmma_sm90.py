@@ -111,7 +111,9 @@ def test_wide_values(d_v: int) -> None:
     check(q, k, v[:, :, :530], Mask("top_left"))
 
 
-@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask("top_left", (70, 0))], ids=str)
+@pytest.mark.parametrize(
+    "mask", [DENSE, Mask("bottom_right"), Mask("top_left", (70, 0)), Mask(window=(30, None))], ids=str
+)
 @pytest.mark.parametrize("sm_count", [2, 3, 4, 7])
 def test_every_tile_once(sm_count: int, mask: Mask) -> None:
     """Heads whose tiles are dealt in turn, for several periods, and heads that are left over and mixed."""
@@ -122,6 +124,14 @@ def test_every_tile_once(sm_count: int, mask: Mask) -> None:
 def test_queue(softcap: float) -> None:
     """Causal, and more items than two for each block: heads in order, then the mixed ones."""
     check(*tensors((1, 6, 3, 520, 530, 64), torch.float16), Mask("top_left"), softcap)
+
+
+@pytest.mark.parametrize("window", [(20, None), (512, 0), (300, 320), (0, 520)], ids=str)
+def test_queue_with_a_band(window: tuple[int, int | None]) -> None:
+    """The longest items are a head's first ones, its last ones, or others."""
+    q, k, v = tensors((1, 6, 3, 1040, 1040, 64), torch.float16)
+    assert functions(q, k, v, Mask(window=window), 2) == ["clear", "forward"]
+    check(q, k, v, Mask(window=window))
 
 
 @pytest.mark.parametrize("cap", [1e-3, 0.5, 30.0, 50.0, 1e4])

@@ -1003,6 +1003,22 @@ FAULTS = [
         kernels=KERNEL,
     ),
     Fault(
+        name="bwd-sm90-order-of-keys",
+        path="csrc/backward/wgmma/order.cuh",
+        old="return at / tiles * tiles + static_cast<unsigned>(order.tile(static_cast<int>(at % tiles)));",
+        new="return at / tiles * tiles + static_cast<unsigned>(order.tile(static_cast<int>(at % tiles)) / 2);",
+        why="some keys of a head have no gradient, others twice theirs",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-begins-behind-its-tiles",
+        path="csrc/backward/wgmma/block.cuh",
+        old="(last / kStep + block / heads) % tiles;",
+        new="last / kStep + block / heads;",
+        why="an item of a window begins at a tile that is not its own",
+        kernels=KERNEL,
+    ),
+    Fault(
         name="bwd-sm90-pair-item-given-back-early",
         path=PAIR,
         old=(

@@ -95,7 +95,10 @@ struct KeyTile {
 /// different heads of the same tile or of neighbouring ones. So what one block reads and adds to is in the L2 cache for the
 /// others. Under a causal mask the items of the first half of a head's keys, which are long, walk down from the last tile.
 /// Those of the second half come after them and walk up: a block that had n tiles of the longest item's takes one that is n
-/// tiles shorter than it, and begins where the others of its half have come to.
+/// tiles shorter than it, and begins where the others of its half have come to. Where the band hides keys on the left alone,
+/// it is the same from the last keys and the first tile on. Where it hides keys on both sides (a window), items have n
+/// different tiles each: all begin near one whose number is a multiple of n, and walk down; those that the sequence's
+/// beginning or end cuts begin there.
 ///
 /// If the additions have an order (turns.cuh), start is first. With a band that is bounded on the right (causal) the
 /// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
@@ -140,7 +143,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     auto place = static_cast<unsigned>(part.item);
     const bool ordered = in_order<kPass>(problem);
     if (ordered) place = interleaved<kKeys, kPacked>(p, place);
-    else if (!kPacked && p.band.right < kUnbounded)
+    else if (!kPacked && (p.band.left < kUnbounded || p.band.right < kUnbounded))
         place = mixed_keys<kKeys>(p, place, static_cast<unsigned>(workers.count) / Tile::kBlocks);
     OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
@@ -163,10 +166,16 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const int blocks = (s.seqlen_k + kKeys - 1) / kKeys, block = own.first_row / kKeys;
     const int heads = static_cast<int>(p.heads_q / p.heads_k);
     const bool turns = used && !ordered, together = turns && heads > 1;
-    const bool follows = p.band.right < kUnbounded && 2 * block >= blocks;  // it comes after items of the first half
-    const bool down = backwards || (together && !follows);
+    const MostSeen most(mask, s.seqlen_q);
+    const bool hides_left = most.hides_left(), hides_right = most.hides_right(s.seqlen_k);
+    const bool cut_begin = first == 0, cut_end = last + kStep >= s.seqlen_q;
+    const bool up = cut_begin && (!cut_end || (hides_left && !hides_right));
+    const int nth = up ? blocks - 1 - block : block;  // of the items that begin there
+    // Whether it comes after the longer half, and walks the other way
+    const bool follows = hides_left != hides_right && 2 * nth >= blocks;
+    const bool down = backwards || (together && up == follows);
     int turned = 0;
-    if (together) turned = min(block / heads, tiles - 1);
+    if (together) turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
     const int step = down ? -kStep : kStep, from = down ? last : first;
     int begun = 0, left = tiles;  // tiles of a head

@@ -6,7 +6,9 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "device/mask.cuh"
 #include "device/tile.cuh"
+#include "device/tile_order.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -24,8 +26,8 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     return (first + at % together) * tiles + at / together;
 }
 
-// The orders of items of dense causal problems, `tiles` of each head, the longest item first. Heads come one after the other
-// for the L2 cache; some come together, so that blocks finish together.
+// The orders of items of dense problems with a band, `tiles` of each head, the longest item first. Heads come one after the
+// other for the L2 cache; some come together, so that blocks finish together.
 
 /// Of `mixed` heads from head `first` on: one item of each by turns.
 __device__ __forceinline__ unsigned by_turns(unsigned index, unsigned first, unsigned mixed, unsigned tiles) {
@@ -48,14 +50,29 @@ __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned he
     return by_turns(index, first, begin(batch + 1) - first, tiles);
 }
 
-/// Of items of kKeys keys, for `blocks` that work on one each: about two items a block are mixed. A head's first tile has the
-/// most queries.
+/// The keys from which and up to which the most queries see a key, in either order.
+struct MostSeen {
+    int one, other;
+
+    __device__ __forceinline__ MostSeen(const BandMask& mask, int seqlen_q)
+        : one(seqlen_q - 1 + mask.begin_shift), other(mask.end_shift) {}
+    /// Whether the band hides keys on the left of some query; on the right.
+    __device__ __forceinline__ bool hides_left() const { return one > 0; }
+    __device__ __forceinline__ bool hides_right(int seqlen_k) const { return other < seqlen_k; }
+};
+
+/// Of items of kKeys keys, for `blocks` that work on one each: about two items a block are mixed. Windows, where many items of
+/// a head are equally long and each has tiles of its own, in no batches.
 template <int kKeys>
 __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned index, unsigned blocks) {
-    const auto heads = static_cast<unsigned>(p.heads_k * p.batch);
-    const auto tiles = static_cast<unsigned>((p.seqlen_k + kKeys - 1) / kKeys);
-    return p.heads_q > p.heads_k ? mixed_in_batches(index, heads, tiles, 2 * blocks)
-                                 : mixed_at_the_end(index, heads, tiles, 2 * blocks);
+    const int seqlen_k = static_cast<int>(p.seqlen_k);
+    const MostSeen most(BandMask(p.band, p.seqlen_q, p.seqlen_k), static_cast<int>(p.seqlen_q));
+    const TileOrder order(seqlen_k, kKeys, most.one, most.other);
+    const bool window = most.hides_left() && most.hides_right(seqlen_k) && 4 * (order.end - order.first) >= order.tiles;
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch), tiles = static_cast<unsigned>(order.tiles);
+    const unsigned at = p.heads_q > p.heads_k && !window ? mixed_in_batches(index, heads, tiles, 2 * blocks)
+                                                         : mixed_at_the_end(index, heads, tiles, 2 * blocks);
+    return at / tiles * tiles + static_cast<unsigned>(order.tile(static_cast<int>(at % tiles)));
 }
 /// The same of items of kQueries queries.
 template <int kQueries>

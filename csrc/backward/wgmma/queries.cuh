@@ -81,7 +81,8 @@ __device__ __forceinline__ QueriesItem queries_item(const Problem& problem, int 
     const ForwardParams& p = problem.forward;
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(index);
-    if (!p.sequences.cu_seqlens_q && p.band.right < kUnbounded) place = mixed_queries<Tile::kOwn>(p, place, gridDim.x);
+    if (!p.sequences.cu_seqlens_q && (p.band.left < kUnbounded || p.band.right < kUnbounded))
+        place = mixed_queries<Tile::kOwn>(p, place, gridDim.x);
     const Assignment a = kPacked ? assignment<Tile::kOwn>(p, place) : dense_assignment<Tile::kOwn>(p, place);
     const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
     const OwnedTile own{a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};

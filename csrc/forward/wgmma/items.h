@@ -5,16 +5,24 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "device/tile_order.cuh"
 #include "forward/wgmma/mask_tiles.cuh"
 #include "forward/wgmma/shapes.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// Whether the work per tile varies (causal, or a mask or ranges of its own).
-inline bool is_uneven(const ForwardParams& p) {
+/// Dense problems: the order of a head's Q tiles of `br` rows, by how many keys the band shows their rows.
+inline TileOrder order_of(const ForwardParams& p, int br) {
+    const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
+    const auto row = [&](std::int64_t x) { return static_cast<int>(std::clamp(x, -kMaxSeqlen, kMaxSeqlen)); };
+    return {static_cast<int>(p.seqlen_q), br, row(p.seqlen_k - offset - p.band.right - 1), row(p.band.left - offset)};
+}
+/// Whether the work per tile of `br` rows varies: by the band, or by a mask or ranges of its own.
+inline bool is_uneven(const ForwardParams& p, int br) {
     if (p.sequences.cu_seqlens_q) return false;
     const bool masked = p.key_ranges.data || (p.bias.data && p.bias.dtype == DType::kBool);
-    return masked || (p.band.right < kUnbounded && p.band.left >= kUnbounded);
+    const TileOrder order = order_of(p, br);
+    return masked || order.end - order.first < order.tiles;
 }
 inline int multiprocessors(const DeviceFacts& device) { return std::max(device.sm_count, 1); }
 /// The number of Q tiles of `br` rows; a lower bound for packed sequences.
@@ -40,8 +48,8 @@ using Queue = unsigned;  ///< how many items were taken from it
 /// Whether blocks of `br` rows take their next items from a queue in the workspace. With few or short items a queue
 /// costs more than it gains.
 inline bool has_queue(const ForwardParams& p, const DeviceFacts& device, int br) {
-    constexpr int kItems = 2, kKeys = 512;  // least of a block, least of a head
-    return is_uneven(p) && p.seqlen_k >= kKeys && items_of(p, br) > std::int64_t{kItems} * device.sm_count;
+    constexpr int kItems = 2, kKeys = 512;  // least of a block, least of an item's rows
+    return is_uneven(p, br) && most_keys(p, br) >= kKeys && items_of(p, br) > std::int64_t{kItems} * device.sm_count;
 }
 
 /// Bytes in front of a mask's tiles in the workspace, for the queue.
@@ -83,7 +91,7 @@ inline Split split_of(const ForwardParams& p, const DeviceFacts& device, const S
     const std::int64_t items = items_of(p, shape.facts.br);
     const int sms = multiprocessors(device), rest = static_cast<int>(items % sms);
     Split best{static_cast<int>(items), 0, 1};
-    if (!shape.splits || p.batch_invariant || rest == 0 || (items >= sms && is_uneven(p))) return best;
+    if (!shape.splits || p.batch_invariant || rest == 0 || (items >= sms && is_uneven(p, shape.facts.br))) return best;
     double least = best.time(shape, p, device);
     for (int rounds = 1; rounds <= kRounds; ++rounds) {
         const auto parts =

@@ -19,6 +19,7 @@ struct Schedule {
     Queue* queue;  // of the items after each block's first one; null: rounds
     Split split;
     bool shares_bias;  // batch entries do: a head's items of all entries come together, for the L2 cache
+    TileOrder order;   // of a head's tiles, counted from its last one
     MaskTiles mask;    // of a boolean mask
     SoftCap soft_cap;  // of an instance for softcaps alone
 
@@ -77,16 +78,16 @@ struct Schedule {
     template <int Br, Problems kProblems = Problems::kPlain>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
         const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, tile = tiles - 1 - (item + slice / period) % tiles;
+        int slice = item / tiles, place = (item + slice / period) % tiles;
         if (item >= dealt) {
             const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
-            slice = first + mixed % count, tile = tiles - 1 - mixed / count;
+            slice = first + mixed % count, place = mixed / count;
         }
         int batch = slice / heads, head = slice % heads;
         if (Changes<kProblems>::kAny && shares_bias)
             batch = slice % static_cast<int>(p.batch), head = slice / static_cast<int>(p.batch);
         return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
-                {batch, head, head / (heads / static_cast<int>(p.heads_k)), tile * Br}};
+                {batch, head, head / (heads / static_cast<int>(p.heads_k)), (tiles - 1 - order.tile(place)) * Br}};
     }
 };
 
@@ -171,7 +172,7 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// The order of a problem. If the work per tile varies (causal), some heads are mixed. With a queue: the last heads,
+/// The order of a problem. If the work per tile varies (by a band), some heads are mixed. With a queue: the last heads,
 /// about two items a block, so that blocks finish together. Without: the heads left over, too few for every block to
 /// get each tile once.
 inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
@@ -179,19 +180,21 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const bool shares_bias = p.bias.data && p.bias.batch == 0 && p.bias.head != 0;
     const MaskTiles mask = MaskTiles::wanted(p) ? mask_tiles(p, br) : MaskTiles{};
     const SoftCap soft_cap = p.softcap == 0.f ? SoftCap{} : SoftCap(p);
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, mask, soft_cap};
+    const TileOrder rows = order_of(p, br), order(rows.tiles, rows.tiles - rows.end, rows.tiles - rows.first);
+    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, order, mask, soft_cap};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
     const int blocks = std::min(items, multiprocessors(device));
     const int heads = static_cast<int>(p.batch * p.heads_q), tiles = items / heads;
     const int period = blocks / std::gcd(blocks, tiles), last = std::min(heads, (2 * blocks + tiles - 1) / tiles);
-    const int mixed = queue ? last : is_uneven(p) ? heads % blocks : 0;
+    const int mixed = queue ? last : is_uneven(p, br) ? heads % blocks : 0;
     return {split.whole + split.items * split.parts,
             tiles * (heads - mixed),
             period,
             queue,
             split,
             shares_bias,
+            order,
             mask,
             soft_cap};
 }
