@@ -53,6 +53,7 @@ class Sizes(NamedTuple):
     head_dim: int
     causal: bool
     window: int | None
+    layout: str
 
     def pairs(self, n: int) -> int:
         """Scores of a sequence of n that the mask leaves."""
@@ -120,7 +121,7 @@ def worst_error(sizes: Sizes, whole: list[Tensor], results: dict[str, list[Tenso
     for name, got in results.items():
         errors = []
         for mine, exact in zip(got, expected, strict=True):
-            rows = library.distributed.shard_sequence(exact, dim=2)
+            rows = library.distributed.shard_sequence(exact, dim=2, layout=sizes.layout)
             errors.append((mine.float() - rows.float()).abs().max() / exact.float().abs().max())
         worst = torch.stack(errors).max()
         dist.all_reduce(worst, dist.ReduceOp.MAX)
@@ -142,15 +143,16 @@ def measure(sizes: Sizes, arguments: argparse.Namespace, device: torch.device, l
     world = dist.get_world_size()
     n, alone = sizes.tokens * world, sizes.length_alone(world)
     whole = inputs(sizes, n, arguments, device)
-    mine = [library.distributed.shard_sequence(t, dim=2) for t in whole]
+    mine = [library.distributed.shard_sequence(t, dim=2, layout=sizes.layout) for t in whole]
+    told = {**sizes.options(), "seq_len": n, "layout": sizes.layout}
     small = inputs(sizes, alone, arguments, device)
     attentions: dict[str, tuple[Callable[..., Tensor], list[Tensor]]] = {
         "one GPU": (lambda *t: library.forward(*t, **sizes.options()), small),
-        "ring": (lambda *t: library.distributed.ring_attention(*t, seq_len=n, **sizes.options()), mine),
+        "ring": (lambda *t: library.distributed.ring_attention(*t, **told), mine),
     }
     if sizes.heads >= world:
         ulysses = library.distributed.ulysses_attention
-        attentions["ulysses"] = (lambda *t: ulysses(*t, seq_len=n, **sizes.options()), mine)
+        attentions["ulysses"] = (lambda *t: ulysses(*t, **told), mine)
 
     def both(attend: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
         leaves = [t.detach().requires_grad_() for t in tensors[:3]]
@@ -222,7 +224,8 @@ def run(arguments: argparse.Namespace) -> int:
     rows, wrong, printed = [], [], []
     for tokens in arguments.tokens:
         shape = (tokens, arguments.heads, arguments.heads_kv, arguments.head_dim)
-        sizes = Sizes(*shape, not arguments.full, arguments.window)
+        layout = arguments.layout or ("zigzag" if arguments.window is None else "contiguous")
+        sizes = Sizes(*shape, not arguments.full, arguments.window, layout)
         row = measure(sizes, arguments, device, library)
         rows.append(row)
         wrong += [name for name, error in row["errors"].items() if not error <= TOLERANCE[DTYPES[arguments.dtype]]]
@@ -235,6 +238,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(*described.lines(), sep="\n")
         print(f"ranks     {world}, torch.distributed by {dist.get_backend_config()}")
         print(f"inputs    B 1, {heads}, d {arguments.head_dim}, {arguments.dtype}, {mask}")
+        print(f"rows      {layout}")
         method = f"the slowest rank, {arguments.in_a_row} calls in a row, median of {arguments.repeats}"
         print(f"method    {method}; one GPU: its share of the FLOPs")
         Table("\nAttention over ranks", COLUMNS, printed).print()
@@ -280,6 +284,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=DTYPES, default="bf16" if cuda else "fp32")
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=positive, help="keys before a query that it sees, and without a mask behind")
+    parser.add_argument("--layout", choices=("zigzag", "contiguous"), help="by default contiguous with a window")
     parser.add_argument("--repeats", type=positive, default=20)
     parser.add_argument("--in-a-row", type=positive, default=20 if cuda else 1, help="calls of a sample")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if cuda else "cpu")

@@ -66,6 +66,7 @@ class Problem(NamedTuple):
     """Whether the ranks are told the length."""
     sinks: bool = False
     dropout: float = 0.0
+    layout: _layout.Layout = "zigzag"
 
     @property
     def dim(self) -> int:
@@ -182,15 +183,19 @@ def here(*tensors: Tensor) -> list[Tensor]:
 def shard(problem: Problem, t: Tensor, i: int, dim: int | None = None, group: Any = None) -> Tensor:
     """This rank's rows of queries (i = 0) or keys."""
     ends = problem.ends(i) if problem.packed else None
-    return distributed.shard_sequence(t, group, dim=problem.dim if dim is None else dim, cu_seqlens=ends)
+    at = problem.dim if dim is None else dim
+    return distributed.shard_sequence(t, group, dim=at, cu_seqlens=ends, layout=problem.layout)
 
 
 def told(problem: Problem) -> dict[str, Any]:
     """What the ranks are told of the whole."""
+    lengths: dict[str, Any]
     if problem.packed:
         same = problem.ends(0) == problem.ends(1)
-        return {"cu_seqlens": problem.ends(0), "cu_seqlens_k": None if same else problem.ends(1)}
-    return {"seq_len": problem.lengths[0]} if problem.seq_len else {}
+        lengths = {"cu_seqlens": problem.ends(0), "cu_seqlens_k": None if same else problem.ends(1)}
+    else:
+        lengths = {"seq_len": problem.lengths[0]} if problem.seq_len else {}
+    return {**lengths, "layout": problem.layout}
 
 
 def together(problem: Problem, given: Tensors, attend: Attend, group: Any = None) -> list[Tensor]:
@@ -327,6 +332,24 @@ PROBLEMS: dict[str, Problem] = {
     "packed_dropout_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", dropout=0.4),
     "packed_cross": Problem(((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right"),
     "packed_many": Problem(tuple((n % 11, n % 11) for n in range(40)), True, causal=True),
+    "contiguous": Problem(layout="contiguous"),
+    "contiguous_causal_bf16": Problem(((96, 96),), causal=True, dtype=BF16, layout="contiguous"),
+    "contiguous_not_told": Problem(causal=True, seq_len=False, layout="contiguous"),
+    "contiguous_more_keys": Problem(((21, 50),), causal="bottom_right", slopes="each", layout="contiguous"),
+    "contiguous_window": Problem(((80, 80),), causal=True, window=(18, None), layout="contiguous"),
+    "contiguous_window_bf16": Problem(
+        ((96, 96),), window=(7, 5), heads=(6, 1), dtype=BF16, sinks=True, layout="contiguous"
+    ),
+    "contiguous_wide_window": Problem(((80, 80),), causal=True, window=(50, None), slopes="heads", layout="contiguous"),
+    "contiguous_dropout": Problem(
+        ((83, 83),), causal=True, window=(9, None), slopes="heads", dropout=0.3, layout="contiguous"
+    ),
+    "contiguous_three_rows": Problem(((3, 3),), causal=True, window=(1, None), layout="contiguous"),
+    "contiguous_no_row": Problem(((0, 0),), causal=True, layout="contiguous"),
+    "contiguous_packed": Problem(PACKED, True, causal=True, window=(6, None), sinks=True, layout="contiguous"),
+    "contiguous_packed_cross": Problem(
+        ((5, 30), (31, 8), (0, 4), (6, 0)), True, causal="bottom_right", layout="contiguous"
+    ),
 }
 
 
@@ -355,6 +378,7 @@ def random_problem(rng: random.Random) -> Problem:
         rng.random() < 0.5,
         rng.random() < 0.3,
         rng.choice([0.0, 0.0, 0.2, 0.7]),
+        rng.choice(_layout.LAYOUTS),
     )
 
 
@@ -435,22 +459,25 @@ def one_rank_is_forward() -> None:
 def rows() -> None:
     """Shards, places and the whole again."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    for n in (0, 1, 2 * world - 1, 2 * world, 41):
+    for n, layout in itertools.product((0, 1, 2 * world - 1, 2 * world, 41), _layout.LAYOUTS):
         x = torch.arange(3 * n).view(1, n, 3).float()
-        mine = distributed.shard_sequence(x)
-        places = distributed.position_ids(n)
+        mine = distributed.shard_sequence(x, layout=layout)
+        places = distributed.position_ids(n, layout=layout)
         assert torch.equal(mine[0, :, 0], 3.0 * places)
         assert abs(len(places) - n / world) <= 2
         for told in ({}, {"seq_len": n}):
-            assert torch.equal(distributed.unshard_sequence(mine, **told), x)
-        assert torch.equal(distributed.unshard_sequence(mine.transpose(1, 2), dim=-1), x.transpose(1, 2))
+            assert torch.equal(distributed.unshard_sequence(mine, layout=layout, **told), x)
+        turned = distributed.unshard_sequence(mine.transpose(1, 2), dim=-1, layout=layout)
+        assert torch.equal(turned, x.transpose(1, 2))
     ends = torch.tensor([0, 5, 5, 18, 19], dtype=torch.int32)
     x = torch.arange(19.0)
-    mine = distributed.shard_sequence(x, cu_seqlens=ends)
-    assert torch.equal(distributed.unshard_sequence(mine, cu_seqlens=ends), x)
-    places = torch.cat([torch.arange(n) for n in (5, 0, 13, 1)])
-    assert torch.equal(distributed.position_ids(cu_seqlens=ends), places[mine.long()])
+    of_ends = torch.cat([torch.arange(n) for n in (5, 0, 13, 1)])
+    for layout in _layout.LAYOUTS:
+        mine = distributed.shard_sequence(x, cu_seqlens=ends, layout=layout)
+        assert torch.equal(distributed.unshard_sequence(mine, cu_seqlens=ends, layout=layout), x)
+        assert torch.equal(distributed.position_ids(cu_seqlens=ends, layout=layout), of_ends[mine.long()])
     assert distributed.position_ids(5).dtype == torch.int64
+    assert torch.equal(distributed.position_ids(4 * world, layout="contiguous"), 4 * rank + torch.arange(4))
 
     leaf = torch.arange(11.0, requires_grad=True)
     mine = distributed.shard_sequence(leaf, dim=0)
@@ -472,7 +499,7 @@ def raises(kind: type[Exception], text: str, call: Callable[[], object]) -> None
 def mismatches() -> None:
     """Every rank is told what differs, and the group still works."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    n = _layout.held(24, world, rank)
+    n = _layout.held(24, _layout.Cut(world), rank)
     last = rank == world - 1
 
     def call(
@@ -507,6 +534,7 @@ def mismatches() -> None:
             raises(ValueError, differ, call(attend, told=told, sinks=torch.zeros(4)))
             raises(ValueError, differ, call(attend, told=told, dropout_p=0.1))
             raises(ValueError, differ, call(attend, told=told, seq_len=23))
+            raises(ValueError, differ, call(attend, told=told, layout="contiguous"))
         if told or world > 1:  # one rank that is not told may hold any number
             raises(ValueError, "q.shape: got ", call(attend, "rows", told))
         refused = "" if last else f"rank {world - 1} of the group refused its arguments: "
@@ -520,6 +548,7 @@ def mismatches() -> None:
             (ValueError, "softcap", -1.0),
             (TypeError, "window", 3),
             (TypeError, "scale", {}),
+            (ValueError, "layout", "zig"),
         ]
         for kind, name, value in wrong:
             raises(kind if last else ValueError, f"{refused}{name}: got", call(attend, told=told, **{name: value}))
@@ -529,6 +558,8 @@ def mismatches() -> None:
         "cu_seqlens: got [0, 4, 3]",
         lambda: distributed.shard_sequence(torch.zeros(3), cu_seqlens=[0, 4, 3]),
     )
+    raises(ValueError, "layout: got 3, allowed:", lambda: distributed.shard_sequence(torch.zeros(3, 1), layout=3))
+    raises(ValueError, "layout: got 'a'", lambda: distributed.position_ids(3, layout="a"))
     raises(ValueError, "dim: got 2", lambda: distributed.shard_sequence(torch.zeros(3), dim=2))
     raises(ValueError, "seq_len: got None", lambda: distributed.position_ids())
     x = torch.zeros(1, 2, n, 8)
@@ -543,7 +574,7 @@ def mismatches() -> None:
 
 def derivatives() -> None:
     """Once, in reverse mode; in q, k and v."""
-    n = _layout.held(12, dist.get_world_size(), dist.get_rank())
+    n = _layout.held(12, _layout.Cut(dist.get_world_size()), dist.get_rank())
     q, k, v = (torch.randn(1, 4, n, 8, requires_grad=True) for _ in "qkv")
     out = distributed.ring_attention(q, k, v, causal=True, seq_len=12)
     (dq,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
@@ -714,7 +745,9 @@ def inference_first() -> None:
     """What a call keeps for later ones serves gradients too."""
     problem = Problem(tuple((n, n) for n in range(3, 15)), True, causal=True, window=(4, None))
     with torch.inference_mode():
-        q = torch.randn(sum(_layout.held(n, dist.get_world_size(), dist.get_rank()) for n, _ in problem.lengths), 4, 8)
+        q = torch.randn(
+            sum(_layout.held(n, _layout.Cut(dist.get_world_size()), dist.get_rank()) for n, _ in problem.lengths), 4, 8
+        )
         distributed.ring_attention(q, q, q, causal=True, window=(4, None), cu_seqlens=problem.ends(0))
         distributed.shard_sequence(torch.randn(sum(n for n, _ in problem.lengths), 3), cu_seqlens=problem.ends(0))
     for attend in BOTH:
@@ -790,7 +823,7 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float, devic
     """Calls until rank 1 is gone ("killed"), or does not answer since it raised in a call ("raised"); writes how the
     others end, and after how many seconds."""
     begin(rank, world, f"{folder}/store", seconds, device)
-    n = _layout.held(64, world, rank)
+    n = _layout.held(64, _layout.Cut(world), rank)
     x = torch.randn(1, 2, n, 8, device=DEVICE, requires_grad=True)
     distributed.ring_attention(x, x, x, causal=True, seq_len=64).sum().backward()
     start = time.monotonic()

@@ -22,7 +22,8 @@ import torch.multiprocessing
 
 import flash_wmma
 from flash_wmma.distributed import _layout
-from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, Job, Pair, keys_of, most_rows, pair
+from flash_wmma.distributed._layout import LAYOUTS, Cut, Layout
+from flash_wmma.distributed._plan import ALIGNED, PLAIN, Band, distances, most_rows, pair
 
 ROOT = Path(__file__).resolve().parent.parent
 WORLDS = (1, 2, 3, 4)
@@ -41,31 +42,49 @@ def start(function: Any, *arguments: object, processes: int, join: bool = True) 
 # ---------------------------------------------------------------------------------------------------- without processes
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("n", [0, 1, 3, 8, 29])
-def test_each_row_is_on_one_rank(world: int, n: int) -> None:
-    held = [i for rank in range(world) for begin, end in _layout.pieces(n, world, rank) for i in range(begin, end)]
+def test_each_row_is_on_one_rank(world: int, n: int, layout: Layout) -> None:
+    cut = Cut(world, layout)
+    held = [i for rank in range(world) for begin, end in _layout.pieces(n, cut, rank) for i in range(begin, end)]
     assert sorted(held) == list(range(n))
-    order = _layout.order((n,), world).tolist()
+    assert held == list(range(n)) or layout == "zigzag"
+    order = _layout.order((n,), cut).tolist()
     assert [held[i] for i in order] == list(range(n))
 
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_causal_work_is_balanced(world: int) -> None:
     """Scores of each rank, and calls of a kernel: one for each rank whose keys are seen."""
-    n = 24 * world
+    n, cut = 24 * world, Cut(world)
     work = []
     for rank in range(world):
-        places = _layout.positions((n,), world, rank)
+        places = _layout.positions((n,), cut, rank)
         work.append(int((places + 1).sum()))
         for source in range(world):
-            found = pair(((n, n),), world, rank, source, Band(None, 0))
+            found = pair(((n, n),), cut, rank, source, Band(None, 0))
             assert len(found.jobs) == 1
             assert found.once
             plain = found.jobs[0].left < 0 and found.jobs[0].right < 0
             assert plain == (source != rank)
             assert found.rows == (12 if source < rank else 24)
     assert max(work) == min(work)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_a_window_has_two_calls_where_rows_are_contiguous(world: int) -> None:
+    """One with a rank's own keys, and one with keys of the rank before, of which as many are sent as the window has."""
+    n, cut = 24 * world, Cut(world, "contiguous")
+    band = Band(10, 0)
+    for rank in range(world):
+        for source in range(world):
+            found = pair(((n, n),), cut, rank, source, band)
+            assert len(found.jobs) == (source in (rank, rank - 1))
+            assert found.rows == {rank: 24, rank - 1: 10}.get(source, 0)
+            assert found.once
+    assert most_rows(((n, n),), cut, band) == (10, 10)
+    assert distances(((n, n),), cut, band) == tuple(range(min(world, 2)))
 
 
 def random_band(rng: random.Random) -> Band:
@@ -78,22 +97,22 @@ def test_the_plan_has_every_score_once(seed: int) -> None:
     """Random lengths and bands, with the kernels' own reading of a band and of ALiBi."""
     rng = random.Random(seed)
     for _ in range(100):
-        world, band = rng.randint(1, 4), random_band(rng)
+        cut, band = Cut(rng.randint(1, 4), rng.choice(LAYOUTS)), random_band(rng)
         each = [rng.randint(0, 24) for _ in range(rng.randint(1, 3))]
         lengths = tuple((n, n if rng.random() < 0.6 else rng.randint(0, 20)) for n in each)
-        for rank in range(world):
-            check_plan(lengths, world, rank, band)
+        for rank in range(cut.world):
+            check_plan(lengths, cut, rank, band)
 
 
 Score = tuple[tuple[int, int], tuple[int, int]]
 """A query and a key, each a sequence and a place in it."""
 
 
-def check_plan(lengths: tuple[tuple[int, int], ...], world: int, rank: int, band: Band) -> None:
+def check_plan(lengths: tuple[tuple[int, int], ...], cut: Cut, rank: int, band: Band) -> None:
     """Of all calls of a rank."""
     seen: set[Score] = set()
-    for source in range(world):
-        more = scores_of_pair(lengths, world, rank, source, band)
+    for n in distances(lengths, cut, band):
+        more = scores_of_pair(lengths, cut, rank, (rank - n) % cut.world, band)
         assert not seen & more
         seen |= more
 
@@ -103,28 +122,26 @@ def check_plan(lengths: tuple[tuple[int, int], ...], world: int, rank: int, band
         behind = band.left is None or key[1] >= place - band.left
         return query[0] == key[0] and behind and (band.right is None or key[1] <= place + band.right)
 
-    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
+    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), cut, rank).tolist()]
     keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in range(nk)]
     assert seen == {(query, key) for query in queries for key in keys if visible(query, key)}
 
 
-def scores_of_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, source: int, band: Band) -> set[Score]:
+def scores_of_pair(lengths: tuple[tuple[int, int], ...], cut: Cut, rank: int, source: int, band: Band) -> set[Score]:
     """Those of the calls with the keys of one rank."""
-    found = pair(lengths, world, rank, source, band)
+    found = pair(lengths, cut, rank, source, band)
     if rank != source:
-        keys_of_one, gradients = most_rows(lengths, world, band)
+        keys_of_one, gradients = most_rows(lengths, cut, band)
         assert found.rows <= keys_of_one
         assert found.rows * (1 if found.once else 2) <= gradients
-    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), world, rank).tolist()]
-    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, source).tolist()]
+    queries = [(s, i) for s, (nq, _) in enumerate(lengths) for i in _layout.positions((nq,), cut, rank).tolist()]
+    keys = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), cut, source).tolist()]
     message = [keys[row] for begin, end in found.message for row in range(begin, end)]
-    own = [(s, j) for s, (_, nk) in enumerate(lengths) for j in _layout.positions((nk,), world, rank).tolist()]
     assert len(message) == found.rows
     seen = set()
     for tile in (tile for job in found.jobs for tile in job.tiles):
         nq, nk = lengths[tile.sequence]
-        of_tile = own[slice(*tile.before)] + message[tile.k0 : tile.k1] + own[slice(*tile.behind)]
-        assert len(of_tile) == tile.keys
+        of_tile = message[tile.k0 : tile.k1]
         last = tile.keys - (tile.q1 - tile.q0)
         for i in range(tile.q1 - tile.q0):
             for j in range(tile.keys):
@@ -144,27 +161,9 @@ def scores_of_pair(lengths: tuple[tuple[int, int], ...], world: int, rank: int, 
         assert len({tile.sequence for tile in job.tiles}) == len(job.tiles)
         rows = [row for begin, end in job.q for row in range(begin, end)]
         assert rows == [row for tile in job.tiles for row in range(tile.q0, tile.q1)]
-        check_keys(job, found, message, own)
+        keys = [row for begin, end in job.k for row in range(begin, end)]
+        assert keys == [row for tile in job.tiles for row in range(tile.k0, tile.k1)]
     return seen
-
-
-def check_keys(job: Job, found: Pair, message: list[tuple[int, int]], own: list[tuple[int, int]]) -> None:
-    """Where a job's keys are, and where they come among its keys."""
-    both = [*message, *own]
-    keys = [both[row] for begin, end in job.k for row in range(begin, end)]
-    assert keys == [
-        key
-        for tile in job.tiles
-        for key in (*own[slice(*tile.before)], *message[tile.k0 : tile.k1], *own[slice(*tile.behind)])
-    ]
-    where = keys_of(job, found)
-    for rows, places, held in (
-        (where.message, where.places_in_message, message),
-        (where.own, where.places_in_own, own),
-    ):
-        at = [place for begin, end in places for place in range(begin, end)]
-        assert [held[row] for begin, end in rows for row in range(begin, end)] == [keys[place] for place in at]
-    assert _layout.count(where.message) + _layout.count(where.own) == len(keys)
 
 
 def test_without_a_process_group() -> None:
@@ -254,9 +253,9 @@ def test_shares_of_the_benchmark(monkeypatch: pytest.MonkeyPatch) -> None:
             seen &= j <= i
         if window is not None:
             seen &= (i - j).abs() <= window
-        sizes = ring.Sizes(n, 1, 1, 8, causal, window)
+        sizes = ring.Sizes(n, 1, 1, 8, causal, window, "zigzag")
         assert sizes.pairs(n) == int(seen.sum()), (n, causal, window)
-    assert abs(ring.Sizes(8192, 32, 8, 128, True, None).length_alone(4) - 16384) <= ring.STEP
+    assert abs(ring.Sizes(8192, 32, 8, 128, True, None, "zigzag").length_alone(4) - 16384) <= ring.STEP
 
 
 @pytest.mark.parametrize("how", ["killed", "raised"])

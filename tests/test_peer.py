@@ -185,8 +185,8 @@ def on_ranks(host: Host, work: Callable[[Place], Any]) -> list[Any]:
 class Case:
     """Tensors of a whole sequence, and what attention makes of them."""
 
-    def __init__(self, n: int, nk: int, band: Band, seed: int) -> None:
-        self.lengths, self.band = ((n, nk),), band
+    def __init__(self, n: int, nk: int, band: Band, seed: int, layout: _layout.Layout = "zigzag") -> None:
+        self.lengths, self.band, self.layout = ((n, nk),), band, layout
         make = torch.Generator().manual_seed(seed)
         self.q, self.dout = (torch.randn(1, 4, n, 16, generator=make) for _ in range(2))
         self.k, self.v = (torch.randn(1, 2, nk, 16, generator=make) for _ in range(2))
@@ -197,10 +197,14 @@ class Case:
 
     def of(self, place: Place, x: Tensor) -> Tensor:
         """A rank's rows."""
-        return torch.cat([x[:, :, begin:end] for begin, end in _layout.pieces(x.shape[2], place.world, place.rank)], 2)
+        pieces = _layout.pieces(x.shape[2], _layout.Cut(place.world, self.layout), place.rank)
+        return torch.cat([x[:, :, begin:end] for begin, end in pieces], 2)
+
+    def ring(self, place: Place) -> _ring.Ring:
+        return _ring.Ring(place, self.lengths, self.band, False, self.layout, Call())
 
     def check(self, place: Place, times: int = 1) -> None:
-        ring = _ring.Ring(place, self.lengths, self.band, False, Call())
+        ring = self.ring(place)
         q, k, v, dout = (self.of(place, t) for t in (self.q, self.k, self.v, self.dout))
         made = [_ring._forward(ring, q, k, v, None, None) for _ in range(times)]  # some calls before their gradients
         for out, lse in reversed(made):
@@ -212,11 +216,13 @@ class Case:
 BANDS = {"full": Band(), "causal": Band(None, 0), "narrow": Band(5, 0), "wide": Band(30, 0), "both": Band(3, 2)}
 
 
-@pytest.mark.parametrize("band", BANDS)
+@pytest.mark.parametrize(
+    ("layout", "band"), [*(("zigzag", band) for band in BANDS), *(("contiguous", band) for band in ("narrow", "both"))]
+)
 @pytest.mark.parametrize("world", [2, 3, 4])
-def test_calls(host_of: Callable[[int], Host], world: int, band: str) -> None:
+def test_calls(host_of: Callable[[int], Host], world: int, band: str, layout: _layout.Layout) -> None:
     """Calls of different lengths, some of them longer than all before, several before their gradients."""
-    cases = [Case(n, n, BANDS[band], n) for n in (41, 96, 48, 400)]
+    cases = [Case(n, n, BANDS[band], n, layout) for n in (41, 96, 48, 400)]
 
     def work(place: Place) -> None:
         for case in cases:
@@ -263,7 +269,7 @@ def test_inference_first(host_of: Callable[[int], Host]) -> None:
     case = Case(48, 48, Band(None, 0), 1)
 
     def work(place: Place) -> None:
-        ring = _ring.Ring(place, case.lengths, case.band, False, Call())
+        ring = case.ring(place)
         with torch.inference_mode():
             _ring._forward(ring, *(case.of(place, t) for t in (case.q, case.k, case.v)), None, None)
         case.check(place)
@@ -304,7 +310,7 @@ def test_calls_on_different_streams(host_of: Callable[[int], Host], monkeypatch:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: host.local.stream)
 
     def work(place: Place) -> None:
-        ring = _ring.Ring(place, case.lengths, case.band, False, Call())
+        ring = case.ring(place)
         given = [case.of(place, t) for t in (case.q, case.k, case.v)]
         peer, first, second = host.local.peer, Counting(), Counting()
         for stream in (first, first, second):

@@ -25,7 +25,7 @@ from .._call import Call as KernelCall
 from .._call import Causal, Lengths, Window, call_of
 from .._errors import raise_library_error, refuse
 from ._agree import Call, Place, agree, describe, is_alive, of_the_first, place_of
-from ._layout import held, positions, rows
+from ._layout import LAYOUTS, Cut, Layout, held, positions, rows
 from ._plan import Band
 from ._ring import Ring, RingAttention
 from ._rows import index
@@ -82,19 +82,33 @@ def _dimension(x: Tensor, dim: object, packed: bool) -> int:
     return dim % x.dim()
 
 
-def shard_sequence(
-    x: Tensor, group: Group | None = None, *, dim: int | None = None, cu_seqlens: CuSeqlens | None = None
-) -> Tensor:
-    """This rank's rows of a whole sequence.
+def _cut(place: Place, layout: object) -> Cut:
+    if layout not in LAYOUTS:
+        refuse("layout", repr(layout), " or ".join(map(repr, LAYOUTS)))
+    return Cut(place.world, layout)
 
-    The sequence is cut into 2R chunks for R ranks; rank r holds chunks r and 2R - 1 - r, so that all have the same work
-    under a causal mask. Chunk c begins at row c * N // 2R: N may be any number. Nothing is communicated.
+
+def shard_sequence(
+    x: Tensor,
+    group: Group | None = None,
+    *,
+    dim: int | None = None,
+    cu_seqlens: CuSeqlens | None = None,
+    layout: Layout = "zigzag",
+) -> Tensor:
+    """This rank's rows of a whole sequence. Nothing is communicated.
+
+    "zigzag": the sequence is cut into 2R chunks for R ranks; rank r holds chunks r and 2R - 1 - r, so that all have the
+    same work under a causal mask. "contiguous": it is cut into R chunks, and rank r holds chunk r: for windows no wider
+    than a chunk, with which all have about the same work and each needs keys of its neighbours alone. Of C chunks,
+    chunk c begins at row c * N // C: N may be any number.
 
     Args:
         x: the same on every rank, with rows of the sequence along ``dim``.
         group: the ranks that hold the sequence together; ``None``: all.
         dim: by default 1, as in (B, N) or (B, N, width), and 0 for packed sequences. 2 for heads (B, H, N, d).
         cu_seqlens: (B + 1), a tensor or a sequence of int: packed sequences, of which each is cut by itself.
+        layout: "zigzag" or "contiguous"; the same in all calls about the sequence.
 
     Returns:
         A copy of the rows, contiguous; differentiable.
@@ -104,11 +118,12 @@ def shard_sequence(
     """
     _checks.tensors(x=x)
     place = place_of(group)
+    cut = _cut(place, layout)
     at = _dimension(x, dim, cu_seqlens is not None)
     lengths = (x.shape[at],) if cu_seqlens is None else _lengths(cu_seqlens)
     if sum(lengths) != x.shape[at]:
         refuse("cu_seqlens", f"{sum(lengths)} last", f"the rows of x, {x.shape[at]}")
-    return x.index_select(at, index(rows(lengths, place.world, place.rank), x.device))
+    return x.index_select(at, index(rows(lengths, cut, place.rank), x.device))
 
 
 def unshard_sequence(
@@ -118,6 +133,7 @@ def unshard_sequence(
     dim: int | None = None,
     cu_seqlens: CuSeqlens | None = None,
     seq_len: int | None = None,
+    layout: Layout = "zigzag",
 ) -> Tensor:
     """The whole sequence on every rank, of the rows that :func:`shard_sequence` gave each.
 
@@ -126,7 +142,7 @@ def unshard_sequence(
 
     Args:
         x: this rank's rows.
-        group, dim, cu_seqlens: as for :func:`shard_sequence`.
+        group, dim, cu_seqlens, layout: as for :func:`shard_sequence`.
         seq_len: rows of the whole sequence; by default the ranks exchange how many each has.
 
     Raises:
@@ -136,18 +152,21 @@ def unshard_sequence(
 
     def make() -> tuple[Call, tuple[int, tuple[int, ...] | None]]:
         _checks.tensors(x=x)
+        cut = _cut(place, layout)
         at = _dimension(x, dim, cu_seqlens is not None)
         lengths = None if cu_seqlens is None else _lengths(cu_seqlens)
         shape = ", ".join("N" if i == at else str(n) for i, n in enumerate(x.shape))
-        text = f"unshard_sequence(({shape}), {x.dtype}, {x.device.type}, seq_len={seq_len}, lengths={lengths})"
+        told = f"seq_len={seq_len}, lengths={lengths}, layout={layout}"
+        text = f"unshard_sequence(({shape}), {x.dtype}, {x.device.type}, {told})"
         total = None if seq_len is None else _length(seq_len)
         if lengths is not None:
-            _packed_rows("x", x.shape[at], lengths, place)
+            _packed_rows("x", x.shape[at], lengths, place, cut)
             total = sum(lengths)
-        return Call(text, (x.shape[at], 0), None if total is None else (total, 0), lengths is not None), (at, lengths)
+        of_all = None if total is None else (total, 0)
+        return Call(text, (x.shape[at], 0), of_all, lengths is not None, layout), (at, lengths)
 
     (total, _), (at, lengths) = agree(place, make)
-    whole: Tensor = Unshard.apply(x, at, lengths or (total,), place)
+    whole: Tensor = Unshard.apply(x, at, lengths or (total,), layout, place)
     return whole
 
 
@@ -157,13 +176,14 @@ def position_ids(
     *,
     cu_seqlens: CuSeqlens | None = None,
     device: torch.device | str | None = None,
+    layout: Layout = "zigzag",
 ) -> Tensor:
     """The place of each of this rank's rows within its sequence, for rotary and other embeddings.
 
     Args:
         seq_len: rows of the whole sequence, or
         cu_seqlens: of packed sequences, as for :func:`shard_sequence`.
-        group: as for :func:`shard_sequence`.
+        group, layout: as for :func:`shard_sequence`.
         device: of the result.
 
     Returns:
@@ -176,7 +196,7 @@ def position_ids(
         refuse("seq_len", repr(seq_len), "either seq_len or cu_seqlens")
     place = place_of(group)
     lengths = _lengths(cu_seqlens) if seq_len is None else (_length(seq_len),)
-    return positions(lengths, place.world, place.rank).to(device)
+    return positions(lengths, _cut(place, layout), place.rank).to(device)
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -194,6 +214,7 @@ class _Given:
         seq_len: Any,
         cu_seqlens: Any,
         cu_seqlens_k: Any,
+        layout: Layout,
         **options: object,
     ) -> None:
         _checks.tensors(q=tensors[0], k=tensors[1], v=tensors[2])
@@ -204,6 +225,7 @@ class _Given:
         if q.device.type not in ("cpu", "cuda"):
             refuse("q.device", q.device, "cpu, cuda")
         _checks.options(call)
+        cut = _cut(place, layout)
         dim = 0 if self.packed else 2
         self.lengths: tuple[tuple[int, int], ...] | None = None
         total = None
@@ -214,8 +236,8 @@ class _Given:
             of_k = of_q if cu_seqlens_k is None else _lengths(cu_seqlens_k, "cu_seqlens_k")
             if len(of_k) != len(of_q):
                 refuse("cu_seqlens_k", f"{len(of_k)} sequences", f"as many as in cu_seqlens, {len(of_q)}")
-            _packed_rows("q", q.shape[0], of_q, place)
-            _packed_rows("k", k.shape[0], of_k, place)
+            _packed_rows("q", q.shape[0], of_q, place, cut)
+            _packed_rows("k", k.shape[0], of_k, place, cut)
             self.lengths, total = tuple(zip(of_q, of_k, strict=True)), (sum(of_q), sum(of_k))
         elif cu_seqlens_k is not None:
             refuse("cu_seqlens_k", type(cu_seqlens_k).__name__, "None without cu_seqlens")
@@ -238,11 +260,11 @@ class _Given:
         options |= {"sinks": sinks is not None, "dropout_p": call.dropout_p, "deterministic": call.deterministic}
         # Ulysses exchanges each gradient by itself; the ring those of keys and values if there is any
         gradients = ", ".join(recorded) if name == "ulysses_attention" else bool(recorded)
-        options |= {"gradients": gradients, "seq_len": total}
+        options |= {"gradients": gradients, "seq_len": total, "layout": layout}
         if self.lengths is not None:
             options["lengths"] = _summary(self.lengths)
         self.text = describe(name, q, k, v, dim, **options)
-        self.asked = Call(self.text, (q.shape[dim], k.shape[dim]), total, self.packed)
+        self.asked = Call(self.text, (q.shape[dim], k.shape[dim]), total, self.packed, layout)
 
 
 def _summary(lengths: tuple[Any, ...]) -> str:
@@ -251,8 +273,8 @@ def _summary(lengths: tuple[Any, ...]) -> str:
     return f"{lengths[:MANY]}, {len(lengths)} in all, hash {hash(lengths):x}" if many else str(lengths)
 
 
-def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place) -> None:
-    expected = sum(held(length, place.world, place.rank) for length in lengths)
+def _packed_rows(name: str, n: int, lengths: tuple[int, ...], place: Place, cut: Cut) -> None:
+    expected = sum(held(length, cut, place.rank) for length in lengths)
     if n != expected:
         refuse(f"{name}.shape", f"{n} rows", f"the {expected} rows that shard_sequence gives rank {place.rank}")
 
@@ -316,6 +338,7 @@ def ring_attention(
     seq_len: int | tuple[int, int] | None = None,
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
+    layout: Layout = "zigzag",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`flash_wmma.forward` over a sequence whose rows the ranks hold as :func:`shard_sequence` gives them.
 
@@ -344,6 +367,7 @@ def ring_attention(
         cu_seqlens: (B + 1), a tensor (best on the CPU) or a sequence of int, the same on every rank: packed sequences,
             of which each is cut by itself.
         cu_seqlens_k: of the keys, where they differ.
+        layout: as for :func:`shard_sequence`, by which the rows were taken.
 
     Returns:
         out (B, Hq, n, d_v) or (n, Hq, d_v), contiguous, in q's dtype; with ``return_lse`` also lse (B, Hq, n) or
@@ -361,7 +385,7 @@ def ring_attention(
     _no_transforms()
     asked: _Asked | None = None
     if alibi_slopes is None and sinks is None and rng_state is None and cu_seqlens is None and cu_seqlens_k is None:
-        options = causal, scale, window, softcap, dropout_p, return_lse, deterministic, seq_len
+        options = causal, scale, window, softcap, dropout_p, return_lse, deterministic, seq_len, layout
         asked = _asked(place, (q, k, v), options)
         if asked is not None and asked in _known:
             ring = _known[asked]
@@ -381,13 +405,13 @@ def ring_attention(
             dropout_p=dropout_p,
             rng_state=rng_state,
         )
-        given = _Given("ring_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k)
+        given = _Given("ring_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k, layout)
         return given.asked, given
 
     total, given = agree(place, make)
     lengths = given.lengths if given.lengths is not None else (total,)
     call = _with_state(given, place)
-    ring = Ring(place, lengths, _band(call), given.packed, call._replace(alibi_slopes=None, sinks=None))
+    ring = Ring(place, lengths, _band(call), given.packed, layout, call._replace(alibi_slopes=None, sinks=None))
     if asked is not None and call.dropout_p == 0 and seq_len is not None:
         if len(_known) >= MANY_CALLS or any(not is_alive(ring.place.group) for ring in _known.values()):
             _known.clear()
@@ -416,6 +440,7 @@ def ulysses_attention(
     seq_len: int | tuple[int, int] | None = None,
     cu_seqlens: CuSeqlens | None = None,
     cu_seqlens_k: CuSeqlens | None = None,
+    layout: Layout = "zigzag",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """:func:`ring_attention`'s result by other means: the ranks exchange rows for heads (all-to-all), each computes all
     rows of its share of the heads with one call of a kernel, and out is exchanged back.
@@ -448,8 +473,8 @@ def ulysses_attention(
             dropout_p=dropout_p,
             rng_state=rng_state,
         )
-        options = {"return_lse": return_lse}
-        given = _Given("ulysses_attention", place, (q, k, v), call, seq_len, cu_seqlens, cu_seqlens_k, **options)
+        lengths = seq_len, cu_seqlens, cu_seqlens_k
+        given = _Given("ulysses_attention", place, (q, k, v), call, *lengths, layout, return_lse=return_lse)
         heads = given.tensors[0].shape[1]
         if heads < place.world:
             refuse("q.shape", f"{heads} heads", f"at least one for each of the {place.world} ranks")
@@ -461,8 +486,8 @@ def ulysses_attention(
     hq, hk = given.tensors[0].shape[1], given.tensors[1].shape[1]
     q_heads, k_heads, reads = split_heads(hq, hk, place.world)
     here = q_heads[place.rank]
-    queries = Exchange(place, q_heads, hq, of_q, given.packed)
-    keys = Exchange(place, k_heads, hk, of_k, given.packed)
+    queries = Exchange(place, q_heads, hq, of_q, given.packed, layout)
+    keys = Exchange(place, k_heads, hk, of_k, given.packed, layout)
     whole_q: Tensor = GatherRows.apply(given.tensors[0], queries)
     whole_k, whole_v = (GatherRows.apply(t, keys) for t in given.tensors[1:])
     read = reads[place.rank]

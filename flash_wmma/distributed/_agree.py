@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._errors import refuse
-from ._layout import held
+from ._layout import Cut, Layout, held
 
 Group = dist.ProcessGroup
 Described = TypeVar("Described")
@@ -89,6 +89,7 @@ class Call(NamedTuple):
     """How many there are on all ranks; ``None``: as many as the ranks hold."""
     packed: bool = False
     """``make`` has checked the rows itself."""
+    layout: Layout = "zigzag"
 
 
 def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tuple[int, int], Described]:
@@ -121,7 +122,7 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
     lengths = total if call.lengths is None else call.lengths
     for name, i in (("q", 0), ("k", 1)):
         for rank, each in enumerate(everyone):
-            expected = held(lengths[i], place.world, rank)
+            expected = held(lengths[i], Cut(place.world, call.layout), rank)
             if each[1 + i] != expected and not call.packed:
                 refuse(
                     f"{name}.shape",

@@ -1,8 +1,9 @@
 """Which rows of a sequence each rank holds.
 
-A sequence of n rows is cut into 2R chunks for R ranks, and rank r holds chunks r and 2R - 1 - r ("zigzag"), in this
-order. Under a causal mask every rank then has the same work to a chunk's share. Chunk c is the rows from c * n // 2R
-on, so that n may be any number. Of packed sequences each is cut by itself.
+Zigzag: a sequence of n rows is cut into 2R chunks for R ranks, and rank r holds chunks r and 2R - 1 - r, in this order.
+Under a causal mask every rank then has the same work to a chunk's share. Contiguous: it is cut into R chunks, and rank
+r holds chunk r. With a narrow window every rank then has the same work, and needs keys of its neighbours alone. Of C
+chunks, chunk c is the rows from c * n // C on, so that n may be any number. Of packed sequences each is cut by itself.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import functools
 import itertools
 import sys
 from collections.abc import Iterable
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -19,20 +21,34 @@ Ranges = tuple[tuple[int, int], ...]
 """Rows from the first number to before the second, of each pair."""
 
 
-def bounds(n: int, world: int) -> list[int]:
-    """Where the chunks of n rows begin, and n."""
-    return [c * n // (2 * world) for c in range(2 * world + 1)]
+Layout = Literal["zigzag", "contiguous"]
+LAYOUTS: tuple[Layout, ...] = get_args(Layout)
 
 
-def pieces(n: int, world: int, rank: int) -> Ranges:
-    """The two chunks of a rank; either may be empty."""
-    at, last = bounds(n, world), 2 * world - 1 - rank
-    return (at[rank], at[rank + 1]), (at[last], at[last + 1])
+class Cut(NamedTuple):
+    """Among how many ranks sequences are cut, and how."""
+
+    world: int
+    layout: Layout = "zigzag"
+
+    @property
+    def chunks(self) -> int:
+        """Of a sequence."""
+        return self.world if self.layout == "contiguous" else 2 * self.world
+
+    def of_rank(self, rank: int) -> tuple[int, ...]:
+        """The numbers of a rank's chunks."""
+        return (rank,) if self.layout == "contiguous" else (rank, 2 * self.world - 1 - rank)
 
 
-def held(n: int, world: int, rank: int) -> int:
+def pieces(n: int, cut: Cut, rank: int) -> Ranges:
+    """The chunks of a rank; any may be empty."""
+    return tuple((c * n // cut.chunks, (c + 1) * n // cut.chunks) for c in cut.of_rank(rank))
+
+
+def held(n: int, cut: Cut, rank: int) -> int:
     """How many of n rows a rank holds."""
-    return sum(end - begin for begin, end in pieces(n, world, rank))
+    return sum(end - begin for begin, end in pieces(n, cut, rank))
 
 
 def coalesced(ranges: list[tuple[int, int]]) -> Ranges:
@@ -98,11 +114,11 @@ def most(sets: Iterable[Ranges]) -> int:
 
 
 @functools.lru_cache(256)
-def rows(lengths: tuple[int, ...], world: int, rank: int) -> Ranges:
+def rows(lengths: tuple[int, ...], cut: Cut, rank: int) -> Ranges:
     """The rows of a rank among the rows of sequences of these lengths, one after the other."""
     mine, start = [], 0
     for n in lengths:
-        mine += [(start + begin, start + end) for begin, end in pieces(n, world, rank)]
+        mine += [(start + begin, start + end) for begin, end in pieces(n, cut, rank)]
         start += n
     return coalesced(mine)
 
@@ -112,12 +128,12 @@ def numbers(ranges: Ranges) -> Tensor:
     return torch.cat([torch.arange(begin, end) for begin, end in ranges]) if ranges else torch.arange(0)
 
 
-def positions(lengths: tuple[int, ...], world: int, rank: int) -> Tensor:
+def positions(lengths: tuple[int, ...], cut: Cut, rank: int) -> Tensor:
     """The place of each of a rank's rows within its sequence."""
-    return numbers(tuple(piece for n in lengths for piece in pieces(n, world, rank)))
+    return numbers(tuple(piece for n in lengths for piece in pieces(n, cut, rank)))
 
 
-def order(lengths: tuple[int, ...], world: int) -> Tensor:
+def order(lengths: tuple[int, ...], cut: Cut) -> Tensor:
     """Of each row of the whole: its number among the rows of rank 0, then of rank 1, and so on."""
-    by_rank = torch.cat([numbers(rows(lengths, world, rank)) for rank in range(world)])
+    by_rank = torch.cat([numbers(rows(lengths, cut, rank)) for rank in range(cut.world)])
     return torch.empty_like(by_rank).index_copy_(0, by_rank, torch.arange(len(by_rank)))

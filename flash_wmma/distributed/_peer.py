@@ -307,7 +307,8 @@ class _Fetched:
         self._like = coming
         if self._received is not None:
             post.keep(self._received)
-        self._ready = _event(post.computing)  # what is sent is in its place, and what is received has free memory
+        # What is sent is in its place, and what is received has free memory
+        self._ready = _event(post.computing) if sent is not None or coming is not None else None
         self._over: torch.cuda.Event | None = None
 
     def start(self) -> None:
@@ -316,6 +317,8 @@ class _Fetched:
     def begin(self) -> None:
         """Its part on the stream for copies."""
         post, number, stream = self._post, self._number, self._post.copying
+        if self._ready is None:
+            return
         stream.wait_event(self._ready)
         if self._sends:
             _write(stream, post.word(self._to, _WRITTEN, post.place.rank), number + 1)

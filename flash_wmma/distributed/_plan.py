@@ -8,20 +8,14 @@ are one causal call, and those of another rank one call without a mask.
 ALiBi's -slope * |distance| is a kernel's own where queries and keys end at the same place. Where all keys lie on one
 side of all queries it is a term for each key, which is a bias with one row, and a term for each query, which shifts
 only lse.
-
-A window that is bounded on both sides and no wider than a chunk reaches into the next chunk alone. Then the queries
-near a border with another rank's chunk see its keys and their own rank's in one call, and all others see their own
-rank's keys alone: each query is in one call, so that nothing is merged.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import sys
 from typing import NamedTuple
 
-from ._layout import Ranges, coalesced, held, most, pieces
+from ._layout import Cut, Ranges, coalesced, held, most, pieces
 
 
 class Band(NamedTuple):
@@ -43,8 +37,7 @@ PLAIN, ALIGNED = 0, 2
 
 
 class Tile(NamedTuple):
-    """A rectangle of scores: queries are rows of their rank, keys rows of the message with the keys. Keys of the
-    queries' own rank may be before and behind them."""
+    """A rectangle of scores: queries are rows of their rank, keys rows of the message with the keys."""
 
     sequence: int
     q0: int
@@ -59,14 +52,11 @@ class Tile(NamedTuple):
     i0: int
     j0: int
     """The places in the sequence of the first query and the first key."""
-    before: tuple[int, int] = (0, 0)
-    behind: tuple[int, int] = (0, 0)
-    """Keys as rows of the queries' own rank."""
 
     @property
     def keys(self) -> int:
         """How many there are."""
-        return sum(end - begin for begin, end in (self.before, (self.k0, self.k1), self.behind))
+        return self.k1 - self.k0
 
     @property
     def plain(self) -> bool:
@@ -80,7 +70,7 @@ class Job(NamedTuple):
     tiles: tuple[Tile, ...]
     q: Ranges
     k: Ranges
-    """Rows of the message; behind its last row those of the queries' own rank."""
+    """Rows of the message."""
     left: int
     right: int
     side: int
@@ -98,34 +88,7 @@ class Pair(NamedTuple):
     @property
     def once(self) -> bool:
         """No two jobs have a key of the message, so that the keys' gradients need not be added up."""
-        return most(keys_of(job, self).message for job in self.jobs) <= 1
-
-
-class Keys(NamedTuple):
-    """The keys of a job by where they are, with their places among the job's keys."""
-
-    message: Ranges
-    places_in_message: Ranges
-    own: Ranges
-    places_in_own: Ranges
-
-
-@functools.lru_cache(256)
-def _keys(keys: Ranges, rows: int) -> Keys:
-    starts = itertools.accumulate((end - begin for begin, end in keys), initial=0)
-    places = [(begin, end, start) for (begin, end), start in zip(keys, starts, strict=False)]
-
-    def of(least: int, limit: int) -> tuple[Ranges, Ranges]:
-        parts = [(max(b, least), min(e, limit), at - b) for b, e, at in places if b < limit and least < e]
-        rows = coalesced([(b - least, e - least) for b, e, _ in parts])
-        return rows, coalesced([(b + shift, e + shift) for b, e, shift in parts])
-
-    return Keys(*of(0, rows), *of(rows, sys.maxsize))
-
-
-def keys_of(job: Job, needed: Pair) -> Keys:
-    """Whose the keys of a job of ``needed`` are."""
-    return _keys(job.k, needed.rows)
+        return most(job.k for job in self.jobs) <= 1
 
 
 class _Area(NamedTuple):
@@ -181,105 +144,33 @@ def _split(whole: _Area, band: Band, shift: int, apart: int) -> list[tuple[_Area
     return [found for part in parts for found in _split(part, band, shift, apart)]
 
 
-def _tile(
-    number: int,
-    area: _Area,
-    side: int,
-    q0: int,
-    k0: int,
-    band: Band,
-    shift: int,
-    before: tuple[int, int] = (0, 0),
-    behind: tuple[int, int] = (0, 0),
-) -> Tile:
+def _tile(number: int, area: _Area, side: int, q0: int, k0: int, band: Band, shift: int) -> Tile:
     """An area as a tile, whose first query is row q0 and whose first key of the message is row k0."""
     i0, i1, j0, j1 = area
     distance = i0 + shift - j0
     left = -1 if band.left is None else band.left - distance
     right = -1 if band.right is None else band.right + distance
-    own = before[1] - before[0] + behind[1] - behind[0]
-    return Tile(
-        number,
-        q0,
-        q0 + i1 - i0,
-        k0,
-        k0 + j1 - j0 - own,
-        left if left < i1 - i0 - 1 else -1,
-        right if right < j1 - j0 - 1 else -1,
-        side,
-        i0,
-        j0,
-        before,
-        behind,
-    )
-
-
-def _reaches_next_chunk(length: tuple[int, int], world: int, band: Band) -> bool:
-    """Whether the window reaches no farther, and no query sees the chunks on both sides of its own."""
-    nq, nk = length
-    if band.left is None or band.right is None or nq != nk or (band.alibi and band.right != 0):
-        return False
-    return band.left + band.right <= nq // (2 * world)
-
-
-def _near(
-    number: int, n: int, world: int, ranks: tuple[int, int], band: Band, firsts: tuple[int, int, int]
-) -> tuple[list[Tile], list[tuple[int, int]]]:
-    """As :func:`_sequence`, if the window of a sequence of n queries and keys :func:`_reaches_next_chunk`."""
-    left, right = band.left, band.right
-    assert left is not None
-    assert right is not None
-    first_q, first_k, first_own = firsts
-    side = ALIGNED if band.alibi else PLAIN
-    make = functools.partial(_tile, number, side=side, band=band, shift=0)
-    tiles, needed = [], []
-    chunks, rows = [], 0  # of the queries, with the row of each among the sequence's; those that are neighbours as one
-    for begin, end in coalesced(list(pieces(n, world, ranks[0]))):
-        chunks.append((begin, end, rows))
-        rows += end - begin
-    if ranks[0] == ranks[1]:
-        for begin, end, row in chunks:
-            first, last = begin + (left if begin > 0 else 0), end - (right if end < n else 0)
-            if first < last:
-                tiles.append(make(area=_Area(first, last, begin, end), q0=first_q + row + first - begin, k0=row))
-        return tiles, [(first_k, first_k + held(n, world, ranks[1]))]
-    row_k = sent = 0
-    for j0, j1 in pieces(n, world, ranks[1]):
-        for begin, end, row in chunks:
-            if left > 0 and j1 == begin:
-                area, own = _Area(begin, begin + left, begin - left, begin + left + right), first_own + row
-                keys = own, own + left + right
-                tiles.append(make(area=area, q0=first_q + row, k0=sent, behind=keys))
-                needed.append((first_k + row_k + j1 - j0 - left, first_k + row_k + j1 - j0))
-                sent += left
-            if right > 0 and j0 == end:
-                area, own = _Area(end - right, end, end - right - left, end + right), first_own + row + end - begin
-                keys = own - left - right, own
-                tiles.append(make(area=area, q0=first_q + row + end - begin - right, k0=sent, before=keys))
-                needed.append((first_k + row_k, first_k + row_k + right))
-                sent += right
-        row_k += j1 - j0
-    return tiles, needed
+    left = left if left < i1 - i0 - 1 else -1
+    right = right if right < j1 - j0 - 1 else -1
+    return Tile(number, q0, q0 + i1 - i0, k0, k0 + j1 - j0, left, right, side, i0, j0)
 
 
 def _sequence(
-    number: int, length: tuple[int, int], world: int, ranks: tuple[int, int], band: Band, firsts: tuple[int, int, int]
+    number: int, length: tuple[int, int], cut: Cut, ranks: tuple[int, int], band: Band, firsts: tuple[int, int]
 ) -> tuple[list[Tile], list[tuple[int, int]]]:
     """The tiles of one sequence, and the keys that they need. The tiles' keys are numbered as if the message of this
     sequence began at row 0.
 
-    ``firsts``: rows at which the sequence begins: of the queries, of the keys, and of the queries' rank's own keys."""
+    ``firsts``: rows at which the sequence begins, of the queries and of the keys."""
     nq, nk = length
-    if _reaches_next_chunk(length, world, band):
-        return _near(number, nq, world, ranks, band, firsts)
-    first_q, first_k, _ = firsts
+    first_q, first_k = firsts
     apart = nk - nq
     shift = apart if band.bottom_right else 0
     tiles, needed, sent = [], [], 0
     row_k = first_k
-    for j0, j1 in pieces(nk, world, ranks[1]):
+    for j0, j1 in pieces(nk, cut, ranks[1]):
         found, row_q = [], first_q
-        for i0, i1 in pieces(nq, world, ranks[0]):
+        for i0, i1 in pieces(nq, cut, ranks[0]):
             found += [(area, side, row_q - i0) for area, side in _split(_Area(i0, i1, j0, j1), band, shift, apart)]
             row_q += i1 - i0
         if found:
@@ -333,29 +224,46 @@ def _joined(tiles: list[Tile], in_place: bool) -> list[Tile]:
 
 
 @functools.lru_cache(256)
-def most_rows(lengths: Lengths, world: int, band: Band) -> tuple[int, int]:
+def distances(lengths: Lengths, cut: Cut, band: Band) -> tuple[int, ...]:
+    """Numbers n, 0 first: no rank's queries see keys of the rank n before it, around the ring, with any other n."""
+    everyone = tuple(range(cut.world))
+    shortest = min((nk // cut.chunks for _, nk in lengths if nk > 0), default=0)  # chunk
+    if shortest == 0 or any(nq != nk for nq, nk in lengths):
+        return everyone
+
+    def reach(bound: int | None) -> int:
+        """How many chunks away a key is at most."""
+        return cut.chunks if bound is None else -(-bound // shortest)
+
+    before, behind = reach(band.left), reach(band.right)
+    if cut.layout == "zigzag":  # chunks go up from rank to rank, and down again
+        before = behind = max(before, behind)
+    return tuple(n for n in everyone if n <= before or cut.world - n <= behind)
+
+
+@functools.lru_cache(256)
+def most_rows(lengths: Lengths, cut: Cut, band: Band) -> tuple[int, int]:
     """No :func:`pair` of two ranks has more rows: of keys, and of their gradients, where a row counts twice if its pair
     may not be ``once``. Without the pairs, of which there are many."""
-    if all(_reaches_next_chunk(length, world, band) for length in lengths):
-        assert band.left is not None
-        assert band.right is not None
-        rows = 2 * max(band.left, band.right) * len(lengths)
-        return rows, rows
-    rows = sum(2 * -(-nk // (2 * world)) for _, nk in lengths)
-    plain = band.left is None and band.right in (None, 0) and not band.alibi and not band.dropout
-    once = plain and len(lengths) == 1 and lengths[0][0] == lengths[0][1]
+    of_chunk = [-(-nk // cut.chunks) for _, nk in lengths]
+    in_place = all(nq == nk for nq, nk in lengths)
+    contiguous = cut.layout == "contiguous"  # a pair has one rectangle of each sequence
+    if in_place and band.left is not None and band.right is not None and (contiguous or 0 in (band.left, band.right)):
+        of_chunk = [min(n, max(band.left, band.right)) for n in of_chunk]  # whose queries are all on one side
+    plain = band.left is None and band.right in (None, 0) and not band.dropout
+    once = not band.alibi and (contiguous or (plain and len(lengths) == 1 and in_place))
+    rows = len(cut.of_rank(0)) * sum(of_chunk)
     return rows, rows if once else 2 * rows
 
 
 @functools.lru_cache(256)
-def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> Pair:
+def pair(lengths: Lengths, cut: Cut, q_rank: int, k_rank: int, band: Band) -> Pair:
     """What the queries of one rank need of the keys of another, or of its own."""
     message: list[tuple[int, int]] = []
     jobs: dict[tuple[int, ...], list[Tile]] = {}
-    first_q = first_k = first_own = sent = 0
+    first_q = first_k = sent = 0
     for number, length in enumerate(lengths):
-        firsts = first_q, first_k, first_own
-        tiles, needed = _sequence(number, length, world, (q_rank, k_rank), band, firsts)
+        tiles, needed = _sequence(number, length, cut, (q_rank, k_rank), band, (first_q, first_k))
         seen: dict[tuple[int, int, int], int] = {}
         for tile in tiles:
             kind = tile.left, tile.right, tile.side
@@ -364,19 +272,14 @@ def pair(lengths: Lengths, world: int, q_rank: int, k_rank: int, band: Band) -> 
             jobs.setdefault((*kind, nth, *own), []).append(tile._replace(k0=tile.k0 + sent, k1=tile.k1 + sent))
         message += needed
         sent += sum(end - begin for begin, end in needed)
-        first_q += held(length[0], world, q_rank)
-        first_k += held(length[1], world, k_rank)
-        first_own += held(length[1], world, q_rank)
-
-    def keys(tile: Tile) -> tuple[tuple[int, int], ...]:
-        before, behind = ((begin + sent, end + sent) for begin, end in (tile.before, tile.behind))
-        return before, (tile.k0, tile.k1), behind
+        first_q += held(length[0], cut, q_rank)
+        first_k += held(length[1], cut, k_rank)
 
     made = tuple(
         Job(
             tuple(each),
             coalesced([(t.q0, t.q1) for t in each]),
-            coalesced([part for t in each for part in keys(t)]),
+            coalesced([(t.k0, t.k1) for t in each]),
             *kind[:3],
         )
         for kind, each in jobs.items()

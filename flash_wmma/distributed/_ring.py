@@ -23,11 +23,11 @@ from .. import _autograd, _ops
 from .._call import Call
 from .._call import Lengths as Tables
 from ._agree import Place
-from ._layout import Ranges, count, most, positions, within
+from ._layout import Cut, Layout, Ranges, count, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
 from ._peer import peer_of
-from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, keys_of, most_rows, pair
-from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take, take_of_both
+from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, distances, most_rows, pair
+from ._rows import NO_DOUBLE, Merged, Sum, behind, padded, take
 
 MANY = 3
 """Parts that add up in fp32."""
@@ -55,6 +55,7 @@ class Ring:
     lengths: Lengths
     band: Band
     packed: bool
+    layout: Layout
     call: Call
     """scale, softcap, dropout and deterministic of every call of a kernel."""
 
@@ -62,6 +63,11 @@ class Ring:
     def dim(self) -> int:
         """Where the rows are."""
         return 0 if self.packed else 2
+
+    @property
+    def cut(self) -> Cut:
+        """How the sequences are cut."""
+        return Cut(self.place.world, self.layout)
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:
@@ -72,11 +78,11 @@ class Ring:
             source, to = (rank - n) % world, (rank + n) % world
             return Step(source, to, self._pair(rank, source), self._pair(to, rank))
 
-        return tuple(step(n) for n in range(world))
+        return tuple(step(n) for n in distances(self.lengths, self.cut, self.band))
 
     def _pair(self, q_rank: int, k_rank: int) -> Pair:
         """What one rank's queries need of another's keys."""
-        return pair(self.lengths, self.place.world, q_rank, k_rank, self.band)
+        return pair(self.lengths, self.cut, q_rank, k_rank, self.band)
 
     @functools.cached_property
     def parts_of_a_query(self) -> int:
@@ -89,14 +95,14 @@ class Ring:
         own = self.steps[0].needed
         parts = [within(own.message, job.k) for job in own.jobs]
         for step in self.steps[1:]:
-            parts += [step.asked.message, *(keys_of(job, step.needed).own for job in step.needed.jobs)]
+            parts.append(step.asked.message)
         return most(parts)
 
     @functools.cached_property
     def most_rows(self) -> tuple[int, int]:
         """No message between two ranks has more rows: of keys, and of their gradients, where fp32 counts twice. The
         same on every rank."""
-        return most_rows(self.lengths, self.place.world, self.band)
+        return most_rows(self.lengths, self.cut, self.band)
 
     @functools.cached_property
     def plain_parts(self) -> dict[tuple[int, Job], _Part]:
@@ -135,10 +141,10 @@ class _Distances(NamedTuple):
 
 @functools.lru_cache(64)
 @torch.inference_mode(False)  # serves calls outside of it too
-def _distances(ring_key: tuple[Lengths, int, int, int, Band], job: Job, device: torch.device) -> _Distances:
-    lengths, world, q_rank, k_rank, _ = ring_key
-    places_q = positions(tuple(nq for nq, _ in lengths), world, q_rank)
-    held_k = positions(tuple(nk for _, nk in lengths), world, k_rank)
+def _distances(ring_key: tuple[Lengths, Cut, int, int, Band], job: Job, device: torch.device) -> _Distances:
+    lengths, cut, q_rank, k_rank, _ = ring_key
+    places_q = positions(tuple(nq for nq, _ in lengths), cut, q_rank)
+    held_k = positions(tuple(nk for _, nk in lengths), cut, k_rank)
     places_k = take(held_k, pair(*ring_key).message, 0).double()
     keys = torch.zeros(len(job.tiles), max(t.k1 - t.k0 for t in job.tiles), dtype=torch.float64)
     queries, tiles = [], []
@@ -216,7 +222,7 @@ def _made_part(ring: Ring, k_rank: int, job: Job, slopes: Tensor | None, device:
         if per_entry and ring.packed:
             slopes = slopes[torch.tensor([t.sequence for t in job.tiles], device=device)]
         return _Part(call._replace(alibi_slopes=slopes), padding)
-    key = ring.lengths, ring.place.world, ring.place.rank, k_rank, ring.band
+    key = ring.lengths, ring.cut, ring.place.rank, k_rank, ring.band
     far = _distances(key, job, device)
     exact = slopes.double()
     if not ring.packed:
@@ -298,10 +304,7 @@ def _forward(
             for job in needed.jobs:
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_q = padded(take(q, job.q, dim), more_q, dim)
-                of_k, of_v = (
-                    padded(take_of_both(message, own, keys_of(job, needed), dim), more_k, dim)
-                    for message, own in ((keys, k), (values, v))
-                )
+                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
                 alone = shift is None and more_q == 0 and call.lengths is None
                 if alone and merged.attend(job.q, of_q, of_k, of_v, call):
                     continue
@@ -347,11 +350,7 @@ def _backward(
             for job in needed.jobs:
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
-                split = keys_of(job, needed)
-                of_k, of_v = (
-                    padded(take_of_both(message, mine, split, dim), more_k, dim)
-                    for message, mine in ((keys, k), (values, v))
-                )
+                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
                 of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
                 assert of_lse is not None
                 of_lse = of_lse if shift is None else of_lse - shift
@@ -373,10 +372,8 @@ def _backward(
                     dk.add(rows, of_k)
                     dv.add(rows, of_v)
                 else:
-                    for of_keys, mine, value in zip(of_message, (dk, dv), (of_k, of_v), strict=True):
-                        of_keys.add(split.message, take(value, split.places_in_message, dim))
-                        if split.own:
-                            mine.add(split.own, take(value, split.places_in_own, dim))
+                    for of_keys, value in zip(of_message, (of_k, of_v), strict=True):
+                        of_keys.add(job.k, value)
             if not own:
                 dtype = k.dtype if needed.once else torch.float32
                 computed = (of_message[0].take(dtype), of_message[1].take(dtype)) if needed.rows else None

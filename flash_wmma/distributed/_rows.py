@@ -10,8 +10,7 @@ from torch import Tensor
 from .. import _ops
 from .._call import Call
 from .._merge import merge_parts, share
-from ._layout import Ranges, count, minus, numbers, plus
-from ._plan import Keys
+from ._layout import Ranges, minus, numbers, plus
 
 FEW = 4
 """Up to so many ranges are handled one by one, more through an index."""
@@ -39,17 +38,6 @@ def take(x: Tensor, ranges: Ranges, dim: int) -> Tensor:
     if len(ranges) <= FEW:
         return torch.cat([x.narrow(dim, begin, end - begin) for begin, end in ranges], dim)
     return x.index_select(dim, index(ranges, x.device))
-
-
-def take_of_both(message: Tensor, own: Tensor, keys: Keys, dim: int) -> Tensor:
-    """The keys of a job: those rows of a message, and of the keys that this rank has itself."""
-    if not keys.own:
-        return take(message, keys.message, dim)
-    n = count(keys.message) + count(keys.own)
-    both = message.new_empty((*message.shape[:dim], n, *message.shape[dim + 1 :]))
-    put(both, keys.places_in_message, take(message, keys.message, dim), dim)
-    put(both, keys.places_in_own, take(own, keys.own, dim), dim)
-    return both
 
 
 def padded(x: Tensor, n: int, dim: int) -> Tensor:

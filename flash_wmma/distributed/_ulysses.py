@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._autograd import once_differentiable
 from ._agree import Place
-from ._layout import held, order, rows
+from ._layout import Cut, Layout, held, order, rows
 from ._rows import NO_DOUBLE, index, take
 
 Heads = tuple[tuple[int, ...], ...]
@@ -31,6 +31,12 @@ class Exchange(NamedTuple):
     """How many there are."""
     lengths: tuple[int, ...]
     packed: bool
+    layout: Layout
+
+    @property
+    def cut(self) -> Cut:
+        """How the sequences are cut."""
+        return Cut(self.place.world, self.layout)
 
     @property
     def dim(self) -> int:
@@ -39,7 +45,7 @@ class Exchange(NamedTuple):
 
     def rows(self, rank: int) -> int:
         """How many rows a rank holds."""
-        return sum(held(n, self.place.world, rank) for n in self.lengths)
+        return sum(held(n, self.cut, rank) for n in self.lengths)
 
 
 def split_heads(hq: int, hk: int, world: int) -> tuple[Heads, Heads, list[tuple[int, ...] | None]]:
@@ -60,8 +66,8 @@ def split_heads(hq: int, hk: int, world: int) -> tuple[Heads, Heads, list[tuple[
 
 
 @functools.lru_cache(16)
-def _order(lengths: tuple[int, ...], world: int, device: torch.device) -> Tensor:
-    return order(lengths, world).to(device)
+def _order(lengths: tuple[int, ...], cut: Cut, device: torch.device) -> Tensor:
+    return order(lengths, cut).to(device)
 
 
 def _all_to_all(place: Place, parts: list[Tensor], sizes: list[int]) -> list[Tensor]:
@@ -85,7 +91,7 @@ def _gather(x: Tensor, exchange: Exchange) -> Tensor:
     shapes = [shape(rank) for rank in range(place.world)]
     arrived = _all_to_all(place, parts, [torch.Size(each).numel() for each in shapes])
     whole = torch.cat([part.view(each) for part, each in zip(arrived, shapes, strict=True)], dim)
-    return whole.index_select(dim, _order(exchange.lengths, place.world, x.device))
+    return whole.index_select(dim, _order(exchange.lengths, exchange.cut, x.device))
 
 
 def _scatter(x: Tensor, exchange: Exchange) -> Tensor:
@@ -93,7 +99,7 @@ def _scatter(x: Tensor, exchange: Exchange) -> Tensor:
     place, dim = exchange.place, exchange.dim
     parts = []
     for rank in range(place.world):
-        ranges = rows(exchange.lengths, place.world, rank)
+        ranges = rows(exchange.lengths, exchange.cut, rank)
         parts.append(x.index_select(dim, index(ranges, x.device)) if len(ranges) > 2 else take(x, ranges, dim))
     n = exchange.rows(place.rank)
 
@@ -141,26 +147,27 @@ class Unshard(torch.autograd.Function):
     """All rows, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], place: Place) -> Tensor:
-        ctx.of = dim, lengths, place
-        counts = [sum(held(n, place.world, rank) for n in lengths) for rank in range(place.world)]
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], layout: Layout, place: Place) -> Tensor:
+        cut = Cut(place.world, layout)
+        ctx.of = dim, lengths, cut, place
+        counts = [sum(held(n, cut, rank) for n in lengths) for rank in range(place.world)]
         rows_first = x.movedim(dim, 0)
         padded = x.new_zeros((max(counts), *rows_first.shape[1:]))
         padded[: counts[place.rank]] = rows_first
         everyone = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(everyone, padded, group=place.group)
         whole = torch.cat([part[:n] for part, n in zip(everyone, counts, strict=True)])
-        return whole.index_select(0, _order(lengths, place.world, x.device)).movedim(0, dim).contiguous()
+        return whole.index_select(0, _order(lengths, cut, x.device)).movedim(0, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        return once_differentiable(NO_DOUBLE, _sum_of_all, ctx.of, gradient), None, None, None
+        return once_differentiable(NO_DOUBLE, _sum_of_all, ctx.of, gradient), None, None, None, None
 
 
-def _sum_of_all(of: tuple[int, tuple[int, ...], Place], gradient: Tensor) -> Tensor:
+def _sum_of_all(of: tuple[int, tuple[int, ...], Cut, Place], gradient: Tensor) -> Tensor:
     """This rank's rows of the sum of all ranks' gradients."""
-    dim, lengths, place = of
+    dim, lengths, cut, place = of
     total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True).contiguous()
     dist.all_reduce(total, group=place.group)
-    mine = index(rows(lengths, place.world, place.rank), gradient.device)
+    mine = index(rows(lengths, cut, place.rank), gradient.device)
     return total.index_select(dim, mine).to(gradient.dtype)
