@@ -416,6 +416,11 @@ def repeated() -> None:
     for layout in ("bnhd", "sliced", "odd", "transposed"):
         moved = [normal(tuple(t.shape), layout).copy_(t) for t in rows]  # type: ignore[arg-type]
         assert torch.equal(distributed.ring_attention(*moved, causal=True, seq_len=40), expected), layout
+    # Calls that differ in where the rows are alone
+    rows = [distributed.shard_sequence(t, dim=2, layout="contiguous") for t in given[:3]]
+    out = distributed.ring_attention(*rows, causal=True, seq_len=40, layout="contiguous")
+    whole = distributed.unshard_sequence(out, dim=2, layout="contiguous")
+    close(whole, distributed.unshard_sequence(expected, dim=2))
 
 
 def states() -> None:

@@ -247,11 +247,11 @@ def most_rows(lengths: Lengths, cut: Cut, band: Band) -> tuple[int, int]:
     may not be ``once``. Without the pairs, of which there are many."""
     of_chunk = [-(-nk // cut.chunks) for _, nk in lengths]
     in_place = all(nq == nk for nq, nk in lengths)
-    contiguous = cut.layout == "contiguous"  # a pair has one rectangle of each sequence
-    if in_place and band.left is not None and band.right is not None and (contiguous or 0 in (band.left, band.right)):
-        of_chunk = [min(n, max(band.left, band.right)) for n in of_chunk]  # whose queries are all on one side
+    if in_place and band.left is not None and band.right is not None:
+        of_chunk = [min(n, max(band.left, band.right)) for n in of_chunk]  # no rank has the chunks on both sides of it
     plain = band.left is None and band.right in (None, 0) and not band.dropout
-    once = not band.alibi and (contiguous or (plain and len(lengths) == 1 and in_place))
+    one_rectangle = cut.layout == "contiguous" or (plain and len(lengths) == 1 and in_place)
+    once = one_rectangle and not band.alibi
     rows = len(cut.of_rank(0)) * sum(of_chunk)
     return rows, rows if once else 2 * rows
 

@@ -577,13 +577,6 @@ FAULTS = [
         why="a window's message is longer than its place",
     ),
     Fault(
-        name="rows-of-a-window-on-both-sides",
-        path=PLAN,
-        old=" and (contiguous or 0 in (band.left, band.right)):",
-        new=":",
-        why="of a chunk, keys at both ends are sent to a rank with the chunks beside it, in a place for those at one",
-    ),
-    Fault(
         name="into-other-rows",
         path="csrc/torch/ops_forward.cpp",
         old="    if (kernel_readable(out)) {\n",
