@@ -202,6 +202,7 @@ SPLIT = {  # multiprocessors, a problem, and its mask
     "last item smaller": (9, (1, 1, 1, 300, 1600, 64), Mask("bottom_right")),
     "more parts than tiles": (40, (1, 1, 1, 1540, 1600, 64), Mask("top_left")),
     "window": (4, (1, 1, 1, 70, 1600, 64), Mask("bottom_right", (1050, 0))),
+    "few short items": (18, (1, 1, 1, 4950, 4950, 64), Mask(True, (1100, None))),
     "rows without keys": (24, (1, 1, 1, 1200, 1030, 64), Mask("bottom_right")),
 }
 

@@ -90,6 +90,7 @@ class Call(NamedTuple):
     packed: bool = False
     """``make`` has checked the rows itself."""
     layout: Layout = "zigzag"
+    """How the sequence is cut."""
 
 
 def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tuple[int, int], Described]:

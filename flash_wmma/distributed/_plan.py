@@ -247,11 +247,13 @@ def most_rows(lengths: Lengths, cut: Cut, band: Band) -> tuple[int, int]:
     may not be ``once``. Without the pairs, of which there are many."""
     of_chunk = [-(-nk // cut.chunks) for _, nk in lengths]
     in_place = all(nq == nk for nq, nk in lengths)
+    narrow = False
     if in_place and band.left is not None and band.right is not None:
-        of_chunk = [min(n, max(band.left, band.right)) for n in of_chunk]  # no rank has the chunks on both sides of it
-    plain = band.left is None and band.right in (None, 0) and not band.dropout
-    one_rectangle = cut.layout == "contiguous" or (plain and len(lengths) == 1 and in_place)
-    once = one_rectangle and not band.alibi
+        width = max(band.left, band.right)
+        of_chunk = [min(n, width) for n in of_chunk]  # its queries need one end of it, or the window is as wide
+        narrow = all(width <= nk // cut.chunks for _, nk in lengths)
+    plain = band.left is None and band.right in (None, 0) and not band.dropout and len(lengths) == 1 and in_place
+    once = not band.alibi and (plain or narrow or cut.layout == "contiguous")
     rows = len(cut.of_rank(0)) * sum(of_chunk)
     return rows, rows if once else 2 * rows
 

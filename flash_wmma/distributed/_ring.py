@@ -1,9 +1,9 @@
 """Ring attention: keys and values travel between the ranks while tiles are computed.
 
-In step t rank r computes with the keys of rank r - t, which it receives from that rank itself while it computes step
-t - 1. So only the rows that the queries see are sent, under a causal mask three quarters of what would go round a ring
-from neighbour to neighbour. In backward keys and values travel once more, and their gradients go home from each rank
-that computed with them.
+In step t rank r computes with the keys of rank r - t, which it receives from that rank itself while it computes the
+step before. So only the rows that the queries see are sent, under a causal mask with zigzag rows three quarters of what
+would go round a ring from neighbour to neighbour. Steps in which no rank has anything to do are left out. In backward
+keys and values travel once more, and their gradients go home from each rank that computed with them.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ class Ring:
     band: Band
     packed: bool
     layout: Layout
+    """How the sequences are cut."""
     call: Call
     """scale, softcap, dropout and deterministic of every call of a kernel."""
 
@@ -66,7 +67,7 @@ class Ring:
 
     @property
     def cut(self) -> Cut:
-        """How the sequences are cut."""
+        """The same with the number of ranks."""
         return Cut(self.place.world, self.layout)
 
     @functools.cached_property
@@ -94,8 +95,7 @@ class Ring:
         """Gradients that are added up for one of this rank's keys, at most: of its calls, and of the others' sums."""
         own = self.steps[0].needed
         parts = [within(own.message, job.k) for job in own.jobs]
-        for step in self.steps[1:]:
-            parts.append(step.asked.message)
+        parts += [step.asked.message for step in self.steps[1:]]
         return most(parts)
 
     @functools.cached_property
@@ -146,7 +146,7 @@ def _distances(ring_key: tuple[Lengths, Cut, int, int, Band], job: Job, device: 
     places_q = positions(tuple(nq for nq, _ in lengths), cut, q_rank)
     held_k = positions(tuple(nk for _, nk in lengths), cut, k_rank)
     places_k = take(held_k, pair(*ring_key).message, 0).double()
-    keys = torch.zeros(len(job.tiles), max(t.k1 - t.k0 for t in job.tiles), dtype=torch.float64)
+    keys = torch.zeros(len(job.tiles), max(t.keys for t in job.tiles), dtype=torch.float64)
     queries, tiles = [], []
     for number, tile in enumerate(job.tiles):
         nq, nk = lengths[tile.sequence]

@@ -32,10 +32,11 @@ class Exchange(NamedTuple):
     lengths: tuple[int, ...]
     packed: bool
     layout: Layout
+    """How the sequences are cut."""
 
     @property
     def cut(self) -> Cut:
-        """How the sequences are cut."""
+        """The same with the number of ranks."""
         return Cut(self.place.world, self.layout)
 
     @property

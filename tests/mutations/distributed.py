@@ -572,8 +572,8 @@ FAULTS = [
     Fault(
         name="rows-of-a-window",
         path=PLAN,
-        old="min(n, max(band.left, band.right)) for n in of_chunk",
-        new="min(n, min(band.left, band.right)) for n in of_chunk",
+        old="        width = max(band.left, band.right)\n",
+        new="        width = min(band.left, band.right)\n",
         why="a window's message is longer than its place",
     ),
     Fault(

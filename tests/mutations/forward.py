@@ -597,11 +597,19 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
-        name="queue-of-short-items",
+        name="wgmma-no-queue-with-a-band",
         path="csrc/forward/wgmma/items.h",
         old="return masked || order.end - order.first < order.tiles;",
         new="return masked;",
         why="causal problems have no queue",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-split-beside-a-queue",
+        path="csrc/forward/wgmma/items.h",
+        old=" || rest == 0 || has_queue(p, device, shape.facts.br)) return best;",
+        new=" || rest == 0) return best;",
+        why="parts of items are written where the queue is",
         kernels=WGMMA,
     ),
     Fault(

@@ -97,8 +97,8 @@ struct KeyTile {
 /// Those of the second half come after them and walk up: a block that had n tiles of the longest item's takes one that is n
 /// tiles shorter than it, and begins where the others of its half have come to. Where the band hides keys on the left alone,
 /// it is the same from the last keys and the first tile on. Where it hides keys on both sides (a window), items have n
-/// different tiles each: all begin near one whose number is a multiple of n, and walk down; those that the sequence's
-/// beginning or end cuts begin there.
+/// different tiles each: all begin at tiles of neighbouring numbers modulo n, and walk down; those that the sequence's
+/// beginning or end cuts begin near it.
 ///
 /// If the additions have an order (turns.cuh), start is first. With a band that is bounded on the right (causal) the
 /// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
@@ -170,7 +170,9 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const bool hides_left = most.hides_left(), hides_right = most.hides_right(s.seqlen_k);
     const bool cut_begin = first == 0, cut_end = last + kStep >= s.seqlen_q;
     const bool up = cut_begin && (!cut_end || (hides_left && !hides_right));
-    const int nth = up ? blocks - 1 - block : block;  // of the items that begin there
+    // Of the items that begin where the sequence begins or ends
+    const int nth =
+        max(up ? min(most.of_first, s.seqlen_k - 1) / kKeys - block : block - max(most.of_last, 0) / kKeys, 0);
     // Whether it comes after the longer half, and walks the other way
     const bool follows = hides_left != hides_right && 2 * nth >= blocks;
     const bool down = backwards || (together && up == follows);

@@ -26,8 +26,8 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     return (first + at % together) * tiles + at / together;
 }
 
-// The orders of items of dense problems with a band, `tiles` of each head, the longest item first. Heads come one after the
-// other for the L2 cache; some come together, so that blocks finish together.
+// The orders of items of dense problems with a band, `tiles` of each head, the longest item of keys first. Heads come one
+// after the other for the L2 cache; some come together, so that blocks finish together.
 
 /// Of `mixed` heads from head `first` on: one item of each by turns.
 __device__ __forceinline__ unsigned by_turns(unsigned index, unsigned first, unsigned mixed, unsigned tiles) {
@@ -50,15 +50,16 @@ __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned he
     return by_turns(index, first, begin(batch + 1) - first, tiles);
 }
 
-/// The keys from which and up to which the most queries see a key, in either order.
+/// The first key that the last query sees, and the last one that the first query sees, if they exist: those between them, in
+/// either order, are seen by the most queries.
 struct MostSeen {
-    int one, other;
+    int of_last, of_first;
 
     __device__ __forceinline__ MostSeen(const BandMask& mask, int seqlen_q)
-        : one(seqlen_q - 1 + mask.begin_shift), other(mask.end_shift) {}
+        : of_last(seqlen_q - 1 + mask.begin_shift), of_first(mask.end_shift - 1) {}
     /// Whether the band hides keys on the left of some query; on the right.
-    __device__ __forceinline__ bool hides_left() const { return one > 0; }
-    __device__ __forceinline__ bool hides_right(int seqlen_k) const { return other < seqlen_k; }
+    __device__ __forceinline__ bool hides_left() const { return of_last > 0; }
+    __device__ __forceinline__ bool hides_right(int seqlen_k) const { return of_first < seqlen_k - 1; }
 };
 
 /// Of items of kKeys keys, for `blocks` that work on one each: about two items a block are mixed. Windows, where many items of
@@ -67,14 +68,14 @@ template <int kKeys>
 __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned index, unsigned blocks) {
     const int seqlen_k = static_cast<int>(p.seqlen_k);
     const MostSeen most(BandMask(p.band, p.seqlen_q, p.seqlen_k), static_cast<int>(p.seqlen_q));
-    const TileOrder order(seqlen_k, kKeys, most.one, most.other);
+    const TileOrder order(seqlen_k, kKeys, most.of_last, most.of_first);
     const bool window = most.hides_left() && most.hides_right(seqlen_k) && 4 * (order.end - order.first) >= order.tiles;
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch), tiles = static_cast<unsigned>(order.tiles);
     const unsigned at = p.heads_q > p.heads_k && !window ? mixed_in_batches(index, heads, tiles, 2 * blocks)
                                                          : mixed_at_the_end(index, heads, tiles, 2 * blocks);
     return at / tiles * tiles + static_cast<unsigned>(order.tile(static_cast<int>(at % tiles)));
 }
-/// The same of items of kQueries queries.
+/// Of items of kQueries queries, as many; a head's are in the order of q_tile.
 template <int kQueries>
 __device__ __forceinline__ unsigned mixed_queries(const ForwardParams& p, unsigned index, unsigned blocks) {
     return mixed_at_the_end(index, static_cast<unsigned>(p.heads_q * p.batch),

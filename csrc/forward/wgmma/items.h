@@ -84,14 +84,22 @@ struct Split {
         return work * tile.br / shape.speed + (items > 0 ? kRow * rows * items * parts + kGrid : 0);
     }
 };
-/// The split that finishes first: none, or into as many parts as fit one or two rounds. If the work per tile varies,
-/// the last items are small: then all items are split or none is.
+/// Whether the last `rest` items, of the last round of blocks, are shorter than the others.
+inline bool ends_with_short_items(const ForwardParams& p, int br, int rest) {
+    if (!is_uneven(p, br)) return false;
+    const TileOrder order = order_of(p, br);
+    const std::int64_t short_ones = p.batch * p.heads_q * (order.tiles - (order.end - order.first));
+    return short_ones == 0 || rest <= short_ones;  // 0: by a mask or ranges
+}
+/// The split that finishes first: none, or into as many parts as fit one or two rounds. If the last items are short, all
+/// items are split or none is; with a queue none.
 inline Split split_of(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
     constexpr int kKeys = 512, kRounds = 2;  // of a part at least, of parts at most
     const std::int64_t items = items_of(p, shape.facts.br);
     const int sms = multiprocessors(device), rest = static_cast<int>(items % sms);
     Split best{static_cast<int>(items), 0, 1};
-    if (!shape.splits || p.batch_invariant || rest == 0 || (items >= sms && is_uneven(p, shape.facts.br))) return best;
+    if (!shape.splits || p.batch_invariant || rest == 0 || has_queue(p, device, shape.facts.br)) return best;
+    if (items >= sms && ends_with_short_items(p, shape.facts.br, rest)) return best;
     double least = best.time(shape, p, device);
     for (int rounds = 1; rounds <= kRounds; ++rounds) {
         const auto parts =

@@ -172,7 +172,7 @@ __device__ __forceinline__ Assignment assignment(const ForwardParams& p, const S
     return found;
 }
 
-/// The order of a problem. If the work per tile varies (by a band), some heads are mixed. With a queue: the last heads,
+/// The order of a problem. If the work per tile varies, some heads are mixed. With a queue: the last heads,
 /// about two items a block, so that blocks finish together. Without: the heads left over, too few for every block to
 /// get each tile once.
 inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
