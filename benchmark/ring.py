@@ -221,10 +221,10 @@ def run(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
         dist.init_process_group("gloo")
     first = dist.get_rank() == 0
+    layout = arguments.layout or ("zigzag" if arguments.window is None else "contiguous")
     rows, wrong, printed = [], [], []
     for tokens in arguments.tokens:
         shape = (tokens, arguments.heads, arguments.heads_kv, arguments.head_dim)
-        layout = arguments.layout or ("zigzag" if arguments.window is None else "contiguous")
         sizes = Sizes(*shape, not arguments.full, arguments.window, layout)
         row = measure(sizes, arguments, device, library)
         rows.append(row)

@@ -197,11 +197,14 @@ class Case:
 
     def of(self, place: Place, x: Tensor) -> Tensor:
         """A rank's rows."""
-        pieces = _layout.pieces(x.shape[2], _layout.Cut(place.world, self.layout), place.rank)
+        pieces = _layout.pieces(x.shape[2], self.cut(place), place.rank)
         return torch.cat([x[:, :, begin:end] for begin, end in pieces], 2)
 
+    def cut(self, place: Place) -> _layout.Cut:
+        return _layout.Cut(place.world, self.layout)
+
     def ring(self, place: Place) -> _ring.Ring:
-        return _ring.Ring(place, self.lengths, self.band, False, self.layout, Call())
+        return _ring.Ring(place, self.lengths, self.band, False, self.cut(place), Call())
 
     def check(self, place: Place, times: int = 1) -> None:
         ring = self.ring(place)

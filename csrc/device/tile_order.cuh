@@ -12,7 +12,6 @@ struct TileOrder {
     int tiles, first, end;
 
     TileOrder() = default;
-    __host__ __device__ TileOrder(int tiles_, int first_, int end_) : tiles(tiles_), first(first_), end(end_) {}
     /// Of `count` rows or keys in tiles of `own`; `one` and `other`, in either order, are where the most work begins and ends.
     __host__ __device__ TileOrder(int count, int own, int one, int other) : tiles((count + own - 1) / own) {
         const int last = count - 1, low = one < other ? one : other, high = one < other ? other : one;
@@ -20,11 +19,21 @@ struct TileOrder {
         end = (high < 0 ? 0 : high < last ? high : last) / own + 1;
     }
 
+    /// How many tiles have the most work; how many have less.
+    __host__ __device__ int longest() const { return end - first; }
+    __host__ __device__ int shorter() const { return tiles - longest(); }
+    /// The same with the tiles counted from the last one.
+    __host__ __device__ TileOrder from_last() const {
+        TileOrder order = *this;
+        order.first = tiles - end, order.end = tiles - first;
+        return order;
+    }
+
     /// The tile at a place in the order: those with the most work, then those behind and before them by turns.
     __host__ __device__ int tile(int place) const {
-        const int longest = end - first, behind = tiles - end, pairs = behind < first ? behind : first;
-        if (place < longest) return first + place;
-        const int at = place - longest;
+        const int behind = tiles - end, pairs = behind < first ? behind : first;
+        if (place < longest()) return first + place;
+        const int at = place - longest();
         if (at < 2 * pairs) return at % 2 == 0 ? end + at / 2 : first - 1 - at / 2;
         return behind > first ? end + at - pairs : first - 1 - (at - pairs);
     }

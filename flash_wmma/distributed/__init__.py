@@ -150,7 +150,7 @@ def unshard_sequence(
     """
     place = place_of(group)
 
-    def make() -> tuple[Call, tuple[int, tuple[int, ...] | None]]:
+    def make() -> tuple[Call, tuple[int, tuple[int, ...] | None, Cut]]:
         _checks.tensors(x=x)
         cut = _cut(place, layout)
         at = _dimension(x, dim, cu_seqlens is not None)
@@ -163,10 +163,10 @@ def unshard_sequence(
             _packed_rows("x", x.shape[at], lengths, place, cut)
             total = sum(lengths)
         of_all = None if total is None else (total, 0)
-        return Call(text, (x.shape[at], 0), of_all, lengths is not None, layout), (at, lengths)
+        return Call(text, (x.shape[at], 0), of_all, lengths is not None, layout), (at, lengths, cut)
 
-    (total, _), (at, lengths) = agree(place, make)
-    whole: Tensor = Unshard.apply(x, at, lengths or (total,), layout, place)
+    (total, _), (at, lengths, cut) = agree(place, make)
+    whole: Tensor = Unshard.apply(x, at, lengths or (total,), cut, place)
     return whole
 
 
@@ -225,7 +225,7 @@ class _Given:
         if q.device.type not in ("cpu", "cuda"):
             refuse("q.device", q.device, "cpu, cuda")
         _checks.options(call)
-        cut = _cut(place, layout)
+        self.cut = _cut(place, layout)
         dim = 0 if self.packed else 2
         self.lengths: tuple[tuple[int, int], ...] | None = None
         total = None
@@ -236,8 +236,8 @@ class _Given:
             of_k = of_q if cu_seqlens_k is None else _lengths(cu_seqlens_k, "cu_seqlens_k")
             if len(of_k) != len(of_q):
                 refuse("cu_seqlens_k", f"{len(of_k)} sequences", f"as many as in cu_seqlens, {len(of_q)}")
-            _packed_rows("q", q.shape[0], of_q, place, cut)
-            _packed_rows("k", k.shape[0], of_k, place, cut)
+            _packed_rows("q", q.shape[0], of_q, place, self.cut)
+            _packed_rows("k", k.shape[0], of_k, place, self.cut)
             self.lengths, total = tuple(zip(of_q, of_k, strict=True)), (sum(of_q), sum(of_k))
         elif cu_seqlens_k is not None:
             refuse("cu_seqlens_k", type(cu_seqlens_k).__name__, "None without cu_seqlens")
@@ -411,7 +411,7 @@ def ring_attention(
     total, given = agree(place, make)
     lengths = given.lengths if given.lengths is not None else (total,)
     call = _with_state(given, place)
-    ring = Ring(place, lengths, _band(call), given.packed, layout, call._replace(alibi_slopes=None, sinks=None))
+    ring = Ring(place, lengths, _band(call), given.packed, given.cut, call._replace(alibi_slopes=None, sinks=None))
     if asked is not None and call.dropout_p == 0 and seq_len is not None:
         if len(_known) >= MANY_CALLS or any(not is_alive(ring.place.group) for ring in _known.values()):
             _known.clear()
@@ -473,8 +473,8 @@ def ulysses_attention(
             dropout_p=dropout_p,
             rng_state=rng_state,
         )
-        lengths = seq_len, cu_seqlens, cu_seqlens_k
-        given = _Given("ulysses_attention", place, (q, k, v), call, *lengths, layout, return_lse=return_lse)
+        told = seq_len, cu_seqlens, cu_seqlens_k, layout
+        given = _Given("ulysses_attention", place, (q, k, v), call, *told, return_lse=return_lse)
         heads = given.tensors[0].shape[1]
         if heads < place.world:
             refuse("q.shape", f"{heads} heads", f"at least one for each of the {place.world} ranks")
@@ -486,8 +486,8 @@ def ulysses_attention(
     hq, hk = given.tensors[0].shape[1], given.tensors[1].shape[1]
     q_heads, k_heads, reads = split_heads(hq, hk, place.world)
     here = q_heads[place.rank]
-    queries = Exchange(place, q_heads, hq, of_q, given.packed, layout)
-    keys = Exchange(place, k_heads, hk, of_k, given.packed, layout)
+    queries = Exchange(place, q_heads, hq, of_q, given.packed, given.cut)
+    keys = Exchange(place, k_heads, hk, of_k, given.packed, given.cut)
     whole_q: Tensor = GatherRows.apply(given.tensors[0], queries)
     whole_k, whole_v = (GatherRows.apply(t, keys) for t in given.tensors[1:])
     read = reads[place.rank]

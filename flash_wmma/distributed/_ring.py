@@ -23,7 +23,7 @@ from .. import _autograd, _ops
 from .._call import Call
 from .._call import Lengths as Tables
 from ._agree import Place
-from ._layout import Cut, Layout, Ranges, count, most, positions, within
+from ._layout import Cut, Ranges, count, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
 from ._peer import peer_of
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, distances, most_rows, pair
@@ -55,8 +55,7 @@ class Ring:
     lengths: Lengths
     band: Band
     packed: bool
-    layout: Layout
-    """How the sequences are cut."""
+    cut: Cut
     call: Call
     """scale, softcap, dropout and deterministic of every call of a kernel."""
 
@@ -64,11 +63,6 @@ class Ring:
     def dim(self) -> int:
         """Where the rows are."""
         return 0 if self.packed else 2
-
-    @property
-    def cut(self) -> Cut:
-        """The same with the number of ranks."""
-        return Cut(self.place.world, self.layout)
 
     @functools.cached_property
     def steps(self) -> tuple[Step, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._autograd import once_differentiable
 from ._agree import Place
-from ._layout import Cut, Layout, held, order, rows
+from ._layout import Cut, held, order, rows
 from ._rows import NO_DOUBLE, index, take
 
 Heads = tuple[tuple[int, ...], ...]
@@ -31,13 +31,7 @@ class Exchange(NamedTuple):
     """How many there are."""
     lengths: tuple[int, ...]
     packed: bool
-    layout: Layout
-    """How the sequences are cut."""
-
-    @property
-    def cut(self) -> Cut:
-        """The same with the number of ranks."""
-        return Cut(self.place.world, self.layout)
+    cut: Cut
 
     @property
     def dim(self) -> int:
@@ -148,8 +142,7 @@ class Unshard(torch.autograd.Function):
     """All rows, on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], layout: Layout, place: Place) -> Tensor:
-        cut = Cut(place.world, layout)
+    def forward(ctx: Any, x: Tensor, dim: int, lengths: tuple[int, ...], cut: Cut, place: Place) -> Tensor:
         ctx.of = dim, lengths, cut, place
         counts = [sum(held(n, cut, rank) for n in lengths) for rank in range(place.world)]
         rows_first = x.movedim(dim, 0)

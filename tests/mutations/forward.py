@@ -599,7 +599,7 @@ FAULTS = [
     Fault(
         name="wgmma-no-queue-with-a-band",
         path="csrc/forward/wgmma/items.h",
-        old="return masked || order.end - order.first < order.tiles;",
+        old="return masked || order_of(p, br).shorter() > 0;",
         new="return masked;",
         why="causal problems have no queue",
         kernels=WGMMA,

@@ -69,7 +69,7 @@ __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned 
     const int seqlen_k = static_cast<int>(p.seqlen_k);
     const MostSeen most(BandMask(p.band, p.seqlen_q, p.seqlen_k), static_cast<int>(p.seqlen_q));
     const TileOrder order(seqlen_k, kKeys, most.of_last, most.of_first);
-    const bool window = most.hides_left() && most.hides_right(seqlen_k) && 4 * (order.end - order.first) >= order.tiles;
+    const bool window = most.hides_left() && most.hides_right(seqlen_k) && 4 * order.longest() >= order.tiles;
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch), tiles = static_cast<unsigned>(order.tiles);
     const unsigned at = p.heads_q > p.heads_k && !window ? mixed_in_batches(index, heads, tiles, 2 * blocks)
                                                          : mixed_at_the_end(index, heads, tiles, 2 * blocks);

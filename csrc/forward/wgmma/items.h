@@ -21,8 +21,7 @@ inline TileOrder order_of(const ForwardParams& p, int br) {
 inline bool is_uneven(const ForwardParams& p, int br) {
     if (p.sequences.cu_seqlens_q) return false;
     const bool masked = p.key_ranges.data || (p.bias.data && p.bias.dtype == DType::kBool);
-    const TileOrder order = order_of(p, br);
-    return masked || order.end - order.first < order.tiles;
+    return masked || order_of(p, br).shorter() > 0;
 }
 inline int multiprocessors(const DeviceFacts& device) { return std::max(device.sm_count, 1); }
 /// The number of Q tiles of `br` rows; a lower bound for packed sequences.
@@ -87,9 +86,8 @@ struct Split {
 /// Whether the last `rest` items, of the last round of blocks, are shorter than the others.
 inline bool ends_with_short_items(const ForwardParams& p, int br, int rest) {
     if (!is_uneven(p, br)) return false;
-    const TileOrder order = order_of(p, br);
-    const std::int64_t short_ones = p.batch * p.heads_q * (order.tiles - (order.end - order.first));
-    return short_ones == 0 || rest <= short_ones;  // 0: by a mask or ranges
+    const std::int64_t shorter = p.batch * p.heads_q * order_of(p, br).shorter();
+    return shorter == 0 || rest <= shorter;  // 0: by a mask or ranges
 }
 /// The split that finishes first: none, or into as many parts as fit one or two rounds. If the last items are short, all
 /// items are split or none is; with a queue none.

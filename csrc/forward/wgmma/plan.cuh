@@ -180,7 +180,7 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const bool shares_bias = p.bias.data && p.bias.batch == 0 && p.bias.head != 0;
     const MaskTiles mask = MaskTiles::wanted(p) ? mask_tiles(p, br) : MaskTiles{};
     const SoftCap soft_cap = p.softcap == 0.f ? SoftCap{} : SoftCap(p);
-    const TileOrder rows = order_of(p, br), order(rows.tiles, rows.tiles - rows.end, rows.tiles - rows.first);
+    const TileOrder order = order_of(p, br).from_last();
     if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, order, mask, soft_cap};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
