@@ -214,6 +214,18 @@ struct Statistics {
 ///
 /// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
 /// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).
+/// What a launch does of several with the same queries and different keys, whose dq is one sum: kBegin finds what is to be
+/// known of the queries, each kAdd computes the gradients of its keys and adds to the sum, kEnd brings the sum to dq.
+enum class BackwardStage { kAll, kBegin, kAdd, kEnd };
+
+/// The queries of such launches.
+struct SharedQueries {
+    BackwardStage stage;  ///< kAll: there are no others
+    void* memory;         ///< Kernel::shared_bytes, 256-byte aligned: kBegin writes it all; L and D, and an fp32 dq
+    std::int64_t first,
+        rows;  ///< kAdd: of the first of its queries, a multiple of 64, in kBegin's, and how many those are
+};
+
 struct BackwardParams {
     /// The params of forward, as the ops give them to a forward kernel, except that o and lse are inputs. Rows of o are
     /// aligned like those of dout. exponents, partials and workspace are null.
@@ -231,6 +243,7 @@ struct BackwardParams {
     float* dslopes;                    ///< for each key the sum over queries; zeroed by the ops; null: not asked for
     std::int64_t key_batch, key_head;  ///< strides of numbers for each key, (B, Hq, Nk) or packed (Hq, total_k), fp32
     Statistics statistics;
+    SharedQueries shared;  ///< kBegin needs no dq, dk, dv, kAdd no o, lse, dlse and dq, kEnd dq alone
 };
 
 }  // namespace flash_wmma

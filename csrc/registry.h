@@ -99,6 +99,9 @@ struct Kernel : KernelFacts {
     /// Forward: whether these params may have ForwardParams::merges, or an o of float32 and an lse of any strides; null:
     /// never.
     bool (*merges)(const Params&, const DeviceFacts&) = nullptr;
+    /// Backward: bytes of SharedQueries::memory of launches that begin with these params, 0 if they are better not in
+    /// stages; null: never. Params of kAdd have the dtype, d, d_v and scale of kBegin's and a band at most.
+    std::int64_t (*shared_bytes)(const Params&, const DeviceFacts&) = nullptr;
 };
 /// Kernel::workspace_bytes of a kernel without a workspace.
 template <class Params>

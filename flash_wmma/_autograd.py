@@ -37,13 +37,14 @@ def gradients(
     bias_grad: bool,
     call: Call,
 ) -> Gradients:
-    asked = call.deterministic
-    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    deterministic = _ops.is_deterministic(call)
     op = _backward if call.lengths is None else _backward_varlen
     try:
         return op(dout, dlse, q, k, v, out, lse, *_ops.backward_arguments(call, bias_grad, deterministic))  # type: ignore[no-any-return]
     except (RuntimeError, ValueError) as error:
-        only_warn = asked is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+        only_warn = (
+            call.deterministic is None and deterministic and torch.is_deterministic_algorithms_warn_only_enabled()
+        )
         if only_warn and str(error).startswith("kernel"):
             warnings.warn(f"flash_wmma: gradients that may differ from run to run, since {error}", stacklevel=2)
             return gradients(dout, dlse, q, k, v, out, lse, bias_grad, call._replace(deterministic=False))

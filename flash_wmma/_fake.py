@@ -219,6 +219,16 @@ def _backward_varlen(
     return _backward(dout, dlse, q, k, v, out, lse, *options, **named)
 
 
+def _backward_begin(dout: Tensor, dlse: Tensor | None, q: Tensor, *_: object, **__: object) -> Tensor:
+    return q.new_empty(torch.library.get_ctx().new_dynamic_size(min=0), dtype=torch.uint8)
+
+
+def _backward_add(
+    memory: Tensor, first: int, rows: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: object, **__: object
+) -> tuple[Tensor, Tensor]:
+    return _like(k), _like(v)
+
+
 def _backward_with_statistics(
     dout: Tensor,
     dlse: Tensor | None,
@@ -292,5 +302,8 @@ for _op, _fake in (
     ("forward_cached", _forward_cached),
     ("backward", _backward),
     ("backward_varlen", _backward_varlen),
+    ("backward_begin", _backward_begin),
+    ("backward_add", _backward_add),
+    ("backward_end", lambda memory, q, *_, **__: _like(q)),
 ):
     torch.library.register_fake(f"{NAMESPACE}::{_op}", _fake)

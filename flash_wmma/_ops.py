@@ -131,8 +131,7 @@ def backward_with_statistics(
     slopes_grad: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of q, k, v, attn_bias and alibi_slopes; the last two are empty if not asked for."""
-    asked = call.deterministic
-    deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked
+    deterministic = is_deterministic(call)
     changes = (call.attn_bias, call.alibi_slopes, call.key_ranges, call.softcap, call.rng_state, call.dropout_p)
     rest = (call.scale, *call.band, *changes, call.dropout_origin, bias_grad, slopes_grad, deterministic)
     given = (dout, dlse, q, k, v, out, lse, dentropy, dcolumn_sum, *_tables(call))
@@ -157,6 +156,12 @@ def _slopes_of(of_keys: Tensor, call: Call) -> Tensor:
     of_sequence = (row >= first[:-1, None]) & (row < first[1:, None])
     with _autocast.suspended(of_keys.device):
         return of_sequence.to(of_keys.dtype) @ of_keys.transpose(0, 1)
+
+
+def is_deterministic(call: Call) -> bool:
+    """Whether its gradients have to be the same from run to run."""
+    asked = call.deterministic
+    return torch.are_deterministic_algorithms_enabled() if asked is None else asked
 
 
 def backward_arguments(call: Call, bias_grad: bool, deterministic: bool) -> tuple[Any, ...]:

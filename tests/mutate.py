@@ -58,6 +58,7 @@ FORWARD_TESTS = (
 )
 BACKWARD_TESTS = (
     "bwd_sm90",
+    "shared_queries",
     "backward",
     "backward_mma",
     "loop_orders",
@@ -75,7 +76,7 @@ CPU_TESTS = (
     *("forward", "backward", "numerics", "features", "autograd", "varlen", "torch", "interface_hypothesis"),
     *("key_ranges", "sinks", "dropout", "kvcache", "statistics", "slopes"),
 )
-OP_TESTS = ("errors", "drop_in", "kernels", "hook", "forward_into", "forward_merged", *CPU_TESTS)
+OP_TESTS = ("errors", "drop_in", "kernels", "hook", "forward_into", "forward_merged", "shared_queries", *CPU_TESTS)
 EMULATOR_TESTS = ("emulator_faults", "emulator_sm90", "emulator_counts", "emulator_lane_maps", "emulated", "profile")
 TESTS = {
     "csrc/cache/": ("kvcache",),
@@ -101,7 +102,8 @@ TESTS = {
     "flash_wmma/_merge.py": ("merge", "distributed"),
     "flash_wmma/_cached.py": ("kvcache",),
     "flash_wmma/integrations/transformers.py": ("transformers",),
-    "flash_wmma/distributed/": ("peer", "distributed"),
+    "flash_wmma/_shared_queries.py": ("shared_queries",),
+    "flash_wmma/distributed/": ("peer", "shared_queries", "distributed"),
     "flash_wmma/__init__.py": ("packages", *OP_TESTS),
     "flash_wmma/_autocast.py": ("packages", *OP_TESTS),
     "flash_wmma/_native.py": ("packages", *OP_TESTS),

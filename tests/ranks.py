@@ -782,9 +782,18 @@ CASES: dict[str, Callable[[], None]] = {
     "mismatches": mismatches,
     "random_calls": random_calls,
 }
+LONG = Problem(((4608, 4608),), batch=1, heads=(2, 1), dims=(64, 64), dtype=BF16)
+"""So long that on Hopper a rank's calls of backward share their queries (_shared_queries.py)."""
+LONG_PROBLEMS = {
+    "long": LONG,
+    "long_causal": LONG._replace(causal=True),
+    "long_window": LONG._replace(causal=True, window=(831, None), layout="contiguous"),
+}
 GPU_CASES = {
-    name: case for name, case in CASES.items() if name.startswith(("ring-", "ulysses-")) or name == "random_calls"
-} | {"peer_copies": peer_copies}
+    **{name: case for name, case in CASES.items() if name.startswith(("ring-", "ulysses-")) or name == "random_calls"},
+    **{f"ring-{name}": of(problem, BOTH[0]) for name, problem in LONG_PROBLEMS.items()},
+    "peer_copies": peer_copies,
+}
 """Those that compute on DEVICE, without what is equal to the bit on CPUs alone."""
 
 

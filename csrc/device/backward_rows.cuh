@@ -128,7 +128,13 @@ struct Problem : BackwardParams {
     // terms lie in its part of dQ's buffer, which these rows do not need.
     int sole_rows = 0;
     ItemParts parts{};
+    int more_groups = 0;  // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
 };
+/// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
+__device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
+    const ForwardParams& p = problem.forward;
+    return q_scale_index(p, sequence, head) + (std::int64_t{sequence.index} * p.heads_q + head) * problem.more_groups;
+}
 
 /// -L in natural units, and -D, of one query row (RowPair).
 struct RowFacts {
@@ -165,7 +171,7 @@ __device__ __forceinline__ RowTerms* terms_of(const Problem& problem, const Sequ
     const std::int64_t pitch = problem.sole_rows > 0 ? kRowGroup * problem.forward.head_dim *
                                                            std::int64_t{sizeof(float)} / std::int64_t{sizeof(RowTerms)}
                                                      : kOfGroup;
-    return problem.terms + q_scale_index(problem.forward, sequence, head) * pitch + group * kOfGroup;
+    return problem.terms + first_group(problem, sequence, head) * pitch + group * kOfGroup;
 }
 /// -L in log2 units and -D of a row that exists, pairs or terms.
 struct OwnFacts {
@@ -260,6 +266,19 @@ __device__ __forceinline__ void clear_unseen(const Problem& problem, const RowGr
     }
 }
 
+/// Block `index` of the grid clears its share of what belongs to items in parts.
+__device__ __forceinline__ void clear_parts(const Problem& problem, unsigned index) {
+    for (std::int64_t i = std::int64_t{index} * kRowThreads + static_cast<int>(threadIdx.x); i < problem.parts.words;
+         i += std::int64_t{gridDim.x} * kRowThreads)
+        problem.parts.sums[i] = 0.f;
+}
+/// What prepare does of items, of dense problems.
+template <class Machine>
+__global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
+    if (blockIdx.x == 0 && threadIdx.x == 0) *problem.queue = {0, 0, 0};
+    clear_parts(problem, blockIdx.x);
+}
+
 // Blocks go from the last group of rows to the first: what prepare leaves in the L2 cache is what products begin with, and
 // what products leave there is what finish begins with.
 //
@@ -313,9 +332,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
-    for (std::int64_t i = std::int64_t{index} * kRowThreads + tid; i < problem.parts.words;
-         i += std::int64_t{gridDim.x} * kRowThreads)
-        problem.parts.sums[i] = 0.f;
+    clear_parts(problem, index);
     __syncthreads();
     float largest = 0.f;  // the finite |D| of this thread's row
     if (tid < kRowGroup) {
@@ -448,7 +465,7 @@ constexpr std::int64_t facts_bytes(bool terms) {
 inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
     const ForwardParams& p = params.forward;
     const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
-    return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&
+    return by == DqBy::kSums && !p.sequences.cu_seqlens_q && params.shared.stage == BackwardStage::kAll &&
            row_groups(p) * kRowGroup * facts_bytes(terms) <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
 }
 

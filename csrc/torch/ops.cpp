@@ -102,6 +102,21 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "bool bias_grad=False, bool deterministic=False, str kernel_name=\"auto\", str forward_kernel=\"auto\") -> "
         "(Tensor dq, Tensor dk, "
         "Tensor dv, Tensor dbias)");
+    // Several calls of backward of a dense problem with the same queries and scale, whose dq is one sum in fp32. begin
+    // makes `memory`, empty if the kernel cannot share, or is faster without; k, v and the band are those of one of the
+    // calls. add: of queries from `first` on of the `rows` that begin was given, multiples of 64 or the end.
+    m.def(
+        "backward_begin(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+        "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> Tensor memory");
+    m.def(
+        "backward_add(Tensor(a!) memory, SymInt first, SymInt rows, Tensor dout, Tensor q, Tensor k, Tensor v, "
+        "float? scale=None, SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, "
+        "str kernel_name=\"auto\", str forward_kernel=\"auto\") -> (Tensor dk, Tensor dv)");
+    m.def(
+        "backward_end(Tensor memory, Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, "
+        "SymInt window_right=-1, bool bottom_right=False, str kernel_name=\"auto\", "
+        "str forward_kernel=\"auto\") -> Tensor dq");
     // backward, dense or with cu_seqlens packed, with more: dentropy (as lse) and dcolumn_sum ((B, Hq, Nk), packed
     // (Hq, total_k)), whose parts of delta are in dlse; dslopes, shaped as dcolumn_sum, is to be summed over keys.
     m.def(
@@ -142,6 +157,9 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
     (m).impl("forward_cached", TORCH_BOX(&flash_wmma::forward_cached));                     \
     (m).impl("backward", TORCH_BOX(&flash_wmma::backward));                                 \
     (m).impl("backward_varlen", TORCH_BOX(&flash_wmma::backward_varlen));                   \
+    (m).impl("backward_begin", TORCH_BOX(&flash_wmma::backward_begin));                     \
+    (m).impl("backward_add", TORCH_BOX(&flash_wmma::backward_add));                         \
+    (m).impl("backward_end", TORCH_BOX(&flash_wmma::backward_end));                         \
     (m).impl("backward_with_statistics", TORCH_BOX(&flash_wmma::backward_with_statistics)); \
     (m).impl("statistics", TORCH_BOX(&flash_wmma::statistics))
 

@@ -97,6 +97,24 @@ Gradients backward_varlen(const Tensor& dout, const OptionalTensor& dlse, const 
                           const OptionalTensor& dropout_origin, bool bias_grad, bool deterministic,
                           const std::string& kernel_name, const std::string& forward_kernel);
 
+// Several calls with the same queries, whose dq is one sum (SharedQueries).
+
+/// What the calls have in common; empty, if the kernel cannot share, or is faster without.
+Tensor backward_begin(const Tensor& dout_tensor, const OptionalTensor& dlse_tensor, const Tensor& q_tensor,
+                      const Tensor& k_tensor, const Tensor& v_tensor, const Tensor& out_tensor,
+                      const Tensor& lse_tensor, std::optional<double> scale, int64_t window_left, int64_t window_right,
+                      bool bottom_right, const std::string& kernel_name, const std::string& forward_kernel);
+/// dk, dv of some keys. The queries are those of backward_begin, of which there were `rows`, from `first` on.
+std::tuple<Tensor, Tensor> backward_add(const Tensor& memory, int64_t first, int64_t rows, const Tensor& dout_tensor,
+                                        const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                                        std::optional<double> scale, int64_t window_left, int64_t window_right,
+                                        bool bottom_right, const std::string& kernel_name,
+                                        const std::string& forward_kernel);
+/// dq.
+Tensor backward_end(const Tensor& memory, const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                    std::optional<double> scale, int64_t window_left, int64_t window_right, bool bottom_right,
+                    const std::string& kernel_name, const std::string& forward_kernel);
+
 /// dq, dk, dv, dbias, dslopes.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> backward_with_statistics(
     const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,

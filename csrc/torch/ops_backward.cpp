@@ -1,4 +1,4 @@
-// flash_wmma::backward and backward_varlen.
+// flash_wmma::backward, backward_varlen, backward_begin, backward_add and backward_end.
 #include "torch/ops.h"
 
 namespace flash_wmma {
@@ -250,7 +250,144 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> count(CheckedCall& call, const Tensor
     return {std::move(row_max), std::move(entropy), std::move(column_sum), std::move(row_sum)};
 }
 
+/// A part of several calls of backward with the same queries (SharedQueries): dense, with a band at most.
+class SharedCall {
+  public:
+    SharedCall(const Operand& q, const Operand& k, const Operand& v, const Options& options,
+               const std::string& forward_kernel)
+        : call_(q, k, v, options), target_(q, options.kernel_name, "backward") {
+        params.forward = call_.params;
+        if (options.kernel_name == "auto")
+            params.exact = registry::is_exact(forward_kernel, params.forward, target_.device());
+        kernel_ = &target_.choose(params);
+    }
+    BackwardParams params{};
+
+    bool empty() const { return call_.empty(); }
+    /// Points the params to q, k, v and lse.
+    void point_to(const Readable& q, const Readable& k, const Readable& v, const Tensor& lse) {
+        call_.point_to(q, k, v, lse);
+        params.forward = call_.params;
+    }
+    /// Bytes of the memory that such calls have in common, of which the first has these params; 0: the kernel has none.
+    int64_t bytes() const { return kernel_->shared_bytes ? kernel_->shared_bytes(params, target_.device()) : 0; }
+    /// Sets the params' stage and the memory, which backward_begin has made for `rows` queries.
+    void share(BackwardStage stage, const Tensor& memory, int64_t first, int64_t rows) {
+        params.shared = {stage, data_of(memory), first, rows};
+        BackwardParams all = params;
+        all.forward.seqlen_q = rows;
+        const Operand given(memory, "memory");
+        const bool fits = kernel_->shared_bytes && given.dim == 1 && given.dtype == codes().byte &&
+                          given.same_device(call_.q) && given.sizes[0] == kernel_->shared_bytes(all, target_.device());
+        if (!fits) given.refuse("that of backward_begin with these queries");
+    }
+    template <class Buffers>
+    void run(const Buffers& buffers) {
+        target_.run(*kernel_, params, buffers);
+    }
+
+  private:
+    CheckedCall call_;
+    Target target_;
+    const BackwardKernelInfo* kernel_;
+};
+
+/// The options of a call with a band alone.
+Options of_band(std::optional<double> scale, int64_t window_left, int64_t window_right, bool bottom_right,
+                const std::string& kernel_name) {
+    return {kNone,       kNone,        kNone,        kNone, kNone, kNone,      scale,
+            window_left, window_right, bottom_right, 0.,    0.,    kernel_name};
+}
+
 }  // namespace
+
+Tensor backward_begin(const Tensor& dout_tensor, const OptionalTensor& dlse_tensor, const Tensor& q_tensor,
+                      const Tensor& k_tensor, const Tensor& v_tensor, const Tensor& out_tensor,
+                      const Tensor& lse_tensor, std::optional<double> scale, int64_t window_left, int64_t window_right,
+                      bool bottom_right, const std::string& kernel_name, const std::string& forward_kernel) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), dout(dout_tensor, "dout"),
+        out(out_tensor, "out");
+    const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
+    SharedCall call(q, k, v, options, forward_kernel);
+    for (const Operand* t : {&dout, &out}) check_like_out(*t, q, v);
+    const std::array<int64_t, 3> lse_sizes{q.sizes[0], q.sizes[1], q.sizes[2]};
+    const Tensor lse = like_lse(lse_tensor, "lse", lse_sizes, q);
+    OptionalTensor dlse;
+    if (dlse_tensor) dlse = like_lse(*dlse_tensor, "dlse", lse_sizes, q);
+    const auto memory_of = [&](int64_t bytes) { return empty<1>({bytes}, {1}, codes().byte, q); };
+    if (call.empty()) return memory_of(0);
+
+    const Readable q_rows(q), k_rows(k), v_rows(v), out_rows(out), dout_rows(dout);
+    call.point_to(q_rows, k_rows, v_rows, lse);
+    const int64_t bytes = call.bytes();
+    const Tensor memory = memory_of(bytes);
+    if (bytes == 0) return memory;
+    BackwardParams& p = call.params;
+    p.forward.o = out_rows.rows;
+    p.dout = dout_rows.rows;
+    if (dlse) p.dlse = static_cast<const float*>(data_of(*dlse));
+    call.share(BackwardStage::kBegin, memory, 0, q.sizes[2]);
+    call.run([&] {
+        std::vector<emulator::Buffer> buffers{out_rows.buffer("o"), dout_rows.buffer("dout"),
+                                              buffer_of("lse", lse, false), buffer_of("memory", memory, true)};
+        if (dlse) buffers.push_back(buffer_of("dlse", *dlse, false));
+        return buffers;
+    });
+    return memory;
+}
+
+std::tuple<Tensor, Tensor> backward_add(const Tensor& memory, int64_t first, int64_t rows, const Tensor& dout_tensor,
+                                        const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                                        std::optional<double> scale, int64_t window_left, int64_t window_right,
+                                        bool bottom_right, const std::string& kernel_name,
+                                        const std::string& forward_kernel) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v"), dout(dout_tensor, "dout");
+    const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
+    SharedCall call(q, k, v, options, forward_kernel);
+    check_like_out(dout, q, v);
+    constexpr int64_t kUnit = 64;
+    const int64_t end = first + q.sizes[2];
+    if (first < 0 || end > rows || first % kUnit || (end % kUnit && end < rows))
+        invalid("first " + std::to_string(first) + ", rows " + std::to_string(rows) +
+                ": the queries begin and end at multiples of 64 of the rows, or at their end");
+    Written<4> dk = gradient_of<4>(k), dv = gradient_of<4>(v);
+    if (call.empty()) {
+        for (Written<4>* t : {&dk, &dv}) torch::stable::zero_(t->memory());
+    } else {
+        const Readable q_rows(q), k_rows(k), v_rows(v), dout_rows(dout);
+        call.point_to(q_rows, k_rows, v_rows, nothing(q));
+        BackwardParams& p = call.params;
+        p.dout = dout_rows.rows;
+        p.dk = dk.rows();
+        p.dv = dv.rows();
+        call.share(BackwardStage::kAdd, memory, first, rows);
+        call.run([&] {
+            return std::vector<emulator::Buffer>{q_rows.buffer("q"),
+                                                 k_rows.buffer("k"),
+                                                 v_rows.buffer("v"),
+                                                 dout_rows.buffer("dout"),
+                                                 dk.buffer("dk"),
+                                                 dv.buffer("dv"),
+                                                 buffer_of("memory", memory, true)};
+        });
+    }
+    return {dk.take(), dv.take()};
+}
+
+Tensor backward_end(const Tensor& memory, const Tensor& q_tensor, const Tensor& k_tensor, const Tensor& v_tensor,
+                    std::optional<double> scale, int64_t window_left, int64_t window_right, bool bottom_right,
+                    const std::string& kernel_name, const std::string& forward_kernel) {
+    const Operand q(q_tensor, "q"), k(k_tensor, "k"), v(v_tensor, "v");
+    const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
+    SharedCall call(q, k, v, options, forward_kernel);
+    Written<4> dq = gradient_of<4>(q);
+    const Readable q_rows(q), k_rows(k), v_rows(v);
+    call.point_to(q_rows, k_rows, v_rows, nothing(q));
+    call.params.dq = dq.rows();
+    call.share(BackwardStage::kEnd, memory, 0, q.sizes[2]);
+    call.run([&] { return std::vector<emulator::Buffer>{dq.buffer("dq"), buffer_of("memory", memory, false)}; });
+    return dq.take();
+}
 
 Gradients backward(const Tensor& dout, const OptionalTensor& dlse, const Tensor& q_tensor, const Tensor& k_tensor,
                    const Tensor& v_tensor, const Tensor& out, const Tensor& lse, std::optional<double> scale,

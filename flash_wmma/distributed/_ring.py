@@ -22,6 +22,7 @@ from torch import Tensor
 from .. import _autograd, _ops
 from .._call import Call
 from .._call import Lengths as Tables
+from .._shared_queries import UNIT, SharedQueries
 from ._agree import Place
 from ._layout import Cut, Ranges, count, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
@@ -308,6 +309,57 @@ def _forward(
     return merged.take(q.dtype, sinks)
 
 
+def _shared_rows(job: Job, n: int) -> tuple[int, int] | None:
+    """The rows of queries, of n, with which a job can be one of several calls that share them: up to where a kernel's
+    group of rows ends, if those behind the job's own see nothing. None: it cannot."""
+    if len(job.q) != 1:
+        return None
+    ((first, end),) = job.q
+    up = min(-(-end // UNIT) * UNIT, n)
+    alone = up == end or (job.left >= 0 and end - first - job.left >= count(job.k))
+    return (first, up) if first % UNIT == 0 and alone else None
+
+
+def _can_share(ring: Ring, slopes: Tensor | None, q: Tensor) -> bool:
+    """Whether the calls of a backward pass may have one sum of dq: several dense ones, each with a band alone."""
+    if ring.packed or _ops.is_deterministic(ring.call):
+        return False
+    calls = [(step.source, job) for step in ring.steps for job in step.needed.jobs]
+
+    def plain(source: int, job: Job) -> bool:
+        call, padding, shift = _part(ring, source, job, slopes, q.device)
+        return call.only_band and padding == NOTHING and shift is None
+
+    n = q.shape[ring.dim]
+    return len(calls) > 1 and all(plain(*each) and _shared_rows(each[1], n) for each in calls)
+
+
+def _gradients(
+    part: _Part,
+    job: Job,
+    dim: int,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of q, k and v of a job."""
+    call, (more_q, more_k), shift = part
+    of_queries = [padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out)]
+    of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (k, v))
+    of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
+    assert of_lse is not None
+    of_lse = padded(of_lse if shift is None else of_lse - shift, more_q, of_lse.dim() - 1)
+    if of_dlse is not None:
+        of_dlse = padded(of_dlse, more_q, of_dlse.dim() - 1)
+    of_dout, of_q, of_out = of_queries
+    dq, dk, dv, _ = _autograd.gradients(of_dout, of_dlse, of_q, of_k, of_v, of_out, of_lse, False, call)
+    return behind(dq, more_q, dim), behind(dk, more_k, dim), behind(dv, more_k, dim)
+
+
 def _backward(
     ring: Ring,
     dout: Tensor,
@@ -323,6 +375,8 @@ def _backward(
     place, dim = ring.place, ring.dim
     dq = Sum(q, dim, ring.parts_of_a_query)
     dk, dv = (Sum(t, dim, ring.parts_of_a_key) for t in (k, v))
+    shares = _can_share(ring, slopes, q)
+    shared: SharedQueries | None = None
     going_home: list[tuple[Travel, Pair]] = []
     arrived: list[Travel] = []
 
@@ -342,25 +396,19 @@ def _backward(
             of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
             of_queries: list[tuple[Ranges, Tensor]] = []
             for job in needed.jobs:
-                call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
-                of_dout, of_q, of_out = (padded(take(t, job.q, dim), more_q, dim) for t in (dout, q, out))
-                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
-                of_lse, of_dlse = (None if t is None else take(t, job.q, t.dim() - 1) for t in (lse, dlse))
-                assert of_lse is not None
-                of_lse = of_lse if shift is None else of_lse - shift
-                of_q, of_k, of_v, _ = _autograd.gradients(
-                    of_dout,
-                    None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),
-                    of_q,
-                    of_k,
-                    of_v,
-                    of_out,
-                    padded(of_lse, more_q, of_lse.dim() - 1),
-                    False,
-                    call,
-                )
-                of_k, of_v = behind(of_k, more_k, dim), behind(of_v, more_k, dim)
-                of_queries.append((job.q, behind(of_q, more_q, dim)))
+                part = _part(ring, source, job, slopes, q.device)
+                if shares and shared is None:
+                    shared = SharedQueries(dout, dlse, q, keys, values, out, lse, part.call)
+                    shares = shared.offered
+                if shares and shared is not None:
+                    queries = _shared_rows(job, q.shape[dim])
+                    assert queries is not None
+                    of_dout, of_q = (take(t, (queries,), dim) for t in (dout, q))
+                    of_k, of_v = (take(t, job.k, dim) for t in (keys, values))
+                    of_k, of_v = shared.add(queries[0], of_dout, of_q, of_k, of_v, part.call)
+                else:
+                    of_q, of_k, of_v = _gradients(part, job, dim, dout, dlse, q, keys, values, out, lse)
+                    of_queries.append((job.q, of_q))
                 if own:
                     rows = within(needed.message, job.k)
                     dk.add(rows, of_k)
@@ -377,6 +425,8 @@ def _backward(
             for rows, of_q in of_queries:  # beside the messages
                 dq.add(rows, of_q)
             absorb(1)
+        if shares and shared is not None:
+            dq.add(((0, q.shape[dim]),), shared.end(ring.call))
         absorb(0)
     for travel in arrived:
         travel.finish()

@@ -117,8 +117,8 @@ FAULTS = [
     Fault(
         name="ring-shift-in-backward",
         path=RING,
-        old="            of_lse = of_lse if shift is None else of_lse - shift\n",
-        new="",
+        old="padded(of_lse if shift is None else of_lse - shift, more_q",
+        new="padded(of_lse, more_q",
         why="weights are recomputed without the queries' term of ALiBi",
     ),
     Fault(
@@ -131,8 +131,8 @@ FAULTS = [
     Fault(
         name="ring-dlse",
         path=RING,
-        old="None if of_dlse is None else padded(of_dlse, more_q, of_dlse.dim() - 1),",
-        new="None,",
+        old="_autograd.gradients(of_dout, of_dlse, of_q,",
+        new="_autograd.gradients(of_dout, None, of_q,",
         why="the gradient of lse is dropped",
     ),
     Fault(
@@ -155,6 +155,27 @@ FAULTS = [
         old="                    dk.add(rows, of_k)\n                    dv.add(rows, of_v)\n",
         new="                    pass\n",
         why="gradients of a rank's own keys are lost",
+    ),
+    Fault(
+        name="ring-shares-queries-of-other-jobs",
+        path=RING,
+        old="alone = up == end or (job.left >= 0 and end - first - job.left >= count(job.k))",
+        new="alone = True",
+        why="rows behind a job's own, which see its keys, are counted once more",
+    ),
+    Fault(
+        name="ring-shares-where-no-group-begins",
+        path=RING,
+        old="return (first, up) if first % UNIT == 0 and alone else None",
+        new="return (first, up) if alone else None",
+        why="a kernel is given queries that begin within a group of rows",
+    ),
+    Fault(
+        name="ring-shares-in-deterministic-calls",
+        path=RING,
+        old="if ring.packed or _ops.is_deterministic(ring.call):",
+        new="if ring.packed:",
+        why="the order of additions to dq is not that of another run",
     ),
     Fault(
         name="ring-values-of-another-width",

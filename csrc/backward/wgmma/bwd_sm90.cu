@@ -22,6 +22,9 @@ const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistic
 std::int64_t largest_head_dim(const BackwardParams& p) { return std::max(p.forward.head_dim, p.forward.head_dim_v); }
 bool is_wide(const BackwardParams& p) { return largest_head_dim(p) > 128; }
 
+/// Whether dQ's buffer and the facts are of several launches.
+bool is_shared(const BackwardParams& p) { return p.shared.stage != BackwardStage::kAll; }
+
 /// Whether memory is slow beside the tensor cores.
 constexpr int kSlowBus = 5120;  // bits, of an H100; an H200 has 6016
 bool has_slow_memory(const DeviceFacts& device) { return 0 < device.memory_bus && device.memory_bus <= kSlowBus; }
@@ -54,6 +57,7 @@ bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
 /// and write dq, in short sequences: in deterministic calls, which have an order anyway, and in others if memory is slow.
 /// With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
+    if (is_shared(p)) return DqBy::kSums;
     if (!is_wide(p)) return p.deterministic || has_few_keys(p, device) ? DqBy::kQueries : DqBy::kSums;
     if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;
     return p.forward.seqlen_k <= (p.deterministic ? 1024 : 512) ? DqBy::kTurns : DqBy::kSums;
@@ -76,7 +80,7 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
 /// fit where they would then lie.
 int sole_rows(const BackwardParams& params, const Shape& shape) {
     const ForwardParams& p = params.forward;
-    if (!shape.writes_sole_rows) return 0;
+    if (!shape.writes_sole_rows || is_shared(params)) return 0;
     const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
     if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
     const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;  // of a tile
@@ -147,34 +151,79 @@ std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) 
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
     if (p.statistics.wanted) return extents_bytes(p.forward);
+    if (p.shared.stage == BackwardStage::kBegin || p.shared.stage == BackwardStage::kEnd) return 0;
+    if (is_shared(p)) return counters_bytes(p, device);
     const Shape& shape = shape_of(p, device);
     return counters_bytes(p, device) +
            backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
 }
 
+/// Where everything lies that the launch does not share.
+Problem problem_alone(const BackwardParams& p, const DeviceFacts& device) {
+    BackwardParams params = p;
+    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, device);
+    const Shape& shape = shape_of(p, device);
+    return problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
+}
+/// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and how
+/// many more a head has.
+Problem problem_shared(const BackwardParams& p, const DeviceFacts& device) {
+    const bool adds = p.shared.stage == BackwardStage::kAdd;
+    BackwardParams all = p;
+    all.workspace = p.shared.memory;
+    if (adds) all.forward.seqlen_q = p.shared.rows;
+    const Problem whole = problem_of(all, DqBy::kSums, shape_of(p, device).takes_terms);
+    Problem problem = whole;
+    static_cast<BackwardParams&>(problem) = p;
+    if (!adds) return problem;
+    const std::int64_t first = p.shared.first / kRowGroup, heads = p.forward.batch * p.forward.heads_q;
+    problem.dq_rows += first * kRowGroup * p.forward.head_dim;
+    if (problem.terms) problem.terms += first * (kRowGroup / 8);
+    else problem.facts += first * (kRowGroup / 2);
+    problem.more_groups = static_cast<int>((row_groups(all.forward) - row_groups(p.forward)) / heads);
+    return problem;
+}
+
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    auto* const workspace = static_cast<char*>(p.workspace);
-    BackwardParams params = p;
-    params.workspace = workspace + counters_bytes(p, device);
+    const BackwardStage stage = p.shared.stage;
+    Problem problem = is_shared(p) ? problem_shared(p, device) : problem_alone(p, device);
+    const auto prepare_rows = [&] {
+        launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
+    };
+    if (stage == BackwardStage::kBegin) return prepare_rows();
+    if (stage == BackwardStage::kEnd) return launch_rows(finish<Sm90, T>, problem, stream);
+
+    auto* const counters = static_cast<char*>(p.workspace);
     const Shape& shape = shape_of(p, device);
-    Problem problem = problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
-    problem.queue = reinterpret_cast<Queue*>(workspace);
-    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(workspace + kUnit);
+    problem.queue = reinterpret_cast<Queue*>(counters);
+    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(counters + kUnit);
     if (const Parts parts = parts_of(p, shape, device); parts.each > 1) {  // and no turns
         const PartsWords words = words_of(parts, shape);
         const std::int64_t in_dq = parts_in_dq(p, shape, words);
         auto* const sums =
-            reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : workspace + kUnit);
+            reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : counters + kUnit);
         problem.parts = {static_cast<int>(parts.whole), parts.each, sums, words.sums + words.counts,
                          reinterpret_cast<unsigned*>(sums + words.sums)};
     }
     problem.multiprocessors = std::max(device.sm_count, 1);
-    launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
+    if (stage == BackwardStage::kAdd)
+        launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
+               stream, problem);
+    else prepare_rows();
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
+    if (stage == BackwardStage::kAll && problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
         launch_rows(finish<Sm90, T>, problem, stream);
+}
+
+/// Of dense calls with a band at most, whose dQ would be a sum in fp32 if each were alone.
+std::int64_t shared_bytes(const BackwardParams& p, const DeviceFacts& device) {
+    const bool plain = problems_of(p, /*converted=*/false) == Problems::kPlain;
+    if (!plain || p.deterministic || p.statistics.wanted || dq_of(p, device) != DqBy::kSums) return 0;
+    BackwardParams begins = p;
+    begins.shared.stage = BackwardStage::kBegin;
+    return backward::workspace_bytes(begins, /*converted=*/false, DqBy::kSums, shape_of(begins, device).takes_terms);
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
@@ -206,6 +255,10 @@ const BackwardKernelInfo kInfo = {
     workspace_bytes,
     launch_bwd_sm90,
     yields,
+    /*tells=*/nullptr,
+    /*tangents=*/nullptr,
+    /*merges=*/nullptr,
+    shared_bytes,
 };
 const Registration kRegistration(kInfo);
 

@@ -87,7 +87,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         const Sequence& sequence = item.sequence;
         const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
         const QueryPlace at = QueryPlace::of(item, first + own);
-        const int group = static_cast<int>(q_scale_index(problem_.forward, sequence, at.head)) + at.row / kRowGroup;
+        const int group = static_cast<int>(first_group(problem_, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
