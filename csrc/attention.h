@@ -222,8 +222,8 @@ enum class BackwardStage { kAll, kBegin, kAdd, kEnd };
 struct SharedQueries {
     BackwardStage stage;  ///< kAll: there are no others
     void* memory;         ///< Kernel::shared_bytes, 256-byte aligned: kBegin writes it all; L and D, and an fp32 dq
-    std::int64_t first,
-        rows;  ///< kAdd: of the first of its queries, a multiple of 64, in kBegin's, and how many those are
+    std::int64_t first;   ///< kAdd: of its queries the first, a multiple of 64, among those of kBegin
+    std::int64_t rows;    ///< kAdd: how many queries kBegin was given
 };
 
 struct BackwardParams {

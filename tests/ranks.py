@@ -782,8 +782,8 @@ CASES: dict[str, Callable[[], None]] = {
     "mismatches": mismatches,
     "random_calls": random_calls,
 }
-LONG = Problem(((4608, 4608),), batch=1, heads=(2, 1), dims=(64, 64), dtype=BF16)
-"""So long that on Hopper a rank's calls of backward share their queries (_shared_queries.py)."""
+LONG = Problem(((3072, 3072),), batch=1, heads=(1, 1), dims=(64, 64), dtype=BF16)
+"""So long that on Hopper the calls of backward of each of two ranks share its queries (_shared_queries.py)."""
 LONG_PROBLEMS = {
     "long": LONG,
     "long_causal": LONG._replace(causal=True),

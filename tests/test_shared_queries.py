@@ -76,6 +76,15 @@ def problem(
     return Attention(*(t.to(DEVICE) for t in given)), [t.to(DEVICE) for t in expected]
 
 
+def begin(given: Attention) -> SharedQueries:
+    """What the calls share. It begins with many keys, for which kernels sum dq on every device."""
+    q, k, v, dout, dlse, out, lse = given
+    more_k, more_v = (t.new_zeros(*t.shape[:2], 4096, t.shape[3]) for t in (k, v))
+    shared = SharedQueries(dout, dlse, q, more_k, more_v, out, lse, call_of(backward_kernel=KERNEL))
+    assert shared.offered
+    return shared
+
+
 def compute(
     given: Attention, pieces: list[Piece], sm_count: int = 2, layout: str = "bhnd", memory_bus: int = 0
 ) -> list[Tensor]:
@@ -83,11 +92,10 @@ def compute(
     if layout == "bnhd":
         rows = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in given[:4])
         given = Attention(*rows, *given[4:])
-    q, k, v, dout, dlse, out, lse = given
+    q, k, v, dout, *_ = given
     of_keys = []
     with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count, memory_bus=memory_bus), poisoned_memory():
-        shared = SharedQueries(dout, dlse, q, k, v, out, lse, call_with(pieces[0]))
-        assert shared.offered
+        shared = begin(given)
         for piece in pieces:
             queries, keys = slice(*piece.q), slice(*piece.k)
             tensors = dout[:, :, queries], q[:, :, queries], k[:, :, keys], v[:, :, keys]
@@ -151,10 +159,9 @@ def test_who_shares() -> None:
 def test_other_queries_are_refused(first: int, rows: int, message: str) -> None:
     """Those that no group of rows begins with or ends with, and those that are not of the memory."""
     given, _ = problem([Piece((0, 256), (0, 64))], (1, 1), 64, 64, torch.float16)
-    q, k, v, dout, dlse, out, lse = given
-    names = (KERNEL, "auto")
-    rest = (None, -1, -1, False, *names)
-    memory = ops.backward_begin(dout, dlse, q, k, v, out, lse, *rest)
+    q, k, v, dout, *_ = given
+    rest = (None, -1, -1, False, KERNEL, "auto")
+    memory = begin(given)._memory
     some = slice(0, 100 if rows == 256 and first == 0 else 128)
     with pytest.raises((RuntimeError, ValueError), match=message):
         ops.backward_add(memory, first, rows, dout[:, :, some], q[:, :, some], k, v, *rest)
@@ -175,11 +182,10 @@ def test_opcheck() -> None:
     given, _ = problem([Piece((0, 128), (0, 64))], (1, 1), 64, 64, torch.float16)
     q, k, v, dout, dlse, out, lse = given
     rest = (None, -1, -1, False, KERNEL, "auto")
-    begin = (dout, dlse, q, k, v, out, lse, *rest)
-    memory = ops.backward_begin(*begin)
+    memory = begin(given)._memory.zero_()
+    arguments = (dout, dlse, q, k, v, out, lse, *rest)
     tests = ["test_schema", "test_faketensor"]
-    torch.library.opcheck(ops.backward_begin.default, begin, test_utils=tests)
-    memory = memory.zero_()
+    torch.library.opcheck(ops.backward_begin.default, arguments, test_utils=tests)
     torch.library.opcheck(ops.backward_add.default, (memory, 0, 128, dout, q, k, v, *rest), test_utils=tests)
     torch.library.opcheck(ops.backward_end.default, (memory, q, k, v, *rest), test_utils=tests)
 

@@ -7,6 +7,7 @@ from .fault import Fault
 FLASH_ATTN = "flash_wmma/_flash_attn.py"
 FORWARD = "flash_wmma/_forward.py"
 AUTOGRAD = "flash_wmma/_autograd.py"
+OPS = "flash_wmma/_ops.py"
 FAKE = "flash_wmma/_fake.py"
 AUTOCAST = "flash_wmma/_autocast.py"
 CHECKS = "flash_wmma/_checks.py"
@@ -246,9 +247,9 @@ FAULTS = [
     ),
     Fault(
         name="flag-over-argument",
-        path=AUTOGRAD,
-        old="deterministic = torch.are_deterministic_algorithms_enabled() if asked is None else asked",
-        new="deterministic = torch.are_deterministic_algorithms_enabled() or bool(asked)",
+        path=OPS,
+        old="return torch.are_deterministic_algorithms_enabled() if asked is None else asked",
+        new="return torch.are_deterministic_algorithms_enabled() or bool(asked)",
         why="torch's flag holds against deterministic=False",
     ),
     Fault(

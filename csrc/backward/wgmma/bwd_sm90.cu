@@ -172,8 +172,7 @@ Problem problem_shared(const BackwardParams& p, const DeviceFacts& device) {
     BackwardParams all = p;
     all.workspace = p.shared.memory;
     if (adds) all.forward.seqlen_q = p.shared.rows;
-    const Problem whole = problem_of(all, DqBy::kSums, shape_of(p, device).takes_terms);
-    Problem problem = whole;
+    Problem problem = problem_of(all, DqBy::kSums, shape_of(p, device).takes_terms);
     static_cast<BackwardParams&>(problem) = p;
     if (!adds) return problem;
     const std::int64_t first = p.shared.first / kRowGroup, heads = p.forward.batch * p.forward.heads_q;
