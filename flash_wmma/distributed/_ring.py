@@ -246,41 +246,43 @@ def _posted(ring: Ring, k: Tensor, v: Tensor, backward: bool) -> Iterator[Post]:
 
 
 class _Keys:
-    """This rank's keys and values, and those that come."""
+    """This rank's own keys and values, and those that come."""
 
     def __init__(self, ring: Ring, post: Post, k: Tensor, v: Tensor) -> None:
         self._ring, self._post, self._k, self._v = ring, post, k, v
-        self._travels: list[Travel] = []
+        self._travels: dict[int, Travel] = {}
+        """By the rank whose keys come."""
 
-    def _travel(self, n: int) -> Travel | None:
+    def _travel(self, step: Step) -> Travel:
         """Sends and receives for a step."""
-        ring = self._ring
-        if n >= len(ring.steps):
-            return None
-        source, to, needed, asked = ring.steps[n]
-        sent = None
-        if asked.rows:
-            sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)
-        coming = Shape(self._k, self._v, needed.rows, ring.dim, self._k.dtype) if needed.rows else None
-        self._travels.append(self._post.travel(to, sent, source, coming, lasting=True))
-        return self._travels[-1]
+        if step.source not in self._travels:
+            dim, (source, to, needed, asked) = self._ring.dim, step
+            sent = (take(self._k, asked.message, dim), take(self._v, asked.message, dim)) if asked.rows else None
+            coming = Shape(self._k, self._v, needed.rows, dim, self._k.dtype) if needed.rows else None
+            self._travels[source] = self._post.travel(to, sent, source, coming, lasting=True)
+        return self._travels[step.source]
 
-    def __iter__(self) -> Iterator[tuple[Step, Tensor, Tensor]]:
-        """Each step with its keys and values. The next ones are on their way while these are used."""
-        dim = self._ring.dim
-        travel = None
-        for n, step in enumerate(self._ring.steps):
-            if n == 0:
+    def start(self) -> None:
+        """Has the first messages begin, which else begin beside the first step."""
+        for step in self._ring.steps[1:2]:
+            self._travel(step).start()
+
+    def steps(self, own_last: bool = False) -> Iterator[tuple[Step, Tensor, Tensor]]:
+        """Each step with its keys and values. The next ones are on their way while these are used. The rank's own are
+        those of the first step, or of the last."""
+        dim, (own, *others) = self._ring.dim, self._ring.steps
+        steps = [*others, own] if own_last else [own, *others]
+        for n, step in enumerate(steps):
+            if step is own:
                 k, v = (take(t, step.needed.message, dim) for t in (self._k, self._v))
             else:
-                assert travel is not None
-                arrived = travel.arrive()
+                arrived = self._travel(step).arrive()
                 k, v = (self._k[:0], self._v[:0]) if arrived is None else (arrived.k, arrived.v)
-            travel = self._travel(n + 1)
+            coming = [self._travel(following) for following in steps[n + 1 : n + 2] if following is not own]
             yield step, k, v
-            if travel is not None:
+            for travel in coming:
                 travel.start()
-        for travel in self._travels:
+        for travel in self._travels.values():
             travel.finish()
 
 
@@ -295,7 +297,7 @@ def _forward(
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
     merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_a_query)
     with _posted(ring, k, v, backward=False) as post:
-        for (source, _, needed, _), keys, values in _Keys(ring, post, k, v):
+        for (source, _, needed, _), keys, values in _Keys(ring, post, k, v).steps():
             for job in needed.jobs:
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_q = padded(take(q, job.q, dim), more_q, dim)
@@ -320,18 +322,29 @@ def _shared_rows(job: Job, n: int) -> tuple[int, int] | None:
     return (first, up) if first % UNIT == 0 and alone else None
 
 
-def _can_share(ring: Ring, slopes: Tensor | None, q: Tensor) -> bool:
-    """Whether the calls of a backward pass may have one sum of dq: several dense ones, each with a band alone."""
+def _shared(
+    ring: Ring,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    slopes: Tensor | None,
+) -> SharedQueries | None:
+    """What the calls of a backward pass share. ``None`` if there are not several dense ones, each with a band alone, or
+    their kernel is faster without."""
     if ring.packed or _ops.is_deterministic(ring.call):
-        return False
+        return None
     calls = [(step.source, job) for step in ring.steps for job in step.needed.jobs]
-
-    def plain(source: int, job: Job) -> bool:
-        call, padding, shift = _part(ring, source, job, slopes, q.device)
-        return call.only_band and padding == NOTHING and shift is None
-
+    parts = [_part(ring, *each, slopes, q.device) for each in calls]
     n = q.shape[ring.dim]
-    return len(calls) > 1 and all(plain(*each) and _shared_rows(each[1], n) for each in calls)
+    plain = all(call.only_band and padding == NOTHING and shift is None for call, padding, shift in parts)
+    if len(calls) < 2 or not plain or not all(_shared_rows(job, n) for _, job in calls):
+        return None
+    shared = SharedQueries(dout, dlse, q, k, v, out, lse, parts[0].call)
+    return shared if shared.offered else None
 
 
 def _gradients(
@@ -375,8 +388,6 @@ def _backward(
     place, dim = ring.place, ring.dim
     dq = Sum(q, dim, ring.parts_of_a_query)
     dk, dv = (Sum(t, dim, ring.parts_of_a_key) for t in (k, v))
-    shares = _can_share(ring, slopes, q)
-    shared: SharedQueries | None = None
     going_home: list[tuple[Travel, Pair]] = []
     arrived: list[Travel] = []
 
@@ -391,16 +402,17 @@ def _backward(
             arrived.append(travel)
 
     with _posted(ring, k, v, backward=True) as post:
-        for (source, to, needed, asked), keys, values in _Keys(ring, post, k, v):
+        coming_keys = _Keys(ring, post, k, v)
+        coming_keys.start()
+        shared = _shared(ring, dout, dlse, q, k, v, out, lse, slopes)
+        # The first keys come beside the beginning of the shared sum, and the last gradients go home beside the own keys
+        for (source, to, needed, asked), keys, values in coming_keys.steps(own_last=shared is not None):
             own = source == place.rank
             of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
             of_queries: list[tuple[Ranges, Tensor]] = []
             for job in needed.jobs:
                 part = _part(ring, source, job, slopes, q.device)
-                if shares and shared is None:
-                    shared = SharedQueries(dout, dlse, q, keys, values, out, lse, part.call)
-                    shares = shared.offered
-                if shares and shared is not None:
+                if shared is not None:
                     queries = _shared_rows(job, q.shape[dim])
                     assert queries is not None
                     of_dout, of_q = (take(t, (queries,), dim) for t in (dout, q))
@@ -425,7 +437,7 @@ def _backward(
             for rows, of_q in of_queries:  # beside the messages
                 dq.add(rows, of_q)
             absorb(1)
-        if shares and shared is not None:
+        if shared is not None:
             dq.add(((0, q.shape[dim]),), shared.end(ring.call))
         absorb(0)
     for travel in arrived:
