@@ -201,6 +201,18 @@ struct Statistics {
     float* column_sum;         ///< a number for each key; null: not asked for
 };
 
+/// What a launch does of several with the same queries and different keys, whose dq is one sum: kBegin finds what is to be
+/// known of the queries, each kAdd computes the gradients of its keys and adds to the sum, kEnd brings the sum to dq.
+enum class BackwardStage { kAll, kBegin, kAdd, kEnd };
+
+/// The queries of such launches.
+struct SharedQueries {
+    BackwardStage stage;  ///< kAll: there are no others
+    void* memory;         ///< Kernel::shared_bytes, 256-byte aligned: kBegin writes it all; L and D, and an fp32 dq
+    std::int64_t first;   ///< kAdd: of its queries the first, a multiple of 64, among those of kBegin
+    std::int64_t rows;    ///< kAdd: how many queries kBegin was given
+};
+
 /// The gradients of forward (FlashAttention-2, algorithm 2). With x and lse as above and x' the score before bias and
 /// ALiBi, a kernel recomputes the weights and writes
 ///     P = exp(x - lse), and 0 where the band, the range or the bias hides the key, or lse is -inf
@@ -214,18 +226,6 @@ struct Statistics {
 ///
 /// Dense: dq, dk and dv are uninitialised, and a kernel writes every row. Packed sequences: the ops have zeroed them,
 /// and a kernel writes only the rows of the sequences (in dk and dv: of the keys in use).
-/// What a launch does of several with the same queries and different keys, whose dq is one sum: kBegin finds what is to be
-/// known of the queries, each kAdd computes the gradients of its keys and adds to the sum, kEnd brings the sum to dq.
-enum class BackwardStage { kAll, kBegin, kAdd, kEnd };
-
-/// The queries of such launches.
-struct SharedQueries {
-    BackwardStage stage;  ///< kAll: there are no others
-    void* memory;         ///< Kernel::shared_bytes, 256-byte aligned: kBegin writes it all; L and D, and an fp32 dq
-    std::int64_t first;   ///< kAdd: of its queries the first, a multiple of 64, among those of kBegin
-    std::int64_t rows;    ///< kAdd: how many queries kBegin was given
-};
-
 struct BackwardParams {
     /// The params of forward, as the ops give them to a forward kernel, except that o and lse are inputs. Rows of o are
     /// aligned like those of dout. exponents, partials and workspace are null.
@@ -243,7 +243,9 @@ struct BackwardParams {
     float* dslopes;                    ///< for each key the sum over queries; zeroed by the ops; null: not asked for
     std::int64_t key_batch, key_head;  ///< strides of numbers for each key, (B, Hq, Nk) or packed (Hq, total_k), fp32
     Statistics statistics;
-    SharedQueries shared;  ///< kBegin needs no dq, dk, dv, kAdd no o, lse, dlse and dq, kEnd dq alone
+    /// What a stage neither reads nor writes may be null: in kBegin q, k, v, dq, dk, dv; in kAdd o, lse, dlse, dq; in kEnd
+    /// all but dq.
+    SharedQueries shared;
 };
 
 }  // namespace flash_wmma

@@ -344,11 +344,15 @@ bool CheckedCall::empty() const {
 }
 
 void CheckedCall::point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse) {
-    params.head_dim = static_cast<int32_t>(round_up(params.head_dim, 8));
-    params.head_dim_v = static_cast<int32_t>(round_up(params.head_dim_v, 8));
     params.q = q_rows.rows;
     params.k = k_rows.rows;
     params.v = v_rows.rows;
+    point_to(lse);
+}
+
+void CheckedCall::point_to(const Tensor& lse) {
+    params.head_dim = static_cast<int32_t>(round_up(params.head_dim, 8));
+    params.head_dim_v = static_cast<int32_t>(round_up(params.head_dim_v, 8));
     params.lse = static_cast<float*>(data_of(lse));
     params.lse_head = q.sizes[packed() ? 0 : 2];
     params.lse_batch = packed() ? 0 : params.heads_q * params.lse_head;

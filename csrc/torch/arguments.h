@@ -192,6 +192,8 @@ struct CheckedCall {
     }
     /// Points the params to q, k, v and lse, and pads the head dims.
     void point_to(const Readable& q_rows, const Readable& k_rows, const Readable& v_rows, const Tensor& lse);
+    /// The same for a launch that reads no q, k and v.
+    void point_to(const Tensor& lse);
     /// The memory of the options, for the emulator.
     void add_buffers(std::vector<emulator::Buffer>& buffers) const;
 

@@ -264,9 +264,10 @@ class SharedCall {
     BackwardParams params{};
 
     bool empty() const { return call_.empty(); }
-    /// Points the params to q, k, v and lse.
-    void point_to(const Readable& q, const Readable& k, const Readable& v, const Tensor& lse) {
-        call_.point_to(q, k, v, lse);
+    /// Points the params to what a launch reads, as CheckedCall does.
+    template <class... Read>
+    void point_to(const Read&... read) {
+        call_.point_to(read...);
         params.forward = call_.params;
     }
     /// Bytes of the memory that such calls have in common, of which the first has these params; 0: the kernel has none.
@@ -277,9 +278,9 @@ class SharedCall {
         BackwardParams all = params;
         all.forward.seqlen_q = rows;
         const Operand given(memory, "memory");
-        const bool fits = kernel_->shared_bytes && given.dim == 1 && given.dtype == codes().byte &&
-                          given.same_device(call_.q) && given.sizes[0] == kernel_->shared_bytes(all, target_.device());
-        if (!fits) given.refuse("that of backward_begin with these queries");
+        if (!kernel_->shared_bytes || given.dim != 1 || given.dtype != codes().byte || !given.same_device(call_.q) ||
+            given.sizes[0] != kernel_->shared_bytes(all, target_.device()))
+            invalid("memory: allowed: what backward_begin made of these queries for the same kernel");
     }
     template <class Buffers>
     void run(const Buffers& buffers) {
@@ -317,11 +318,10 @@ Tensor backward_begin(const Tensor& dout_tensor, const OptionalTensor& dlse_tens
     const auto memory_of = [&](int64_t bytes) { return empty<1>({bytes}, {1}, codes().byte, q); };
     if (call.empty()) return memory_of(0);
 
-    const Readable q_rows(q), k_rows(k), v_rows(v), out_rows(out), dout_rows(dout);
-    call.point_to(q_rows, k_rows, v_rows, lse);
-    const int64_t bytes = call.bytes();
-    const Tensor memory = memory_of(bytes);
-    if (bytes == 0) return memory;
+    call.point_to(lse);
+    const Tensor memory = memory_of(call.bytes());
+    if (call.bytes() == 0) return memory;
+    const Readable out_rows(out), dout_rows(dout);
     BackwardParams& p = call.params;
     p.forward.o = out_rows.rows;
     p.dout = dout_rows.rows;
@@ -345,11 +345,11 @@ std::tuple<Tensor, Tensor> backward_add(const Tensor& memory, int64_t first, int
     const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
     SharedCall call(q, k, v, options, forward_kernel);
     check_like_out(dout, q, v);
-    constexpr int64_t kUnit = 64;
     const int64_t end = first + q.sizes[2];
-    if (first < 0 || end > rows || first % kUnit || (end % kUnit && end < rows))
+    if (first < 0 || end > rows || first % kScaleRows || (end % kScaleRows && end < rows))
         invalid("first " + std::to_string(first) + ", rows " + std::to_string(rows) +
-                ": the queries begin and end at multiples of 64 of the rows, or at their end");
+                ": the queries begin and end at multiples of " + std::to_string(kScaleRows) +
+                " of the rows, or at their end");
     Written<4> dk = gradient_of<4>(k), dv = gradient_of<4>(v);
     if (call.empty()) {
         for (Written<4>* t : {&dk, &dv}) torch::stable::zero_(t->memory());
@@ -381,8 +381,7 @@ Tensor backward_end(const Tensor& memory, const Tensor& q_tensor, const Tensor& 
     const Options options = of_band(scale, window_left, window_right, bottom_right, kernel_name);
     SharedCall call(q, k, v, options, forward_kernel);
     Written<4> dq = gradient_of<4>(q);
-    const Readable q_rows(q), k_rows(k), v_rows(v);
-    call.point_to(q_rows, k_rows, v_rows, nothing(q));
+    call.point_to(nothing(q));
     call.params.dq = dq.rows();
     call.share(BackwardStage::kEnd, memory, 0, q.sizes[2]);
     call.run([&] { return std::vector<emulator::Buffer>{dq.buffer("dq"), buffer_of("memory", memory, false)}; });

@@ -24,7 +24,7 @@ from .._call import Call
 from .._call import Lengths as Tables
 from .._shared_queries import UNIT, SharedQueries
 from ._agree import Place
-from ._layout import Cut, Ranges, count, most, positions, within
+from ._layout import Cut, Ranges, count, held, most, positions, within
 from ._messages import Direct, Post, Shape, Travel
 from ._peer import peer_of
 from ._plan import ALIGNED, PLAIN, Band, Job, Lengths, Pair, distances, most_rows, pair
@@ -46,6 +46,17 @@ class Step(NamedTuple):
     needed: Pair
     asked: Pair
     """What ``to`` needs of this rank's keys."""
+
+
+def _shared_rows(job: Job, n: int) -> tuple[int, int] | None:
+    """The rows of queries, of n, with which a job can be one of several calls that share them: up to where a kernel's
+    group of rows ends, if those behind the job's own see nothing. None: it cannot."""
+    if len(job.q) != 1:
+        return None
+    ((first, end),) = job.q
+    up = min(-(-end // UNIT) * UNIT, n)
+    alone = up == end or (job.left >= 0 and end - first - job.left >= count(job.k))
+    return (first, up) if first % UNIT == 0 and alone else None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -98,6 +109,19 @@ class Ring:
         """No message between two ranks has more rows: of keys, and of their gradients, where fp32 counts twice. The
         same on every rank."""
         return most_rows(self.lengths, self.cut, self.band)
+
+    @functools.cached_property
+    def calls(self) -> tuple[tuple[int, Job], ...]:
+        """Of a kernel: whose keys, and what with them."""
+        return tuple((step.source, job) for step in self.steps for job in step.needed.jobs)
+
+    @functools.cached_property
+    def may_share(self) -> bool:
+        """Whether the calls of a backward pass may share their queries: several dense ones, each with a band alone."""
+        if self.packed or self.band.alibi or self.band.dropout or self.call.softcap != 0:
+            return False
+        n = held(self.lengths[0][0], self.cut, self.place.rank)
+        return len(self.calls) > 1 and all(_shared_rows(job, n) for _, job in self.calls)
 
     @functools.cached_property
     def plain_parts(self) -> dict[tuple[int, Job], _Part]:
@@ -311,42 +335,6 @@ def _forward(
     return merged.take(q.dtype, sinks)
 
 
-def _shared_rows(job: Job, n: int) -> tuple[int, int] | None:
-    """The rows of queries, of n, with which a job can be one of several calls that share them: up to where a kernel's
-    group of rows ends, if those behind the job's own see nothing. None: it cannot."""
-    if len(job.q) != 1:
-        return None
-    ((first, end),) = job.q
-    up = min(-(-end // UNIT) * UNIT, n)
-    alone = up == end or (job.left >= 0 and end - first - job.left >= count(job.k))
-    return (first, up) if first % UNIT == 0 and alone else None
-
-
-def _shared(
-    ring: Ring,
-    dout: Tensor,
-    dlse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    slopes: Tensor | None,
-) -> SharedQueries | None:
-    """What the calls of a backward pass share. ``None`` if there are not several dense ones, each with a band alone, or
-    their kernel is faster without."""
-    if ring.packed or _ops.is_deterministic(ring.call):
-        return None
-    calls = [(step.source, job) for step in ring.steps for job in step.needed.jobs]
-    parts = [_part(ring, *each, slopes, q.device) for each in calls]
-    n = q.shape[ring.dim]
-    plain = all(call.only_band and padding == NOTHING and shift is None for call, padding, shift in parts)
-    if len(calls) < 2 or not plain or not all(_shared_rows(job, n) for _, job in calls):
-        return None
-    shared = SharedQueries(dout, dlse, q, k, v, out, lse, parts[0].call)
-    return shared if shared.offered else None
-
-
 def _gradients(
     part: _Part,
     job: Job,
@@ -404,7 +392,10 @@ def _backward(
     with _posted(ring, k, v, backward=True) as post:
         coming_keys = _Keys(ring, post, k, v)
         coming_keys.start()
-        shared = _shared(ring, dout, dlse, q, k, v, out, lse, slopes)
+        shared = None
+        if ring.may_share and not _ops.is_deterministic(ring.call):
+            made = SharedQueries(dout, dlse, q, k, v, out, lse, _part(ring, *ring.calls[0], slopes, q.device).call)
+            shared = made if made.offered else None
         # The first keys come beside the beginning of the shared sum, and the last gradients go home beside the own keys
         for (source, to, needed, asked), keys, values in coming_keys.steps(own_last=shared is not None):
             own = source == place.rank

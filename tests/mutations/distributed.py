@@ -173,8 +173,8 @@ FAULTS = [
     Fault(
         name="ring-shares-in-deterministic-calls",
         path=RING,
-        old="if ring.packed or _ops.is_deterministic(ring.call):",
-        new="if ring.packed:",
+        old="if ring.may_share and not _ops.is_deterministic(ring.call):",
+        new="if ring.may_share:",
         why="the order of additions to dq is not that of another run",
     ),
     Fault(
@@ -187,8 +187,8 @@ FAULTS = [
     Fault(
         name="ring-everything-is-sent",
         path=RING,
-        old="            sent = take(self._k, asked.message, ring.dim), take(self._v, asked.message, ring.dim)\n",
-        new="            sent = self._k, self._v\n",
+        old="sent = (take(self._k, asked.message, dim), take(self._v, asked.message, dim)) if asked.rows else None",
+        new="sent = (self._k, self._v) if asked.rows else None",
         why="keys travel that nobody sees, into memory that is too small for them",
     ),
     Fault(
