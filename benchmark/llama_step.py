@@ -83,7 +83,7 @@ def main() -> None:
         with context():
             losses[name] = float(step())
         contenders[name] = timing.Contender(step, context)
-    method = timing.Method(repeats=args.repeats)
+    method = timing.Method(repeats=args.repeats, sample_ms=500)  # steps in a row, as in training
     measured = timing.measure(contenders, device, method)
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
     print(f"Llama, {args.layers} layers, hidden {args.hidden}, {args.heads}/{args.heads_kv} heads,")

@@ -83,7 +83,7 @@ def main() -> None:
         model = example.TinyGPT(make, args.width, args.heads, args.layers, args.length).to(device)
         step = step_of(model, text, DTYPES[args.dtype])
         contenders[name] = timing.Contender(step, contexts.get(name, nullcontext))
-    method = timing.Method(repeats=args.repeats)
+    method = timing.Method(repeats=args.repeats, sample_ms=500)  # steps in a row, as in training
     measured = timing.measure(contenders, device, method)
     tokens = args.batch * args.length
     where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
