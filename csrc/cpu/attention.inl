@@ -399,13 +399,13 @@ void drop_weights(const QTile& tile, const ForwardParams& p, const Task& task, s
 }
 
 /// One step of the online softmax: `n` keys from key `first` on. `bias`: load_bias_tile's, or null.
-template <class Isa, int kVectors, bool kMasked, bool kModified>
-void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p, const Task& task, std::int32_t first,
-                 int n, const float* bias, float* s) {
+template <class Isa, class Keys, int kVectors, bool kMasked, bool kModified>
+void attend_tile(const QTile& tile, Keys& keys, const ForwardParams& p, const Task& task, std::int32_t first, int n,
+                 const float* bias, float* s) {
     using Vec = typename Isa::Vec;
     Vec before[kVectors], maximum[kVectors];
     for (int i = 0; i < kVectors; ++i) before[i] = maximum[i] = Isa::load(tile.maximum + i * Isa::kLanes);
-    multiply_qk<Isa, kVectors, kMasked && !kModified, kModified>(tile, k, p.head_dim, first, n, s, maximum);
+    keys.template multiply_qk<kVectors, kMasked && !kModified, kModified>(tile, first, n, s, maximum);
     if constexpr (kModified) modify_scores<Isa, kVectors, kMasked>(tile, p, first, n, bias, s, maximum);
 
     const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
@@ -427,20 +427,22 @@ void attend_tile(const QTile& tile, KeyRows k, KeyRows v, const ForwardParams& p
         Isa::store(tile.sum + i * Isa::kLanes, sum[i]);
     }
     if (kModified && p.dropout.rng_state) drop_weights<Isa, kVectors>(tile, p, task, first, n, s);
-    if ((kMasked || (kModified && bias)) && !all_finite(v, p.head_dim_v, n))
-        multiply_pv<Isa, kVectors, true>(tile, v, p.head_dim_v, n, s, alpha);
-    else multiply_pv<Isa, kVectors, false>(tile, v, p.head_dim_v, n, s, alpha);
+    if ((kMasked || (kModified && bias)) && !keys.all_finite(first, n))
+        keys.template multiply_pv<kVectors, true>(tile, first, n, s, alpha);
+    else keys.template multiply_pv<kVectors, false>(tile, first, n, s, alpha);
 }
 
-using AttendTile = void (*)(const QTile&, KeyRows, KeyRows, const ForwardParams&, const Task&, std::int32_t, int,
-                            const float*, float*);
+template <class Keys>
+using AttendTile = void (*)(const QTile&, Keys&, const ForwardParams&, const Task&, std::int32_t, int, const float*,
+                            float*);
 
-template <class Isa, int kVectors = 1>
-AttendTile attend_tile_for(int vectors, bool masked, bool modified) {
+template <class Isa, class Keys, int kVectors = 1>
+AttendTile<Keys> attend_tile_for(int vectors, bool masked, bool modified) {
     if constexpr (kVectors < Isa::kVectors)
-        if (vectors > kVectors) return attend_tile_for<Isa, kVectors + 1>(vectors, masked, modified);
-    if (modified) return masked ? attend_tile<Isa, kVectors, true, true> : attend_tile<Isa, kVectors, false, true>;
-    return masked ? attend_tile<Isa, kVectors, true, false> : attend_tile<Isa, kVectors, false, false>;
+        if (vectors > kVectors) return attend_tile_for<Isa, Keys, kVectors + 1>(vectors, masked, modified);
+    if (modified)
+        return masked ? attend_tile<Isa, Keys, kVectors, true, true> : attend_tile<Isa, Keys, kVectors, false, true>;
+    return masked ? attend_tile<Isa, Keys, kVectors, true, false> : attend_tile<Isa, Keys, kVectors, false, false>;
 }
 
 // ---- Few rows -------------------------------------------------------------------------------------------------------
@@ -714,46 +716,95 @@ struct Scratch {
     }
 };
 
+/// The rows of K or V of a task's head, wherever they lie.
+class HeadRows {
+  public:
+    HeadRows(const Rows& rows, const ForwardParams& params, const Task& task)
+        : t_(rows), p_(params), batch_(params.sequences.page_size ? 0 : task.batch), head_(task.head_k) {}
+    const char* row(std::int64_t key) const {
+        const char* first = row_pointer(t_, p_.dtype, batch_, head_, 0);
+        if (!p_.sequences.page_size) return first + key * t_.row * element_size(p_.dtype);
+        const CachedRows rows(p_.sequences, p_.sequences.seqused_k[0], 0);
+        return first + rows.offset(t_, static_cast<int>(key)) * element_size(p_.dtype);
+    }
+    std::int64_t stride() const { return t_.row; }
+
+  private:
+    const Rows& t_;
+    const ForwardParams& p_;
+    std::int64_t batch_, head_;
+};
+
 /// Whether K/V tiles are copied to scratch: to convert them, or to gather the rows of a cache's pages.
 inline bool copies_keys(const ForwardParams& p) { return p.dtype != DType::kFloat32 || p.sequences.page_size; }
 
+/// The K/V tile that a task works on, as fp32.
 template <class Isa>
-std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
-    const std::int64_t rows = tile_rows<Isa>(), d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
-    const std::int64_t per_tile = rows * (d + dv) + 6 * round_up(rows, 16);
-    const std::int64_t converted = copies_keys(p) ? kTileKeys * (p.head_dim + p.head_dim_v) : 0;
-    const std::int64_t biased = p.bias.data ? kTileKeys * (rows + Isa::kLanes) : 0;
-    const std::int64_t shared = kTileKeys * rows + converted + biased + Isa::kLanes * max64(d, dv);
-    return tiles * round_up(per_tile, 16) + round_up(shared, 16);
-}
+class FloatKeys {
+  public:
+    FloatKeys(const ForwardParams& params, const Task& task, Scratch& scratch)
+        : p_(params),
+          k_rows_(params.k, params, task),
+          v_rows_(params.v, params, task),
+          k_memory_(copies_keys(params) ? scratch.take(kTileKeys * params.head_dim) : nullptr),
+          v_memory_(copies_keys(params) ? scratch.take(kTileKeys * params.head_dim_v) : nullptr) {}
+    static std::int64_t scratch_floats(const ForwardParams& p) {
+        return copies_keys(p) ? round_up(kTileKeys * p.head_dim, 16) + round_up(kTileKeys * p.head_dim_v, 16) : 0;
+    }
 
-template <class Isa>
-KeyRows load_keys(const Rows& t, const ForwardParams& p, const Task& task, std::int64_t first, std::int64_t n,
-                  int columns, float* dst) {
-    if (!copies_keys(p))
-        return {reinterpret_cast<const float*>(row_pointer(t, p.dtype, task.batch, task.head_k, first)), t.row};
-    if (p.sequences.page_size) {
-        const CachedRows rows(p.sequences, p.sequences.seqused_k[0], 0);
-        const char* head = row_pointer(t, p.dtype, 0, task.head_k, 0);
-        for (std::int64_t j = 0; j < n; ++j)
-            load_row<Isa>(head + rows.offset(t, static_cast<int>(first + j)) * element_size(p.dtype), p.dtype,
-                          dst + j * columns, columns);
+    /// The tile's queries will be multiplied.
+    static void take(const QTile&) {}
+    /// From now on: `n` keys from `first` on.
+    void load(std::int64_t first, std::int64_t n) {
+        first_ = first;
+        k_ = load_rows(k_rows_, first, n, p_.head_dim, k_memory_);
+        v_ = load_rows(v_rows_, first, n, p_.head_dim_v, v_memory_);
+    }
+    KeyRows k(std::int64_t key) const { return {k_.row(key - first_), k_.stride}; }
+    KeyRows v(std::int64_t key) const { return {v_.row(key - first_), v_.stride}; }
+
+    template <int kVectors, bool kMasked, bool kRaw>
+    void multiply_qk(const QTile& tile, std::int32_t first, int n, float* s,
+                     typename Isa::Vec (&maximum)[kVectors]) const {
+        cpu::multiply_qk<Isa, kVectors, kMasked, kRaw>(tile, k(first), p_.head_dim, first, n, s, maximum);
+    }
+    template <int kVectors, bool kSkipZeros>
+    void multiply_pv(const QTile& tile, std::int32_t first, int n, const float* weights,
+                     const typename Isa::Vec (&alpha)[kVectors]) const {
+        cpu::multiply_pv<Isa, kVectors, kSkipZeros>(tile, v(first), p_.head_dim_v, n, weights, alpha);
+    }
+    bool all_finite(std::int32_t first, int n) const { return cpu::all_finite(v(first), p_.head_dim_v, n); }
+
+  private:
+    KeyRows load_rows(const HeadRows& rows, std::int64_t first, std::int64_t n, int columns, float* dst) const {
+        if (!copies_keys(p_)) return {reinterpret_cast<const float*>(rows.row(first)), rows.stride()};
+        for (std::int64_t j = 0; j < n; ++j) load_row<Isa>(rows.row(first + j), p_.dtype, dst + j * columns, columns);
         return {dst, columns};
     }
-    for (std::int64_t j = 0; j < n; ++j)
-        load_row<Isa>(row_pointer(t, p.dtype, task.batch, task.head_k, first + j), p.dtype, dst + j * columns, columns);
-    return {dst, columns};
+
+    const ForwardParams& p_;
+    HeadRows k_rows_, v_rows_;
+    float *k_memory_, *v_memory_;
+    KeyRows k_{}, v_{};
+    std::int64_t first_ = 0;
+};
+
+template <class Isa, class Keys>
+std::int64_t scratch_floats_with(const ForwardParams& p, std::int64_t tiles) {
+    const std::int64_t rows = tile_rows<Isa>(), d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
+    const std::int64_t per_tile = rows * (d + dv) + 6 * round_up(rows, 16);
+    const std::int64_t biased = p.bias.data ? kTileKeys * (rows + Isa::kLanes) : 0;
+    const std::int64_t shared = kTileKeys * rows + biased + Isa::kLanes * max64(d, dv);
+    return tiles * round_up(per_tile, 16) + round_up(shared, 16) + Keys::scratch_floats(p);
 }
 
-template <class Isa>
-void attend(const ForwardParams& p, const Task& task, float* memory) {
+template <class Isa, class Keys>
+void attend_with(const ForwardParams& p, const Task& task, float* memory) {
     constexpr std::int64_t kRows = tile_rows<Isa>();
     const bool modifies = modified(p);
     Scratch scratch{memory};
-    const bool copies = copies_keys(p);
     float* s = scratch.take(kTileKeys * kRows);
-    float* k_tile = copies ? scratch.take(kTileKeys * p.head_dim) : nullptr;
-    float* v_tile = copies ? scratch.take(kTileKeys * p.head_dim_v) : nullptr;
+    Keys keys(p, task, scratch);
     float* bias = p.bias.data ? scratch.take(kTileKeys * kRows) : nullptr;
     float* bias_rows = p.bias.data ? scratch.take(kTileKeys * Isa::kLanes) : nullptr;
     float* staging = scratch.take(Isa::kLanes * max64(padded<Isa>(p.head_dim), padded<Isa>(p.head_dim_v)));
@@ -774,6 +825,7 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
         tile.row_begin = row;
         tile.rows = static_cast<int>(min64(kRows, task.row_end - row));
         load_tile<Isa>(tile, p, task, staging);
+        keys.take(tile);
         key_begin = min64(key_begin, tile.lo_min);
         key_end = max64(key_end, tile.hi_max + 1);
     }
@@ -782,8 +834,7 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
 
     for (std::int64_t first = key_begin; first < key_end; first = (first / kTileKeys + 1) * kTileKeys) {
         const std::int64_t last = min64((first / kTileKeys + 1) * kTileKeys, key_end);
-        const KeyRows k = load_keys<Isa>(p.k, p, task, first, last - first, p.head_dim, k_tile);
-        const KeyRows v = load_keys<Isa>(p.v, p, task, first, last - first, p.head_dim_v, v_tile);
+        keys.load(first, last - first);
         for (int t = 0; t < count; ++t) {
             const QTile& tile = tiles[t];
             for (int r = 0; tile.vectors == 0 && r < tile.rows; ++r) {
@@ -792,10 +843,9 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
                 if (from >= to) continue;
                 const int n = static_cast<int>(to - from);
                 if (bias) load_bias<Isa>(p, task.batch, packed_row(p, task.head_k, tile.row_begin + r), from, n, bias);
-                (modifies ? attend_row<Isa, true> : attend_row<Isa, false>)(tile, r, {k.row(from - first), k.stride},
-                                                                            {v.row(from - first), v.stride}, p, task,
-                                                                            static_cast<std::int32_t>(from), n, bias,
-                                                                            s);
+                (modifies ? attend_row<Isa, true> : attend_row<Isa, false>)(tile, r, keys.k(from), keys.v(from), p,
+                                                                            task, static_cast<std::int32_t>(from), n,
+                                                                            bias, s);
             }
             if (tile.vectors == 0) continue;
             const std::int64_t from = max64(first, tile.lo_min),
@@ -804,9 +854,8 @@ void attend(const ForwardParams& p, const Task& task, float* memory) {
             const bool masked = from < tile.lo_max || to - 1 > tile.hi_min;
             const int n = static_cast<int>(to - from);
             if (bias) load_bias_tile<Isa>(tile, p, task, from, n, bias_rows, bias);
-            attend_tile_for<Isa>(tile.vectors, masked, modifies)(tile, {k.row(from - first), k.stride},
-                                                                 {v.row(from - first), v.stride}, p, task,
-                                                                 static_cast<std::int32_t>(from), n, bias, s);
+            attend_tile_for<Isa, Keys>(tile.vectors, masked, modifies)(tile, keys, p, task,
+                                                                       static_cast<std::int32_t>(from), n, bias, s);
         }
     }
     for (int t = 0; t < count; ++t) store_tile<Isa>(tiles[t], p, task, staging);

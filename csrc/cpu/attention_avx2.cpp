@@ -12,6 +12,7 @@ struct Avx2 {
     using Int __attribute__((vector_size(32))) = std::int32_t;
     static constexpr int kLanes = 8, kVectors = 3, kBlock = 4;
     static constexpr auto& kExp2 = kExp2Nearest;
+    static constexpr bool kPairs = false;
 
     static Vec load(const float* p) { return _mm256_load_ps(p); }
     /// Unaligned; rows are whole vectors, so no part of one is ever asked for.

@@ -46,6 +46,7 @@ struct Baseline {
     using Int __attribute__((vector_size(16))) = std::int32_t;
     static constexpr int kLanes = 4;
     static constexpr auto& kExp2 = kExp2Nearest;
+    static constexpr bool kPairs = false;
 #ifdef __aarch64__
     static constexpr int kVectors = 3, kBlock = 8;  // 32 registers
 #else

@@ -181,39 +181,85 @@ std::int64_t query_stride(const ForwardParams& p) {
     return padded<Isa>(p.head_dim);
 }
 
-/// The arrays of a task, each a whole number of cache lines.
+/// The products of a K/V tile with tiles of queries, in fp32, and what they read.
 template <class Isa>
-struct BackwardScratch {
-    float *k, *k_transposed, *v_transposed, *dk, *dv;  ///< of a K/V tile
-    float *q, *dout, *s, *dp, *bias, *kept;            ///< of a Q tile
-    std::int64_t floats;
+class FloatProducts {
+  public:
+    static constexpr int kRows = kQueryRows;  ///< of a Q tile
 
-    BackwardScratch(const ForwardParams& p, float* memory) {
-        const std::int64_t d = padded<Isa>(p.head_dim), dv_ = padded<Isa>(p.head_dim_v);
-        float* next = memory;
-        const auto take = [&](std::int64_t n) {
-            float* run = next;
-            next += round_up(n, 16);
-            return run;
-        };
-        k = take(kTileKeys * max64(d, dv_));  // first holds V, to be transposed
-        k_transposed = take(kTileKeys * d);
-        v_transposed = take(kTileKeys * dv_);
-        dk = take(kTileKeys * d);
-        dv = take(kTileKeys * dv_);
-        q = take(kQueryRows * d);
-        dout = take(kQueryRows * dv_);
-        s = take(kQueryRows * kTileKeys);
-        dp = take(kQueryRows * kTileKeys);
-        bias = take(kTileKeys);
-        kept = take(kTileKeys);
-        floats = next - memory;
+    FloatProducts(const ForwardParams& params, Scratch& scratch)
+        : p_(params),
+          d_(padded<Isa>(params.head_dim)),
+          dv_(padded<Isa>(params.head_dim_v)),
+          k_(scratch.take(kTileKeys * max64(d_, dv_))),  // first holds V, to be transposed
+          k_transposed_(scratch.take(kTileKeys * d_)),
+          v_transposed_(scratch.take(kTileKeys * dv_)),
+          dk_(scratch.take(kTileKeys * d_)),
+          dv_sum_(scratch.take(kTileKeys * dv_)),
+          q_(scratch.take(kQueryRows * d_)),
+          dout_(scratch.take(kQueryRows * dv_)) {}
+
+    /// From now on: these values, whose gradients are 0.
+    void take_values(std::int64_t head, std::int64_t first, int keys) {
+        clear(k_, kTileKeys * dv_);
+        load_rows<Isa>(p_.v, p_.dtype, head, first, keys, p_.head_dim_v, k_);
+        transpose<Isa>(k_, kTileKeys, dv_, v_transposed_);
+        clear(dv_sum_, kTileKeys * dv_);
+    }
+    /// Behind their values, if those are needed: from now on these keys, whose gradients are 0.
+    void take_keys(std::int64_t head, std::int64_t first, int keys) {
+        keys_ = keys;
+        clear(k_, kTileKeys * d_);
+        load_rows<Isa>(p_.k, p_.dtype, head, first, keys, p_.head_dim, k_);
+        transpose<Isa>(k_, kTileKeys, d_, k_transposed_);
+        clear(dk_, kTileKeys * d_);
+    }
+    /// S = Q K^T of these queries, and dP = dO V^T if there is dO; [row][key], kTileKeys keys.
+    void multiply(const Rows* dout, std::int64_t head, std::int64_t row, int rows, float* s, float* dp) {
+        rows_ = rows;
+        load_rows<Isa>(p_.q, p_.dtype, head, row, rows, p_.head_dim, q_);
+        clear(s, kQueryRows * kTileKeys);
+        cpu::multiply<Isa>(s, kTileKeys, {q_, d_, 1}, k_transposed_, kTileKeys, rows, kTileKeys, p_.head_dim);
+        if (!dout) return;
+        load_rows<Isa>(*dout, p_.out_dtype, head, row, rows, p_.head_dim_v, dout_);
+        clear(dp, kQueryRows * kTileKeys);
+        cpu::multiply<Isa>(dp, kTileKeys, {dout_, dv_, 1}, v_transposed_, kTileKeys, rows, kTileKeys, p_.head_dim_v);
+    }
+    /// dV += P^T dO, dK += dS^T Q, dQ += dS K of the same queries.
+    void add(float* weights, float* ds, float* dq) {
+        const int dn = static_cast<int>(d_), dvn = static_cast<int>(dv_);
+        cpu::multiply<Isa>(dv_sum_, dv_, {weights, 1, kTileKeys}, dout_, dv_, keys_, dvn, rows_);
+        cpu::multiply<Isa>(dk_, d_, {ds, 1, kTileKeys}, q_, d_, keys_, dn, rows_);
+        cpu::multiply<Isa>(dq, d_, {ds, kTileKeys, 1}, k_, d_, rows_, dn, keys_);
+    }
+    /// Rows of the keys' gradients, padded, which may be written to. One call may overwrite what the other gave.
+    float* dk() { return dk_; }
+    float* dv() { return dv_sum_; }
+
+  private:
+    const ForwardParams& p_;
+    std::int64_t d_, dv_;
+    float *k_, *k_transposed_, *v_transposed_, *dk_, *dv_sum_;  // of a K/V tile
+    float *q_, *dout_;                                          // of a Q tile
+    int keys_ = 0, rows_ = 0;
+};
+
+/// Scratch of a task, beside that of its products.
+struct BackwardScratch {
+    float *s, *dp, *bias, *kept;
+    template <int kRows>
+    static BackwardScratch of(Scratch& scratch) {
+        return {scratch.take(kRows * kTileKeys), scratch.take(kRows * kTileKeys), scratch.take(kTileKeys),
+                scratch.take(kTileKeys)};
     }
 };
 
-template <class Isa>
-std::int64_t backward_scratch(const ForwardParams& p) {
-    return BackwardScratch<Isa>(p, nullptr).floats;
+template <class Products>
+std::int64_t backward_scratch_with(const ForwardParams& p) {
+    Scratch scratch{nullptr};
+    Products products(p, scratch);
+    BackwardScratch::of<Products::kRows>(scratch);
+    return scratch.next - static_cast<float*>(nullptr);
 }
 
 template <class Isa>
@@ -255,20 +301,12 @@ TileRow tile_row(const ForwardParams& p, const PackedRow& at, std::int64_t first
     return row;
 }
 
-/// The products and weights of a Q tile with the K/V tile in scratch.
-template <class Isa>
-void backward_tile(const BackwardParams& params, const BackwardTask& task, const BackwardScratch<Isa>& memory,
-                   std::int64_t head, std::int64_t row, int rows, std::int64_t first, int keys) {
+/// The products and weights of a Q tile with the K/V tile that `products` has.
+template <class Isa, class Products>
+void backward_tile(const BackwardParams& params, const BackwardTask& task, const BackwardScratch& memory,
+                   Products& products, std::int64_t head, std::int64_t row, int rows, std::int64_t first, int keys) {
     const ForwardParams& p = params.forward;
-    const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v);
-    const int dn = static_cast<int>(d), dvn = static_cast<int>(dv);
-    load_rows<Isa>(p.q, p.dtype, head, row, rows, p.head_dim, memory.q);
-    load_rows<Isa>(params.dout, p.out_dtype, head, row, rows, p.head_dim_v, memory.dout);
-    clear(memory.s, kQueryRows * kTileKeys);
-    clear(memory.dp, kQueryRows * kTileKeys);
-    multiply<Isa>(memory.s, kTileKeys, {memory.q, d, 1}, memory.k_transposed, kTileKeys, rows, kTileKeys, p.head_dim);
-    multiply<Isa>(memory.dp, kTileKeys, {memory.dout, dv, 1}, memory.v_transposed, kTileKeys, rows, kTileKeys,
-                  p.head_dim_v);
+    products.multiply(&params.dout, head, row, rows, memory.s, memory.dp);
     for (int r = 0; r < rows; ++r) {
         const std::int64_t i = row + r;
         const bool drops = p.dropout.rng_state;
@@ -284,10 +322,8 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
                        of_keys(params, params.dslopes, head, first), memory.s + r * kTileKeys,
                        memory.dp + r * kTileKeys);
     }
-    float* dq = task.dq + ((head - task.head_k * (p.heads_q / p.heads_k)) * p.seqlen_q + row) * d;
-    multiply<Isa>(memory.dv, dv, {memory.s, 1, kTileKeys}, memory.dout, dv, keys, dvn, rows);
-    multiply<Isa>(memory.dk, d, {memory.dp, 1, kTileKeys}, memory.q, d, keys, dn, rows);
-    multiply<Isa>(dq, d, {memory.dp, kTileKeys, 1}, memory.k, d, rows, dn, keys);
+    const std::int64_t of_head = (head - task.head_k * (p.heads_q / p.heads_k)) * p.seqlen_q + row;
+    products.add(memory.s, memory.dp, task.dq + of_head * query_stride<Isa>(p));
 }
 
 /// Whether some row of [row, row + rows) of a head sees a key of [first, first + keys).
@@ -305,33 +341,31 @@ inline bool sees_keys(const ForwardParams& p, std::int64_t head, std::int64_t ro
     return false;
 }
 
-template <class Isa>
-void backward(const BackwardParams& params, const BackwardTask& task, float* scratch) {
+template <class Isa, class Products>
+void backward_with(const BackwardParams& params, const BackwardTask& task, float* memory) {
     const ForwardParams& p = params.forward;
-    const BackwardScratch<Isa> memory(p, scratch);
+    Scratch all{memory};
+    Products products(p, all);
+    const BackwardScratch scratch = BackwardScratch::of<Products::kRows>(all);
     const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v), group = p.heads_q / p.heads_k;
     clear(task.dq, group * p.seqlen_q * d);
-    clear(memory.bias, kTileKeys);
+    clear(scratch.bias, kTileKeys);
     for (std::int64_t first = task.key_begin; first < task.key_end; first += kTileKeys) {
         const int keys = static_cast<int>(min64(kTileKeys, task.key_end - first));
-        clear(memory.k, kTileKeys * max64(d, dv));
-        load_rows<Isa>(p.v, p.dtype, task.head_k, first, keys, p.head_dim_v, memory.k);
-        transpose<Isa>(memory.k, kTileKeys, dv, memory.v_transposed);
-        clear(memory.k, kTileKeys * d);
-        load_rows<Isa>(p.k, p.dtype, task.head_k, first, keys, p.head_dim, memory.k);
-        transpose<Isa>(memory.k, kTileKeys, d, memory.k_transposed);
-        clear(memory.dk, kTileKeys * d);
-        clear(memory.dv, kTileKeys * dv);
+        products.take_values(task.head_k, first, keys);
+        products.take_keys(task.head_k, first, keys);
         for (std::int64_t head = task.head_k * group; head < (task.head_k + 1) * group; ++head)
-            for (std::int64_t row = 0; row < p.seqlen_q; row += kQueryRows) {
-                const int rows = static_cast<int>(min64(kQueryRows, p.seqlen_q - row));
+            for (std::int64_t row = 0; row < p.seqlen_q; row += Products::kRows) {
+                const int rows = static_cast<int>(min64(Products::kRows, p.seqlen_q - row));
                 if (sees_keys(p, head, row, rows, first, keys))
-                    backward_tile<Isa>(params, task, memory, head, row, rows, first, keys);
+                    backward_tile<Isa>(params, task, scratch, products, head, row, rows, first, keys);
             }
-        for (int j = 0; j < keys; ++j) {
-            store_scaled<Isa>(memory.dk + j * d, p.scale, params.dk, p.out_dtype, task.head_k, first + j, p.head_dim);
-            store_scaled<Isa>(memory.dv + j * dv, 1.f, params.dv, p.out_dtype, task.head_k, first + j, p.head_dim_v);
-        }
+        float* rows = products.dk();
+        for (int j = 0; j < keys; ++j, rows += d)
+            store_scaled<Isa>(rows, p.scale, params.dk, p.out_dtype, task.head_k, first + j, p.head_dim);
+        rows = products.dv();
+        for (int j = 0; j < keys; ++j, rows += dv)
+            store_scaled<Isa>(rows, 1.f, params.dv, p.out_dtype, task.head_k, first + j, p.head_dim_v);
     }
 }
 
@@ -367,25 +401,23 @@ void count_row(const BackwardParams& params, const PackedRow& at, std::int64_t f
 }
 
 template <class Isa>
-void statistics(const BackwardParams& params, std::int64_t head, float* scratch) {
+void statistics(const BackwardParams& params, std::int64_t head, float* memory) {
+    using Products = FloatProducts<Isa>;
     const ForwardParams& p = params.forward;
-    const BackwardScratch<Isa> memory(p, scratch);
-    const std::int64_t d = padded<Isa>(p.head_dim), head_k = head / (p.heads_q / p.heads_k);
-    clear(memory.bias, kTileKeys);
+    Scratch all{memory};
+    Products products(p, all);
+    const BackwardScratch scratch = BackwardScratch::of<Products::kRows>(all);
+    const std::int64_t head_k = head / (p.heads_q / p.heads_k);
+    clear(scratch.bias, kTileKeys);
     for (std::int64_t first = 0; first < p.seqlen_k; first += kTileKeys) {
         const int keys = static_cast<int>(min64(kTileKeys, p.seqlen_k - first));
-        clear(memory.k, kTileKeys * d);
-        load_rows<Isa>(p.k, p.dtype, head_k, first, keys, p.head_dim, memory.k);
-        transpose<Isa>(memory.k, kTileKeys, d, memory.k_transposed);
-        for (std::int64_t row = 0; row < p.seqlen_q; row += kQueryRows) {
-            const int rows = static_cast<int>(min64(kQueryRows, p.seqlen_q - row));
+        products.take_keys(head_k, first, keys);
+        for (std::int64_t row = 0; row < p.seqlen_q; row += Products::kRows) {
+            const int rows = static_cast<int>(min64(Products::kRows, p.seqlen_q - row));
             if (!sees_keys(p, head, row, rows, first, keys)) continue;
-            load_rows<Isa>(p.q, p.dtype, head, row, rows, p.head_dim, memory.q);
-            clear(memory.s, kQueryRows * kTileKeys);
-            multiply<Isa>(memory.s, kTileKeys, {memory.q, d, 1}, memory.k_transposed, kTileKeys, rows, kTileKeys,
-                          p.head_dim);
+            products.multiply(nullptr, head, row, rows, scratch.s, scratch.dp);
             for (int r = 0; r < rows; ++r)
-                count_row<Isa>(params, {row + r, head}, first, keys, memory.bias, memory.s + r * kTileKeys);
+                count_row<Isa>(params, {row + r, head}, first, keys, scratch.bias, scratch.s + r * kTileKeys);
         }
     }
 }
@@ -398,6 +430,43 @@ void finish_query(const BackwardParams& params, std::int64_t head, std::int64_t 
     for (int s = 0; s < parts; ++s, first += part_stride)
         for (int c = 0; c < p.head_dim; ++c) scratch[c] += first[c];
     store_scaled<Isa>(scratch, p.scale, params.dq, p.out_dtype, head, row, p.head_dim);
+}
+
+// ---- A compute unit ---------------------------------------------------------------------------------------------------
+
+// Isa::kPairs: bf16 is multiplied as bf16 (pairs.inl). All else is multiplied as fp32.
+
+template <class Isa>
+bool multiplies_pairs(const ForwardParams& p) {
+    return Isa::kPairs && p.dtype == DType::kBFloat16;
+}
+
+template <class Isa>
+std::int64_t scratch_floats(const ForwardParams& p, std::int64_t tiles) {
+    if constexpr (Isa::kPairs)
+        if (multiplies_pairs<Isa>(p)) return scratch_floats_with<Isa, typename Isa::PairKeys>(p, tiles);
+    return scratch_floats_with<Isa, FloatKeys<Isa>>(p, tiles);
+}
+template <class Isa>
+void attend(const ForwardParams& p, const Task& task, float* scratch) {
+    if constexpr (Isa::kPairs)
+        if (multiplies_pairs<Isa>(p)) return attend_with<Isa, typename Isa::PairKeys>(p, task, scratch);
+    attend_with<Isa, FloatKeys<Isa>>(p, task, scratch);
+}
+
+/// Statistics are always of products in fp32.
+template <class Isa>
+std::int64_t backward_scratch(const ForwardParams& p) {
+    std::int64_t floats = backward_scratch_with<FloatProducts<Isa>>(p);
+    if constexpr (Isa::kPairs) floats = max64(floats, backward_scratch_with<typename Isa::PairProducts>(p));
+    return floats;
+}
+template <class Isa>
+void backward(const BackwardParams& params, const BackwardTask& task, float* scratch) {
+    if constexpr (Isa::kPairs)
+        if (multiplies_pairs<Isa>(params.forward) && params.forward.out_dtype == DType::kBFloat16)
+            return backward_with<Isa, typename Isa::PairProducts>(params, task, scratch);
+    backward_with<Isa, FloatProducts<Isa>>(params, task, scratch);
 }
 
 template <class Isa>

@@ -1,0 +1,487 @@
+// Attention of bf16 inputs by an instruction that multiplies bf16 in pairs: c += a[0] b[0] + a[1] b[1], products exact and
+// sums in fp32. On AMX it works on tiles (attention_amx.cpp), on AVX512-BF16 on vectors (attention_avx512_bf16.cpp). The
+// algorithms are those of attention.inl and backward.inl, with other products:
+//
+//     forward, a tile of Bc keys:     S^T = K Q^T         O^T += V^T P^T
+//     backward, a tile of Bc keys:    S = Q K^T           dP = dO V^T
+//                                     dV^T += dO^T P      dK^T += Q^T dS      dQ += dS K
+//
+// In C[m][n] += A[m][k] B[k][n] the rows of A lie as they are, bf16 with k along the row, and B lies in pairs: word n of
+// row k / 2 has B[k][n] and B[k + 1][n]. So K, Q and dO are A as they lie, but for zeros behind them. V^T, Q^T and dO^T are
+// transposed, and pairs of K and V are made, once for each tile. P^T, P and dS are B, whose pairs are of neighbouring rows
+// of what was computed.
+//
+// Weights and dS are fp32 and go in as two numbers, the nearest bf16 and that of what is left: 16 bits, and two products.
+// So results are as near to the truth as those of fp32 arithmetic, whose last rounding to bf16 is a hundred times as
+// large. The instruction takes subnormal numbers for 0.
+//
+// Where V has a NaN or inf, weights of 0 have to hide it: such a tile's P V is computed in fp32.
+//
+// Bound: with AMX (1,024 multiply-adds a cycle) the softmax, of some 25 vector instructions for 16 scores.
+#pragma once
+
+#include "cpu/avx512.inl"
+
+namespace flash_wmma::cpu {
+namespace {
+
+constexpr int kTile = 16;       // rows of A and C, and words of a row of B and C
+constexpr int kTileDepth = 32;  // k of a step
+
+/// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. All distances count
+/// elements: fp32, bf16, and words of a pair.
+struct PairProduct {
+    float* c;
+    std::int64_t c_row, c_down, c_right;  ///< from a row to the next, and from a block to the next
+    const std::uint16_t* a;
+    std::int64_t a_row, a_down, a_step, a_part;
+    const std::uint32_t* b;
+    std::int64_t b_row, b_right, b_step, b_part;
+    int steps, parts;
+    bool adds;  ///< else C = A B
+};
+
+template <class Tiles, int kM>
+void multiply_columns(PairProduct product, int n) {
+    while (n > 0) {
+        const int wide = n == 3 ? 3 : n > 1 ? 2 : 1;
+        if (wide == 3) Tiles::template multiply<kM, 3>(product);
+        else if (wide == 2) Tiles::template multiply<kM, 2>(product);
+        else Tiles::template multiply<kM, 1>(product);
+        product.c += wide * product.c_right;
+        product.b += wide * product.b_right;
+        n -= wide;
+    }
+}
+/// m x n blocks.
+template <class Tiles>
+void multiply_pairs(PairProduct product, int m, int n) {
+    for (; m > 0; m -= 2) {
+        if (m > 1) multiply_columns<Tiles, 2>(product, n);
+        else multiply_columns<Tiles, 1>(product, n);
+        product.c += 2 * product.c_down;
+        product.a += 2 * product.a_down;
+    }
+}
+
+inline __m512i load_words(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_words(void* p, __m512i x) { _mm512_storeu_si512(p, x); }
+
+/// Two numbers as high parts of words: the nearest bf16, a tie going away from 0, and what is left, rounded to 0.
+struct Split {
+    __m512i high, low;
+    explicit Split(__m512 x) {
+        const __m512i upper = _mm512_set1_epi32(-0x10000);
+        high = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)), upper);
+        const __m512 nearest = _mm512_castsi512_ps(high);
+        const __mmask16 finite = _knot_mask16(_mm512_fpclass_ps_mask(nearest, 0x99));  // neither NaN nor inf
+        low = _mm512_and_si512(_mm512_castps_si512(_mm512_maskz_sub_ps(finite, x, nearest)), upper);
+    }
+};
+/// Words of the pairs (x, y), both high parts.
+inline __m512i paired(__m512i x, __m512i y) { return _mm512_or_si512(_mm512_srli_epi32(x, 16), y); }
+
+/// Pairs of neighbouring rows of fp32, in two numbers: `rows` of them, and zeros up to a multiple of kTileDepth. Rows have
+/// `vectors` vectors.
+inline void split_into_pairs(const float* x, int rows, int vectors, std::uint32_t* high, std::uint32_t* low) {
+    const std::int64_t width = vectors * kTile;
+    for (int r = 0; r < rows; r += 2)
+        for (int v = 0; v < vectors; ++v) {
+            const std::int64_t at = r * width + v * kTile, to = at / 2 + v * kTile / 2;
+            const Split first(_mm512_loadu_ps(x + at)),
+                second(r + 1 < rows ? _mm512_loadu_ps(x + at + width) : _mm512_setzero_ps());
+            store_words(high + to, paired(first.high, second.high));
+            store_words(low + to, paired(first.low, second.low));
+        }
+    const std::int64_t end = (rows + 1) / 2 * width, all = round_up(rows, kTileDepth) / 2 * width;
+    __builtin_memset(high + end, 0, static_cast<std::size_t>(all - end) * sizeof *high);
+    __builtin_memset(low + end, 0, static_cast<std::size_t>(all - end) * sizeof *low);
+}
+/// Rows of fp32 as two rows of bf16; the width is a multiple of kTile.
+inline void split(const float* x, std::int64_t count, std::uint16_t* high, std::uint16_t* low) {
+    for (std::int64_t i = 0; i < count; i += kTile) {
+        const Split both(_mm512_loadu_ps(x + i));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(high + i),
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(both.high, 16)));
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(low + i),
+                            _mm512_cvtepi32_epi16(_mm512_srli_epi32(both.low, 16)));
+    }
+}
+/// dst[r / 2][c] = (src[r][c], src[r + 1][c]); columns are a multiple of kTile.
+inline void pair_rows(const std::uint16_t* src, std::int64_t rows, std::int64_t columns, std::uint32_t* dst) {
+    const auto words = [](const std::uint16_t* p) {
+        return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+    };
+    for (std::int64_t r = 0; r < rows; r += 2, dst += columns)
+        for (std::int64_t c = 0; c < columns; c += kTile)
+            store_words(dst + c, _mm512_or_si512(words(src + r * columns + c),
+                                                 _mm512_slli_epi32(words(src + (r + 1) * columns + c), 16)));
+}
+/// dst[c][r] = src[r][c] of bf16; both dimensions are multiples of kTileDepth, and rows of dst lie dst_row apart.
+inline void transpose_pairs(const std::uint16_t* src, std::int64_t rows, std::int64_t columns, std::uint16_t* dst,
+                            std::int64_t dst_row) {
+    for (std::int64_t r = 0; r < rows; r += kTileDepth)
+        for (std::int64_t c = 0; c < columns; c += kTileDepth) {
+            // Of each 128 bits of a row the first and the last four columns: pairs of neighbouring rows
+            __m512 part[2][kTile];
+            for (int i = 0; i < kTile; ++i) {
+                const std::uint16_t* row = src + (r + 2 * i) * columns + c;
+                const __m512i x = load_words(row), y = load_words(row + columns);
+                part[0][i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
+                part[1][i] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
+            }
+            for (int h = 0; h < 2; ++h) {
+                Avx512::transpose(part[h]);
+                for (int i = 0; i < kTile; ++i)
+                    store_words(dst + (c + i / 4 * 8 + 4 * h + i % 4) * dst_row + r, _mm512_castps_si512(part[h][i]));
+            }
+        }
+}
+/// dst[c / 2][r] = (src[r][c], src[r][c + 1]): src has kTileKeys rows, and its columns are a multiple of kTileDepth.
+inline void pair_columns(const std::uint16_t* src, std::int64_t columns, std::uint32_t* dst) {
+    transpose<Avx512>(reinterpret_cast<const float*>(src), kTileKeys, columns / 2, reinterpret_cast<float*>(dst));
+}
+
+inline std::uint16_t* take_halves(Scratch& scratch, std::int64_t n) {
+    return reinterpret_cast<std::uint16_t*>(scratch.take((n + 1) / 2));
+}
+inline std::uint32_t* take_words(Scratch& scratch, std::int64_t n) {
+    return reinterpret_cast<std::uint32_t*>(scratch.take(n));
+}
+
+/// A row of `columns` elements with zeros up to `width`.
+inline void copy_row(const void* src, std::int64_t columns, std::int64_t width, std::uint16_t* dst) {
+    __builtin_memcpy(dst, src, static_cast<std::size_t>(columns) * sizeof *dst);
+    __builtin_memset(dst + columns, 0, static_cast<std::size_t>(width - columns) * sizeof *dst);
+}
+inline void clear_halves(std::uint16_t* dst, std::int64_t n) {
+    __builtin_memset(dst, 0, static_cast<std::size_t>(n) * sizeof *dst);
+}
+/// Whether no element has all bits of its exponent set; a multiple of kTileDepth.
+inline bool are_finite(const std::uint16_t* x, std::int64_t n) {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 found = 0;
+    for (std::int64_t i = 0; i < n; i += kTileDepth)
+        found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_words(x + i), exponent), exponent);
+    return found == 0;
+}
+
+/// The K/V tile that a task works on, as bf16.
+template <class Isa>
+class PairKeys {
+    using Tiles = typename Isa::Tiles;
+    using Vec = typename Isa::Vec;
+    static constexpr std::int64_t kMore = kTileDepth;  // rows and columns behind a tile that are read, but not used
+    static constexpr std::int64_t kValueRow = kTileKeys + kMore;  // of V^T
+
+    struct Memory {
+        std::uint16_t *k, *v, *v_transposed;
+        std::uint32_t* weights;
+        Memory(const ForwardParams& p, Scratch& scratch)
+            : k(take_halves(scratch, (kTileKeys + kMore) * round_up(p.head_dim, kTileDepth))),
+              v(take_halves(scratch, kTileKeys * round_up(p.head_dim_v, kTileDepth))),
+              v_transposed(take_halves(scratch, kValueRow * round_up(p.head_dim_v, kTileDepth))),
+              weights(take_words(scratch, kTileKeys * tile_rows<Isa>())) {}
+    };
+
+  public:
+    PairKeys(const ForwardParams& params, const Task& task, Scratch& scratch)
+        : p_(params),
+          floats_(params, task, scratch),
+          k_rows_(params.k, params, task),
+          v_rows_(params.v, params, task),
+          d_(round_up(params.head_dim, kTileDepth)),
+          dv_(round_up(params.head_dim_v, kTileDepth)),
+          memory_(params, scratch) {
+        clear_halves(memory_.v_transposed, kValueRow * dv_);
+    }
+    static std::int64_t scratch_floats(const ForwardParams& p) {
+        Scratch scratch{nullptr};
+        Memory(p, scratch);
+        return FloatKeys<Isa>::scratch_floats(p) + (scratch.next - static_cast<float*>(nullptr));
+    }
+
+    /// Q^T as pairs, in place: row c / 2 is written behind the last use of rows c and c + 1.
+    void take(const QTile& tile) const {
+        const int vectors = tile.vectors;
+        for (std::int64_t c = 0; c < d_; c += 2)
+            for (int v = 0; v < vectors; ++v) {
+                __m512i words = _mm512_setzero_si512();
+                if (c < p_.head_dim) {
+                    const float* column = tile.q + (c * vectors + v) * kTile;
+                    const __m512i upper = _mm512_set1_epi32(-0x10000);
+                    words = paired(load_words(column), _mm512_and_si512(load_words(column + vectors * kTile), upper));
+                }
+                store_words(tile.q + (c / 2 * vectors + v) * kTile, words);
+            }
+    }
+    void load(std::int64_t first, std::int64_t n) {
+        first_ = first, n_ = n;
+        has_floats_ = false;
+        for (std::int64_t j = 0; j < n; ++j) {
+            copy_row(k_rows_.row(first + j), p_.head_dim, d_, memory_.k + j * d_);
+            copy_row(v_rows_.row(first + j), p_.head_dim_v, dv_, memory_.v + j * dv_);
+        }
+        clear_halves(memory_.v + n * dv_, (kTileKeys - n) * dv_);
+        finite_ = are_finite(memory_.v, n * dv_);
+        if (finite_) transpose_pairs(memory_.v, kTileKeys, dv_, memory_.v_transposed, kValueRow);
+    }
+    KeyRows k(std::int64_t key) { return floats().k(key); }
+    KeyRows v(std::int64_t key) { return floats().v(key); }
+
+    template <int kVectors, bool kMasked, bool kRaw>
+    void multiply_qk(const QTile& tile, std::int32_t first, int n, float* s, Vec (&maximum)[kVectors]) const {
+        constexpr std::int64_t kRow = kVectors * kTile;
+        const PairProduct product{.c = s,
+                                  .c_row = kRow,
+                                  .c_down = kTile * kRow,
+                                  .c_right = kTile,
+                                  .a = memory_.k + (first - first_) * d_,
+                                  .a_row = d_,
+                                  .a_down = kTile * d_,
+                                  .a_step = kTileDepth,
+                                  .a_part = 0,
+                                  .b = reinterpret_cast<const std::uint32_t*>(tile.q),
+                                  .b_row = kRow,
+                                  .b_right = kTile,
+                                  .b_step = kTileDepth / 2 * kRow,
+                                  .b_part = 0,
+                                  .steps = static_cast<int>(d_ / kTileDepth),
+                                  .parts = 1,
+                                  .adds = false};
+        multiply_pairs<Tiles>(product, (n + kTile - 1) / kTile, kVectors);
+        if constexpr (kRaw) return;
+        for (int v = 0; v < kVectors; ++v) {
+            using Int = typename Isa::Int;
+            const Int lo = Isa::load_int(tile.lo + v * kTile), hi = Isa::load_int(tile.hi + v * kTile);
+            Vec most = maximum[v];
+            for (int j = 0; j < n; ++j) {
+                float* at = s + j * kRow + v * kTile;
+                Vec x = Isa::load(at);
+                if constexpr (kMasked) {
+                    const Int index = Int{} + (first + j);
+                    x = ((lo <= index) & (index <= hi)) ? x : Isa::broadcast(-kInfinity);
+                    Isa::store(at, x);
+                }
+                most = Isa::max(x, most);
+            }
+            maximum[v] = most;
+        }
+    }
+
+    template <int kVectors, bool kSkipZeros>
+    void multiply_pv(const QTile& tile, std::int32_t first, int n, const float* weights, const Vec (&alpha)[kVectors]) {
+        if (!finite_) {
+            floats().template multiply_pv<kVectors, kSkipZeros>(tile, first, n, weights, alpha);
+            return;
+        }
+        constexpr std::int64_t kRow = kVectors * kTile;
+        const std::int64_t columns = padded<Isa>(p_.head_dim_v);
+        for (std::int64_t c = 0; c < columns; ++c)
+            for (int v = 0; v < kVectors; ++v) {
+                float* o = tile.o + c * kRow + v * kTile;
+                Isa::store(o, Isa::load(o) * alpha[v]);
+            }
+        std::uint32_t *const high = memory_.weights, *const low = high + kTileKeys / 2 * kRow;
+        split_into_pairs(weights, n, kVectors, high, low);
+        const PairProduct product{.c = tile.o,
+                                  .c_row = kRow,
+                                  .c_down = kTile * kRow,
+                                  .c_right = kTile,
+                                  .a = memory_.v_transposed + (first - first_),
+                                  .a_row = kValueRow,
+                                  .a_down = kTile * kValueRow,
+                                  .a_step = kTileDepth,
+                                  .a_part = 0,
+                                  .b = high,
+                                  .b_row = kRow,
+                                  .b_right = kTile,
+                                  .b_step = kTileDepth / 2 * kRow,
+                                  .b_part = low - high,
+                                  .steps = (n + kTileDepth - 1) / kTileDepth,
+                                  .parts = 2,
+                                  .adds = true};
+        multiply_pairs<Tiles>(product, static_cast<int>(columns / kTile), kVectors);
+    }
+    bool all_finite(std::int32_t, int) const { return finite_; }
+
+  private:
+    /// The tile in fp32, for few queries and for what is not finite.
+    FloatKeys<Isa>& floats() {
+        if (!has_floats_) floats_.load(first_, n_);
+        has_floats_ = true;
+        return floats_;
+    }
+
+    const ForwardParams& p_;
+    FloatKeys<Isa> floats_;
+    HeadRows k_rows_, v_rows_;
+    std::int64_t d_, dv_;  // padded
+    Memory memory_;
+    std::int64_t first_ = 0, n_ = 0;
+    bool has_floats_ = false, finite_ = true;
+    typename Tiles::Scope scope_;
+};
+
+/// The products of a K/V tile with tiles of queries.
+template <class Isa>
+class PairProducts {
+    using Tiles = typename Isa::Tiles;
+
+  public:
+    static constexpr int kRows = 64;  ///< of a Q tile
+
+    PairProducts(const ForwardParams& params, Scratch& scratch)
+        : p_(params),
+          d_(round_up(params.head_dim, kTileDepth)),
+          dv_(round_up(params.head_dim_v, kTileDepth)),
+          rows_(take_halves(scratch, kTileKeys * max64(d_, dv_))),
+          k_columns_(take_words(scratch, kTileKeys * d_ / 2)),
+          v_columns_(take_words(scratch, kTileKeys * dv_ / 2)),
+          k_pairs_(take_words(scratch, kTileKeys * d_ / 2)),
+          dk_(scratch.take(kTileKeys * d_)),
+          dv_sum_(scratch.take(kTileKeys * dv_)),
+          sum_rows_(scratch.take(kTileKeys * max64(d_, dv_))),
+          q_(take_halves(scratch, kRows * d_)),
+          dout_(take_halves(scratch, kRows * dv_)),
+          q_transposed_(take_halves(scratch, kRows * d_)),
+          dout_transposed_(take_halves(scratch, kRows * dv_)),
+          split_(take_words(scratch, kRows * kTileKeys)) {}
+
+    void take_values(std::int64_t head, std::int64_t first, int keys) {
+        load(p_.v, head, first, keys, p_.head_dim_v, dv_, rows_);
+        pair_columns(rows_, dv_, v_columns_);
+        clear(dv_sum_, kTileKeys * dv_);
+    }
+    void take_keys(std::int64_t head, std::int64_t first, int keys) {
+        load(p_.k, head, first, keys, p_.head_dim, d_, rows_);
+        pair_columns(rows_, d_, k_columns_);
+        pair_rows(rows_, kTileKeys, d_, k_pairs_);
+        clear(dk_, kTileKeys * d_);
+    }
+    void multiply(const Rows* dout, std::int64_t head, std::int64_t row, int rows, float* s, float* dp) {
+        count_ = rows;
+        load(p_.q, head, row, rows, p_.head_dim, d_, q_);
+        load(*dout, head, row, rows, p_.head_dim_v, dv_, dout_);
+        transpose_pairs(q_, kRows, d_, q_transposed_, kRows);
+        transpose_pairs(dout_, kRows, dv_, dout_transposed_, kRows);
+        multiply_scores(q_, d_, k_columns_, s);
+        multiply_scores(dout_, dv_, v_columns_, dp);
+    }
+    void add(float* weights, float* ds, float* dq) {
+        const std::int64_t behind = (kRows - count_) * kTileKeys;  // rows that do not exist
+        clear(weights + count_ * kTileKeys, behind);
+        clear(ds + count_ * kTileKeys, behind);
+        add_to_keys(dout_transposed_, dv_, weights, dv_sum_);
+        add_to_keys(q_transposed_, d_, ds, dk_);
+        add_to_queries(ds, dq);
+    }
+    float* dk() { return rows_of(dk_, padded<Isa>(p_.head_dim)); }
+    float* dv() { return rows_of(dv_sum_, padded<Isa>(p_.head_dim_v)); }
+
+  private:
+    static constexpr std::int64_t kHalf = kRows * kTileKeys / 2;  // words of the high parts
+
+    void load(const Rows& t, std::int64_t head, std::int64_t first, int n, int columns, std::int64_t width,
+              std::uint16_t* dst) const {
+        for (int i = 0; i < n; ++i)
+            copy_row(row_pointer(t, DType::kBFloat16, 0, head, first + i), columns, width, dst + i * width);
+        clear_halves(dst + n * width, (kTileKeys - n) * width);
+    }
+    /// [row][key] = rows times columns.
+    static void multiply_scores(const std::uint16_t* rows, std::int64_t width, const std::uint32_t* columns, float* s) {
+        const PairProduct product{.c = s,
+                                  .c_row = kTileKeys,
+                                  .c_down = kTile * kTileKeys,
+                                  .c_right = kTile,
+                                  .a = rows,
+                                  .a_row = width,
+                                  .a_down = kTile * width,
+                                  .a_step = kTileDepth,
+                                  .a_part = 0,
+                                  .b = columns,
+                                  .b_row = kTileKeys,
+                                  .b_right = kTile,
+                                  .b_step = kTileDepth / 2 * kTileKeys,
+                                  .b_part = 0,
+                                  .steps = static_cast<int>(width / kTileDepth),
+                                  .parts = 1,
+                                  .adds = false};
+        multiply_pairs<Tiles>(product, kRows / kTile, kTileKeys / kTile);
+    }
+    /// sum[column][key] += columns times x[row][key].
+    void add_to_keys(const std::uint16_t* columns, std::int64_t width, const float* x, float* sum) const {
+        split_into_pairs(x, kRows, kTileKeys / kTile, split_, split_ + kHalf);
+        const PairProduct product{.c = sum,
+                                  .c_row = kTileKeys,
+                                  .c_down = kTile * kTileKeys,
+                                  .c_right = kTile,
+                                  .a = columns,
+                                  .a_row = kRows,
+                                  .a_down = kTile * kRows,
+                                  .a_step = kTileDepth,
+                                  .a_part = 0,
+                                  .b = split_,
+                                  .b_row = kTileKeys,
+                                  .b_right = kTile,
+                                  .b_step = kTileDepth / 2 * kTileKeys,
+                                  .b_part = kHalf,
+                                  .steps = kRows / kTileDepth,
+                                  .parts = 2,
+                                  .adds = true};
+        multiply_pairs<Tiles>(product, static_cast<int>(width / kTile), kTileKeys / kTile);
+    }
+    /// dq[row][column] += ds[row][key] K[key][column].
+    void add_to_queries(const float* ds, float* dq) const {
+        auto* const high = reinterpret_cast<std::uint16_t*>(split_);
+        split(ds, kRows * kTileKeys, high, high + kRows * kTileKeys);
+        const std::int64_t stride = padded<Isa>(p_.head_dim);
+        const PairProduct product{.c = sum_rows_,
+                                  .c_row = stride,
+                                  .c_down = kTile * stride,
+                                  .c_right = kTile,
+                                  .a = high,
+                                  .a_row = kTileKeys,
+                                  .a_down = kTile * kTileKeys,
+                                  .a_step = kTileDepth,
+                                  .a_part = kRows * kTileKeys,
+                                  .b = k_pairs_,
+                                  .b_row = d_,
+                                  .b_right = kTile,
+                                  .b_step = kTileDepth / 2 * d_,
+                                  .b_part = 0,
+                                  .steps = kTileKeys / kTileDepth,
+                                  .parts = 2,
+                                  .adds = false};
+        multiply_pairs<Tiles>(product, (count_ + kTile - 1) / kTile, static_cast<int>(stride / kTile));
+        for (std::int64_t i = 0; i < count_ * stride; i += kTile)
+            Isa::store(dq + i, Isa::load(dq + i) + Isa::load(sum_rows_ + i));
+    }
+    /// A sum [column][key] as rows of the keys, `stride` columns of them.
+    float* rows_of(const float* sum, std::int64_t stride) const {
+        transpose<Isa>(sum, stride, kTileKeys, sum_rows_);
+        return sum_rows_;
+    }
+
+    const ForwardParams& p_;
+    std::int64_t d_, dv_;  // padded
+    std::uint16_t* rows_;
+    std::uint32_t *k_columns_, *v_columns_, *k_pairs_;             // of a K/V tile
+    float *dk_, *dv_sum_, *sum_rows_;                              // the first two transposed
+    std::uint16_t *q_, *dout_, *q_transposed_, *dout_transposed_;  // of a Q tile
+    std::uint32_t* split_;
+    int count_ = 0;
+    typename Tiles::Scope scope_;
+};
+
+/// AVX-512 with products of pairs by `AnyTiles`.
+template <class AnyTiles>
+struct WithPairs : Avx512 {
+    static constexpr bool kPairs = true;
+    using Tiles = AnyTiles;
+    using PairKeys = cpu::PairKeys<WithPairs>;
+    using PairProducts = cpu::PairProducts<WithPairs>;
+};
+
+}  // namespace
+}  // namespace flash_wmma::cpu
