@@ -401,35 +401,64 @@ INSTRUCTION_SETS = """
 import sys, torch, flash_wmma
 case, results = torch.load(sys.argv[1]), []
 for q, k, v, options in case:
-    results.append(flash_wmma.forward(q, k, v, return_lse=True, **options))
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out, lse = flash_wmma.forward(*leaves, return_lse=True, **options)
+    gradients = torch.autograd.grad(out.sum() + (out * out).sum(), leaves)
+    results.append([t.detach() for t in (out, lse, *gradients)])
 torch.save(results, sys.argv[2])
 """
 
 
-@pytest.mark.parametrize("isa", ["baseline", "avx2"])
-def test_other_instruction_sets(isa: str, tmp_path: Path) -> None:
-    """What this processor would not take by itself, with everything at once, for tiles and for few rows."""
-    case = []
-    for nq, nk, d in ((37, 70, 64), (3, 700, 40), (1, 65, 128), (100, 100, 59)):
-        q, k, v = (normal((2, h, n, d), seed=h + n) for h, n in ((4, nq), (2, nk), (2, nk)))
-        options: dict[str, Any] = {"attn_bias": bias_of("odd", 2, 4, nq, nk, torch.float32, "cpu"), "softcap": 5.0}
-        options |= {"alibi_slopes": slopes_of("batch", 2, 4, "cpu"), "causal": "bottom_right"}
-        case += [(q, k, v, options), (q.half(), k.half(), v.half(), options)]
-    torch.save(case, tmp_path / "case")
+def run_instruction_set(isa: str | None, case: Path, results: Path) -> Any:
+    """The results of a case with what the processor would take by itself, or with another set that it has."""
     done = subprocess.run(
-        [sys.executable, "-c", INSTRUCTION_SETS, tmp_path / "case", tmp_path / "results"],
-        env={**os.environ, "FLASH_WMMA_CPU_ISA": isa},
+        [sys.executable, "-c", INSTRUCTION_SETS, case, results],
+        env={**os.environ} if isa is None else {**os.environ, "FLASH_WMMA_CPU_ISA": isa},
         capture_output=True,
         text=True,
     )
     if "FLASH_WMMA_CPU_ISA" in done.stderr:
         pytest.skip(done.stderr.splitlines()[-1])
     assert done.returncode == 0, done.stderr
-    for (q, k, v, options), (out, lse) in zip(case, torch.load(tmp_path / "results"), strict=True):
-        expected = flash_wmma.forward(q, k, v, return_lse=True, **options)
-        tolerance = 1e-5 if q.dtype == torch.float32 else 2e-3
-        torch.testing.assert_close(out, expected[0], atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(lse, expected[1], atol=1e-5, rtol=1e-5)
+    return torch.load(results)
+
+
+@pytest.mark.parametrize("isa", ["baseline", "avx2", "avx512", "avx512_bf16", "amx"])
+def test_other_instruction_sets(isa: str, tmp_path: Path) -> None:
+    """What this processor would not take by itself, with everything at once, for tiles and for few rows."""
+    case = []
+    for nq, nk, d in ((37, 70, 64), (3, 700, 40), (1, 65, 128), (100, 100, 59), (130, 259, 72)):
+        q, k, v = (normal((2, h, n, d), seed=h + n) for h, n in ((4, nq), (2, nk), (2, nk)))
+        options: dict[str, Any] = {"attn_bias": bias_of("odd", 2, 4, nq, nk, torch.float32, "cpu"), "softcap": 5.0}
+        options |= {"alibi_slopes": slopes_of("batch", 2, 4, "cpu"), "causal": "bottom_right"}
+        for dtype in (torch.float32, torch.float16, torch.bfloat16):
+            case += [(q.to(dtype), k.to(dtype), v.to(dtype), options), (q.to(dtype), k.to(dtype), v.to(dtype), {})]
+    torch.save(case, tmp_path / "case")
+    got = run_instruction_set(isa, tmp_path / "case", tmp_path / "results")
+    every = run_instruction_set(None, tmp_path / "case", tmp_path / "expected")
+    for (q, _, _, _), results, expected in zip(case, got, every, strict=True):
+        # A result that is rounded to the inputs' type may be the neighbouring number
+        tolerance = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[q.dtype]
+        for which, x, y in zip(("out", "lse", "dq", "dk", "dv"), results, expected, strict=True):
+            allowed = 1e-5 if which == "lse" else tolerance
+            torch.testing.assert_close(x, y, atol=allowed * float(y.abs().max()), rtol=allowed)
+
+
+@pytest.mark.parametrize("d", [24, 64])
+def test_bf16_on_the_cpu_is_multiplied_as_fp32(d: int) -> None:
+    """Terms that cancel: weights of half precision, or their gradients, would be off by more than rounding."""
+    q, k, v, dout = (normal((1, 2, 200, d), seed=seed).bfloat16() for seed in range(4))
+    leaves = [t.requires_grad_() for t in (q * 0.1, k * 0.1, v.sign() + 0.1 * v)]
+    out = flash_wmma.forward(*leaves)
+    exact_q, exact_k, exact_v, exact_dout = (t.detach().double() for t in (*leaves, dout))
+    weights = (exact_q @ exact_k.mT / d**0.5).softmax(-1)
+    delta = (out.detach().double() * exact_dout).sum(-1, keepdim=True)  # of what was rounded
+    scores = weights * (exact_dout @ exact_v.mT - delta) / d**0.5
+    expected = weights @ exact_v, scores @ exact_k, scores.mT @ exact_q, weights.mT @ exact_dout
+    results = out.detach(), *torch.autograd.grad(out, leaves, dout)
+    for got, true in zip(results, expected, strict=True):
+        error = (got.double() - true).abs()
+        assert bool((error <= 2**-8 * true.abs() + 3e-5 * true.abs().max()).all()), float(error.max())
 
 
 def at_page_end(t: Tensor) -> Tensor:

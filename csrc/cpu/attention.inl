@@ -95,6 +95,14 @@ void store_row(const float* src, void* dst, DType dtype, int n) {
 
 // ---- Vectors --------------------------------------------------------------------------------------------------------
 
+/// 0, 1, 2, ...
+template <class Isa>
+inline typename Isa::Int lane_numbers() {
+    alignas(64) static constexpr std::int32_t kNumbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    static_assert(Isa::kLanes <= 16);
+    return Isa::load_int(kNumbers);
+}
+
 /// x = exponent + fraction for -127 <= x <= 0 by adding 1.5 * 2^23: returns the bits of 2^exponent, and 0 for -127.
 /// |fraction| <= 1/2.
 template <class Isa>
@@ -162,7 +170,7 @@ inline typename Isa::Vec subtrahend(typename Isa::Vec maximum) {
 /// A tile of few rows has V = 0 and row-major q and o.
 struct QTile {
     float *q, *o;           ///< Q^T times the sign of scale; O^T, unnormalised
-    float *maximum, *sum;   ///< per row: maximum of the scores before scaling, sum of the weights
+    float *maximum, *sum;   ///< per row: maximum of the scores before scaling, or near it; sum of the weights
     std::int32_t *lo, *hi;  ///< per row, the keys [lo, hi] it sees
     float* slope;           ///< per row, of ALiBi; 0 without ALiBi
     std::int32_t* place;    ///< per row, i + Nk - Nq
@@ -411,6 +419,9 @@ void attend_tile(const QTile& tile, Keys& keys, const ForwardParams& p, const Ta
     const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
     Vec base[kVectors], alpha[kVectors], sum[kVectors];
     for (int i = 0; i < kVectors; ++i) {
+        // Else weights are at most 2^8, which serves as well, and O keeps its scale
+        if constexpr (Keys::kLagsMaximum)
+            maximum[i] = (maximum[i] - before[i]) * scale > Isa::broadcast(8.f) ? maximum[i] : before[i];
         base[i] = subtrahend<Isa>(maximum[i]);
         alpha[i] = exp2<Isa>((before[i] - base[i]) * scale);
         sum[i] = Isa::load(tile.sum + i * Isa::kLanes) * alpha[i];
@@ -514,8 +525,7 @@ void attend_row(const QTile& tile, int r, KeyRows k, KeyRows v, const ForwardPar
     const float* q = tile.q + r * padded<Isa>(p.head_dim);
     float* o = tile.o + r * padded<Isa>(p.head_dim_v);
     float &row_maximum = tile.maximum[r], &row_sum = tile.sum[r];
-    Int lane;
-    for (int i = 0; i < kLanes; ++i) lane[i] = i;
+    const Int lane = lane_numbers<Isa>();
     Vec maxima = Isa::broadcast(row_maximum);
     for (int j = 0; j < n; j += kLanes) {
         Vec x = dot_products<Isa>(q, k, p.head_dim, j, n);
@@ -742,6 +752,9 @@ inline bool copies_keys(const ForwardParams& p) { return p.dtype != DType::kFloa
 template <class Isa>
 class FloatKeys {
   public:
+    static constexpr bool kLagsMaximum =
+        false;  ///< O is loaded and stored for each tile anyway, and rescaled meanwhile
+
     FloatKeys(const ForwardParams& params, const Task& task, Scratch& scratch)
         : p_(params),
           k_rows_(params.k, params, task),
@@ -768,8 +781,9 @@ class FloatKeys {
                      typename Isa::Vec (&maximum)[kVectors]) const {
         cpu::multiply_qk<Isa, kVectors, kMasked, kRaw>(tile, k(first), p_.head_dim, first, n, s, maximum);
     }
+    /// May overwrite the weights.
     template <int kVectors, bool kSkipZeros>
-    void multiply_pv(const QTile& tile, std::int32_t first, int n, const float* weights,
+    void multiply_pv(const QTile& tile, std::int32_t first, int n, float* weights,
                      const typename Isa::Vec (&alpha)[kVectors]) const {
         cpu::multiply_pv<Isa, kVectors, kSkipZeros>(tile, v(first), p_.head_dim_v, n, weights, alpha);
     }

@@ -52,29 +52,47 @@ struct TileRegisters {
         Scope& operator=(const Scope&) = delete;
     };
 
-    /// C is in registers 0 to 5, a block of A in 6, one of B in 7.
+    /// C is in the first registers. One block of A and one of B follow, or with kN = 2 as many as C has rows and columns.
     template <int kM, int kN>
     static void multiply(const PairProduct& x) {
-        static_assert(kM * kN <= 6);
-        constexpr int kA = 6, kB = 7;
+        constexpr bool kKeeps = kN == 2;  // a step's A and B, for all products of the step
+        constexpr int kA = kM * kN, kB = kA + (kKeeps ? kM : 1);
+        static_assert(kB + (kKeeps ? kN : 1) <= 8);
         const auto c = [&](int i) { return x.c + i / kN * x.c_down + i % kN * x.c_right; };
-        each<kM * kN>([&]<int kC>() {
-            if (x.adds) load_tile_rows<kC>(c(kC), x.c_row * 4);
-            else clear_tile<kC>();
+        each<kM * kN>([&]<int i>() {
+            if (x.adds) load_tile_rows<i>(c(i), x.c_row * 4);
+            else clear_tile<i>();
         });
-        for (int part = 0; part < x.parts; ++part)
-            for (int step = 0; step < x.steps; ++step) {
-                const std::uint16_t* a = x.a + part * x.a_part + step * x.a_step;
-                const std::uint32_t* b = x.b + part * x.b_part + step * x.b_step;
+        for (int step = 0; step < x.steps; ++step) {
+            const std::uint16_t* const a = x.a + step * x.a_step;
+            const std::uint32_t* const b = x.b + step * x.b_step;
+            const auto load_a = [&]<int to>(int m, int part) {
+                load_tile_rows<to>(a + m * x.a_down + part * x.a_part, x.a_row * 2);
+            };
+            const auto load_b = [&]<int to>(int n, int part) {
+                load_tile_rows<to>(b + n * x.b_right + part * x.b_part, x.b_row * 4);
+            };
+            if constexpr (kKeeps) {
+                for (int part = 0; part < x.parts; ++part) {
+                    if (part == 0 || x.a_part != 0)
+                        each<kM>([&]<int m>() { load_a.template operator()<kA + m>(m, part); });
+                    if (part == 0 || x.b_part != 0)
+                        each<kN>([&]<int n>() { load_b.template operator()<kB + n>(n, part); });
+                    each<kM * kN>([&]<int i>() { multiply_tiles<i, kA + i / kN, kB + i % kN>(); });
+                }
+            } else {
                 each<kM>([&]<int m>() {
-                    load_tile_rows<kA>(a + m * x.a_down, x.a_row * 2);
-                    each<kN>([&]<int n>() {
-                        load_tile_rows<kB>(b + n * x.b_right, x.b_row * 4);
-                        multiply_tiles<m * kN + n, kA, kB>();
-                    });
+                    for (int part = 0; part < x.parts; ++part) {
+                        if (part == 0 || x.a_part != 0) load_a.template operator()<kA>(m, part);
+                        each<kN>([&]<int n>() {
+                            load_b.template operator()<kB>(n, part);
+                            multiply_tiles<m * kN + n, kA, kB>();
+                        });
+                    }
                 });
             }
-        each<kM * kN>([&]<int kC>() { store_tile_rows<kC>(c(kC), x.c_row * 4); });
+        }
+        each<kM * kN>([&]<int i>() { store_tile_rows<i>(c(i), x.c_row * 4); });
     }
 };
 

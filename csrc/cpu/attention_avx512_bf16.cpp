@@ -49,7 +49,14 @@ struct Vectors {
 
 bool supported() { return has_avx512() && __builtin_cpu_supports("avx512bf16"); }
 
-constexpr IsaKernel kKernel = isa_kernel<WithPairs<Vectors>>("avx512_bf16", 3, supported);
+/// On Zen 4 forward and backward are 1.1 to 1.2 times as fast as by FMAs. On a Sapphire Rapids, which has AMX besides, they
+/// take 2.5 times as long: there this unit runs by name alone.
+int rank() {
+    __builtin_cpu_init();
+    return __builtin_cpu_is("amd") ? 3 : -1;
+}
+
+const IsaKernel kKernel = isa_kernel<WithPairs<Vectors>>("avx512_bf16", rank(), supported);
 const IsaRegistration registration(kKernel);
 
 }  // namespace

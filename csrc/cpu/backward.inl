@@ -125,8 +125,7 @@ struct WeighedKeys {
     /// From the products of the keys `j` and on of the tile.
     WeighedKeys(const ForwardParams& p, const TileRow& row, const float* products, int j) {
         using Int = typename Isa::Int;
-        Int index;
-        for (int i = 0; i < Isa::kLanes; ++i) index[i] = row.first + j + i;
+        const Int index = lane_numbers<Isa>() + (row.first + j);
         x = Isa::load(products + j) * Isa::broadcast(p.scale);
         factor = Isa::broadcast(1.f);
         if (p.softcap != 0.f) {
@@ -186,6 +185,7 @@ template <class Isa>
 class FloatProducts {
   public:
     static constexpr int kRows = kQueryRows;  ///< of a Q tile
+    static constexpr int kKeyTiles = 1;       ///< K/V tiles that meet a Q tile one after the other, numbered
 
     FloatProducts(const ForwardParams& params, Scratch& scratch)
         : p_(params),
@@ -199,42 +199,47 @@ class FloatProducts {
           q_(scratch.take(kQueryRows * d_)),
           dout_(scratch.take(kQueryRows * dv_)) {}
 
-    /// From now on: these values, whose gradients are 0.
-    void take_values(std::int64_t head, std::int64_t first, int keys) {
+    /// From now on K/V tile `tile` has these values, whose gradients are 0.
+    void take_values(int /*tile*/, std::int64_t head, std::int64_t first, int keys) {
         clear(k_, kTileKeys * dv_);
         load_rows<Isa>(p_.v, p_.dtype, head, first, keys, p_.head_dim_v, k_);
         transpose<Isa>(k_, kTileKeys, dv_, v_transposed_);
         clear(dv_sum_, kTileKeys * dv_);
     }
-    /// Behind their values, if those are needed: from now on these keys, whose gradients are 0.
-    void take_keys(std::int64_t head, std::int64_t first, int keys) {
+    /// Behind their values, if those are needed: these keys, whose gradients are 0.
+    void take_keys(int /*tile*/, std::int64_t head, std::int64_t first, int keys) {
         keys_ = keys;
         clear(k_, kTileKeys * d_);
         load_rows<Isa>(p_.k, p_.dtype, head, first, keys, p_.head_dim, k_);
         transpose<Isa>(k_, kTileKeys, d_, k_transposed_);
         clear(dk_, kTileKeys * d_);
     }
-    /// S = Q K^T of these queries, and dP = dO V^T if there is dO; [row][key], kTileKeys keys.
-    void multiply(const Rows* dout, std::int64_t head, std::int64_t row, int rows, float* s, float* dp) {
+    /// From now on: these queries, and their dO if it is needed.
+    void take_queries(const Rows* dout, std::int64_t head, std::int64_t row, int rows) {
         rows_ = rows;
         load_rows<Isa>(p_.q, p_.dtype, head, row, rows, p_.head_dim, q_);
-        clear(s, kQueryRows * kTileKeys);
-        cpu::multiply<Isa>(s, kTileKeys, {q_, d_, 1}, k_transposed_, kTileKeys, rows, kTileKeys, p_.head_dim);
-        if (!dout) return;
-        load_rows<Isa>(*dout, p_.out_dtype, head, row, rows, p_.head_dim_v, dout_);
-        clear(dp, kQueryRows * kTileKeys);
-        cpu::multiply<Isa>(dp, kTileKeys, {dout_, dv_, 1}, v_transposed_, kTileKeys, rows, kTileKeys, p_.head_dim_v);
+        if (dout) load_rows<Isa>(*dout, p_.out_dtype, head, row, rows, p_.head_dim_v, dout_);
     }
-    /// dV += P^T dO, dK += dS^T Q, dQ += dS K of the same queries.
-    void add(float* weights, float* ds, float* dq) {
+    /// S = Q K^T: [row][key], kTileKeys keys.
+    void multiply_qk(int /*tile*/, float* s) {
+        clear(s, kQueryRows * kTileKeys);
+        multiply<Isa>(s, kTileKeys, {q_, d_, 1}, k_transposed_, kTileKeys, rows_, kTileKeys, p_.head_dim);
+    }
+    /// dP = dO V^T.
+    void multiply_dout_v(int /*tile*/, float* dp) {
+        clear(dp, kQueryRows * kTileKeys);
+        multiply<Isa>(dp, kTileKeys, {dout_, dv_, 1}, v_transposed_, kTileKeys, rows_, kTileKeys, p_.head_dim_v);
+    }
+    /// dV += P^T dO, dK += dS^T Q, dQ += dS K.
+    void add(int /*tile*/, float* weights, float* ds, float* dq) {
         const int dn = static_cast<int>(d_), dvn = static_cast<int>(dv_);
-        cpu::multiply<Isa>(dv_sum_, dv_, {weights, 1, kTileKeys}, dout_, dv_, keys_, dvn, rows_);
-        cpu::multiply<Isa>(dk_, d_, {ds, 1, kTileKeys}, q_, d_, keys_, dn, rows_);
-        cpu::multiply<Isa>(dq, d_, {ds, kTileKeys, 1}, k_, d_, rows_, dn, keys_);
+        multiply<Isa>(dv_sum_, dv_, {weights, 1, kTileKeys}, dout_, dv_, keys_, dvn, rows_);
+        multiply<Isa>(dk_, d_, {ds, 1, kTileKeys}, q_, d_, keys_, dn, rows_);
+        multiply<Isa>(dq, d_, {ds, kTileKeys, 1}, k_, d_, rows_, dn, keys_);
     }
     /// Rows of the keys' gradients, padded, which may be written to. One call may overwrite what the other gave.
-    float* dk() { return dk_; }
-    float* dv() { return dv_sum_; }
+    float* dk(int /*tile*/) { return dk_; }
+    float* dv(int /*tile*/) { return dv_sum_; }
 
   private:
     const ForwardParams& p_;
@@ -301,12 +306,14 @@ TileRow tile_row(const ForwardParams& p, const PackedRow& at, std::int64_t first
     return row;
 }
 
-/// The products and weights of a Q tile with the K/V tile that `products` has.
+/// The products and weights of the queries that `products` has with its K/V tile `tile`.
 template <class Isa, class Products>
 void backward_tile(const BackwardParams& params, const BackwardTask& task, const BackwardScratch& memory,
-                   Products& products, std::int64_t head, std::int64_t row, int rows, std::int64_t first, int keys) {
+                   Products& products, int tile, std::int64_t head, std::int64_t row, int rows, std::int64_t first,
+                   int keys) {
     const ForwardParams& p = params.forward;
-    products.multiply(&params.dout, head, row, rows, memory.s, memory.dp);
+    products.multiply_qk(tile, memory.s);
+    products.multiply_dout_v(tile, memory.dp);
     for (int r = 0; r < rows; ++r) {
         const std::int64_t i = row + r;
         const bool drops = p.dropout.rng_state;
@@ -323,7 +330,7 @@ void backward_tile(const BackwardParams& params, const BackwardTask& task, const
                        memory.dp + r * kTileKeys);
     }
     const std::int64_t of_head = (head - task.head_k * (p.heads_q / p.heads_k)) * p.seqlen_q + row;
-    products.add(memory.s, memory.dp, task.dq + of_head * query_stride<Isa>(p));
+    products.add(tile, memory.s, memory.dp, task.dq + of_head * query_stride<Isa>(p));
 }
 
 /// Whether some row of [row, row + rows) of a head sees a key of [first, first + keys).
@@ -350,22 +357,36 @@ void backward_with(const BackwardParams& params, const BackwardTask& task, float
     const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v), group = p.heads_q / p.heads_k;
     clear(task.dq, group * p.seqlen_q * d);
     clear(scratch.bias, kTileKeys);
-    for (std::int64_t first = task.key_begin; first < task.key_end; first += kTileKeys) {
-        const int keys = static_cast<int>(min64(kTileKeys, task.key_end - first));
-        products.take_values(task.head_k, first, keys);
-        products.take_keys(task.head_k, first, keys);
+    const auto keys_from = [&](std::int64_t first) { return static_cast<int>(min64(kTileKeys, task.key_end - first)); };
+    for (std::int64_t begin = task.key_begin; begin < task.key_end; begin += Products::kKeyTiles * kTileKeys) {
+        const std::int64_t end = min64(begin + Products::kKeyTiles * kTileKeys, task.key_end);
+        int tile = 0;
+        for (std::int64_t first = begin; first < end; first += kTileKeys, ++tile) {
+            products.take_values(tile, task.head_k, first, keys_from(first));
+            products.take_keys(tile, task.head_k, first, keys_from(first));
+        }
         for (std::int64_t head = task.head_k * group; head < (task.head_k + 1) * group; ++head)
             for (std::int64_t row = 0; row < p.seqlen_q; row += Products::kRows) {
                 const int rows = static_cast<int>(min64(Products::kRows, p.seqlen_q - row));
-                if (sees_keys(p, head, row, rows, first, keys))
-                    backward_tile<Isa>(params, task, scratch, products, head, row, rows, first, keys);
+                bool taken = false;
+                tile = 0;
+                for (std::int64_t first = begin; first < end; first += kTileKeys, ++tile) {
+                    const int keys = keys_from(first);
+                    if (!sees_keys(p, head, row, rows, first, keys)) continue;
+                    if (!taken) products.take_queries(&params.dout, head, row, rows);
+                    taken = true;
+                    backward_tile<Isa>(params, task, scratch, products, tile, head, row, rows, first, keys);
+                }
             }
-        float* rows = products.dk();
-        for (int j = 0; j < keys; ++j, rows += d)
-            store_scaled<Isa>(rows, p.scale, params.dk, p.out_dtype, task.head_k, first + j, p.head_dim);
-        rows = products.dv();
-        for (int j = 0; j < keys; ++j, rows += dv)
-            store_scaled<Isa>(rows, 1.f, params.dv, p.out_dtype, task.head_k, first + j, p.head_dim_v);
+        tile = 0;
+        for (std::int64_t first = begin; first < end; first += kTileKeys, ++tile) {
+            float* dk = products.dk(tile);
+            for (int j = 0; j < keys_from(first); ++j, dk += d)
+                store_scaled<Isa>(dk, p.scale, params.dk, p.out_dtype, task.head_k, first + j, p.head_dim);
+            float* dv_rows = products.dv(tile);
+            for (int j = 0; j < keys_from(first); ++j, dv_rows += dv)
+                store_scaled<Isa>(dv_rows, 1.f, params.dv, p.out_dtype, task.head_k, first + j, p.head_dim_v);
+        }
     }
 }
 
@@ -411,11 +432,12 @@ void statistics(const BackwardParams& params, std::int64_t head, float* memory) 
     clear(scratch.bias, kTileKeys);
     for (std::int64_t first = 0; first < p.seqlen_k; first += kTileKeys) {
         const int keys = static_cast<int>(min64(kTileKeys, p.seqlen_k - first));
-        products.take_keys(head_k, first, keys);
+        products.take_keys(0, head_k, first, keys);
         for (std::int64_t row = 0; row < p.seqlen_q; row += Products::kRows) {
             const int rows = static_cast<int>(min64(Products::kRows, p.seqlen_q - row));
             if (!sees_keys(p, head, row, rows, first, keys)) continue;
-            products.multiply(nullptr, head, row, rows, scratch.s, scratch.dp);
+            products.take_queries(nullptr, head, row, rows);
+            products.multiply_qk(0, scratch.s);
             for (int r = 0; r < rows; ++r)
                 count_row<Isa>(params, {row + r, head}, first, keys, scratch.bias, scratch.s + r * kTileKeys);
         }

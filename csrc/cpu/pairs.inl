@@ -30,6 +30,8 @@ constexpr int kTileDepth = 32;  // k of a step
 
 /// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. All distances count
 /// elements: fp32, bf16, and words of a pair.
+///
+/// What is split lies in A or in B; the other one's `part` is 0.
 struct PairProduct {
     float* c;
     std::int64_t c_row, c_down, c_right;  ///< from a row to the next, and from a block to the next
@@ -81,21 +83,20 @@ struct Split {
 /// Words of the pairs (x, y), both high parts.
 inline __m512i paired(__m512i x, __m512i y) { return _mm512_or_si512(_mm512_srli_epi32(x, 16), y); }
 
-/// Pairs of neighbouring rows of fp32, in two numbers: `rows` of them, and zeros up to a multiple of kTileDepth. Rows have
-/// `vectors` vectors.
-inline void split_into_pairs(const float* x, int rows, int vectors, std::uint32_t* high, std::uint32_t* low) {
+/// Makes of each two rows of fp32 a row of their high numbers in pairs, and behind it one of their low ones: `rows` rows of
+/// `vectors` vectors, and zeros up to a multiple of kTileDepth rows.
+inline void split_into_pairs(float* x, int rows, int vectors) {
     const std::int64_t width = vectors * kTile;
     for (int r = 0; r < rows; r += 2)
         for (int v = 0; v < vectors; ++v) {
-            const std::int64_t at = r * width + v * kTile, to = at / 2 + v * kTile / 2;
-            const Split first(_mm512_loadu_ps(x + at)),
-                second(r + 1 < rows ? _mm512_loadu_ps(x + at + width) : _mm512_setzero_ps());
-            store_words(high + to, paired(first.high, second.high));
-            store_words(low + to, paired(first.low, second.low));
+            float *const first = x + r * width + v * kTile, *const second = first + width;
+            const Split of_first(_mm512_load_ps(first)),
+                of_second(r + 1 < rows ? _mm512_load_ps(second) : _mm512_setzero_ps());
+            store_words(first, paired(of_first.high, of_second.high));
+            store_words(second, paired(of_first.low, of_second.low));
         }
-    const std::int64_t end = (rows + 1) / 2 * width, all = round_up(rows, kTileDepth) / 2 * width;
-    __builtin_memset(high + end, 0, static_cast<std::size_t>(all - end) * sizeof *high);
-    __builtin_memset(low + end, 0, static_cast<std::size_t>(all - end) * sizeof *low);
+    const std::int64_t end = round_up(rows, 2) * width;
+    clear(x + end, round_up(rows, kTileDepth) * width - end);
 }
 /// Rows of fp32 as two rows of bf16; the width is a multiple of kTile.
 inline void split(const float* x, std::int64_t count, std::uint16_t* high, std::uint16_t* low) {
@@ -149,10 +150,13 @@ inline std::uint32_t* take_words(Scratch& scratch, std::int64_t n) {
     return reinterpret_cast<std::uint32_t*>(scratch.take(n));
 }
 
-/// A row of `columns` elements with zeros up to `width`.
-inline void copy_row(const void* src, std::int64_t columns, std::int64_t width, std::uint16_t* dst) {
-    __builtin_memcpy(dst, src, static_cast<std::size_t>(columns) * sizeof *dst);
-    __builtin_memset(dst + columns, 0, static_cast<std::size_t>(width - columns) * sizeof *dst);
+/// A row of `columns` elements with zeros up to `width`, a multiple of kTileDepth.
+inline void copy_row(const char* src, int columns, std::int64_t width, std::uint16_t* dst) {
+    for (int c = 0; c < width; c += kTileDepth) {
+        const int left = columns - c;
+        const __mmask32 some = left >= kTileDepth ? ~__mmask32{0} : left > 0 ? (__mmask32{1} << left) - 1 : 0;
+        store_words(dst + c, _mm512_maskz_loadu_epi16(some, src + std::int64_t{2} * c));
+    }
 }
 inline void clear_halves(std::uint16_t* dst, std::int64_t n) {
     __builtin_memset(dst, 0, static_cast<std::size_t>(n) * sizeof *dst);
@@ -176,15 +180,15 @@ class PairKeys {
 
     struct Memory {
         std::uint16_t *k, *v, *v_transposed;
-        std::uint32_t* weights;
         Memory(const ForwardParams& p, Scratch& scratch)
             : k(take_halves(scratch, (kTileKeys + kMore) * round_up(p.head_dim, kTileDepth))),
               v(take_halves(scratch, kTileKeys * round_up(p.head_dim_v, kTileDepth))),
-              v_transposed(take_halves(scratch, kValueRow * round_up(p.head_dim_v, kTileDepth))),
-              weights(take_words(scratch, kTileKeys * tile_rows<Isa>())) {}
+              v_transposed(take_halves(scratch, kValueRow * round_up(p.head_dim_v, kTileDepth))) {}
     };
 
   public:
+    static constexpr bool kLagsMaximum = true;
+
     PairKeys(const ForwardParams& params, const Task& task, Scratch& scratch)
         : p_(params),
           floats_(params, task, scratch),
@@ -270,20 +274,19 @@ class PairKeys {
     }
 
     template <int kVectors, bool kSkipZeros>
-    void multiply_pv(const QTile& tile, std::int32_t first, int n, const float* weights, const Vec (&alpha)[kVectors]) {
+    void multiply_pv(const QTile& tile, std::int32_t first, int n, float* weights, const Vec (&alpha)[kVectors]) {
         if (!finite_) {
             floats().template multiply_pv<kVectors, kSkipZeros>(tile, first, n, weights, alpha);
             return;
         }
         constexpr std::int64_t kRow = kVectors * kTile;
         const std::int64_t columns = padded<Isa>(p_.head_dim_v);
-        for (std::int64_t c = 0; c < columns; ++c)
-            for (int v = 0; v < kVectors; ++v) {
-                float* o = tile.o + c * kRow + v * kTile;
+        for (int v = 0; v < kVectors; ++v) {
+            if (_mm512_cmp_ps_mask(alpha[v], Isa::broadcast(1.f), _CMP_EQ_OQ) == 0xffff) continue;
+            for (float* o = tile.o + v * kTile; o < tile.o + columns * kRow; o += kRow)
                 Isa::store(o, Isa::load(o) * alpha[v]);
-            }
-        std::uint32_t *const high = memory_.weights, *const low = high + kTileKeys / 2 * kRow;
-        split_into_pairs(weights, n, kVectors, high, low);
+        }
+        split_into_pairs(weights, n, kVectors);
         const PairProduct product{.c = tile.o,
                                   .c_row = kRow,
                                   .c_down = kTile * kRow,
@@ -293,11 +296,11 @@ class PairKeys {
                                   .a_down = kTile * kValueRow,
                                   .a_step = kTileDepth,
                                   .a_part = 0,
-                                  .b = high,
-                                  .b_row = kRow,
+                                  .b = reinterpret_cast<const std::uint32_t*>(weights),
+                                  .b_row = 2 * kRow,
                                   .b_right = kTile,
-                                  .b_step = kTileDepth / 2 * kRow,
-                                  .b_part = low - high,
+                                  .b_step = kTileDepth * kRow,
+                                  .b_part = kRow,
                                   .steps = (n + kTileDepth - 1) / kTileDepth,
                                   .parts = 2,
                                   .adds = true};
@@ -329,58 +332,62 @@ class PairProducts {
     using Tiles = typename Isa::Tiles;
 
   public:
-    static constexpr int kRows = 64;  ///< of a Q tile
+    static constexpr int kRows = 64;     ///< of a Q tile
+    static constexpr int kKeyTiles = 4;  ///< for which a Q tile is transposed once
 
     PairProducts(const ForwardParams& params, Scratch& scratch)
         : p_(params),
           d_(round_up(params.head_dim, kTileDepth)),
           dv_(round_up(params.head_dim_v, kTileDepth)),
           rows_(take_halves(scratch, kTileKeys * max64(d_, dv_))),
-          k_columns_(take_words(scratch, kTileKeys * d_ / 2)),
-          v_columns_(take_words(scratch, kTileKeys * dv_ / 2)),
-          k_pairs_(take_words(scratch, kTileKeys * d_ / 2)),
-          dk_(scratch.take(kTileKeys * d_)),
-          dv_sum_(scratch.take(kTileKeys * dv_)),
           sum_rows_(scratch.take(kTileKeys * max64(d_, dv_))),
           q_(take_halves(scratch, kRows * d_)),
           dout_(take_halves(scratch, kRows * dv_)),
           q_transposed_(take_halves(scratch, kRows * d_)),
           dout_transposed_(take_halves(scratch, kRows * dv_)),
-          split_(take_words(scratch, kRows * kTileKeys)) {}
+          split_(take_halves(scratch, 2 * kRows * kTileKeys)) {
+        for (KeyTile& tile : tiles_)
+            tile = {take_words(scratch, kTileKeys * d_ / 2), take_words(scratch, kTileKeys * dv_ / 2),
+                    take_words(scratch, kTileKeys * d_ / 2), scratch.take(kTileKeys * d_),
+                    scratch.take(kTileKeys * dv_)};
+    }
 
-    void take_values(std::int64_t head, std::int64_t first, int keys) {
+    void take_values(int tile, std::int64_t head, std::int64_t first, int keys) {
         load(p_.v, head, first, keys, p_.head_dim_v, dv_, rows_);
-        pair_columns(rows_, dv_, v_columns_);
-        clear(dv_sum_, kTileKeys * dv_);
+        pair_columns(rows_, dv_, tiles_[tile].v_columns);
+        clear(tiles_[tile].dv, kTileKeys * dv_);
     }
-    void take_keys(std::int64_t head, std::int64_t first, int keys) {
+    void take_keys(int tile, std::int64_t head, std::int64_t first, int keys) {
         load(p_.k, head, first, keys, p_.head_dim, d_, rows_);
-        pair_columns(rows_, d_, k_columns_);
-        pair_rows(rows_, kTileKeys, d_, k_pairs_);
-        clear(dk_, kTileKeys * d_);
+        pair_columns(rows_, d_, tiles_[tile].k_columns);
+        pair_rows(rows_, kTileKeys, d_, tiles_[tile].k_pairs);
+        clear(tiles_[tile].dk, kTileKeys * d_);
     }
-    void multiply(const Rows* dout, std::int64_t head, std::int64_t row, int rows, float* s, float* dp) {
+    void take_queries(const Rows* dout, std::int64_t head, std::int64_t row, int rows) {
         count_ = rows;
         load(p_.q, head, row, rows, p_.head_dim, d_, q_);
         load(*dout, head, row, rows, p_.head_dim_v, dv_, dout_);
         transpose_pairs(q_, kRows, d_, q_transposed_, kRows);
         transpose_pairs(dout_, kRows, dv_, dout_transposed_, kRows);
-        multiply_scores(q_, d_, k_columns_, s);
-        multiply_scores(dout_, dv_, v_columns_, dp);
     }
-    void add(float* weights, float* ds, float* dq) {
+    void multiply_qk(int tile, float* s) const { multiply_scores(q_, d_, tiles_[tile].k_columns, s); }
+    void multiply_dout_v(int tile, float* dp) const { multiply_scores(dout_, dv_, tiles_[tile].v_columns, dp); }
+    void add(int tile, float* weights, float* ds, float* dq) {
         const std::int64_t behind = (kRows - count_) * kTileKeys;  // rows that do not exist
         clear(weights + count_ * kTileKeys, behind);
         clear(ds + count_ * kTileKeys, behind);
-        add_to_keys(dout_transposed_, dv_, weights, dv_sum_);
-        add_to_keys(q_transposed_, d_, ds, dk_);
-        add_to_queries(ds, dq);
+        add_to_queries(tiles_[tile].k_pairs, ds, dq);
+        add_to_keys(dout_transposed_, dv_, weights, tiles_[tile].dv);
+        add_to_keys(q_transposed_, d_, ds, tiles_[tile].dk);
     }
-    float* dk() { return rows_of(dk_, padded<Isa>(p_.head_dim)); }
-    float* dv() { return rows_of(dv_sum_, padded<Isa>(p_.head_dim_v)); }
+    float* dk(int tile) { return rows_of(tiles_[tile].dk, padded<Isa>(p_.head_dim)); }
+    float* dv(int tile) { return rows_of(tiles_[tile].dv, padded<Isa>(p_.head_dim_v)); }
 
   private:
-    static constexpr std::int64_t kHalf = kRows * kTileKeys / 2;  // words of the high parts
+    struct KeyTile {
+        std::uint32_t *k_columns, *v_columns, *k_pairs;
+        float *dk, *dv;  // transposed
+    };
 
     void load(const Rows& t, std::int64_t head, std::int64_t first, int n, int columns, std::int64_t width,
               std::uint16_t* dst) const {
@@ -409,9 +416,9 @@ class PairProducts {
                                   .adds = false};
         multiply_pairs<Tiles>(product, kRows / kTile, kTileKeys / kTile);
     }
-    /// sum[column][key] += columns times x[row][key].
-    void add_to_keys(const std::uint16_t* columns, std::int64_t width, const float* x, float* sum) const {
-        split_into_pairs(x, kRows, kTileKeys / kTile, split_, split_ + kHalf);
+    /// sum[column][key] += columns times x[row][key]; overwrites x.
+    void add_to_keys(const std::uint16_t* columns, std::int64_t width, float* x, float* sum) const {
+        split_into_pairs(x, kRows, kTileKeys / kTile);
         const PairProduct product{.c = sum,
                                   .c_row = kTileKeys,
                                   .c_down = kTile * kTileKeys,
@@ -421,40 +428,46 @@ class PairProducts {
                                   .a_down = kTile * kRows,
                                   .a_step = kTileDepth,
                                   .a_part = 0,
-                                  .b = split_,
-                                  .b_row = kTileKeys,
+                                  .b = reinterpret_cast<const std::uint32_t*>(x),
+                                  .b_row = 2 * kTileKeys,
                                   .b_right = kTile,
-                                  .b_step = kTileDepth / 2 * kTileKeys,
-                                  .b_part = kHalf,
+                                  .b_step = kTileDepth * kTileKeys,
+                                  .b_part = kTileKeys,
                                   .steps = kRows / kTileDepth,
                                   .parts = 2,
                                   .adds = true};
         multiply_pairs<Tiles>(product, static_cast<int>(width / kTile), kTileKeys / kTile);
     }
     /// dq[row][column] += ds[row][key] K[key][column].
-    void add_to_queries(const float* ds, float* dq) const {
-        auto* const high = reinterpret_cast<std::uint16_t*>(split_);
-        split(ds, kRows * kTileKeys, high, high + kRows * kTileKeys);
+    void add_to_queries(const std::uint32_t* k_pairs, const float* ds, float* dq) const {
+        split(ds, kRows * kTileKeys, split_, split_ + kRows * kTileKeys);
         const std::int64_t stride = padded<Isa>(p_.head_dim);
-        const PairProduct product{.c = sum_rows_,
-                                  .c_row = stride,
-                                  .c_down = kTile * stride,
-                                  .c_right = kTile,
-                                  .a = high,
-                                  .a_row = kTileKeys,
-                                  .a_down = kTile * kTileKeys,
-                                  .a_step = kTileDepth,
-                                  .a_part = kRows * kTileKeys,
-                                  .b = k_pairs_,
-                                  .b_row = d_,
-                                  .b_right = kTile,
-                                  .b_step = kTileDepth / 2 * d_,
-                                  .b_part = 0,
-                                  .steps = kTileKeys / kTileDepth,
-                                  .parts = 2,
-                                  .adds = false};
-        multiply_pairs<Tiles>(product, (count_ + kTile - 1) / kTile, static_cast<int>(stride / kTile));
-        for (std::int64_t i = 0; i < count_ * stride; i += kTile)
+        PairProduct product{.c = dq,
+                            .c_row = stride,
+                            .c_down = kTile * stride,
+                            .c_right = kTile,
+                            .a = split_,
+                            .a_row = kTileKeys,
+                            .a_down = kTile * kTileKeys,
+                            .a_step = kTileDepth,
+                            .a_part = kRows * kTileKeys,
+                            .b = k_pairs,
+                            .b_row = d_,
+                            .b_right = kTile,
+                            .b_step = kTileDepth / 2 * d_,
+                            .b_part = 0,
+                            .steps = kTileKeys / kTileDepth,
+                            .parts = 2,
+                            .adds = true};
+        // Blocks of rows that exist, and then the last one, part of whose rows do
+        const int whole = count_ / kTile, columns = static_cast<int>(stride / kTile), rest = count_ % kTile;
+        multiply_pairs<Tiles>(product, whole, columns);
+        if (rest == 0) return;
+        product.a += whole * product.a_down;
+        product.c = sum_rows_, product.adds = false;
+        multiply_pairs<Tiles>(product, 1, columns);
+        dq += whole * product.c_down;
+        for (std::int64_t i = 0; i < rest * stride; i += kTile)
             Isa::store(dq + i, Isa::load(dq + i) + Isa::load(sum_rows_ + i));
     }
     /// A sum [column][key] as rows of the keys, `stride` columns of them.
@@ -464,12 +477,12 @@ class PairProducts {
     }
 
     const ForwardParams& p_;
-    std::int64_t d_, dv_;  // padded
-    std::uint16_t* rows_;
-    std::uint32_t *k_columns_, *v_columns_, *k_pairs_;             // of a K/V tile
-    float *dk_, *dv_sum_, *sum_rows_;                              // the first two transposed
+    std::int64_t d_, dv_;                                          // padded
+    std::uint16_t* rows_;                                          // of K or V
+    float* sum_rows_;                                              // of dK, dV or dQ
     std::uint16_t *q_, *dout_, *q_transposed_, *dout_transposed_;  // of a Q tile
-    std::uint32_t* split_;
+    std::uint16_t* split_;                                         // dS
+    KeyTile tiles_[kKeyTiles];
     int count_ = 0;
     typename Tiles::Scope scope_;
 };
