@@ -6,6 +6,7 @@ import ctypes
 import math
 import mmap
 import os
+import shutil
 import subprocess
 import sys
 import zlib
@@ -444,6 +445,22 @@ def test_other_instruction_sets(isa: str, tmp_path: Path) -> None:
             torch.testing.assert_close(x, y, atol=allowed * float(y.abs().max()), rtol=allowed)
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+def test_tile_products(tmp_path: Path) -> None:
+    """AMX's products with tile registers in memory, for processors without it."""
+    tests = Path(__file__).parent
+    source, csrc = tests / "tile_products.cpp", tests.parent / "csrc"
+    sets = csrc / "cpu" / "attention_avx512.cpp"
+    (line,) = (line for line in sets.read_text().splitlines() if line.startswith("// x86-64: "))
+    instructions = line.removeprefix("// x86-64: ").split()
+    if not set(instructions) <= set(Path("/proc/cpuinfo").read_text().split()):
+        pytest.skip(f"the processor lacks one of {line}")
+    flags = ["-std=c++20", "-O1", f"-I{csrc}", *(f"-m{name}" for name in instructions)]
+    subprocess.run(["g++", *flags, source, "-o", tmp_path / "products"], check=True)
+    done = subprocess.run([tmp_path / "products"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
 @pytest.mark.parametrize("d", [24, 64])
 def test_bf16_on_the_cpu_is_multiplied_as_fp32(d: int) -> None:
     """Terms that cancel: weights of half precision, or their gradients, would be off by more than rounding."""
@@ -475,7 +492,7 @@ def at_page_end(t: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_nothing_is_read_past_the_end(dtype: torch.dtype) -> None:
     """The CPU kernel, with every tensor at the end of its memory."""
-    for nq, nk, d in ((1, 1, 8), (1, 65, 8), (3, 63, 40), (37, 71, 64), (50, 129, 24)):
+    for nq, nk, d in ((1, 1, 8), (1, 65, 8), (3, 63, 40), (37, 71, 64), (50, 129, 24), (128, 128, 64)):
         q, k, v = (at_page_end(normal((2, h, n, d), seed=h + n).to(dtype)) for h, n in ((4, nq), (2, nk), (2, nk)))
         slopes = at_page_end(torch.rand(2, 4))
         for kind in ("full", "head", "key", "query", "bool", "bool key", "some -inf"):
@@ -486,6 +503,15 @@ def test_nothing_is_read_past_the_end(dtype: torch.dtype) -> None:
             out, lse = flash_wmma.forward(q, k, v, return_lse=True, kernel="cpu", **modification._asdict())
             torch.testing.assert_close(lse.double(), expected[1], atol=1e-4, rtol=1e-4)
             torch.testing.assert_close(out.double(), expected[0], atol=3e-2, rtol=3e-2)
-        packed = [at_page_end(t[0].transpose(0, 1)) for t in (q, k, v)]
+        leaves = [t.requires_grad_() for t in (q, k, v)]
+        windows = flash_wmma.forward(*leaves, window=(37, 5), kernel="cpu")
+        exact = [t.detach().float().requires_grad_() for t in leaves]
+        of_exact = flash_wmma.forward(*exact, window=(37, 5), kernel="cpu")
+        torch.testing.assert_close(windows.float(), of_exact, atol=3e-2, rtol=3e-2)
+        dout = at_page_end(torch.ones_like(windows))
+        gradients = torch.autograd.grad(windows, leaves, dout), torch.autograd.grad(of_exact, exact, dout.float())
+        for got, expected in zip(*gradients, strict=True):
+            torch.testing.assert_close(got.float(), expected, atol=3e-2 * float(expected.abs().max() + 1), rtol=3e-2)
+        packed = [at_page_end(t.detach()[0].transpose(0, 1)) for t in (q, k, v)]
         cu_q, cu_k = (at_page_end(torch.tensor([0, n // 2, n], dtype=torch.int32)) for n in (nq, nk))
         assert flash_wmma.forward_varlen(*packed, cu_q, cu_k, nq, nk).isfinite().all()

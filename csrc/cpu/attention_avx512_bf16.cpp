@@ -7,6 +7,7 @@ namespace {
 
 struct Vectors {
     struct Scope {};
+    static constexpr int kWidest = 3;
 
     template <int kM, int kN>
     static void multiply(const PairProduct& x) {

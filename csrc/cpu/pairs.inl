@@ -46,10 +46,10 @@ struct PairProduct {
 template <class Tiles, int kM>
 void multiply_columns(PairProduct product, int n) {
     while (n > 0) {
-        const int wide = n == 3 ? 3 : n > 1 ? 2 : 1;
-        if (wide == 3) Tiles::template multiply<kM, 3>(product);
+        const int wide = static_cast<int>(min64(n, Tiles::kWidest));
+        if (wide == 1) Tiles::template multiply<kM, 1>(product);
         else if (wide == 2) Tiles::template multiply<kM, 2>(product);
-        else Tiles::template multiply<kM, 1>(product);
+        else if constexpr (Tiles::kWidest > 2) Tiles::template multiply<kM, 3>(product);
         product.c += wide * product.c_right;
         product.b += wide * product.b_right;
         n -= wide;
@@ -118,16 +118,21 @@ inline void pair_rows(const std::uint16_t* src, std::int64_t rows, std::int64_t 
             store_words(dst + c, _mm512_or_si512(words(src + r * columns + c),
                                                  _mm512_slli_epi32(words(src + (r + 1) * columns + c), 16)));
 }
-/// dst[c][r] = src[r][c] of bf16; both dimensions are multiples of kTileDepth, and rows of dst lie dst_row apart.
-inline void transpose_pairs(const std::uint16_t* src, std::int64_t rows, std::int64_t columns, std::uint16_t* dst,
+/// Rows of bf16.
+struct HalfRows {
+    const std::uint16_t* data;
+    std::int64_t stride;
+};
+/// dst[c][r] = src[r][c]; both dimensions are multiples of kTileDepth, and rows of dst lie dst_row apart.
+inline void transpose_pairs(HalfRows src, std::int64_t rows, std::int64_t columns, std::uint16_t* dst,
                             std::int64_t dst_row) {
     for (std::int64_t r = 0; r < rows; r += kTileDepth)
         for (std::int64_t c = 0; c < columns; c += kTileDepth) {
             // Of each 128 bits of a row the first and the last four columns: pairs of neighbouring rows
             __m512 part[2][kTile];
             for (int i = 0; i < kTile; ++i) {
-                const std::uint16_t* row = src + (r + 2 * i) * columns + c;
-                const __m512i x = load_words(row), y = load_words(row + columns);
+                const std::uint16_t* row = src.data + (r + 2 * i) * src.stride + c;
+                const __m512i x = load_words(row), y = load_words(row + src.stride);
                 part[0][i] = _mm512_castsi512_ps(_mm512_unpacklo_epi16(x, y));
                 part[1][i] = _mm512_castsi512_ps(_mm512_unpackhi_epi16(x, y));
             }
@@ -161,12 +166,14 @@ inline void copy_row(const char* src, int columns, std::int64_t width, std::uint
 inline void clear_halves(std::uint16_t* dst, std::int64_t n) {
     __builtin_memset(dst, 0, static_cast<std::size_t>(n) * sizeof *dst);
 }
-/// Whether no element has all bits of its exponent set; a multiple of kTileDepth.
-inline bool are_finite(const std::uint16_t* x, std::int64_t n) {
+/// Whether no element has all bits of its exponent set; columns are a multiple of kTileDepth.
+inline bool are_finite(HalfRows x, std::int64_t rows, std::int64_t columns) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 found = 0;
-    for (std::int64_t i = 0; i < n; i += kTileDepth)
-        found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_words(x + i), exponent), exponent);
+    for (std::int64_t r = 0; r < rows; ++r)
+        for (std::int64_t c = 0; c < columns; c += kTileDepth)
+            found |=
+                _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_words(x.data + r * x.stride + c), exponent), exponent);
     return found == 0;
 }
 
@@ -222,27 +229,26 @@ class PairKeys {
     void load(std::int64_t first, std::int64_t n) {
         first_ = first, n_ = n;
         has_floats_ = false;
-        for (std::int64_t j = 0; j < n; ++j) {
-            copy_row(k_rows_.row(first + j), p_.head_dim, d_, memory_.k + j * d_);
-            copy_row(v_rows_.row(first + j), p_.head_dim_v, dv_, memory_.v + j * dv_);
-        }
-        clear_halves(memory_.v + n * dv_, (kTileKeys - n) * dv_);
-        finite_ = are_finite(memory_.v, n * dv_);
-        if (finite_) transpose_pairs(memory_.v, kTileKeys, dv_, memory_.v_transposed, kValueRow);
+        k_ = rows_of(k_rows_, p_.head_dim, d_, memory_.k);
+        const HalfRows v = rows_of(v_rows_, p_.head_dim_v, dv_, memory_.v);
+        finite_ = are_finite(v, n, dv_);
+        if (finite_) transpose_pairs(v, kTileKeys, dv_, memory_.v_transposed, kValueRow);
     }
     KeyRows k(std::int64_t key) { return floats().k(key); }
     KeyRows v(std::int64_t key) { return floats().v(key); }
 
     template <int kVectors, bool kMasked, bool kRaw>
-    void multiply_qk(const QTile& tile, std::int32_t first, int n, float* s, Vec (&maximum)[kVectors]) const {
+    void multiply_qk(const QTile& tile, std::int32_t first, int n, float* s, Vec (&maximum)[kVectors]) {
         constexpr std::int64_t kRow = kVectors * kTile;
+        if (first - first_ + round_up(n, kTile) > kTileKeys && k_.data != memory_.k)  // whole blocks are read
+            k_ = copied(k_rows_, p_.head_dim, d_, memory_.k);
         const PairProduct product{.c = s,
                                   .c_row = kRow,
                                   .c_down = kTile * kRow,
                                   .c_right = kTile,
-                                  .a = memory_.k + (first - first_) * d_,
-                                  .a_row = d_,
-                                  .a_down = kTile * d_,
+                                  .a = k_.data + (first - first_) * k_.stride,
+                                  .a_row = k_.stride,
+                                  .a_down = kTile * k_.stride,
                                   .a_step = kTileDepth,
                                   .a_part = 0,
                                   .b = reinterpret_cast<const std::uint32_t*>(tile.q),
@@ -309,6 +315,17 @@ class PairKeys {
     bool all_finite(std::int32_t, int) const { return finite_; }
 
   private:
+    /// The tile's rows with zeros behind them.
+    HalfRows copied(const HeadRows& rows, int columns, std::int64_t width, std::uint16_t* memory) const {
+        for (std::int64_t j = 0; j < n_; ++j) copy_row(rows.row(first_ + j), columns, width, memory + j * width);
+        clear_halves(memory + n_ * width, (kTileKeys - n_) * width);
+        return {memory, width};
+    }
+    /// The same as they lie, where no row has to be added and no column.
+    HalfRows rows_of(const HeadRows& rows, int columns, std::int64_t width, std::uint16_t* memory) const {
+        if (n_ < kTileKeys || columns < width || p_.sequences.page_size) return copied(rows, columns, width, memory);
+        return {reinterpret_cast<const std::uint16_t*>(rows.row(first_)), rows.stride()};
+    }
     /// The tile in fp32, for few queries and for what is not finite.
     FloatKeys<Isa>& floats() {
         if (!has_floats_) floats_.load(first_, n_);
@@ -321,6 +338,7 @@ class PairKeys {
     HeadRows k_rows_, v_rows_;
     std::int64_t d_, dv_;  // padded
     Memory memory_;
+    HalfRows k_{};
     std::int64_t first_ = 0, n_ = 0;
     bool has_floats_ = false, finite_ = true;
     typename Tiles::Scope scope_;
@@ -367,8 +385,8 @@ class PairProducts {
         count_ = rows;
         load(p_.q, head, row, rows, p_.head_dim, d_, q_);
         load(*dout, head, row, rows, p_.head_dim_v, dv_, dout_);
-        transpose_pairs(q_, kRows, d_, q_transposed_, kRows);
-        transpose_pairs(dout_, kRows, dv_, dout_transposed_, kRows);
+        transpose_pairs({q_, d_}, kRows, d_, q_transposed_, kRows);
+        transpose_pairs({dout_, dv_}, kRows, dv_, dout_transposed_, kRows);
     }
     void multiply_qk(int tile, float* s) const { multiply_scores(q_, d_, tiles_[tile].k_columns, s); }
     void multiply_dout_v(int tile, float* dp) const { multiply_scores(dout_, dv_, tiles_[tile].v_columns, dp); }
