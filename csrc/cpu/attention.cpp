@@ -1,4 +1,5 @@
-// The native CPU kernel `cpu`: FlashAttention-2 forward for fp32, fp16 and bf16, fp32 arithmetic throughout.
+// The native CPU kernel `cpu`: FlashAttention-2 forward for fp32, fp16 and bf16, fp32 arithmetic throughout, or as exact
+// (pairs.inl).
 //
 // This file splits the work and runs it on torch's threads; attention.inl is the algorithm; attention_<isa>.cpp compile
 // it for one instruction set each and register it. The best instruction set that the processor has runs, or the one

@@ -1,4 +1,4 @@
-// The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout.
+// The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout, or as exact (pairs.inl).
 //
 // This file splits the work (backward.inl is the algorithm). Every batch entry or packed sequence is an entry. For each
 // of its key/value heads, a few tasks share the keys, split by shape alone. Each task writes its own part of dq; the

@@ -14,6 +14,7 @@ ATTENTION = "csrc/cpu/attention.cpp"
 ALGORITHM = "csrc/cpu/attention.inl"
 BACKWARD = "csrc/cpu/backward.cpp"
 GRADIENTS = "csrc/cpu/backward.inl"
+PAIRS = "csrc/cpu/pairs.inl"
 
 FAULTS = [
     # ---- arguments
@@ -341,10 +342,148 @@ FAULTS = [
     ),
     Fault(
         name="avx512-half-tail",
-        path="csrc/cpu/attention_avx512.cpp",
+        path="csrc/cpu/avx512.inl",
         old="_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src + c)))",
         new="_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(src)))",
         why="the last eight columns of a float16 row are its first",
+    ),
+    # ---- bf16 in pairs
+    Fault(
+        name="pairs-low-part-of-weights-lost",
+        path=PAIRS,
+        old=""".b_part = kRow,
+                                  .steps = (n + kTileDepth - 1) / kTileDepth,
+                                  .parts = 2,""",
+        new=""".b_part = kRow,
+                                  .steps = (n + kTileDepth - 1) / kTileDepth,
+                                  .parts = 1,""",
+        why="weights are rounded to bf16",
+    ),
+    Fault(
+        name="pairs-low-part-of-ds-lost",
+        path=PAIRS,
+        old=".steps = kTileKeys / kTileDepth,\n                            .parts = 2,",
+        new=".steps = kTileKeys / kTileDepth,\n                            .parts = 1,",
+        why="dS is rounded to bf16 before it is multiplied by K",
+    ),
+    Fault(
+        name="pairs-tail-of-weights-not-cleared",
+        path=PAIRS,
+        old="    const std::int64_t end = round_up(rows, 2) * width;\n",
+        new="    const std::int64_t end = round_up(rows, kTileDepth) * width;\n",
+        why="weights of keys behind the last one of a tile are those of the tile before",
+    ),
+    Fault(
+        name="pairs-row-without-partner",
+        path=PAIRS,
+        old="of_second(r + 1 < rows ? _mm512_load_ps(second) : _mm512_setzero_ps());",
+        new="of_second(_mm512_load_ps(second));",
+        why="an odd last key has a neighbour with a weight of its own",
+    ),
+    Fault(
+        name="pairs-tie-of-the-sign",
+        path=PAIRS,
+        old="_mm512_set1_epi32(0x8000)), upper);",
+        new="_mm512_set1_epi32(0x18000)), upper);",
+        why="the high number is one too large, which the low one makes up for only in part",
+    ),
+    Fault(
+        name="pairs-infinite-difference",
+        path=PAIRS,
+        old="_mm512_maskz_sub_ps(finite, x, nearest)",
+        new="_mm512_sub_ps(x, nearest)",
+        why="the low number of an infinite dS is inf - inf",
+    ),
+    Fault(
+        name="pairs-queries-not-padded",
+        path=PAIRS,
+        old="if (c < p_.head_dim) {",
+        new="{",
+        why="columns of Q behind its last one are what was in memory",
+    ),
+    Fault(
+        name="pairs-rows-behind-a-row",
+        path=PAIRS,
+        old="left >= kTileDepth ? ~__mmask32{0} : left > 0 ? (__mmask32{1} << left) - 1 : 0;",
+        new="~__mmask32{0};",
+        why="the next row's elements stand behind a row's last one, and memory is read past a tensor's end",
+    ),
+    Fault(
+        name="pairs-keys-read-behind-a-tile",
+        path=PAIRS,
+        old="if (first - first_ + round_up(n, kTile) > kTileKeys && k_.data != memory_.k)",
+        new="if (false)",
+        why="whole blocks of keys are read from a window's first key on, past a tensor's end",
+    ),
+    Fault(
+        name="pairs-values-beside-a-nan",
+        path=PAIRS,
+        old="finite_ = are_finite(v, n, dv_);",
+        new="finite_ = true;",
+        why="a weight of 0 does not hide a NaN of V",
+    ),
+    Fault(
+        name="pairs-floats-of-another-tile",
+        path=PAIRS,
+        old="        first_ = first, n_ = n;\n        has_floats_ = false;\n",
+        new="        first_ = first, n_ = n;\n",
+        why="few queries see the keys of the first tile in every tile",
+    ),
+    Fault(
+        name="pairs-o-not-rescaled",
+        path=PAIRS,
+        old="_CMP_EQ_OQ) == 0xffff) continue;",
+        new="_CMP_EQ_OQ) != 0) continue;",
+        why="O keeps its scale if any row of a vector keeps its maximum",
+    ),
+    Fault(
+        name="lag-without-bound",
+        path=ALGORITHM,
+        old="(maximum[i] - before[i]) * scale > Isa::broadcast(8.f)",
+        new="(maximum[i] - before[i]) * scale > Isa::broadcast(800.f)",
+        why="weights overflow where later scores are much larger",
+    ),
+    Fault(
+        name="pairs-transpose-halves",
+        path=PAIRS,
+        old="dst + (c + i / 4 * 8 + 4 * h + i % 4) * dst_row + r",
+        new="dst + (c + i / 4 * 8 + 4 * (1 - h) + i % 4) * dst_row + r",
+        why="groups of four columns change places",
+    ),
+    Fault(
+        name="pairs-rows-that-do-not-exist",
+        path=PAIRS,
+        old="        clear(ds + count_ * kTileKeys, behind);\n",
+        new="",
+        why="dS of the Q tile before goes to dK behind the last query",
+    ),
+    Fault(
+        name="pairs-last-rows-of-dq",
+        path=PAIRS,
+        old="        product.a += whole * product.a_down;\n",
+        new="",
+        why="the last block's dQ has the first block's dS",
+    ),
+    Fault(
+        name="pairs-keys-of-the-first-tile",
+        path=PAIRS,
+        old="add_to_queries(tiles_[tile].k_pairs, ds, dq);",
+        new="add_to_queries(tiles_[0].k_pairs, ds, dq);",
+        why="dQ of every K/V tile is multiplied by the first one's keys",
+    ),
+    Fault(
+        name="tile-products-part-of-a-kept",
+        path="csrc/cpu/tile_products.inl",
+        old="if (part == 0 || x.a_part != 0)",
+        new="if (part == 0)",
+        why="both parts of A are the first",
+    ),
+    Fault(
+        name="tile-products-blocks-of-c-swapped",
+        path="csrc/cpu/tile_products.inl",
+        old="multiply<i, kA + i / kN, kB + i % kN>()",
+        new="multiply<i, kA + i % kM, kB + i % kN>()",
+        why="a block of C takes another row of A's blocks",
     ),
     Fault(
         name="avx2-transpose",
