@@ -100,7 +100,8 @@ bool check(int m, int n, int steps, bool a_parts, bool b_parts, bool adds) {
                               .adds = adds};
     multiply_pairs<TileProducts<Registers>>(product, m, n);
     if (c == expected) return true;
-    std::printf("wrong: %d x %d blocks, %d steps, parts of a %d, of b %d, adds %d\n", m, n, steps, a_parts, b_parts, adds);
+    std::printf("wrong: %d x %d blocks, %d steps, parts of a %d, of b %d, adds %d\n", m, n, steps, a_parts, b_parts,
+                adds);
     return false;
 }
 
@@ -111,6 +112,7 @@ int main() {
     for (int m = 1; m <= 5; ++m)
         for (int n = 1; n <= 5; ++n)
             for (int steps = 1; steps <= 3; ++steps)
-                for (int kind = 0; kind < 6; ++kind) right &= check(m, n, steps, kind / 2 == 1, kind / 2 == 2, kind % 2);
+                for (int kind = 0; kind < 6; ++kind)
+                    right &= check(m, n, steps, kind / 2 == 1, kind / 2 == 2, kind % 2);
     return right ? 0 : 1;
 }

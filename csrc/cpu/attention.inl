@@ -716,12 +716,14 @@ void store_tile(const QTile& tile, const ForwardParams& p, const Task& task, flo
 
 // ---- Tasks ----------------------------------------------------------------------------------------------------------
 
-/// Hands out consecutive runs of the scratch, each a whole number of 64-byte lines.
+/// Hands out consecutive runs of the scratch, each a whole number of 64-byte lines. Without memory it only counts.
 struct Scratch {
     float* next;
-    float* take(std::int64_t floats) {
+    std::int64_t floats = 0;
+    float* take(std::int64_t n) {
         float* run = next;
-        next += round_up(floats, 16);
+        floats += round_up(n, 16);
+        if (next) next += round_up(n, 16);
         return run;
     }
 };

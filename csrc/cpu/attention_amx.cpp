@@ -1,5 +1,6 @@
 // The CPU kernel for AMX (bf16): bf16 inputs by tdpbf16ps, blocks of C in tile registers.
 // x86-64: avx2 fma f16c avx512f avx512bw avx512dq avx512vl amx-tile amx-bf16
+#include <cpuid.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -49,8 +50,13 @@ struct AmxRegisters {
 /// Whether the processor has the instructions, and Linux lets this process have the registers.
 bool supported() {
     constexpr int kRequestState = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
-    return has_avx512() && __builtin_cpu_supports("amx-tile") && __builtin_cpu_supports("amx-bf16") &&
-           syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+    static const bool known = [] {
+        unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+        const bool has =
+            __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && edx >> 22 & 1 && edx >> 24 & 1;  // bf16, tile
+        return has && has_avx512() && syscall(SYS_arch_prctl, kRequestState, kTileData) == 0;
+    }();
+    return known;
 }
 
 constexpr IsaKernel kKernel = isa_kernel<WithPairs<TileProducts<AmxRegisters>>>("amx", 4, supported);

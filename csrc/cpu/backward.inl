@@ -264,7 +264,7 @@ std::int64_t backward_scratch_with(const ForwardParams& p) {
     Scratch scratch{nullptr};
     Products products(p, scratch);
     BackwardScratch::of<Products::kRows>(scratch);
-    return scratch.next - static_cast<float*>(nullptr);
+    return scratch.floats;
 }
 
 template <class Isa>

@@ -209,7 +209,7 @@ class PairKeys {
     static std::int64_t scratch_floats(const ForwardParams& p) {
         Scratch scratch{nullptr};
         Memory(p, scratch);
-        return FloatKeys<Isa>::scratch_floats(p) + (scratch.next - static_cast<float*>(nullptr));
+        return FloatKeys<Isa>::scratch_floats(p) + scratch.floats;
     }
 
     /// Q^T as pairs, in place: row c / 2 is written behind the last use of rows c and c + 1.
