@@ -82,13 +82,14 @@ def test_rounds_rotate_and_time_every_contender():
         return timing.Contender(call)
 
     ticks: list[int] = []
-    method = timing.Method(warmup=2, repeats=3)
+    method = timing.Method(warmup=2, repeats=5)
     result = timing.measure({n: contender(n) for n in "abc"}, CPU, method, lambda: ticks.append(1))
     assert calls[:6] == list("aabbcc")  # warm-up
-    assert calls[6:] == list("aabbcc" + "bbccaa" + "ccaabb")  # untimed, timed; the order moves by one a round
+    # Untimed, timed; the order moves by one every other round, and is turned around in between
+    assert calls[6:] == list("aabbcc" + "ccbbaa" + "bbccaa" + "aaccbb" + "ccaabb")
     assert result.clock == "wall"
-    assert len(ticks) == 3
-    assert all(len(result.timings[n].samples) == 3 for n in "abc")
+    assert len(ticks) == 5
+    assert all(len(result.timings[n].samples) == 5 for n in "abc")
     assert result.outputs["b"].item() == len(calls)  # what the last timed call returned
 
 

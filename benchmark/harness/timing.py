@@ -1,8 +1,9 @@
 """How the benchmarks of this folder take time: one method, in one place.
 
 All contenders of a row are timed together, in rounds. A round times every contender once, and the order rotates by one
-place from round to round, so that clock, power and temperature drift hits all of them alike; the ratio of two
-contenders is the median of their ratios round by round.
+place every other round and is turned around in between, so that clock, power and temperature drift hits all of them
+alike, and none always comes behind the same one; the ratio of two contenders is the median of their ratios round by
+round.
 
 A contender's turn is one untimed call, then one timed call. The untimed call fixes the state of the caches (warm: the
 same inputs were just read) and keeps the device busy while the host prepares the timed one. ``Method.sample_ms`` makes
@@ -181,8 +182,10 @@ def _choose_clock(fastest_ms: float, device: torch.device, method: Method) -> Cl
 
 
 def _rotated(names: list[str], turn: int) -> list[str]:
-    shift = turn % len(names) if names else 0
-    return names[shift:] + names[:shift]
+    """Rotated by one every other round, and in between from the last to the first."""
+    shift = turn // 2 % len(names) if names else 0
+    order = names[shift:] + names[:shift]
+    return order[::-1] if turn % 2 else order
 
 
 def _runner(call: Call, clock: Clock, estimate_ms: float, method: Method) -> _Runner:

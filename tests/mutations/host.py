@@ -381,13 +381,6 @@ FAULTS = [
         why="an odd last key has a neighbour with a weight of its own",
     ),
     Fault(
-        name="pairs-tie-of-the-sign",
-        path=PAIRS,
-        old="_mm512_set1_epi32(0x8000)), upper);",
-        new="_mm512_set1_epi32(0x18000)), upper);",
-        why="the high number is one too large, which the low one makes up for only in part",
-    ),
-    Fault(
         name="pairs-infinite-difference",
         path=PAIRS,
         old="_mm512_maskz_sub_ps(finite, x, nearest)",
