@@ -478,6 +478,20 @@ def test_bf16_on_the_cpu_is_multiplied_as_fp32(d: int) -> None:
         assert bool((error <= 2**-8 * true.abs() + 3e-5 * true.abs().max()).all()), float(error.max())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_infinite_gradient_of_a_score_is_no_nan(dtype: torch.dtype) -> None:
+    """dP overflows where a weight of 1e-20 meets a large value; what it is added to is finite."""
+    n, d = 70, 32
+    q, k, v = (torch.ones(1, 1, rows, d, dtype=dtype) for rows in (3, n, n))
+    k[0, 0, 0], v[0, 0, 0] = 1 - 46 / d**0.5, 1e10
+    leaves = [t.requires_grad_() for t in (q, k, v)]
+    out = flash_wmma.forward(*leaves)
+    dq, dk, _ = torch.autograd.grad(out, leaves, torch.full_like(out, 1e30))
+    assert dq.isposinf().all() or dq.isneginf().all(), dq
+    assert dk[0, 0, 0].isposinf().all()
+    assert dk[0, 0, 1:].isfinite().all()
+
+
 def at_page_end(t: Tensor) -> Tensor:
     """A contiguous copy that ends where memory ends: one byte further, and the process dies."""
     size = t.numel() * t.element_size()
