@@ -1,5 +1,5 @@
-// The native CPU kernel `cpu`: FlashAttention-2 forward for fp32, fp16 and bf16, fp32 arithmetic throughout, or as exact
-// (pairs.inl).
+// The native CPU kernel `cpu`: FlashAttention-2 forward for fp32, fp16 and bf16. Arithmetic is fp32
+// throughout, or by other instructions as exact (pairs.inl).
 //
 // This file splits the work and runs it on torch's threads; attention.inl is the algorithm; attention_<isa>.cpp compile
 // it for one instruction set each and register it. The best instruction set that the processor has runs, or the one
@@ -187,7 +187,7 @@ void launch(const ForwardParams& p, const DeviceFacts&, Stream) {
 
 const KernelInfo kKernel = {
     {.name = "cpu",
-     .summary = "native CPU kernel, fp32 arithmetic, a lane per query row",
+     .summary = "native CPU kernel, as exact as fp32 arithmetic, a lane per query row",
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,

@@ -19,6 +19,8 @@
 // The weight of a score s is exp2((s - max) * |scale| * log2(e)); scale's sign is folded into Q^T, so that the largest
 // score has the largest weight. The difference comes first: nothing is lost when scores are large.
 //
+// The products are those of the keys' class: FloatKeys, in fp32, which this is about, or PairKeys (pairs.inl).
+//
 // Bias, ALiBi and softcap (a score modification) are a separate pass over S^T, in a second instance of the tile step.
 // In that instance the scores are final, scale included. The bias of a tile is copied to scratch as fp32, transposed
 // like S^T, whatever its type and strides.
@@ -119,7 +121,7 @@ constexpr float kExp2Nearest[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f
 constexpr float kExp2Floor[] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277856p-7f,
                                 0x1.e974fap-10f};  // 0 <= f <= 1
 
-/// 2^x for x <= 0; 0 below 2^-126 (a subnormal weight would stall the FMA units); NaN for NaN.
+/// 2^x for x <= 0, and for larger x where the unit lags the maximum; 0 below 2^-126 (a subnormal weight would stall the FMA units); NaN for NaN.
 template <class Isa>
 inline typename Isa::Vec exp2(typename Isa::Vec x) {
     typename Isa::Vec fraction;
@@ -419,9 +421,9 @@ void attend_tile(const QTile& tile, Keys& keys, const ForwardParams& p, const Ta
     const Vec scale = Isa::broadcast(static_cast<float>((kModified ? 1.0 : score_scale(p.scale)) * kLog2E));
     Vec base[kVectors], alpha[kVectors], sum[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-        // Else weights are at most 2^8, which serves as well, and O keeps its scale
+        // Else weights are at most 2^4, and O keeps its scale
         if constexpr (Keys::kLagsMaximum)
-            maximum[i] = (maximum[i] - before[i]) * scale > Isa::broadcast(8.f) ? maximum[i] : before[i];
+            maximum[i] = (maximum[i] - before[i]) * scale > Isa::broadcast(4.f) ? maximum[i] : before[i];
         base[i] = subtrahend<Isa>(maximum[i]);
         alpha[i] = exp2<Isa>((before[i] - base[i]) * scale);
         sum[i] = Isa::load(tile.sum + i * Isa::kLanes) * alpha[i];

@@ -1,4 +1,5 @@
-// The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16, fp32 arithmetic throughout, or as exact (pairs.inl).
+// The native CPU kernel `bwd_cpu`: gradients for fp32, fp16 and bf16. Arithmetic is fp32 throughout, or by
+// other instructions as exact (pairs.inl).
 //
 // This file splits the work (backward.inl is the algorithm). Every batch entry or packed sequence is an entry. For each
 // of its key/value heads, a few tasks share the keys, split by shape alone. Each task writes its own part of dq; the
@@ -147,7 +148,7 @@ void launch(const BackwardParams& p, const DeviceFacts&, Stream) {
 
 const BackwardKernelInfo kKernel = {
     {.name = "bwd_cpu",
-     .summary = "native CPU kernel, fp32 arithmetic, a block of keys a task",
+     .summary = "native CPU kernel, as exact as fp32 arithmetic, a block of keys a task",
      .bf16_min_arch = 1,
      .float32 = true,
      .float16 = true,

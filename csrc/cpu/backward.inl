@@ -1,12 +1,12 @@
-// Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set and
-// fp32 throughout, like attention.inl.
+// Gradients by FlashAttention-2's algorithm 2 (https://arxiv.org/abs/2307.08691), templated on an instruction set, like
+// attention.inl, and on the products: those in fp32 are here, others in pairs.inl.
 //
 // A task owns a run of the keys of a key/value head. It walks over K/V tiles of Bc = kTileKeys keys and, for each, over
-// all query rows that see the tile, in tiles of Br = kQueryRows: dK and dV of the tile stay in scratch, dQ is added up
+// all query rows that see the tile, in tiles of Br rows: dK and dV of the tile stay in scratch, dQ is added up
 // in memory that no other task touches. Nothing is atomic and every sum has one order, so the result is bitwise the
 // same from run to run, whatever the number of threads.
 //
-// Five products per tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
+// In fp32 five products per tile, all of one form, C[m][n] += A[m][k] * B[k][n] with n along the vectors:
 //     S = Q K^T        dP = dO V^T        dV += P^T dO        dK += dS^T Q        dQ += dS K
 // so K and V are transposed once per K/V tile, and P and dS are read by columns as they lie.
 //
@@ -184,6 +184,7 @@ std::int64_t query_stride(const ForwardParams& p) {
 template <class Isa>
 class FloatProducts {
   public:
+    struct Scope {};                          ///< exists while products are computed
     static constexpr int kRows = kQueryRows;  ///< of a Q tile
     static constexpr int kKeyTiles = 1;       ///< K/V tiles that meet a Q tile one after the other, numbered
 
@@ -353,6 +354,7 @@ void backward_with(const BackwardParams& params, const BackwardTask& task, float
     const ForwardParams& p = params.forward;
     Scratch all{memory};
     Products products(p, all);
+    [[maybe_unused]] const typename Products::Scope scope;
     const BackwardScratch scratch = BackwardScratch::of<Products::kRows>(all);
     const std::int64_t d = padded<Isa>(p.head_dim), dv = padded<Isa>(p.head_dim_v), group = p.heads_q / p.heads_k;
     clear(task.dq, group * p.seqlen_q * d);

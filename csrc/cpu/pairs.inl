@@ -13,9 +13,13 @@
 //
 // Weights and dS are fp32 and go in as two numbers, the nearest bf16 and that of what is left: 16 bits, and two products.
 // So results are as near to the truth as those of fp32 arithmetic, whose last rounding to bf16 is a hundred times as
-// large. The instruction takes subnormal numbers for 0.
+// large, but that the instruction takes subnormal numbers for 0.
 //
-// Where V has a NaN or inf, weights of 0 have to hide it: such a tile's P V is computed in fp32.
+// Where V has a NaN or inf, weights of 0 have to hide it: such a key's value is 0 in V^T, and its product with the weights is
+// added by itself. So rows that do not see it keep their bits.
+//
+// A lagged maximum: O keeps its scale while scores rise by less than a factor of 2^4, so that it is seldom rescaled in a
+// pass of its own. It may overflow as early as with 16 times as many keys.
 //
 // Bound: with AMX (1,024 multiply-adds a cycle) the softmax, of some 25 vector instructions for 16 scores.
 #pragma once
@@ -167,13 +171,11 @@ inline void clear_halves(std::uint16_t* dst, std::int64_t n) {
     __builtin_memset(dst, 0, static_cast<std::size_t>(n) * sizeof *dst);
 }
 /// Whether no element has all bits of its exponent set; columns are a multiple of kTileDepth.
-inline bool are_finite(HalfRows x, std::int64_t rows, std::int64_t columns) {
+inline bool are_finite(const std::uint16_t* x, std::int64_t columns) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 found = 0;
-    for (std::int64_t r = 0; r < rows; ++r)
-        for (std::int64_t c = 0; c < columns; c += kTileDepth)
-            found |=
-                _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_words(x.data + r * x.stride + c), exponent), exponent);
+    for (std::int64_t c = 0; c < columns; c += kTileDepth)
+        found |= _mm512_cmpeq_epi16_mask(_mm512_and_si512(load_words(x + c), exponent), exponent);
     return found == 0;
 }
 
@@ -230,9 +232,15 @@ class PairKeys {
         first_ = first, n_ = n;
         has_floats_ = false;
         k_ = rows_of(k_rows_, p_.head_dim, d_, memory_.k);
-        const HalfRows v = rows_of(v_rows_, p_.head_dim_v, dv_, memory_.v);
-        finite_ = are_finite(v, n, dv_);
-        if (finite_) transpose_pairs(v, kTileKeys, dv_, memory_.v_transposed, kValueRow);
+        HalfRows v = rows_of(v_rows_, p_.head_dim_v, dv_, memory_.v);
+        infinite_ = 0;
+        for (std::int64_t j = 0; j < n; ++j) infinite_ |= std::uint64_t{!are_finite(v.data + j * v.stride, dv_)} << j;
+        if (infinite_) {
+            v = copied(v_rows_, p_.head_dim_v, dv_, memory_.v);
+            for (std::int64_t j = 0; j < n; ++j)
+                if (infinite_ >> j & 1) clear_halves(memory_.v + j * dv_, dv_);
+        }
+        transpose_pairs(v, kTileKeys, dv_, memory_.v_transposed, kValueRow);
     }
     KeyRows k(std::int64_t key) { return floats().k(key); }
     KeyRows v(std::int64_t key) { return floats().v(key); }
@@ -281,10 +289,6 @@ class PairKeys {
 
     template <int kVectors, bool kSkipZeros>
     void multiply_pv(const QTile& tile, std::int32_t first, int n, float* weights, const Vec (&alpha)[kVectors]) {
-        if (!finite_) {
-            floats().template multiply_pv<kVectors, kSkipZeros>(tile, first, n, weights, alpha);
-            return;
-        }
         constexpr std::int64_t kRow = kVectors * kTile;
         const std::int64_t columns = padded<Isa>(p_.head_dim_v);
         for (int v = 0; v < kVectors; ++v) {
@@ -292,6 +296,9 @@ class PairKeys {
             for (float* o = tile.o + v * kTile; o < tile.o + columns * kRow; o += kRow)
                 Isa::store(o, Isa::load(o) * alpha[v]);
         }
+        for (std::uint64_t left = infinite(first, n); left; left &= left - 1)
+            add_infinite<kVectors, kSkipZeros>(tile, first + __builtin_ctzll(left),
+                                               weights + __builtin_ctzll(left) * kRow);
         split_into_pairs(weights, n, kVectors);
         const PairProduct product{.c = tile.o,
                                   .c_row = kRow,
@@ -312,9 +319,31 @@ class PairKeys {
                                   .adds = true};
         multiply_pairs<Tiles>(product, static_cast<int>(columns / kTile), kVectors);
     }
-    bool all_finite(std::int32_t, int) const { return finite_; }
+    bool all_finite(std::int32_t first, int n) const { return infinite(first, n) == 0; }
 
   private:
+    /// Which of these keys have a value that is NaN or inf. In V^T they are zeros.
+    std::uint64_t infinite(std::int32_t first, int n) const {
+        return infinite_ >> (first - first_) & ~std::uint64_t{0} >> (kTileKeys - n);
+    }
+    /// O^T += V^T P^T of such a key.
+    template <int kVectors, bool kSkipZeros>
+    void add_infinite(const QTile& tile, std::int32_t key, const float* weights) const {
+        const char* row = v_rows_.row(key);
+        float* o = tile.o;
+        for (int c = 0; c < p_.head_dim_v; ++c) {
+            std::uint16_t element;
+            __builtin_memcpy(&element, row + 2 * c, sizeof element);
+            float value;
+            bfloat16_to_float(&element, &value, 1);
+            for (int v = 0; v < kVectors; ++v, o += kTile) {
+                const Vec weight = Isa::load(weights + v * kTile), before = Isa::load(o),
+                          after = Isa::fma(Isa::broadcast(value), weight, before);
+                if constexpr (kSkipZeros) Isa::store(o, weight == Isa::broadcast(0.f) ? before : after);
+                else Isa::store(o, after);
+            }
+        }
+    }
     /// The tile's rows with zeros behind them.
     HalfRows copied(const HeadRows& rows, int columns, std::int64_t width, std::uint16_t* memory) const {
         for (std::int64_t j = 0; j < n_; ++j) copy_row(rows.row(first_ + j), columns, width, memory + j * width);
@@ -326,7 +355,7 @@ class PairKeys {
         if (n_ < kTileKeys || columns < width || p_.sequences.page_size) return copied(rows, columns, width, memory);
         return {reinterpret_cast<const std::uint16_t*>(rows.row(first_)), rows.stride()};
     }
-    /// The tile in fp32, for few queries and for what is not finite.
+    /// The tile in fp32, for few queries.
     FloatKeys<Isa>& floats() {
         if (!has_floats_) floats_.load(first_, n_);
         has_floats_ = true;
@@ -340,7 +369,8 @@ class PairKeys {
     Memory memory_;
     HalfRows k_{};
     std::int64_t first_ = 0, n_ = 0;
-    bool has_floats_ = false, finite_ = true;
+    std::uint64_t infinite_ = 0;  // a bit for each key
+    bool has_floats_ = false;
     typename Tiles::Scope scope_;
 };
 
@@ -350,8 +380,10 @@ class PairProducts {
     using Tiles = typename Isa::Tiles;
 
   public:
-    static constexpr int kRows = 64;     ///< of a Q tile
-    static constexpr int kKeyTiles = 4;  ///< for which a Q tile is transposed once
+    using Scope = typename Tiles::Scope;  ///< exists while products are computed
+    static constexpr int kRows = 64;      ///< of a Q tile
+    static_assert(kRows == kTileKeys);    // both are loaded alike
+    static constexpr int kKeyTiles = 4;   ///< for which a Q tile is transposed once
 
     PairProducts(const ForwardParams& params, Scratch& scratch)
         : p_(params),
@@ -502,7 +534,6 @@ class PairProducts {
     std::uint16_t* split_;                                         // dS
     KeyTile tiles_[kKeyTiles];
     int count_ = 0;
-    typename Tiles::Scope scope_;
 };
 
 /// AVX-512 with products of pairs by `AnyTiles`.
