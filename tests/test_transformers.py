@@ -461,6 +461,33 @@ def test_bert(side: str, device: str, calls: list[Call]) -> None:
     same(model, input_ids=tokens(device), attention_mask=padding(side, device))
 
 
+@pytest.mark.parametrize("side", [None, "none", "left", "right"])
+@pytest.mark.parametrize("name", ["Gemma", "Gemma2"])
+def test_masks_that_are_causal_of_modules_that_are_not(
+    name: str, side: str | None, device: str, calls: list[Call]
+) -> None:
+    """With this option the modules leave causality to the mask."""
+    config = getattr(transformers, f"{name}Config")(
+        **SIZES,
+        hidden_size=64,
+        intermediate_size=96,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        use_bidirectional_attention=True,
+    )
+    model = large(getattr(transformers, f"{name}ForCausalLM")(config)).to(device)
+    kept = (
+        None
+        if side is None
+        else torch.ones(3, N, dtype=torch.long, device=device)
+        if side == "none"
+        else padding(side, device)
+    )
+    read = None if kept is None else kept.float()
+    same(model, read, input_ids=tokens(device), attention_mask=kept)
+
+
 @pytest.mark.parametrize("side", [None, "right"])
 def test_t5(side: str | None, device: str, calls: list[Call]) -> None:
     """What the model adds to the scores, with its gradient."""

@@ -198,6 +198,13 @@ def _packed(mask_function: object, window: int | None) -> Tensor | None:
     return numbers if within is causal_mask_function and isinstance(numbers, Tensor) else None
 
 
+def _modules_say_causal(config: Any) -> bool:
+    """Whether attention modules may say that they are causal where the model's mask is. Gemma's with this option say
+    that they are not, and leave it to the mask (Gemma 1 and 2, PaliGemma's)."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    return not getattr(text, "use_bidirectional_attention", False)
+
+
 def mask(
     batch_size: int,
     q_length: int,
@@ -242,6 +249,7 @@ def mask(
         # What its own code takes too, where a part of the model computes attention itself
         added: Tensor | None = eager_mask(**given)
         return added
+    told = _modules_say_causal(config)
     if model.flash and not use_vmap:
         short, made = _short_mask(
             batch_size,
@@ -255,6 +263,7 @@ def mask(
             allow_is_causal_skip,
             allow_is_bidirectional_skip,
             device,
+            told=told,
             window=local_size is None
             or (
                 model.window
@@ -265,7 +274,7 @@ def mask(
         if short:
             return made
     # None stands for a causal mask only where all agree how queries and keys are aligned
-    aligned = allow_is_causal_skip and q_length in (1, kv_length)
+    aligned = allow_is_causal_skip and (q_length == 1 or (q_length == kv_length and told))
     whole: Tensor | None = sdpa_mask(**given, allow_is_causal_skip=aligned)
     return whole
 
@@ -282,10 +291,11 @@ def _short_mask(
     causal: bool,
     bidirectional: bool,
     device: torch.device | str,
+    told: bool,
     window: bool,
 ) -> tuple[bool, Tensor | None]:
-    """Whether a mask of two dimensions or none says it all, and that mask. ``window``: local_size is a window that the
-    attention function is told."""
+    """Whether a mask of two dimensions or none says it all, and that mask. ``told``, ``window``: the attention function
+    is told causality, and that local_size is a window."""
     if local_size is not None and nk < local_size:
         local_size = None  # no key is that far away
     elif not window:
@@ -293,6 +303,8 @@ def _short_mask(
     if padding is not None and padding.dim() != 2:
         return False, None
     tracing = is_tracing(padding)
+    if tracing and causal and not told and nq != 1:
+        return False, None  # what is known of a mask is not traced
     if isinstance(q_offset, Tensor):
         if tracing or is_tracing(q_offset):
             return False, None
@@ -320,7 +332,7 @@ def _short_mask(
             keys = None
     full = keys is None
     # The window goes with the mask too, should the model not pass it on; None would say nothing of it
-    if full and not rest and (not causal or nq in (1, nk)) and (local_size is None or tracing):
+    if full and not rest and (not causal or nq == 1 or (nq == nk and told)) and (local_size is None or tracing):
         return True, None
     if keys is None:
         keys = torch.ones(batch, nk, dtype=torch.bool, device=device)
