@@ -499,6 +499,22 @@ def test_a_hidden_nan_on_the_cpu(hidden: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_beside_a_nan_that_no_query_sees(dtype: torch.dtype) -> None:
+    """Queries up to no multiple of a tile, and a NaN of V behind the last key that they see, in that key's tile."""
+    leaves = [normal((1, 2, n, 64), seed=n).to(dtype).requires_grad_() for n in (100, 192, 192)]
+
+    def gradients() -> tuple[torch.Tensor, ...]:
+        out = flash_wmma.forward(*leaves, causal=True)
+        return torch.autograd.grad(out, leaves, torch.ones_like(out))
+
+    expected = gradients()
+    with torch.no_grad():
+        leaves[2][:, :, 110] = math.nan
+    for got, same in zip(gradients(), expected, strict=True):
+        assert torch.equal(got, same)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_an_infinite_gradient_of_a_score_is_no_nan(dtype: torch.dtype) -> None:
     """dP overflows where a weight of 1e-20 meets a large value; what it is added to is finite."""
     n, d = 70, 32
