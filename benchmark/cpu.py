@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
 from functools import partial
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -25,19 +25,6 @@ from harness.program import positive
 from harness.timing import Contender, Method, measure
 
 VARIABLE = "FLASH_WMMA_CPU_ISA"
-
-
-@contextmanager
-def instruction_set(name: str) -> Iterator[None]:
-    """The library reads the variable at each call."""
-    if name == "auto":
-        yield
-        return
-    os.environ[VARIABLE] = name
-    try:
-        yield
-    finally:
-        del os.environ[VARIABLE]
 
 
 def passes(attend: Callable[..., Tensor], leaves: list[Tensor], causal: bool) -> dict[str, Callable[[], Tensor]]:
@@ -78,10 +65,9 @@ def main() -> None:
         leaves = [t.requires_grad_() for t in make_inputs(problem, DTYPES[options.dtype], device, 0)]
         of_pass: dict[str, dict[str, Contender]] = {"forward": {}, "backward": {}}
         for name in ("torch", *options.sets):
-            context: Callable[[], AbstractContextManager[None]] = partial(instruction_set, name)
-            attend = ours
-            if name == "torch":
-                context, attend = partial(instruction_set, "auto"), torch.nn.functional.scaled_dot_product_attention
+            attend = torch.nn.functional.scaled_dot_product_attention if name == "torch" else ours
+            named = {} if name in ("torch", "auto") else {VARIABLE: name}
+            context = partial(mock.patch.dict, os.environ, named)  # the library reads it at each call
             with context():
                 calls = passes(attend, leaves, options.causal)
             for which, call in calls.items():

@@ -477,13 +477,8 @@ def test_masks_that_are_causal_of_modules_that_are_not(
         use_bidirectional_attention=True,
     )
     model = large(getattr(transformers, f"{name}ForCausalLM")(config)).to(device)
-    kept = (
-        None
-        if side is None
-        else torch.ones(3, N, dtype=torch.long, device=device)
-        if side == "none"
-        else padding(side, device)
-    )
+    masks = {None: None, "none": torch.ones(3, N, dtype=torch.long, device=device)}
+    kept = masks[side] if side in masks else padding(side, device)
     read = None if kept is None else kept.float()
     same(model, read, input_ids=tokens(device), attention_mask=kept)
 

@@ -21,7 +21,8 @@
 // A lagged maximum: O keeps its scale while scores rise by less than a factor of 2^4, so that it is seldom rescaled in a
 // pass of its own. It may overflow as early as with 16 times as many keys.
 //
-// Bound: with AMX (1,024 multiply-adds a cycle) the softmax, of some 25 vector instructions for 16 scores.
+// Bound: with AMX loads and stores of tiles, some 1.3 for each product of 16 cycles (docs/benchmarks.md); with vectors, the
+// products.
 #pragma once
 
 #include "cpu/avx512.inl"
@@ -32,19 +33,27 @@ namespace {
 constexpr int kTile = 16;       // rows of A and C, and words of a row of B and C
 constexpr int kTileDepth = 32;  // k of a step
 
-/// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. All distances count
-/// elements: fp32, bf16, and words of a pair.
+/// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. Blocks lie side by
+/// side. From a row to the next, and from a part to the next, distances count elements: fp32, bf16, and words of a pair.
 ///
 /// What is split lies in A or in B; the other one's `part` is 0.
 struct PairProduct {
     float* c;
-    std::int64_t c_row, c_down, c_right;  ///< from a row to the next, and from a block to the next
+    std::int64_t c_row;
     const std::uint16_t* a;
-    std::int64_t a_row, a_down, a_step, a_part;
+    std::int64_t a_row, a_part;
     const std::uint32_t* b;
-    std::int64_t b_row, b_right, b_step, b_part;
+    std::int64_t b_row, b_part;
     int steps, parts;
     bool adds;  ///< else C = A B
+
+    float* c_block(int m, int n) const { return c + kTile * (m * c_row + n); }
+    const std::uint16_t* a_block(int m, int step, int part) const {
+        return a + kTile * m * a_row + kTileDepth * step + part * a_part;
+    }
+    const std::uint32_t* b_block(int n, int step, int part) const {
+        return b + kTileDepth / 2 * step * b_row + kTile * n + part * b_part;
+    }
 };
 
 template <class Tiles, int kM>
@@ -54,8 +63,8 @@ void multiply_columns(PairProduct product, int n) {
         if (wide == 1) Tiles::template multiply<kM, 1>(product);
         else if (wide == 2) Tiles::template multiply<kM, 2>(product);
         else if constexpr (Tiles::kWidest > 2) Tiles::template multiply<kM, 3>(product);
-        product.c += wide * product.c_right;
-        product.b += wide * product.b_right;
+        product.c += wide * kTile;
+        product.b += wide * kTile;
         n -= wide;
     }
 }
@@ -65,8 +74,8 @@ void multiply_pairs(PairProduct product, int m, int n) {
     for (; m > 0; m -= 2) {
         if (m > 1) multiply_columns<Tiles, 2>(product, n);
         else multiply_columns<Tiles, 1>(product, n);
-        product.c += 2 * product.c_down;
-        product.a += 2 * product.a_down;
+        product.c += 2 * kTile * product.c_row;
+        product.a += 2 * kTile * product.a_row;
     }
 }
 
@@ -170,6 +179,12 @@ inline void copy_row(const char* src, int columns, std::int64_t width, std::uint
 inline void clear_halves(std::uint16_t* dst, std::int64_t n) {
     __builtin_memset(dst, 0, static_cast<std::size_t>(n) * sizeof *dst);
 }
+/// The `n` rows of a tile that row_of(0), row_of(1), ... give, as copy_row copies them, and zeros up to kTileKeys rows.
+template <class RowOf>
+void copy_rows(const RowOf& row_of, std::int64_t n, int columns, std::int64_t width, std::uint16_t* dst) {
+    for (std::int64_t j = 0; j < n; ++j) copy_row(row_of(j), columns, width, dst + j * width);
+    clear_halves(dst + n * width, (kTileKeys - n) * width);
+}
 /// Whether no element has all bits of its exponent set; columns are a multiple of kTileDepth.
 inline bool are_finite(const std::uint16_t* x, std::int64_t columns) {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
@@ -252,17 +267,11 @@ class PairKeys {
             k_ = copied(k_rows_, p_.head_dim, d_, memory_.k);
         const PairProduct product{.c = s,
                                   .c_row = kRow,
-                                  .c_down = kTile * kRow,
-                                  .c_right = kTile,
                                   .a = k_.data + (first - first_) * k_.stride,
                                   .a_row = k_.stride,
-                                  .a_down = kTile * k_.stride,
-                                  .a_step = kTileDepth,
                                   .a_part = 0,
                                   .b = reinterpret_cast<const std::uint32_t*>(tile.q),
                                   .b_row = kRow,
-                                  .b_right = kTile,
-                                  .b_step = kTileDepth / 2 * kRow,
                                   .b_part = 0,
                                   .steps = static_cast<int>(d_ / kTileDepth),
                                   .parts = 1,
@@ -302,17 +311,11 @@ class PairKeys {
         split_into_pairs(weights, n, kVectors);
         const PairProduct product{.c = tile.o,
                                   .c_row = kRow,
-                                  .c_down = kTile * kRow,
-                                  .c_right = kTile,
                                   .a = memory_.v_transposed + (first - first_),
                                   .a_row = kValueRow,
-                                  .a_down = kTile * kValueRow,
-                                  .a_step = kTileDepth,
                                   .a_part = 0,
                                   .b = reinterpret_cast<const std::uint32_t*>(weights),
                                   .b_row = 2 * kRow,
-                                  .b_right = kTile,
-                                  .b_step = kTileDepth * kRow,
                                   .b_part = kRow,
                                   .steps = (n + kTileDepth - 1) / kTileDepth,
                                   .parts = 2,
@@ -346,8 +349,7 @@ class PairKeys {
     }
     /// The tile's rows with zeros behind them.
     HalfRows copied(const HeadRows& rows, int columns, std::int64_t width, std::uint16_t* memory) const {
-        for (std::int64_t j = 0; j < n_; ++j) copy_row(rows.row(first_ + j), columns, width, memory + j * width);
-        clear_halves(memory + n_ * width, (kTileKeys - n_) * width);
+        copy_rows([&](std::int64_t j) { return rows.row(first_ + j); }, n_, columns, width, memory);
         return {memory, width};
     }
     /// The same as they lie, where no row has to be added and no column.
@@ -441,25 +443,18 @@ class PairProducts {
 
     void load(const Rows& t, std::int64_t head, std::int64_t first, int n, int columns, std::int64_t width,
               std::uint16_t* dst) const {
-        for (int i = 0; i < n; ++i)
-            copy_row(row_pointer(t, DType::kBFloat16, 0, head, first + i), columns, width, dst + i * width);
-        clear_halves(dst + n * width, (kTileKeys - n) * width);
+        const auto row_of = [&](std::int64_t j) { return row_pointer(t, DType::kBFloat16, 0, head, first + j); };
+        copy_rows(row_of, n, columns, width, dst);
     }
     /// [row][key] = rows times columns.
     static void multiply_scores(const std::uint16_t* rows, std::int64_t width, const std::uint32_t* columns, float* s) {
         const PairProduct product{.c = s,
                                   .c_row = kTileKeys,
-                                  .c_down = kTile * kTileKeys,
-                                  .c_right = kTile,
                                   .a = rows,
                                   .a_row = width,
-                                  .a_down = kTile * width,
-                                  .a_step = kTileDepth,
                                   .a_part = 0,
                                   .b = columns,
                                   .b_row = kTileKeys,
-                                  .b_right = kTile,
-                                  .b_step = kTileDepth / 2 * kTileKeys,
                                   .b_part = 0,
                                   .steps = static_cast<int>(width / kTileDepth),
                                   .parts = 1,
@@ -471,17 +466,11 @@ class PairProducts {
         split_into_pairs(x, kRows, kTileKeys / kTile);
         const PairProduct product{.c = sum,
                                   .c_row = kTileKeys,
-                                  .c_down = kTile * kTileKeys,
-                                  .c_right = kTile,
                                   .a = columns,
                                   .a_row = kRows,
-                                  .a_down = kTile * kRows,
-                                  .a_step = kTileDepth,
                                   .a_part = 0,
                                   .b = reinterpret_cast<const std::uint32_t*>(x),
                                   .b_row = 2 * kTileKeys,
-                                  .b_right = kTile,
-                                  .b_step = kTileDepth * kTileKeys,
                                   .b_part = kTileKeys,
                                   .steps = kRows / kTileDepth,
                                   .parts = 2,
@@ -494,17 +483,11 @@ class PairProducts {
         const std::int64_t stride = padded<Isa>(p_.head_dim);
         PairProduct product{.c = dq,
                             .c_row = stride,
-                            .c_down = kTile * stride,
-                            .c_right = kTile,
                             .a = split_,
                             .a_row = kTileKeys,
-                            .a_down = kTile * kTileKeys,
-                            .a_step = kTileDepth,
                             .a_part = kRows * kTileKeys,
                             .b = k_pairs,
                             .b_row = d_,
-                            .b_right = kTile,
-                            .b_step = kTileDepth / 2 * d_,
                             .b_part = 0,
                             .steps = kTileKeys / kTileDepth,
                             .parts = 2,
@@ -513,10 +496,10 @@ class PairProducts {
         const int whole = count_ / kTile, columns = static_cast<int>(stride / kTile), rest = count_ % kTile;
         multiply_pairs<Tiles>(product, whole, columns);
         if (rest == 0) return;
-        product.a += whole * product.a_down;
+        product.a += whole * kTile * product.a_row;
         product.c = sum_rows_, product.adds = false;
         multiply_pairs<Tiles>(product, 1, columns);
-        dq += whole * product.c_down;
+        dq += whole * kTile * stride;
         for (std::int64_t i = 0; i < rest * stride; i += kTile)
             Isa::store(dq + i, Isa::load(dq + i) + Isa::load(sum_rows_ + i));
     }

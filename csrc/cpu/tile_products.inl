@@ -26,19 +26,17 @@ struct TileProducts {
     static void multiply(const PairProduct& x) {
         constexpr int kA = kM * kN, kB = kA + kM;
         static_assert(kB + kN <= 8);
-        const auto c = [&](int i) { return x.c + i / kN * x.c_down + i % kN * x.c_right; };
+        const auto c = [&](int i) { return x.c_block(i / kN, i % kN); };
         each<kA>([&]<int i>() {
             if (x.adds) Registers::template load<i>(c(i), x.c_row * 4);
             else Registers::template clear<i>();
         });
         for (int step = 0; step < x.steps; ++step)
             for (int part = 0; part < x.parts; ++part) {
-                const std::uint16_t* const a = x.a + step * x.a_step + part * x.a_part;
-                const std::uint32_t* const b = x.b + step * x.b_step + part * x.b_part;
                 if (part == 0 || x.a_part != 0)
-                    each<kM>([&]<int m>() { Registers::template load<kA + m>(a + m * x.a_down, x.a_row * 2); });
+                    each<kM>([&]<int m>() { Registers::template load<kA + m>(x.a_block(m, step, part), x.a_row * 2); });
                 if (part == 0 || x.b_part != 0)
-                    each<kN>([&]<int n>() { Registers::template load<kB + n>(b + n * x.b_right, x.b_row * 4); });
+                    each<kN>([&]<int n>() { Registers::template load<kB + n>(x.b_block(n, step, part), x.b_row * 4); });
                 each<kA>([&]<int i>() { Registers::template multiply<i, kA + i / kN, kB + i % kN>(); });
             }
         each<kA>([&]<int i>() { Registers::template store<i>(c(i), x.c_row * 4); });

@@ -467,7 +467,7 @@ FAULTS = [
     Fault(
         name="pairs-last-rows-of-dq",
         path=PAIRS,
-        old="        product.a += whole * product.a_down;\n",
+        old="        product.a += whole * kTile * product.a_row;\n",
         new="",
         why="the last block's dQ has the first block's dS",
     ),
