@@ -576,6 +576,59 @@ def mismatches() -> None:
     if world > 2:
         raises(ValueError, "at least one for each", lambda: distributed.ulysses_attention(x, x, x, seq_len=24))
     raises(TypeError, "group: got int", lambda: distributed.ring_attention(x, x, x, 3))
+    raises(ValueError, "layout: got array", lambda: distributed.shard_sequence(x, layout=x[0, 0, 0].numpy()))
+    raises(ValueError, "x.device: got meta", lambda: distributed.unshard_sequence(x.to("meta")))
+    raises(ValueError, "seq_len: got 24", lambda: distributed.unshard_sequence(x[0, 0], cu_seqlens=[0, 24], seq_len=24))
+    if world > 1:
+        rows = torch.zeros(1, n + last, 2)
+        raises(ValueError, "x.shape: got", lambda: distributed.unshard_sequence(rows, seq_len=24))
+        rows = torch.zeros(1, n, 2, requires_grad=last)
+        raises(ValueError, "gradient=True", lambda: distributed.unshard_sequence(rows, seq_len=24))
+
+
+def beyond_kernels() -> None:
+    """What no kernel runs is refused on every rank before anything is sent, so that the group still works."""
+    n = _layout.held(24, _layout.Cut(dist.get_world_size()), dist.get_rank())
+    for attend, recorded, (d, d_v) in itertools.product(BOTH, (False, True), ((600, 600), (8, 608), (0, 8), (8, 0))):
+        for shape in ((1, 4, n), (n, 4)):
+            q, v = (torch.zeros(*shape, width, requires_grad=recorded) for width in (d, d_v))
+            told: dict[str, Any] = {"seq_len": 24} if len(shape) == 3 else {"cu_seqlens": [0, 24]}
+            text = f"head dim: got {d if d in (0, 600) else d_v}"
+            raises(ValueError, text, lambda told=told, q=q, v=v, attend=attend: attend(q, q, v, **told))
+        run(Problem(causal=True), attend)
+
+
+def parts_of_losses() -> None:
+    """One rank's loss has lse alone, and the others' have out alone."""
+    rank = dist.get_rank()
+    problem = Problem(causal=True)
+    given = tensors(problem, 5)
+    dout, dlse = shard(problem, given.dout, 0), shard(problem, given.dlse, 0, -1)
+    chosen = float(rank == 0)
+    of_all = [distributed.unshard_sequence(t, dim=2) for t in (dout * (1 - chosen), dlse * chosen)]
+    given = given._replace(dout=of_all[0], dlse=of_all[1])
+    for attend in BOTH:
+        leaves = [there(shard(problem, t, i)) for t, i in zip(given[:3], (0, 1, 1), strict=True)]
+        out, lse = attend(*leaves, **options(problem, given, leaves), **told(problem))
+        total = (lse * dlse).sum() if chosen else (out * dout).sum()
+        got = [out, lse, *torch.autograd.grad(total, leaves)]
+        compare(problem, given, got, alone(problem, given), true(problem, given))
+
+
+def infinite_sinks() -> None:
+    """A sink of +inf makes its head's rows NaN, and their gradients, as in one process."""
+    problem = Problem(causal=True, sinks=True)
+    given = tensors(problem, 6)
+    assert given.sinks is not None
+    given = given._replace(sinks=given.sinks.index_fill(0, torch.tensor([1]), torch.inf))
+    expected = alone(problem, given)
+    for attend in BOTH:
+        got = together(problem, given, attend)
+        for mine, whole, i, dim in zip(got[:5], expected[:5], (0, 0, 0, 1, 1), (2, -1, 2, 2, 2), strict=True):
+            rows = shard(problem, whole, i, dim)
+            torch.testing.assert_close(mine, rows, equal_nan=True, rtol=1e-4, atol=1e-5)
+            if rows.numel():
+                assert rows[:, 1 if i == 0 else 0].isnan().any()
 
 
 def derivatives() -> None:
@@ -780,6 +833,9 @@ CASES: dict[str, Callable[[], None]] = {
     "model": model,
     "context_parallel": context_parallel,
     "mismatches": mismatches,
+    "beyond_kernels": beyond_kernels,
+    "parts_of_losses": parts_of_losses,
+    "infinite_sinks": infinite_sinks,
     "random_calls": random_calls,
 }
 LONG = Problem(((3072, 3072),), batch=1, heads=(1, 1), dims=(64, 64), dtype=BF16)
@@ -835,8 +891,9 @@ def run_cases(rank: int, world: int, folder: str, device: str = "cpu") -> None:
 
 
 def lose_one(rank: int, world: int, folder: str, how: str, seconds: float, device: str = "cpu") -> None:
-    """Calls until rank 1 is gone ("killed"), or does not answer since it raised in a call ("raised"); writes how the
-    others end, and after how many seconds."""
+    """Calls until rank 1 is gone ("killed"), or does not answer since it raised in a call ("raised"), or since its
+    arguments were refused while the others' call is one that was agreed on ("refused"); writes how each ends, and after
+    how many seconds."""
     begin(rank, world, f"{folder}/store", seconds, device)
     n = _layout.held(64, _layout.Cut(world), rank)
     x = torch.randn(1, 2, n, 8, device=DEVICE, requires_grad=True)
@@ -849,7 +906,10 @@ def lose_one(rank: int, world: int, folder: str, how: str, seconds: float, devic
         def broken(*_: object) -> Any:
             raise MemoryError("no memory left")
 
-        _ring._ops.forward = broken  # type: ignore[assignment]
+        if how == "refused":
+            x = x.detach().double()
+        else:
+            _ring._ops.forward = broken  # type: ignore[assignment]
     result = "no error"
     try:
         for _ in range(3):

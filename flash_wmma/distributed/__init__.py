@@ -11,6 +11,7 @@ torch.distributed: NCCL for CUDA tensors, gloo for CPU tensors.
 from __future__ import annotations
 
 import atexit
+import functools
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -19,17 +20,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .. import _autocast, _checks, _dropout
+from .. import _autocast, _autograd, _checks, _dropout, _ops
 from .._attention import attend
+from .._call import PLAIN, Causal, Lengths, Window, call_of
 from .._call import Call as KernelCall
-from .._call import Causal, Lengths, Window, call_of
 from .._errors import raise_library_error, refuse
 from ._agree import Call, Place, agree, describe, is_alive, of_the_first, place_of
 from ._layout import LAYOUTS, Cut, Layout, held, positions, rows
 from ._plan import Band
 from ._ring import Ring, RingAttention
 from ._rows import index
-from ._ulysses import Exchange, GatherRows, ScatterRows, Unshard, split_heads
+from ._ulysses import Exchange, GatherRows, ScatterResults, ScatterRows, Unshard, split_heads
 
 __all__ = ["position_ids", "ring_attention", "shard_sequence", "ulysses_attention", "unshard_sequence"]
 
@@ -83,7 +84,7 @@ def _dimension(x: Tensor, dim: object, packed: bool) -> int:
 
 
 def _cut(place: Place, layout: object) -> Cut:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         refuse("layout", repr(layout), " or ".join(map(repr, LAYOUTS)))
     return Cut(place.world, layout)
 
@@ -143,7 +144,7 @@ def unshard_sequence(
     Args:
         x: this rank's rows.
         group, dim, cu_seqlens, layout: as for :func:`shard_sequence`.
-        seq_len: rows of the whole sequence; by default the ranks exchange how many each has.
+        seq_len: rows of the whole sequence; by default the ranks exchange how many each has. Not with ``cu_seqlens``.
 
     Raises:
         TypeError, ValueError, RuntimeError: as :func:`ring_attention`.
@@ -152,18 +153,23 @@ def unshard_sequence(
 
     def make() -> tuple[Call, tuple[int, tuple[int, ...] | None, Cut]]:
         _checks.tensors(x=x)
+        _device("x", x)
         cut = _cut(place, layout)
         at = _dimension(x, dim, cu_seqlens is not None)
         lengths = None if cu_seqlens is None else _lengths(cu_seqlens)
         shape = ", ".join("N" if i == at else str(n) for i, n in enumerate(x.shape))
-        told = f"seq_len={seq_len}, lengths={lengths}, layout={layout}"
+        if lengths is not None and seq_len is not None:
+            refuse("seq_len", seq_len, "None with cu_seqlens")
+        recorded = torch.is_grad_enabled() and x.requires_grad
+        told = f"seq_len={seq_len}, lengths={lengths}, layout={layout}, gradient={recorded}"
         text = f"unshard_sequence(({shape}), {x.dtype}, {x.device.type}, {told})"
         total = None if seq_len is None else _length(seq_len)
         if lengths is not None:
             _packed_rows("x", x.shape[at], lengths, place, cut)
             total = sum(lengths)
         of_all = None if total is None else (total, 0)
-        return Call(text, (x.shape[at], 0), of_all, lengths is not None, layout), (at, lengths, cut)
+        asked = Call(text, (x.shape[at], 0), of_all, lengths is not None, layout, names=("x", "x"))
+        return asked, (at, lengths, cut)
 
     (total, _), (at, lengths, cut) = agree(place, make)
     whole: Tensor = Unshard.apply(x, at, lengths or (total,), cut, place)
@@ -222,8 +228,7 @@ class _Given:
         self.tensors, self.call = (q, k, v), call
         self.packed = cu_seqlens is not None
         _checks.inputs(q, k, v, "(total, H, d)" if self.packed else "(B, H, N, d)")
-        if q.device.type not in ("cpu", "cuda"):
-            refuse("q.device", q.device, "cpu, cuda")
+        _device("q", q)
         _checks.options(call)
         self.cut = _cut(place, layout)
         dim = 0 if self.packed else 2
@@ -263,8 +268,29 @@ class _Given:
         options |= {"gradients": gradients, "seq_len": total, "layout": layout}
         if self.lengths is not None:
             options["lengths"] = _summary(self.lengths)
+        _refuse_unbuilt(q.device, q.dtype, q.shape[-1], v.shape[-1], bool(recorded))
         self.text = describe(name, q, k, v, dim, **options)
         self.asked = Call(self.text, (q.shape[dim], k.shape[dim]), total, self.packed, layout)
+
+
+def _device(name: str, t: Tensor) -> None:
+    if t.device.type not in ("cpu", "cuda"):
+        refuse(f"{name}.device", t.device, "cpu, cuda")
+
+
+@functools.lru_cache(64)
+def _refuse_unbuilt(device: torch.device, dtype: torch.dtype, head_dim: int, head_dim_v: int, gradients: bool) -> None:
+    """Has the library refuse what no kernel of the device runs, as it does for tensors without rows too: behind the
+    first message it would be too late."""
+    q, v = (torch.empty(1, 1, 0, d, dtype=dtype, device=device) for d in (head_dim, head_dim_v))
+
+    def compute() -> tuple[Tensor, Tensor]:
+        out, lse = _ops.forward(q, q, v, PLAIN)
+        if gradients:
+            _autograd.gradients(out, None, q, q, v, out, lse, False, PLAIN)
+        return out, lse
+
+    _library_errors(compute)
 
 
 def _summary(lengths: tuple[Any, ...]) -> str:
@@ -511,10 +537,9 @@ def ulysses_attention(
     out, lse = attend(whole_q, whole_k, whole_v, call)
     if given.packed:
         lse = lse.t()
-    mine: Tensor = ScatterRows.apply(out, queries)
     if not return_lse:
-        return mine
-    rows_of_lse: Tensor = ScatterRows.apply(lse[..., None], queries)[..., 0]
+        return ScatterRows.apply(out, queries)  # type: ignore[no-any-return]
+    mine, rows_of_lse = ScatterResults.apply(out, lse, queries)
     return mine, (rows_of_lse.t() if given.packed else rows_of_lse).contiguous()
 
 

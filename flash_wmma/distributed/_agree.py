@@ -91,6 +91,8 @@ class Call(NamedTuple):
     """``make`` has checked the rows itself."""
     layout: Layout = "zigzag"
     """How the sequence is cut."""
+    names: tuple[str, str] = ("q", "k")
+    """Of the arguments that hold the rows."""
 
 
 def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tuple[int, int], Described]:
@@ -103,6 +105,7 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
         ValueError: the ranks' calls differ, another rank refused its arguments, or rows are not as shard_sequence has
             them; on every rank.
         TypeError, ValueError, NotImplementedError: of ``make``, on this rank.
+        RuntimeError: another rank does not answer: it has failed, or makes a call that was agreed on before.
     """
     error: Exception | None = None
     call = Call("", (0, 0), None)
@@ -116,12 +119,18 @@ def agree(place: Place, make: Callable[[], tuple[Call, Described]]) -> tuple[tup
     if error is None and call.lengths is not None and key in known:
         return call.lengths, beside
     digest = int.from_bytes(hashlib.blake2b(call.description.encode(), digest_size=7).digest(), "big")
-    everyone = exchanged(place, _REFUSED if error else digest, *call.rows)
-    if any(each[0] != digest for each in everyone):
-        _refuse(place, call, error)
+    try:
+        everyone = exchanged(place, _REFUSED if error else digest, *call.rows)
+        texts = _texts(place, call, error) if any(each[0] != digest for each in everyone) else []
+    except RuntimeError as lost:
+        if error is not None:
+            raise error from lost
+        raise
+    if texts:
+        _refuse(texts, error)
     total = sum(each[1] for each in everyone), sum(each[2] for each in everyone)
     lengths = total if call.lengths is None else call.lengths
-    for name, i in (("q", 0), ("k", 1)):
+    for i, name in enumerate(call.names):
         for rank, each in enumerate(everyone):
             expected = held(lengths[i], Cut(place.world, call.layout), rank)
             if each[1 + i] != expected and not call.packed:
@@ -144,10 +153,15 @@ def of_the_first(place: Place, x: Tensor) -> Tensor:
     return x
 
 
-def _refuse(place: Place, call: Call, error: Exception | None) -> NoReturn:
-    """Says on every rank what differs."""
+def _texts(place: Place, call: Call, error: Exception | None) -> list[tuple[str | None, str]]:
+    """Every rank's error, if it has one, and call."""
     texts: list[Any] = [None] * place.world
     dist.all_gather_object(texts, (str(error) if error else None, call.description), group=place.group)
+    return texts
+
+
+def _refuse(texts: list[tuple[str | None, str]], error: Exception | None) -> NoReturn:
+    """Says on every rank what differs."""
     if error is not None:
         raise error
     for rank, (message, _) in enumerate(texts):

@@ -219,13 +219,13 @@ class Merged:
 
     def take(self, dtype: torch.dtype, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """(out, lse); 0 and -inf where no part was. ``sinks``: (H), the logit of a key without value that every row
-        sees, which no part has."""
+        sees, which no part has. One of +inf makes its head's rows NaN."""
         if self._out is None:
             self._out, self._lse = self._new(), self._new_lse()
         self._clear(minus(((0, self._rows),), self._there))
         out, lse = self._out, self._lse
         if sinks is not None:
-            with_sinks = torch.logaddexp(lse, sinks[:, None])
+            with_sinks = torch.logaddexp(lse, sinks.masked_fill(sinks == torch.inf, torch.nan)[:, None])
             weight = share(lse, with_sinks)
             out, lse = out * (weight if self._dim == 2 else weight.t())[..., None], with_sinks
         return out.to(dtype).contiguous(), lse.contiguous()

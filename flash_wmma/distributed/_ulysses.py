@@ -138,6 +138,21 @@ class ScatterRows(torch.autograd.Function):
         return GatherRows.apply(gradient, ctx.exchange), None
 
 
+class ScatterResults(torch.autograd.Function):
+    """:class:`ScatterRows` of out and lse. The gradients of both are exchanged, whichever of them a rank's loss has."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, lse: Tensor, exchange: Exchange) -> tuple[Tensor, Tensor]:
+        """``lse``: with out's dimensions but for the last."""
+        ctx.exchange = exchange
+        return _scatter(out, exchange), _scatter(lse[..., None], exchange)[..., 0]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor, dlse: Tensor) -> Any:
+        of_lse = GatherRows.apply(dlse[..., None], ctx.exchange)[..., 0]
+        return GatherRows.apply(dout, ctx.exchange), of_lse, None
+
+
 class Unshard(torch.autograd.Function):
     """All rows, on every rank."""
 
