@@ -36,7 +36,7 @@ from torch.nn import functional
 
 import flash_wmma
 from flash_wmma import _hook, distributed
-from flash_wmma.distributed import _layout, _messages, _peer, _ring
+from flash_wmma.distributed import _layout, _messages, _peer, _ring, _rows
 from flash_wmma.distributed._agree import place_of
 
 DEVICE = torch.device("cpu")
@@ -579,11 +579,37 @@ def mismatches() -> None:
     raises(ValueError, "layout: got array", lambda: distributed.shard_sequence(x, layout=x[0, 0, 0].numpy()))
     raises(ValueError, "x.device: got meta", lambda: distributed.unshard_sequence(x.to("meta")))
     raises(ValueError, "seq_len: got 24", lambda: distributed.unshard_sequence(x[0, 0], cu_seqlens=[0, 24], seq_len=24))
+    meta = torch.zeros(2, dtype=torch.int32, device="meta")
+    raises(ValueError, "cu_seqlens.device: got meta", lambda: distributed.shard_sequence(x[0, 0], cu_seqlens=meta))
+    rows = torch.zeros(n, 2).to(torch.float8_e4m3fn)
+    raises(ValueError, "x.dtype: got torch.float8", lambda: distributed.unshard_sequence(rows, dim=0))
+    distributed.ring_attention(x, x, x, window=(5, 0), seq_len=(24, 24))
+    for changed in ({"window": (5.0, 0)}, {"window": (5, False)}, {"seq_len": (24.0, 24)}):
+        options: dict[str, Any] = {"window": (5, 0), "seq_len": (24, 24)} | changed
+        name = next(iter(changed))
+        raises(TypeError, f"{name}: got", lambda options=options: distributed.ring_attention(x, x, x, **options))
+    destroyed = dist.new_group()
+    dist.destroy_process_group(destroyed)
+    raises(ValueError, "group: got one that was destroyed", lambda: distributed.ring_attention(x, x, x, destroyed))
     if world > 1:
         rows = torch.zeros(1, n + last, 2)
         raises(ValueError, "x.shape: got", lambda: distributed.unshard_sequence(rows, seq_len=24))
         rows = torch.zeros(1, n, 2, requires_grad=last)
         raises(ValueError, "gradient=True", lambda: distributed.unshard_sequence(rows, seq_len=24))
+
+
+def other_devices() -> None:
+    """That torch takes where it is told none."""
+    for attend, name in itertools.product(BOTH, ("alibi_window", "packed_causal", "dropout_window", "packed_alibi")):
+        problem = PROBLEMS[name]._replace(heads=(8, 4))
+        given = tensors(problem, 7)
+        expected = alone(problem, given), true(problem, given)
+        for calls in (_layout.rows, _rows.index, _ring._distances):
+            calls.cache_clear()  # type: ignore[attr-defined]
+        with torch.device("meta"):
+            got = together(problem, given, attend)
+            assert distributed.position_ids(8).device.type == "meta"
+        compare(problem, given, got, *expected)
 
 
 def beyond_kernels() -> None:
@@ -833,6 +859,7 @@ CASES: dict[str, Callable[[], None]] = {
     "model": model,
     "context_parallel": context_parallel,
     "mismatches": mismatches,
+    "other_devices": other_devices,
     "beyond_kernels": beyond_kernels,
     "parts_of_losses": parts_of_losses,
     "infinite_sinks": infinite_sinks,

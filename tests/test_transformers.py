@@ -3,6 +3,7 @@ against ``"eager"``, in float32."""
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -225,6 +226,16 @@ def test_padded_batches(name: str, side: str, device: str, calls: list[Call]) ->
 
 
 @pytest.mark.parametrize("name", DECODERS)
+def test_padded_rows_of_a_model_in_use(name: str, device: str, calls: list[Call]) -> None:
+    """Behind the tokens they see these, and may be read: generate reads the last row. In training they are 0."""
+    kept = padding("both", device)
+    read = (kept.cumsum(1) > 0).long()
+    model = large(DECODERS[name]()).to(device)
+    same(model.eval(), read, input_ids=tokens(device), attention_mask=kept)
+    assert all(call.attn_bias is None and call.lengths is not None for call in calls)
+
+
+@pytest.mark.parametrize("name", DECODERS)
 def test_padding_between_tokens(name: str, device: str, calls: list[Call]) -> None:
     kept = padding("left", device)
     kept[1, 8:10] = 0
@@ -340,12 +351,17 @@ def test_caches(name: str, side: str | None, kind: str, device: str, calls: list
         close(got, expected)
 
 
+@pytest.mark.parametrize("chunk", [None, 5])
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("name", DECODERS)
-def test_generate(name: str, cache: str, device: str, calls: list[Call]) -> None:
+@pytest.mark.parametrize(
+    ("name", "side"),
+    # Right of Mistral's tokens are more places than its window is wide, and the last one sees nothing
+    [each for each in itertools.product(DECODERS, PADDING) if each != ("mistral", "right")],
+)
+def test_generate(name: str, side: str, cache: str, chunk: int | None, device: str, calls: list[Call]) -> None:
     """The same tokens."""
     model = large(DECODERS[name]()).to(device).eval()
-    x, kept = tokens(device), padding("left", device)
+    x, kept = tokens(device), padding(side, device)
     generated = []
     for implementation in ("eager", "wmma"):
         model.set_attn_implementation(implementation)
@@ -357,6 +373,7 @@ def test_generate(name: str, cache: str, device: str, calls: list[Call]) -> None
                     do_sample=False,
                     eos_token_id=None,
                     cache_implementation=cache,
+                    prefill_chunk_size=chunk,
                     disable_compile=True,
                     **arguments,
                 )

@@ -151,7 +151,7 @@ def test_capped_scores(cap: float, sign: int) -> None:
         _, lse = flash_wmma.forward(q, k, k, kernel="wgmma_sm90", softcap=cap, scale=scale, return_lse=True)
     expected = cap * (q[..., 0].double() * scale / cap).tanh()
     error = (lse - math.log(192) - expected).abs()
-    assert (error <= 1.5e-5 + 1e-6 * expected.abs()).all()
+    assert (error <= 4.5e-5 + 1e-6 * expected.abs()).all()
 
 
 @pytest.mark.parametrize("cap", [1e-25, 1e-20, 30.0, 1e30])
@@ -184,6 +184,22 @@ def test_capped_tiles_of_different_sizes(size: float, where: str) -> None:
     assert torch.equal(lse.isnan(), scores.logsumexp(3).isnan())
     torch.testing.assert_close(lse.double(), scores.logsumexp(3), atol=1e-4, rtol=1e-6, equal_nan=True)
     torch.testing.assert_close(out.double(), scores.softmax(3) @ v.double(), atol=4e-3, rtol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("row", [3, 12, 77])
+@pytest.mark.parametrize("key", [70, 255, 399])
+@pytest.mark.parametrize("score", [9.5, -90.0])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_one_capped_score_is_large(score: float, key: int, row: int, dim: int) -> None:
+    """Two terms serve all products but one, in a tile behind others that they serve."""
+    q, k, v = tensors((1, 1, 1, 130, 400, dim), torch.float16)
+    q[..., -1] = k[..., -1] = 0
+    q[..., row, -1], k[..., key, -1] = 8, score * math.sqrt(dim) / 8
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2):
+        out, lse = flash_wmma.forward(q, k, v, kernel="wgmma_sm90", softcap=50.0, return_lse=True)
+    scores = 50 * (q.double() @ k.double().mT / math.sqrt(dim) / 50).tanh()
+    torch.testing.assert_close(lse.double(), scores.logsumexp(3), atol=1e-4, rtol=1e-6)
+    torch.testing.assert_close(out.double(), scores.softmax(3) @ v.double(), atol=4e-3, rtol=0)
 
 
 def functions(q: Tensor, k: Tensor, v: Tensor, mask: Mask, sm_count: int, times: int = 1) -> list[str]:

@@ -6,7 +6,7 @@
 // p interpolates tanh(x) / x at the squares of the n positive zeros of T(x / X), where T is the Chebyshev polynomial of
 // degree 2n + 1. The bound is that of interpolation at all zeros: T / 4^n has the leading coefficient 1, and t is the
 // largest |tanh^(2n+1)| / (2n+1)!, which is that at 0, a coefficient of tanh's series. X is such that a score's error
-// is 2^-16 in log2 units, and a weight's 1e-5 of itself, whatever the cap.
+// is 2^-14 in log2 units, and a weight's 4e-5 of itself, whatever the cap.
 #pragma once
 
 #include <array>
@@ -25,7 +25,7 @@ struct CapPolynomial {
 
     /// For products times `to_x`, and a cap in log2 units.
     static CapPolynomial make(double to_x, double cap) {
-        constexpr double kError = 1. / 65536, kPi = 3.14159265358979323846;
+        constexpr double kError = 1. / 16384, kPi = 3.14159265358979323846;
         constexpr std::array<double, 5> kSeries = {1., 1. / 3, 2. / 15, 17. / 315, 62. / 2835};  // of |tanh|
         static_assert(Terms < static_cast<int>(kSeries.size()));
         const double most = std::pow(std::pow(4., Terms) * kError / (kSeries[Terms] * cap), 1. / (2 * Terms + 1));
@@ -58,8 +58,8 @@ struct CapPolynomial {
     }
 };
 
-/// The polynomials of a problem. With a cap of 30 they serve scores up to 4.0 and 16.3, with one of 50 up to 6.0 and
-/// 25.7.
+/// The polynomials of a problem. With a cap of 30 they serve scores up to 5.3 and 19.0, with one of 50 up to 7.9 and
+/// 29.9.
 struct SoftCap {
     CapPolynomial<2> near;
     CapPolynomial<4> far;

@@ -59,6 +59,7 @@ def _length(n: object, name: str = "seq_len") -> int:
 def _lengths(cu_seqlens: Any, name: str = "cu_seqlens") -> tuple[int, ...]:
     """The length of each packed sequence. Waits for the device if it is given a CUDA tensor."""
     if isinstance(cu_seqlens, Tensor):
+        _device(name, cu_seqlens)
         if cu_seqlens.dim() != 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             refuse(name, f"{tuple(cu_seqlens.shape)}, {cu_seqlens.dtype}", "(B + 1), torch.int32 or torch.int64")
         ends: list[Any] = cu_seqlens.tolist()
@@ -154,6 +155,8 @@ def unshard_sequence(
     def make() -> tuple[Call, tuple[int, tuple[int, ...] | None, Cut]]:
         _checks.tensors(x=x)
         _device("x", x)
+        if x.dtype.is_floating_point and x.dtype.itemsize == 1:
+            refuse("x.dtype", x.dtype, "what torch.distributed sends; x.view(torch.uint8) of the same rows is")
         cut = _cut(place, layout)
         at = _dimension(x, dim, cu_seqlens is not None)
         lengths = None if cu_seqlens is None else _lengths(cu_seqlens)
@@ -190,7 +193,7 @@ def position_ids(
         seq_len: rows of the whole sequence, or
         cu_seqlens: of packed sequences, as for :func:`shard_sequence`.
         group, layout: as for :func:`shard_sequence`.
-        device: of the result.
+        device: of the result; ``None``: torch's default.
 
     Returns:
         (rows of this rank), int64.
@@ -202,7 +205,7 @@ def position_ids(
         refuse("seq_len", repr(seq_len), "either seq_len or cu_seqlens")
     place = place_of(group)
     lengths = _lengths(cu_seqlens) if seq_len is None else (_length(seq_len),)
-    return positions(lengths, _cut(place, layout), place.rank).to(device)
+    return positions(lengths, _cut(place, layout), place.rank).to(device or torch.get_default_device())
 
 
 # ------------------------------------------------------------------------------------------------------------ attention
@@ -224,11 +227,12 @@ class _Given:
         **options: object,
     ) -> None:
         _checks.tensors(q=tensors[0], k=tensors[1], v=tensors[2])
+        for tensor, of in zip(tensors, "qkv", strict=True):
+            _device(of, tensor)
         q, k, v, call = _autocast.cast(*tensors, call)
         self.tensors, self.call = (q, k, v), call
         self.packed = cu_seqlens is not None
         _checks.inputs(q, k, v, "(total, H, d)" if self.packed else "(B, H, N, d)")
-        _device("q", q)
         _checks.options(call)
         self.cut = _cut(place, layout)
         dim = 0 if self.packed else 2
@@ -274,6 +278,8 @@ class _Given:
 
 
 def _device(name: str, t: Tensor) -> None:
+    if hasattr(t, "to_local"):
+        refuse(name, type(t).__name__, "a tensor of this rank's rows: to_local()", TypeError)
     if t.device.type not in ("cpu", "cuda"):
         refuse(f"{name}.device", t.device, "cpu, cuda")
 
@@ -336,7 +342,7 @@ def _asked(place: Place, tensors: tuple[Tensor, Tensor, Tensor], options: tuple[
     if any(isinstance(option, list | Tensor) for option in options) or _autocast.enabled(tensors[0].device):
         return None
     facts = ((t.shape, t.dtype, t.device, t.layout, t.requires_grad) for t in tensors)
-    types = tuple(type(option) for option in options)
+    types = tuple(tuple(map(type, each)) if isinstance(each, tuple) else type(each) for each in options)
     asked = (place, *facts, options, types, torch.is_grad_enabled(), torch.are_deterministic_algorithms_enabled())
     try:
         hash(asked)

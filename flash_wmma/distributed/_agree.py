@@ -48,6 +48,8 @@ def place_of(group: Group | None) -> Place:
         refuse("group", "one that this process is not in", "None or a group with this process")
     if not isinstance(asked, Group):
         refuse("group", type(asked).__name__, "None or a torch.distributed.ProcessGroup", TypeError)
+    if not is_alive(asked):
+        refuse("group", "one that was destroyed", "None or a group that is there")
     return Place(asked, dist.get_world_size(asked), dist.get_rank(asked))
 
 

@@ -125,7 +125,8 @@ def rows(lengths: tuple[int, ...], cut: Cut, rank: int) -> Ranges:
 
 def numbers(ranges: Ranges) -> Tensor:
     """Every row of the ranges, on the CPU."""
-    return torch.cat([torch.arange(begin, end) for begin, end in ranges]) if ranges else torch.arange(0)
+    each = [torch.arange(begin, end, device="cpu") for begin, end in ranges or ((0, 0),)]
+    return torch.cat(each)
 
 
 def positions(lengths: tuple[int, ...], cut: Cut, rank: int) -> Tensor:
@@ -136,4 +137,4 @@ def positions(lengths: tuple[int, ...], cut: Cut, rank: int) -> Tensor:
 def order(lengths: tuple[int, ...], cut: Cut) -> Tensor:
     """Of each row of the whole: its number among the rows of rank 0, then of rank 1, and so on."""
     by_rank = torch.cat([numbers(rows(lengths, cut, rank)) for rank in range(cut.world)])
-    return torch.empty_like(by_rank).index_copy_(0, by_rank, torch.arange(len(by_rank)))
+    return torch.empty_like(by_rank).index_copy_(0, by_rank, torch.arange(len(by_rank), device="cpu"))

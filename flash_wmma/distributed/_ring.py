@@ -165,7 +165,7 @@ def _distances(ring_key: tuple[Lengths, Cut, int, int, Band], job: Job, device: 
     places_q = positions(tuple(nq for nq, _ in lengths), cut, q_rank)
     held_k = positions(tuple(nk for _, nk in lengths), cut, k_rank)
     places_k = take(held_k, pair(*ring_key).message, 0).double()
-    keys = torch.zeros(len(job.tiles), max(t.keys for t in job.tiles), dtype=torch.float64)
+    keys = torch.zeros(len(job.tiles), max(t.keys for t in job.tiles), dtype=torch.float64, device="cpu")
     queries, tiles = [], []
     for number, tile in enumerate(job.tiles):
         nq, nk = lengths[tile.sequence]
@@ -174,8 +174,8 @@ def _distances(ring_key: tuple[Lengths, Cut, int, int, Band], job: Job, device: 
         keys[number, : len(columns)] = job.side * (columns - nearest)
         rows = places_q[tile.q0 : tile.q1].double() + (nk - nq)
         queries.append(-job.side * (rows - nearest))
-        tiles.append(torch.full((len(rows),), number))
-    sequences = torch.tensor([t.sequence for t in job.tiles])
+        tiles.append(torch.full((len(rows),), number, device="cpu"))
+    sequences = torch.tensor([t.sequence for t in job.tiles], device="cpu")
     return _Distances(*(t.to(device) for t in (keys, torch.cat(queries), torch.cat(tiles), sequences)))
 
 

@@ -137,7 +137,7 @@ class Merged:
         self._new_lse = functools.partial(torch.empty, lse_shape, dtype=torch.float32, device=like.device)
         self._rows = out_shape[dim]
         self._out: Tensor | None = None
-        self._lse = torch.empty(0)
+        self._lse = torch.empty(0, device=like.device)
         self._there: Ranges = ()
         """The rows that have a value."""
         self._merges = like.device.type == "cuda"

@@ -76,8 +76,9 @@ class _Known(NamedTuple):
     """How many keys a query sees, its own place included."""
     ends: tuple[Tensor, Tensor] | None
     """If the keys of every sequence follow each other: where they begin and end, (B) each."""
-    lengths: dict[tuple[int, bool], Lengths]
-    """Of the sequences without padding, by the number of queries and whether they are causal."""
+    lengths: dict[tuple[int, bool, bool], Lengths]
+    """Of the sequences without padding, by the number of queries, whether they are causal, and :func:`_of_keys`'s
+    ``all_rows``."""
 
 
 class _Packing(NamedTuple):
@@ -226,6 +227,10 @@ def mask(
     ``allow_is_causal_skip`` says that nothing is hidden but the future, padding, and what ``local_size`` leaves out;
     ``allow_is_bidirectional_skip`` the same without the future.
     """
+    if attention_mask is not None and not is_tracing(attention_mask):
+        known = getattr(attention_mask, _KNOWN, None)
+        if isinstance(known, _Known) and known.causal is not None:
+            return attention_mask  # this function made it for generate, and the model asks once more
     model = _model_of(config.__class__)
     if model.own_attention:
         raise NotImplementedError(
@@ -334,6 +339,8 @@ def _short_mask(
     # The window goes with the mask too, should the model not pass it on; None would say nothing of it
     if full and not rest and (not causal or nq == 1 or (nq == nk and told)) and (local_size is None or tracing):
         return True, None
+    if kv_offset != 0 and not tracing:
+        return False, None  # generate may hand it to a traced model, which would take it for one of the keys from 0 on
     if keys is None:
         keys = torch.ones(batch, nk, dtype=torch.bool, device=device)
     if not tracing:
@@ -422,7 +429,7 @@ def attention(
     if seen is not None and seen.dim() == 2:
         if seen.dtype != torch.bool:
             return _of_numbers(query, key, value, seen, asked, position_bias), None
-        return _of_keys(query, key, value, seen, asked, position_bias), None
+        return _of_keys(query, key, value, seen, asked, position_bias, all_rows=not module.training), None
     if seen is not None:
         return _out(query, key, value, asked._replace(causal=False, window=None), _both(seen, position_bias)), None
     if asked.causal and query.shape[2] not in (1, key.shape[2]):
@@ -468,10 +475,11 @@ def _out(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, bias: Tensor | None = N
     return attend(q, k, v, call_of(attn_bias=bias, out_bnhd=True, **asked.options(q)))[0].transpose(1, 2)
 
 
-def _packed_out(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, lengths: Lengths) -> Tensor:
+def _packed_out(q: Tensor, k: Tensor, v: Tensor, asked: _Asked, lengths: Lengths, bottom_right: bool = True) -> Tensor:
     """Of a batch whose rows, one entry after the other, are sequences as ``lengths`` says."""
     rows_q, rows_k, rows_v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    out = attend(rows_q, rows_k, rows_v, call_of(lengths=lengths, **asked.options(q)))[0]
+    options = asked.options(q) | {"bottom_right": bottom_right}
+    out = attend(rows_q, rows_k, rows_v, call_of(lengths=lengths, **options))[0]
     return out.view(q.shape[0], q.shape[2], *out.shape[1:])
 
 
@@ -488,12 +496,15 @@ def _longest(cu_seqlens: Tensor) -> int:
     return int(cu_seqlens.diff().max()) if cu_seqlens.shape[0] > 1 else 0
 
 
-def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, position_bias: Tensor | None) -> Tensor:
+def _of_keys(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, position_bias: Tensor | None, all_rows: bool
+) -> Tensor:
     """With a mask (B, Nk) of the keys that are not padding.
 
     Sequences without padding between their tokens run packed where they lie, so that kernels that take no mask run
-    them too. A padded query then sees no key, and its result is 0, which no model reads. All else (a cache, few
-    queries, a position_bias) runs with the mask as a bias that is the same for every query."""
+    them too. A padded query before them then sees no key, and its result is 0, which no model reads. So it is with one
+    behind them, unless ``all_rows`` are asked for. All else (a cache, few queries, a position_bias) runs with the mask
+    as a bias that is the same for every query."""
     nq, nk = q.shape[2], seen.shape[1]
     if nk < k.shape[2]:
         k, v = k[:, :, :nk], v[:, :, :nk]
@@ -514,22 +525,23 @@ def _of_keys(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, asked: _Asked, posit
             return _out(q, k, v, asked, position_bias)
         apart = nq == nk if asked.causal else nq > 1 and asked.window is None
         if known.ends is not None and position_bias is None and apart:
-            lengths = known.lengths.get((nq, asked.causal))
-            if lengths is None:
+            key = nq, asked.causal, all_rows
+            if key not in known.lengths:
                 begin, end = known.ends
-                lengths = known.lengths[nq, asked.causal] = _without_padding(begin, end, nq, nk, asked.causal)
-            return _packed_out(q, k, v, asked, lengths)
+                known.lengths[key] = _without_padding(begin, end, nq, nk, asked.causal, all_rows)
+            return _packed_out(q, k, v, asked, known.lengths[key], bottom_right=not asked.causal)
     return _out(q, k, v, asked, _both(seen[:, None, None, :], position_bias))
 
 
-def _without_padding(begin: Tensor, end: Tensor, nq: int, nk: int, causal: bool) -> Lengths:
+def _without_padding(begin: Tensor, end: Tensor, nq: int, nk: int, causal: bool, all_rows: bool) -> Lengths:
     """2 B + 1 sequences: padding, the first entry's tokens, padding, the second's, …, padding. If ``causal``, queries
-    are divided as keys are, and padding uses no key. Otherwise all queries of an entry belong to its keys."""
+    are divided as keys are, and padding uses no key; with ``all_rows`` what comes behind an entry's tokens belongs to
+    them, as queries. Otherwise all queries of an entry belong to its keys."""
     batch = begin.shape[0]
     first = torch.arange(batch, device=begin.device)
     cu_k = torch.zeros(2 * batch + 2, dtype=torch.int32, device=begin.device)
     cu_k[1:-1:2] = first * nk + begin
-    cu_k[2:-1:2] = first * nk + end
+    cu_k[2:-1:2] = first * nk + (nk if causal and all_rows else end)
     cu_k[-1] = batch * nk
     if causal:
         used = torch.zeros(2 * batch + 1, dtype=torch.int32, device=begin.device)

@@ -436,6 +436,22 @@ FAULTS = [
         kernels=WGMMA,
     ),
     Fault(
+        name="wgmma-cap-tried-for-all",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="                if (!(largest <= soft_cap_.near.limit * soft_cap_.near.limit)) sums[0] = INFINITY;\n",
+        new="",
+        why="a tile that two terms do not serve passes the vote",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-cap-largest-of-the-last",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="max(__float_as_int(largest), __float_as_int(x * x))",
+        new="__float_as_int(x * x)",
+        why="the last product of a tile stands for all",
+        kernels=WGMMA,
+    ),
+    Fault(
         name="wgmma-cap-far-for-all",
         path="csrc/forward/wgmma/scores.cuh",
         old="if (kCaps && all_within(s, soft_cap_.far.limit)) {",

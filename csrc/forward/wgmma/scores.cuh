@@ -91,6 +91,7 @@ class ScoreChanges {
     /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
     __device__ __forceinline__ void apply(Scores& s, int key) {
         const Bias& bias = p_.bias;
+        is_near(s);
         if (kCaps && all_within(s, soft_cap_.far.limit)) {
             s.each([&](float& x, int, int) { x *= soft_cap_.far(x); });
         } else {
@@ -116,8 +117,15 @@ class ScoreChanges {
         hide(s);
     }
 
+    /// Whether two terms serve a tile, whose scores are then about its products. The tiles behind it are tried with two.
+    __device__ __forceinline__ bool is_near(const Scores& s) {
+        if constexpr (kCaps) near_ = all_within(s, soft_cap_.near.limit);
+        return kCaps && near_;
+    }
+
     /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
-    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum.
+    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too large
+    /// for the polynomial that was tried.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
         const bool adds = kAll && bias.data && bias.dtype != DType::kBool;
@@ -139,6 +147,15 @@ class ScoreChanges {
             });
         }
         if constexpr (kCaps) {
+            if (near_) {
+                float largest = 0.f;  // by its bits: a maximum of integers takes three operands
+                PerRow sums = weigh_by(s, [&](float x, int i, int) {
+                    largest = __int_as_float(max(__float_as_int(largest), __float_as_int(x * x)));
+                    return fmaf(x, soft_cap_.near(x), offset[i]);
+                });
+                if (!(largest <= soft_cap_.near.limit * soft_cap_.near.limit)) sums[0] = INFINITY;
+                return sums;
+            }
             if (all_within(s, soft_cap_.near.limit))
                 return weigh_by(s, [&](float x, int i, int) { return fmaf(x, soft_cap_.near(x), offset[i]); });
             if (all_within(s, soft_cap_.far.limit))
@@ -293,6 +310,7 @@ class ScoreChanges {
     const ForwardParams& p_;
     const MaskTiles& tiles_;
     const SoftCap& soft_cap_;
+    bool near_;             // whether two terms served the tile that took the exact path last
     const char* row_[2];    // of the bias
     const unsigned* bits_;  // of the mask, the lane's
     const T* tile_;         // of the bias, in shared memory

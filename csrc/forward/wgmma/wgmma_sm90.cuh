@@ -483,6 +483,11 @@ class Consumer {
                 s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
+    /// Whether a tile's products, but for their scale, are its scores or near them.
+    __device__ __forceinline__ bool has_about_scores() {
+        if constexpr (kChanges) return !kConverted && changes_.is_near(s_);
+        return !kConverted;
+    }
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
     __device__ __forceinline__ bool estimate_maximum(float factor) {
         const PerRow top = s_.template row_maximum<4>();
@@ -666,8 +671,8 @@ class Consumer {
             complete_products();
             // A tile that every row sees: the old m serves if no weight overflows
             const bool free = key >= visible.all_begin && key < visible.all_end;  // visible.all(): a comparison more
-            if (!kChanges && !kConverted && key == first && free && !merges)
-                softmax_.settled = estimate_maximum(factor);
+            if (key == first && free && !merges && has_about_scores())
+                softmax_.settled = estimate_maximum(kChanges ? p_.scale * kLog2e : factor);
             bool plain = softmax_.settled && free;
             if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
