@@ -229,9 +229,8 @@ def compare(
     expected: list[Tensor],
     group: Any = None,
 ) -> None:
-    """At most four times the error of one process, ten times in bfloat16, each result in units of its largest value,
-    and rounding. Of bfloat16, the parts of a gradient are rounded before they are summed, and may cancel: in one of
-    some thousand random calls the error was more than six times."""
+    """At most four times the error of one process, each result in units of its largest value, and rounding. On GPUs
+    ten times in bfloat16: parts are rounded before they are merged or summed, and may cancel."""
     names = ["out", "lse", "dq", "dk", "dv", *(["dsinks"] if problem.sinks else [])]
     for name, mine, whole, exact in zip(names, got, one, expected, strict=True):
         of_keys, dim = int(name in ("dk", "dv")), -1 if name == "lse" else None
@@ -249,7 +248,8 @@ def compare(
         error = (mine.double() - exact_rows).masked_fill(exact_rows.isneginf(), 0).abs()
         allowed = (whole.double() - exact).masked_fill(hidden, 0).abs().max()
         exactly = problem.dtype == torch.float32 or name == "lse"
-        allowed = (4 if exactly else 10) * float(allowed) / unit + (1e-5 if exactly else 4e-3)
+        times = 10 if DEVICE.type == "cuda" and not exactly else 4
+        allowed = times * float(allowed) / unit + (1e-5 if exactly else 4e-3)
         worst = float(error.max()) / unit if error.numel() else 0.0
         assert worst <= allowed, f"{name}: error {worst:.2e}, allowed {allowed:.2e}"
 

@@ -313,10 +313,18 @@ class _Keys:
 # ------------------------------------------------------------------------------------------------- forward and backward
 
 
+def _wide(ring: Ring, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """In float32 on the CPU, whose kernels compute so whatever their inputs are: then parts are not rounded before they
+    are merged or added up."""
+    on_cpu = ring.place.world > 1 and tensors[0].device.type == "cpu"
+    return tuple(t.float() for t in tensors) if on_cpu else tensors
+
+
 def _forward(
     ring: Ring, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    dim = ring.dim
+    dim, dtype = ring.dim, q.dtype
+    (q,) = _wide(ring, q)
     out_shape = torch.Size((*q.shape[:-1], v.shape[-1]))
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
     merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_a_query)
@@ -325,14 +333,14 @@ def _forward(
             for job in needed.jobs:
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_q = padded(take(q, job.q, dim), more_q, dim)
-                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
+                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in _wide(ring, keys, values))
                 alone = shift is None and more_q == 0 and call.lengths is None
                 if alone and merged.attend(job.q, of_q, of_k, of_v, call):
                     continue
                 out, lse = _ops.forward(of_q, of_k, of_v, call)
                 out, lse = behind(out, more_q, dim), behind(lse, more_q, lse.dim() - 1)
                 merged.add(job.q, out, lse if shift is None else lse + shift)
-    return merged.take(q.dtype, sinks)
+    return merged.take(dtype, sinks)
 
 
 def _gradients(
@@ -410,7 +418,10 @@ def _backward(
                     of_k, of_v = (take(t, job.k, dim) for t in (keys, values))
                     of_k, of_v = shared.add(queries[0], of_dout, of_q, of_k, of_v, part.call)
                 else:
-                    of_q, of_k, of_v = _gradients(part, job, dim, dout, dlse, q, keys, values, out, lse)
+                    wide_dout, wide_q, wide_k, wide_v, wide_out = _wide(ring, dout, q, keys, values, out)
+                    of_q, of_k, of_v = _gradients(
+                        part, job, dim, wide_dout, dlse, wide_q, wide_k, wide_v, wide_out, lse
+                    )
                     of_queries.append((job.q, of_q))
                 if own:
                     rows = within(needed.message, job.k)
