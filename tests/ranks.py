@@ -36,7 +36,7 @@ from torch.nn import functional
 
 import flash_wmma
 from flash_wmma import _hook, distributed
-from flash_wmma.distributed import _layout, _messages, _peer, _ring, _rows
+from flash_wmma.distributed import _layout, _messages, _peer, _ring, _rows, _ulysses
 from flash_wmma.distributed._agree import place_of
 
 DEVICE = torch.device("cpu")
@@ -604,7 +604,7 @@ def other_devices() -> None:
         problem = PROBLEMS[name]._replace(heads=(8, 4))
         given = tensors(problem, 7)
         expected = alone(problem, given), true(problem, given)
-        for calls in (_layout.rows, _rows.index, _ring._distances):
+        for calls in (_rows.index, _ring._distances, _ulysses._order):
             calls.cache_clear()  # type: ignore[attr-defined]
         with torch.device("meta"):
             got = together(problem, given, attend)
@@ -650,6 +650,8 @@ def infinite_sinks() -> None:
     expected = alone(problem, given)
     for attend in BOTH:
         got = together(problem, given, attend)
+        torch.testing.assert_close(got[5], expected[5], equal_nan=True, rtol=1e-4, atol=1e-5)
+        assert got[5].isnan().tolist() == [False, True, False, False]
         for mine, whole, i, dim in zip(got[:5], expected[:5], (0, 0, 0, 1, 1), (2, -1, 2, 2, 2), strict=True):
             rows = shard(problem, whole, i, dim)
             torch.testing.assert_close(mine, rows, equal_nan=True, rtol=1e-4, atol=1e-5)

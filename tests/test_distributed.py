@@ -234,7 +234,7 @@ def test_benchmark(tmp_path: Path) -> None:
     (row,) = json.loads(file.read_text())["rows"]
     assert row["world"] == 2
     assert set(row["errors"]) == {"ring", "ulysses"}
-    assert max(row["errors"].values()) < 1e-4
+    assert max(row["errors"].values()) < 2e-2  # bf16, by other instructions where the processor multiplies pairs
     assert len(row["median_ms"]) == 6
     environment = {name: value for name, value in os.environ.items() if name != "RANK"}
     done = subprocess.run(program, capture_output=True, text=True, check=False, env=environment)

@@ -233,6 +233,20 @@ def test_padded_rows_of_a_model_in_use(name: str, device: str, calls: list[Call]
     model = large(DECODERS[name]()).to(device)
     same(model.eval(), read, input_ids=tokens(device), attention_mask=kept)
     assert all(call.attn_bias is None and call.lengths is not None for call in calls)
+    in_use = int(calls[0].lengths.cu_seqlens_q.diff().max())
+    model.train()(input_ids=tokens(device), attention_mask=kept)
+    assert in_use == N
+    assert int(calls[-1].lengths.cu_seqlens_q.diff()[1::2].max()) == N
+    assert int(calls[-1].lengths.cu_seqlens_q.diff()[1::2].min()) < N - 4
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_full_window_needs_no_mask(name: str, device: str, calls: list[Call]) -> None:
+    """Of one new query, with a cache that keeps as many keys as a window has, or all."""
+    model = large(DECODERS[name]()).to(device).eval()
+    model.set_attn_implementation("wmma")
+    model.generate(tokens(device), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    assert all(call.attn_bias is None for call in calls)
 
 
 @pytest.mark.parametrize("name", DECODERS)

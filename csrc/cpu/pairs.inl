@@ -21,7 +21,7 @@
 // A lagged maximum: O keeps its scale while scores rise by less than a factor of 2^4, so that it is seldom rescaled in a
 // pass of its own. It may overflow as early as with 16 times as many keys.
 //
-// Bound: with AMX loads and stores of tiles, some 1.3 for each product of 16 cycles (docs/benchmarks.md); with vectors, the
+// Bound: with AMX, loads and stores of tiles, some 1.3 for each product of 16 cycles (docs/benchmarks.md); with vectors, the
 // products.
 #pragma once
 

@@ -143,7 +143,7 @@ def unshard_sequence(
     the same loss from the whole sequence, divide it by the number of ranks.
 
     Args:
-        x: this rank's rows.
+        x: this rank's rows. All ranks' x require grad, or none does.
         group, dim, cu_seqlens, layout: as for :func:`shard_sequence`.
         seq_len: rows of the whole sequence; by default the ranks exchange how many each has. Not with ``cu_seqlens``.
 
@@ -156,7 +156,7 @@ def unshard_sequence(
         _checks.tensors(x=x)
         _device("x", x)
         if x.dtype.is_floating_point and x.dtype.itemsize == 1:
-            refuse("x.dtype", x.dtype, "what torch.distributed sends; x.view(torch.uint8) of the same rows is")
+            refuse("x.dtype", x.dtype, "a dtype of 16 bits or more, or an integer one, as of x.view(torch.uint8)")
         cut = _cut(place, layout)
         at = _dimension(x, dim, cu_seqlens is not None)
         lengths = None if cu_seqlens is None else _lengths(cu_seqlens)
@@ -205,7 +205,9 @@ def position_ids(
         refuse("seq_len", repr(seq_len), "either seq_len or cu_seqlens")
     place = place_of(group)
     lengths = _lengths(cu_seqlens) if seq_len is None else (_length(seq_len),)
-    return positions(lengths, _cut(place, layout), place.rank).to(device or torch.get_default_device())
+    return positions(lengths, _cut(place, layout), place.rank).to(
+        torch.get_default_device() if device is None else device
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ attention

@@ -329,11 +329,12 @@ def _forward(
     lse_shape = torch.Size((q.shape[1], q.shape[0]) if ring.packed else q.shape[:3])
     merged = Merged(out_shape, lse_shape, dim, q, ring.parts_of_a_query)
     with _posted(ring, k, v, backward=False) as post:
-        for (source, _, needed, _), keys, values in _Keys(ring, post, k, v).steps():
+        for (source, _, needed, _), *arrived in _Keys(ring, post, k, v).steps():
+            keys, values = _wide(ring, *arrived)
             for job in needed.jobs:
                 call, (more_q, more_k), shift = _part(ring, source, job, slopes, q.device)
                 of_q = padded(take(q, job.q, dim), more_q, dim)
-                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in _wide(ring, keys, values))
+                of_k, of_v = (padded(take(t, job.k, dim), more_k, dim) for t in (keys, values))
                 alone = shift is None and more_q == 0 and call.lengths is None
                 if alone and merged.attend(job.q, of_q, of_k, of_v, call):
                     continue
@@ -386,6 +387,7 @@ def _backward(
     dk, dv = (Sum(t, dim, ring.parts_of_a_key) for t in (k, v))
     going_home: list[tuple[Travel, Pair]] = []
     arrived: list[Travel] = []
+    wide_dout, wide_q, wide_out = _wide(ring, dout, q, out)
 
     def absorb(left: int) -> None:
         """Adds what came home, but for the last ``left`` messages."""
@@ -418,7 +420,7 @@ def _backward(
                     of_k, of_v = (take(t, job.k, dim) for t in (keys, values))
                     of_k, of_v = shared.add(queries[0], of_dout, of_q, of_k, of_v, part.call)
                 else:
-                    wide_dout, wide_q, wide_k, wide_v, wide_out = _wide(ring, dout, q, keys, values, out)
+                    wide_k, wide_v = _wide(ring, keys, values)
                     of_q, of_k, of_v = _gradients(
                         part, job, dim, wide_dout, dlse, wide_q, wide_k, wide_v, wide_out, lse
                     )

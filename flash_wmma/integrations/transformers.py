@@ -227,10 +227,6 @@ def mask(
     ``allow_is_causal_skip`` says that nothing is hidden but the future, padding, and what ``local_size`` leaves out;
     ``allow_is_bidirectional_skip`` the same without the future.
     """
-    if attention_mask is not None and not is_tracing(attention_mask):
-        known = getattr(attention_mask, _KNOWN, None)
-        if isinstance(known, _Known) and known.causal is not None:
-            return attention_mask  # this function made it for generate, and the model asks once more
     model = _model_of(config.__class__)
     if model.own_attention:
         raise NotImplementedError(
@@ -301,7 +297,7 @@ def _short_mask(
 ) -> tuple[bool, Tensor | None]:
     """Whether a mask of two dimensions or none says it all, and that mask. ``told``, ``window``: the attention function
     is told causality, and that local_size is a window."""
-    if local_size is not None and nk < local_size:
+    if local_size is not None and (nk < local_size or (causal and nk == local_size)):
         local_size = None  # no key is that far away
     elif not window:
         return False, None
@@ -340,7 +336,7 @@ def _short_mask(
     if full and not rest and (not causal or nq == 1 or (nq == nk and told)) and (local_size is None or tracing):
         return True, None
     if kv_offset != 0 and not tracing:
-        return False, None  # generate may hand it to a traced model, which would take it for one of the keys from 0 on
+        return False, None  # generate may hand it to a model as padding, which counts from key 0 on
     if keys is None:
         keys = torch.ones(batch, nk, dtype=torch.bool, device=device)
     if not tracing:
@@ -529,7 +525,7 @@ def _of_keys(
             if key not in known.lengths:
                 begin, end = known.ends
                 known.lengths[key] = _without_padding(begin, end, nq, nk, asked.causal, all_rows)
-            return _packed_out(q, k, v, asked, known.lengths[key], bottom_right=not asked.causal)
+            return _packed_out(q, k, v, asked, known.lengths[key], bottom_right=False)
     return _out(q, k, v, asked, _both(seen[:, None, None, :], position_bias))
 
 

@@ -91,7 +91,7 @@ class ScoreChanges {
     /// Products of the tile asked for become scores in log2 units, -inf where the mask hides the key. Any problem.
     __device__ __forceinline__ void apply(Scores& s, int key) {
         const Bias& bias = p_.bias;
-        is_near(s);
+        look_near(s);
         if (kCaps && all_within(s, soft_cap_.far.limit)) {
             s.each([&](float& x, int, int) { x *= soft_cap_.far(x); });
         } else {
@@ -117,8 +117,9 @@ class ScoreChanges {
         hide(s);
     }
 
-    /// Whether two terms serve a tile, whose scores are then about its products. The tiles behind it are tried with two.
-    __device__ __forceinline__ bool is_near(const Scores& s) {
+    /// Looks whether two terms serve a tile, whose scores are then about its products but for their scale. If so, the
+    /// tiles behind it are tried with two.
+    __device__ __forceinline__ bool look_near(const Scores& s) {
         if constexpr (kCaps) near_ = all_within(s, soft_cap_.near.limit);
         return kCaps && near_;
     }
@@ -310,7 +311,7 @@ class ScoreChanges {
     const ForwardParams& p_;
     const MaskTiles& tiles_;
     const SoftCap& soft_cap_;
-    bool near_;             // whether two terms served the tile that took the exact path last
+    bool near_;             // whether two terms served the tile that was looked at last
     const char* row_[2];    // of the bias
     const unsigned* bits_;  // of the mask, the lane's
     const T* tile_;         // of the bias, in shared memory

@@ -483,9 +483,11 @@ class Consumer {
                 s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
-    /// Whether a tile's products, but for their scale, are its scores or near them.
+    /// Whether a tile's products, but for their scale, are its scores or near them. With a cap of up to kMost they differ
+    /// by less than 1 in log2 units.
     __device__ __forceinline__ bool has_about_scores() {
-        if constexpr (kChanges) return !kConverted && changes_.is_near(s_);
+        constexpr float kMost = 1e4f;
+        if constexpr (kChanges) return !kConverted && changes_.look_near(s_) && p_.softcap <= kMost;
         return !kConverted;
     }
     /// m from a quarter of the keys of the rows' first tile: near enough to begin with. Returns whether it is moderate.
