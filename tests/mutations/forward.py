@@ -56,8 +56,8 @@ FAULTS = [
     Fault(
         name="wgmma-merged-first-maximum",
         path="csrc/forward/wgmma/wgmma_sm90.cuh",
-        old="key == first && free && !merges)",
-        new="key == first && free)",
+        old="key == first && free && !merges && has_about_scores())",
+        new="key == first && free && has_about_scores())",
         why="m is estimated anew, and O and l of other keys keep the scale of theirs",
         kernels=WGMMA,
         tests=MERGED,
