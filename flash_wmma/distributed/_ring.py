@@ -411,6 +411,7 @@ def _backward(
             own = source == place.rank
             of_message = [Sum(t, dim, 1 if needed.once else MANY) for t in (keys, values)]
             of_queries: list[tuple[Ranges, Tensor]] = []
+            wide_k, wide_v = _wide(ring, keys, values)
             for job in needed.jobs:
                 part = _part(ring, source, job, slopes, q.device)
                 if shared is not None:
@@ -420,7 +421,6 @@ def _backward(
                     of_k, of_v = (take(t, job.k, dim) for t in (keys, values))
                     of_k, of_v = shared.add(queries[0], of_dout, of_q, of_k, of_v, part.call)
                 else:
-                    wide_k, wide_v = _wide(ring, keys, values)
                     of_q, of_k, of_v = _gradients(
                         part, job, dim, wide_dout, dlse, wide_q, wide_k, wide_v, wide_out, lse
                     )

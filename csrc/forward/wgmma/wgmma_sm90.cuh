@@ -15,7 +15,8 @@
 //
 // Lagged maximum (forward/mma/kernel.cuh): a plain tile uses the old m; each warp votes that no partial row sum passed
 // Element<T>::kLargestSum. A warp whose vote fails computes its scores of that tile again, by mma.sync and on its own,
-// since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys.
+// since wgmma takes four warps. The first m of rows whose first tile is plain is the largest of a quarter of its keys,
+// with a softcap of their products, where these are small.
 //
 // Shared memory: Q, K and V tiles as panels of 64 columns with the 128-byte swizzle, a ring of `stages` K and V tiles
 // and a ring of plans. Each place has a barrier that says it is full and one that says it is empty.
