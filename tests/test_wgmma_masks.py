@@ -190,6 +190,12 @@ def test_alibi_from_the_diagonal(slope: float, nq: int, nk: int) -> None:
     check(q, k, v, Modification(alibi_slopes=slopes), Mask(False, (40, 150)))
 
 
+@pytest.mark.parametrize("more", [1, 2, 14, 15])
+def test_alibi_about_the_edge_of_a_tile(more: int) -> None:
+    """Warps whose 16 rows have the diagonal in the tile's last key, the one before, or in its first two."""
+    check(*tensors(300, 300 + more), Modification(alibi_slopes=torch.tensor([0.5, 0.7])))
+
+
 @pytest.mark.parametrize("slope", [0.05, 0.5, -0.5])
 def test_alibi_beside_scores_of_other_scales(slope: float) -> None:
     """Rows whose scores differ by e^200, and a key far right of the diagonal whose score passes what ALiBi takes."""

@@ -390,7 +390,7 @@ FAULTS = [
     Fault(
         name="wgmma-alibi-right",
         path="csrc/forward/wgmma/scores.cuh",
-        old="tile_slope_ = diagonal_ > key ? slope_ : -slope_;",
+        old="tile_slope_ = __int_as_float(__float_as_int(slope_) ^ ((diagonal_ - key) & INT_MIN));",
         new="tile_slope_ = slope_;",
         why="right of the diagonal the scores rise with the distance",
         kernels=WGMMA,
@@ -398,9 +398,17 @@ FAULTS = [
     Fault(
         name="wgmma-alibi-linear",
         path="csrc/forward/wgmma/scores.cuh",
-        old="diagonal_ + 15 <= key;",
-        new="diagonal_ <= key;",
-        why="a tile that the diagonal crosses counts as right of it",
+        old="static_cast<unsigned>(diagonal_ - key + 14) > Keys + 12U",
+        new="static_cast<unsigned>(diagonal_ - key + 13) > Keys + 11U",
+        why="a tile that the diagonal crosses in the last row alone counts as right of it",
+        kernels=WGMMA,
+    ),
+    Fault(
+        name="wgmma-alibi-linear-left",
+        path="csrc/forward/wgmma/scores.cuh",
+        old="static_cast<unsigned>(diagonal_ - key + 14) > Keys + 12U",
+        new="static_cast<unsigned>(diagonal_ - key + 14) > Keys + 11U",
+        why="a tile whose last key alone is right of the first row's diagonal counts as left of it",
         kernels=WGMMA,
     ),
     Fault(

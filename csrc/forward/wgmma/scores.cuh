@@ -51,6 +51,7 @@ class ScoreChanges {
         column_ = lane % 4 * 2;
         if constexpr (kSlopes) {
             diagonal_ = first_query + sequence.seqlen_k - sequence.seqlen_q;
+            own_ = lane / 4 - column_;
             // uniform: or the compiler takes every branch on it for one that parts the warp
             slope_ = p_.alibi_slopes ? kLog2e * uniform(p_.alibi_slopes[sequence.index * p_.alibi_batch_stride + head])
                                      : 0.f;
@@ -109,9 +110,9 @@ class ScoreChanges {
             });
         }
         if (slopes()) {
-            const int distance = own_distance(key);
+            const auto distance = static_cast<float>(own_distance(key));
             s.each([&](float& x, int i, int column) {
-                x = fmaf(-slope_, fabsf(static_cast<float>(distance + 8 * i - column)), x);
+                x = fmaf(-slope_, fabsf(distance + static_cast<float>(8 * i - column)), x);
             });
         }
         hide(s);
@@ -144,7 +145,8 @@ class ScoreChanges {
             offset.each([&](int i, float& x) { x += first_[i]; });
             hide(s);
             return weigh_by(s, [&](float x, int i, int c) {
-                return fmaf(tile_slope_, static_cast<float>(c), fmaf(x, factor, offset[i]));
+                x = fmaf(x, factor, offset[i]);
+                return c == 0 ? x : fmaf(tile_slope_, static_cast<float>(c), x);
             });
         }
         if constexpr (kCaps) {
@@ -215,17 +217,18 @@ class ScoreChanges {
     /// Whether there is ALiBi.
     __device__ __forceinline__ bool slopes() const { return kSlopes && (!kAll || slope_ != 0.f); }
     /// From the lane's first column of the tile at `key` to the diagonal, in its first row.
-    __device__ __forceinline__ int own_distance(int key) const {
-        return diagonal_ - key + static_cast<int>(threadIdx.x) % 32 / 4 - column_;
-    }
+    __device__ __forceinline__ int own_distance(int key) const { return diagonal_ - key + own_; }
     /// What ALiBi adds to the lane's scores of a tile of which all keys are on one side of the diagonal.
     __device__ __forceinline__ void find_offsets(int key) {
-        tile_slope_ = diagonal_ > key ? slope_ : -slope_;
-        first_.each([&](int i, float& x) { x = -tile_slope_ * static_cast<float>(own_distance(key) + 8 * i); });
+        // -slope_ right of the diagonal: by the bit of the sign, since no comparison is needed for that
+        tile_slope_ = __int_as_float(__float_as_int(slope_) ^ ((diagonal_ - key) & INT_MIN));
+        const auto distance = static_cast<float>(own_distance(key));
+        first_.each([&](int i, float& x) { x = -tile_slope_ * (distance + static_cast<float>(8 * i)); });
     }
     /// Whether all 16 rows have all of the tile's keys on one side of them.
     __device__ __forceinline__ bool is_linear(int key) const {
-        return diagonal_ >= key + Keys - 1 || diagonal_ + 15 <= key;
+        // The diagonal is right of the last but one key, or left of the first by 15: one comparison of unsigned numbers
+        return static_cast<unsigned>(diagonal_ - key + 14) > Keys + 12U;
     }
 
     /// The score with the bias: -inf hides the key, whatever its score; a finite bias stays finite in log2 units.
@@ -301,7 +304,7 @@ class ScoreChanges {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
                 x = ptx::ex2(exponent(x, i, column));
-                sum += x;
+                sum = column == 0 ? x : sum + x;
             });
         });
         return sums;
@@ -321,6 +324,7 @@ class ScoreChanges {
     PerRow first_;          // what ALiBi then adds in the lane's first column
     int column_;            // the lane's first
     int diagonal_;          // the key on it in the warp's first row
+    int own_;               // the lane's first row less its first column
     std::uint32_t words_[Keys / 16]
                         [4];  // the lane's pairs of the bias: of 16 keys, rows 0 and 8, then the later 8 keys
     unsigned seen_;           // the mask's bits of the lane's scores

@@ -680,7 +680,7 @@ class Consumer {
             if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
             if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
-            bool done = false;
+            int done = 0;  // a bool takes more instructions here
             if (plain) {
                 Sums sums;
                 if constexpr (kChanges) {
@@ -693,7 +693,7 @@ class Consumer {
                     if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
                     sums = told_.template weigh<false>(s_, factor, offset);
                 }
-                done = all_rows([&](int i) { return sums.template fit<T>(i); });
+                done = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
                 if (done) add_sums(sums);
             }
             ptx::wgmma_wait<0>();
