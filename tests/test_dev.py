@@ -158,11 +158,19 @@ def test_pytest_is_given_a_selection(checkout: Path, arguments: str, expected: s
 
 
 @without_gpu
-@pytest.mark.parametrize(("arguments", "first"), [("", True), ("--full", True), ("-k simt", False)])
-def test_the_emulator_is_compiled_first(checkout: Path, arguments: str, first: bool) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "first", "mode"),
+    [
+        ("", True, " --mode checked"),
+        ("--part=3/16", True, " --mode checked"),
+        ("--part=3/15", True, ""),
+        ("--full", True, ""),
+        ("-k simt", False, ""),
+    ],
+)
+def test_the_emulator_is_compiled_first(checkout: Path, arguments: str, first: bool, mode: str) -> None:
     calls, said = dev(checkout, "test", *arguments.split())
     compiled = [call.split(" | ")[0] for call in calls if "flash_wmma.emulator build" in call]
-    mode = "" if arguments else " --mode checked"
     assert compiled == [f"-m flash_wmma.emulator build{mode}"] * first
     assert ("compiling the CUDA kernels for the emulator" in said) == first
 
