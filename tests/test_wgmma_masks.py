@@ -192,8 +192,8 @@ def test_alibi_from_the_diagonal(slope: float, nq: int, nk: int) -> None:
 
 @pytest.mark.parametrize("more", [1, 2, 14, 15])
 def test_alibi_about_the_edge_of_a_tile(more: int) -> None:
-    """Warps whose 16 rows have the diagonal in the tile's last key, the one before, or in its first two, where scores
-    are large. With steeper slopes the lagging maximum is not tried on such a tile."""
+    """Warps whose first row has the diagonal in a tile's last key or the one before, or whose last row has it in one of
+    the first two. Scores are large there. With steeper slopes the lagging maximum is not tried on such a tile."""
     q, k, v = tensors(300, 300 + more)
     q[..., 0] = 8
     k[..., ::KEYS, 0] = k[..., KEYS - 1 :: KEYS, 0] = 3

@@ -146,7 +146,7 @@ class ScoreChanges {
             hide(s);
             return weigh_by(s, [&](float x, int i, int c) {
                 x = fmaf(x, factor, offset[i]);
-                return c == 0 ? x : fmaf(tile_slope_, static_cast<float>(c), x);
+                return c == 0 ? x : fmaf(tile_slope_, static_cast<float>(c), x);  // 0 * slope would be an FMA
             });
         }
         if constexpr (kCaps) {
@@ -304,7 +304,7 @@ class ScoreChanges {
             sum = 0.f;
             s.each_in_row(i, [&](float& x, int column) {
                 x = ptx::ex2(exponent(x, i, column));
-                sum = column == 0 ? x : sum + x;
+                sum = column == 0 ? x : sum + x;  // 0 + x would be an instruction
             });
         });
         return sums;
