@@ -235,7 +235,7 @@ struct BackwardParams {
     Rows dq, dk, dv;              ///< in the shapes of q, k, v and in forward.out_dtype; dense, 16-byte aligned
     const float* dlse;            ///< with lse's shape and strides, or null: zeros
     BiasGradient dbias;           ///< zeroed by the ops; null data: not asked for
-    bool deterministic;           ///< bitwise the same from run to run: nothing is summed by atomics
+    bool deterministic;           ///< bitwise the same from run to run: no order of a sum's additions is left to chance
     bool exact;                   ///< only a kernel that multiplies forward.dtype unconverted may run
     void* workspace;  ///< BackwardKernelInfo::workspace_bytes, 256-byte aligned, uninitialised: delta, an fp32 dq, ...
     const float* dentropy;             ///< with lse's strides, or null: zeros

@@ -12,7 +12,7 @@ namespace flash_wmma::backward {
 struct Problem;
 
 /// What a launch computes (backward/mma/kernel.cuh). kTurns: the same as kFused, and blocks take turns at dQ of a tile,
-/// so that the last one can write dq (backward/wgmma/turns.cuh).
+/// so that the last one can write dq, or the additions have an order (backward/wgmma/turns.cuh).
 enum class Pass { kFused, kKeys, kQueries, kTurns };
 
 /// A tile shape of a pass and its launch.
@@ -21,10 +21,9 @@ struct Shape {
     Problems problems;
     Pass pass;
     void (*launch)(const Problem&, Stream);
-    int resident = 1;               ///< blocks that an SM's shared memory must hold for the shape to pay
-    bool takes_terms = false;       ///< L and D of the queries as terms of products (device/backward_rows.cuh)
-    bool writes_sole_rows = false;  ///< of dq: those that see keys of one tile alone
-    bool takes_parts = false;       ///< of items (backward/wgmma/parts.cuh)
+    int resident = 1;          ///< blocks that an SM's shared memory must hold for the shape to pay
+    bool takes_terms = false;  ///< L and D of the queries as terms of products (device/backward_rows.cuh)
+    bool takes_parts = false;  ///< of items (backward/wgmma/parts.cuh)
 };
 
 /// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and

@@ -481,12 +481,22 @@ def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -
 
 @pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "n"), [((16, 2), 4096), ((32, 8), 8192)])
-def test_deterministic_with_many_blocks(heads: tuple[int, int], n: int, dtype: torch.dtype) -> None:
-    """Grouped heads under a causal mask: blocks that are far ahead of others, and others that wait for them."""
-    shapes = [(2, h, n, 128) for h in (heads[0], heads[1], heads[1])]
+@pytest.mark.parametrize(
+    ("heads", "nq", "nk", "d", "causal"),
+    [
+        *[((16, 2), 4096, 4096, 128, True), ((32, 8), 8192, 8192, 128, True)],
+        *[((16, 2), 4096, 4096, 128, False), ((32, 8), 8192, 8192, 64, False), ((16, 16), 256, 8192, 128, False)],
+        ((2, 2), 2000, 17000, 96, False),  # more items of a head than blocks
+    ],
+)
+def test_deterministic_with_many_blocks(
+    heads: tuple[int, int], nq: int, nk: int, d: int, causal: bool, dtype: torch.dtype
+) -> None:
+    """Under a causal mask blocks that are far ahead of others, and others that wait for them; without one all wait for
+    each other."""
+    shapes = [(2, h, n, d) for h, n in ((heads[0], nq), (heads[1], nk), (heads[1], nk))]
     leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
-    out = flash_wmma.forward(*leaves, causal=True, deterministic=True)
+    out = flash_wmma.forward(*leaves, causal=causal, deterministic=True)
     dout = torch.randn_like(out)
     first, again = (torch.autograd.grad(out, leaves, dout, retain_graph=True) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))

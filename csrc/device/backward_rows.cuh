@@ -124,11 +124,9 @@ struct Problem : BackwardParams {
     RowTerms* terms = nullptr;  // the facts of kernels that take them so (terms_of)
     float terms_scale = 1.f;
     KeyExtent* extents = nullptr;  // of each group of rows; only with key ranges
-    // Of each head: how many rows see keys of a single tile, the first ones. The products write their dq, and a head's
-    // terms lie in its part of dQ's buffer, which these rows do not need.
-    int sole_rows = 0;
     ItemParts parts{};
-    int more_groups = 0;  // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
+    int more_groups = 0;   // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
+    int ring_batches = 1;  // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
 };
 /// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
 __device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
@@ -167,11 +165,7 @@ __device__ __forceinline__ const RowPair* facts_of(const Problem& problem, const
 /// Terms of a group of rows of a sequence's head.
 __device__ __forceinline__ RowTerms* terms_of(const Problem& problem, const Sequence& sequence, int head, int group) {
     constexpr int kOfGroup = kRowGroup / 8;
-    // From a head's first group to the next one's, by groups: as many bytes as in dQ's buffer, or as terms have
-    const std::int64_t pitch = problem.sole_rows > 0 ? kRowGroup * problem.forward.head_dim *
-                                                           std::int64_t{sizeof(float)} / std::int64_t{sizeof(RowTerms)}
-                                                     : kOfGroup;
-    return problem.terms + first_group(problem, sequence, head) * pitch + group * kOfGroup;
+    return problem.terms + (first_group(problem, sequence, head) + group) * kOfGroup;
 }
 /// -L in log2 units and -D of a row that exists, pairs or terms.
 struct OwnFacts {
@@ -328,7 +322,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     }
     // Behind the loads, which would otherwise wait for these writes
     if (problem.dq_by == DqBy::kTurns) clear_unseen<T>(problem, group);
-    else if (problem.dq_rows && (problem.sole_rows == 0 || group.first_row >= problem.sole_rows)) {
+    else if (problem.dq_rows) {
         auto* to = reinterpret_cast<float4*>(problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim);
         for (int i = tid; i < kRowGroup * p.head_dim / 4; i += kRowThreads) to[i] = make_float4(0.f, 0.f, 0.f, 0.f);
     }
@@ -339,10 +333,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
         RowFacts facts;
         if (tid < rows) facts = {problem, sequence, group.head, group.first_row + tid, smem.sum[tid]};
         if (problem.terms) {
-            // Packed sequences have groups of no sequence, but no sole rows
-            RowTerms* const terms = problem.sole_rows > 0
-                                        ? terms_of(problem, sequence, group.head, group.first_row / kRowGroup)
-                                        : problem.terms + std::int64_t{index} * (kRowGroup / 8);
+            RowTerms* const terms = problem.terms + std::int64_t{index} * (kRowGroup / 8);
             write_terms(terms[tid / 8], tid % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
         } else {
             RowPair& pair = problem.facts[(std::int64_t{index} * kRowGroup + tid) / 2];
@@ -414,7 +405,7 @@ __global__ void __launch_bounds__(kRowThreads) finish(const __grid_constant__ Pr
     const unsigned index = gridDim.x - 1 - blockIdx.x;
     const RowGroup group = row_group(p, index);
     const Sequence& sequence = group.sequence;
-    if (group.first_row < problem.sole_rows) return;  // or it is of no sequence
+    if (group.first_row < 0) return;  // of no sequence
     const float* from = problem.dq_rows + std::int64_t{index} * kRowGroup * p.head_dim;
     const int vectors = p.head_dim / 8;
     const float scale = p.scale * unscaled_factor(p);
@@ -475,15 +466,14 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
 }
 
 /// Bytes of the workspace. It holds converted inputs, if there are any, then dQ's buffer, scales, extents and facts.
-inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false,
-                                    int sole_rows = 0) {
+inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = sole_rows > 0 || facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
+    const std::int64_t facts = facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
-inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = false, int sole_rows = 0) {
+inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = false) {
     const std::int64_t groups = row_groups(params.forward);
     auto* dq_rows = static_cast<float*>(params.workspace);
     auto* scales = reinterpret_cast<QueryScales*>(
@@ -491,14 +481,12 @@ inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = fa
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
     void* facts = extents + (has_ranges ? groups : 0);
-    if (sole_rows > 0) facts = dq_rows;
-    else if (facts_in_dq(params, by, terms)) facts = params.dq.data;
+    if (facts_in_dq(params, by, terms)) facts = params.dq.data;
     Problem problem{params, terms ? nullptr : static_cast<RowPair*>(facts), by == DqBy::kQueries ? nullptr : dq_rows,
                     params.exponents.dout ? scales : nullptr};
     problem.dq_by = by;
     if (terms) problem.terms = static_cast<RowTerms*>(facts), problem.terms_scale = terms_scale_of(params.forward);
     if (has_ranges) problem.extents = extents;
-    problem.sole_rows = sole_rows;
     return problem;
 }
 

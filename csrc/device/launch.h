@@ -18,6 +18,8 @@ struct LaunchConfig {
     int smem_bytes = 0;         ///< dynamic shared memory of a block
     int cluster = 1;            ///< blocks in a cluster, along x
     bool programmatic = false;  ///< may start before the stream's previous kernel has ended (it must wait for it)
+    bool cooperative =
+        false;  ///< all blocks are at work at once, or the launch is refused: they may wait for each other
 };
 
 inline void check_cuda(cudaError_t error, const char* what) {
@@ -37,7 +39,7 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream
     if (config.smem_bytes > kSmemWithoutOptIn)
         check_cuda(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, config.smem_bytes),
                    "shared memory of a block");
-    cudaLaunchAttribute attributes[2];
+    cudaLaunchAttribute attributes[3];
     unsigned count = 0;
     if (config.cluster > 1) {
         attributes[count].id = cudaLaunchAttributeClusterDimension;
@@ -46,6 +48,10 @@ void launch(void (*kernel)(Params...), const LaunchConfig& config, Stream stream
     if (config.programmatic) {
         attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
         attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+    }
+    if (config.cooperative) {
+        attributes[count].id = cudaLaunchAttributeCooperative;
+        attributes[count++].val.cooperative = 1;
     }
     cudaLaunchConfig_t launch_config{};
     launch_config.gridDim = config.grid;

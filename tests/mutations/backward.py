@@ -556,8 +556,8 @@ FAULTS = [
     Fault(
         name="bwd-dq-before-the-first-sequence",
         path=ROWS,
-        old="    if (group.first_row < problem.sole_rows) return;",
-        new="    if (0 <= group.first_row && group.first_row < problem.sole_rows) return;",
+        old="    if (group.first_row < 0) return;  // of no sequence\n",
+        new="",
         why="groups that no sequence uses are written before the first one",
         harmless="such a group of the buffer holds zeros, and lies where dq is zero",
         kernels=SM75,

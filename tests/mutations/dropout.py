@@ -245,7 +245,7 @@ FAULTS = [
     Fault(
         name="dropout-sm90-heads",
         path="csrc/backward/wgmma/consumer.cuh",
-        old="        next_.advance(item);\n",
+        old="        next_.template advance<Tile>(item);\n",
         new="",
         why="all query heads that share keys have the first one's mask",
         kernels=BWD_SM90,

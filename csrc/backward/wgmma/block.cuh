@@ -31,6 +31,7 @@ struct TileShape {
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
     int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
+    bool ring = false;          ///< blocks take turns at dQ in a ring (turns.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
     bool paired = false;        ///< two blocks share an item, 64 keys each (pair.cuh), and shared memory is short
     int barriers_at = 0;        ///< the offset of the barriers in shared memory, if not right behind what is there
@@ -55,7 +56,7 @@ struct Tile {
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles, kPaired = kShape.paired,
-                          kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows;
+                          kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows, kRing = kShape.ring;
     static constexpr int kBarriersAt = kShape.barriers_at;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
@@ -100,9 +101,12 @@ struct KeyTile {
 /// different tiles each: all begin at tiles of neighbouring numbers modulo n, and walk down; those that the sequence's
 /// beginning or end cuts begin near it.
 ///
-/// If the additions have an order (turns.cuh), start is first. With a band that is bounded on the right (causal) the
-/// order runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest
-/// queries, is the sequence's first item. Otherwise a block would wait at its first tile for all items before.
+/// In a ring (turns.cuh) the heads of a group come one after the other: all blocks of a batch are at the same head, whose
+/// rows the L2 cache holds.
+///
+/// If the additions have another order (turns.cuh), start is first. With a band that is bounded on the right (causal) it
+/// runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest queries, is the
+/// sequence's first item. Otherwise a block would wait at its first tile for all items before.
 struct Item {
     Sequence sequence;
     KeyTile keys;
@@ -142,7 +146,9 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     auto place = static_cast<unsigned>(part.item);
     const bool ordered = in_order<kPass>(problem);
-    if (ordered) place = interleaved<kKeys, kPacked>(p, place);
+    const auto ring = RingOrder::of<kKeys>(problem);
+    if (Tile::kRing) place = ring.place(place, static_cast<unsigned>(p.heads_k * p.batch));
+    else if (ordered) place = interleaved<kKeys, kPacked>(p, place);
     else if (!kPacked && (p.band.left < kUnbounded || p.band.right < kUnbounded))
         place = mixed_keys<kKeys>(p, place, static_cast<unsigned>(workers.count) / Tile::kBlocks);
     OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
@@ -177,7 +183,9 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const bool follows = hides_left != hides_right && 2 * nth >= blocks;
     const bool down = backwards || (together && up == follows);
     int turned = 0;
-    if (together) turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
+    if (Tile::kRing) turned = ring.first_tile(block, tiles);
+    else if (together)
+        turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);
     const int step = down ? -kStep : kStep, from = down ? last : first;
     int begun = 0, left = tiles;  // tiles of a head
@@ -213,7 +221,6 @@ enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
 struct TileFacts {
-    void* dq;    // its first row in the caller's dq, if its rows see no other item's keys; or null
     int groups;  // of rows, from the tile before to this one in dQ's buffer
     int first_query, rows;
     Seen seen;
@@ -229,16 +236,24 @@ struct QueryPlace {
     int head, row;
 
     /// Of the item's tile number n, to which n steps of advance() lead.
+    template <class Tile>
     __device__ __forceinline__ static QueryPlace of(const Item& item, int n) {
-        int head = item.start_head + n % item.heads;
+        int head = item.start_head + (Tile::kRing ? n / item.rows : n % item.heads);
         if (head >= item.head + item.heads) head -= item.heads;
-        int row = item.start + n / item.heads * item.step;
+        int row = item.start + (Tile::kRing ? n % item.rows : n / item.heads) * item.step;
         if (item.step > 0 ? row > item.last : row < item.last) row -= item.rows * item.step;
         return {head, row};
     }
+    template <class Tile>
     __device__ __forceinline__ void advance(const Item& item) {
-        head = head + 1 == item.head + item.heads ? item.head : head + 1;
-        if (head == item.start_head) row = row == item.last ? item.first : row + item.step;
+        const int next_row = row == item.last ? item.first : row + item.step;
+        if (Tile::kRing) {
+            row = next_row;
+            head += row == item.start;
+        } else {
+            head = head + 1 == item.head + item.heads ? item.head : head + 1;
+            if (head == item.start_head) row = next_row;
+        }
     }
 };
 
@@ -253,12 +268,6 @@ struct DqTask {
 template <class Tile, Problems kProblems>
 constexpr bool folds_facts() {
     return Tile::kFoldsFacts && !includes(kProblems, Problems::kModified) && !includes(kProblems, Problems::kDropped);
-}
-
-/// Whether an item writes dq of rows that see no other item's keys (Problem::sole_rows).
-template <class Tile, Problems kProblems, Pass kPass>
-constexpr bool writes_sole_rows() {
-    return Tile::kFoldsFacts && !Tile::kTwoRoles && kProblems == Problems::kPlain && kPass == Pass::kFused;
 }
 
 /// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas
@@ -332,7 +341,7 @@ struct SharedMemory : SharedTiles<Tile> {
     Slot key_slot[Tile::kKeyStages], value_slot[Tile::kValueStages], slot[Tile::kStages], ds_slot[Tile::kDsStages];
     std::conditional_t<Tile::kTwoRoles, Slot[Tile::kDsStages], Nothing> p_slot;
     std::conditional_t<Tile::kHalvesDout, Slot[Tile::kDoutPlaces], Nothing> dout_slot;  // or else slot is dO's too
-    std::conditional_t<Tile::kTwoRoles, TurnsMemory<Tile::kTilesTold>, Nothing> turns;
+    std::conditional_t<Tile::kTwoRoles || Tile::kRing, TurnsMemory<Tile::kTilesTold>, Nothing> turns;
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for

@@ -11,12 +11,12 @@ namespace {
 
 struct Sm90 {};  // prepare and finish are compiled once more, for sm_90a
 
-const std::vector<Shape> kShapes =
-    join({sm90_half_shapes(), sm90_bf16_shapes(), sm90_wide_half_shapes(), sm90_wide_bf16_shapes(),
-          sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
-          sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
-          sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_two_passes(),
-          sm90_bf16_two_passes(), sm90_half_general_two_passes(), sm90_bf16_general_two_passes()});
+const std::vector<Shape> kShapes = join(
+    {sm90_half_shapes(), sm90_bf16_shapes(), sm90_half_ring(), sm90_bf16_ring(), sm90_wide_half_shapes(),
+     sm90_wide_bf16_shapes(), sm90_half_dropped_shapes(), sm90_bf16_dropped_shapes(), sm90_wide_half_dropped_shapes(),
+     sm90_wide_bf16_dropped_shapes(), sm90_half_general_shapes(), sm90_bf16_general_shapes(),
+     sm90_wide_half_general_shapes(), sm90_wide_bf16_general_shapes(), sm90_half_two_passes(), sm90_bf16_two_passes(),
+     sm90_half_general_two_passes(), sm90_bf16_general_two_passes()});
 const std::vector<StatisticsShape> kStatisticsShapes = join({sm90_half_statistics(), sm90_bf16_statistics()});
 
 std::int64_t largest_head_dim(const BackwardParams& p) { return std::max(p.forward.head_dim, p.forward.head_dim_v); }
@@ -45,27 +45,59 @@ std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
     const std::int64_t d = largest_head_dim(p);
     if (p.forward.key_ranges.data) return 0;
     if (!includes(Problems::kPacked, problems_of(p, /*converted=*/false))) return d > 64 ? 256 : 0;
-    if (d <= 64) return 512;
-    return d > 96 ? 1100 : 768;
+    if (d <= 64) return 400;
+    return d > 96 ? 800 : 590;
 }
 bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
     if (device.memory_bus <= 0) return false;
     return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
 }
 
-/// Two passes in deterministic calls, and for few keys. Above d = 128 there is no second pass. There blocks take turns at dQ,
-/// and write dq, in short sequences: in deterministic calls, which have an order anyway, and in others if memory is slow.
-/// With turns an item has also those tiles whose ranges leave out its keys.
+/// Whether all items have all tiles of queries.
+bool has_equal_items(const ForwardParams& p) {
+    const Sequences& s = p.sequences;
+    return p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data && !s.cu_seqlens_q &&
+           !s.cu_seqlens_k && !s.seqused_k;
+}
+
+/// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh). 0: two
+/// passes take no longer, which they do unless nearly all blocks are at work.
+///
+/// The blocks of a batch wait for each other, so each has to fit the device. A batch takes a round, and several that fit at
+/// once, of different heads, share one.
+std::int64_t ring_batches(const BackwardParams& params, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    if (!has_equal_items(p) || problems_of(params, /*converted=*/false) != Problems::kPlain) return 0;
+    constexpr std::int64_t kMore = 3;  // at most so many more batches than needed: each reads the rows again
+    const std::int64_t keys = choose_shape(kShapes, p.dtype, Pass::kTurns, params, device).facts.bc;  // of an item
+    const std::int64_t heads = p.heads_k * p.batch, items = (p.seqlen_k + keys - 1) / keys;
+    const std::int64_t blocks = std::max(device.sm_count, 1), least = (items + blocks - 1) / blocks;
+    if (heads == 0 || items == 0 || items * (least + kMore) > 0x7fffffff) return 0;
+    std::int64_t best = 0, fewest = 10 * heads * items / (9 * blocks) + 1;  // rounds: less than nine tenths at work
+    for (std::int64_t batches = least; batches <= std::min(items, least + kMore); ++batches) {
+        const std::int64_t at_once = blocks / ((items + batches - 1) / batches);
+        const std::int64_t rounds = std::max(batches, (heads * batches + at_once - 1) / at_once);
+        if (rounds < fewest) best = batches, fewest = rounds;
+    }
+    return best;
+}
+
+/// Up to d = 128, two passes for few keys, and in deterministic calls unless blocks take turns in a ring. Above it there is no
+/// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an order
+/// anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
     if (is_shared(p)) return DqBy::kSums;
-    if (!is_wide(p)) return p.deterministic || has_few_keys(p, device) ? DqBy::kQueries : DqBy::kSums;
+    if (!is_wide(p)) {
+        const bool passes = has_few_keys(p, device) || (p.deterministic && ring_batches(p, device) == 0);
+        return passes ? DqBy::kQueries : DqBy::kSums;
+    }
     if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;
     return p.forward.seqlen_k <= (p.deterministic ? 1024 : 512) ? DqBy::kTurns : DqBy::kSums;
 }
 /// Turns also give the additions an order.
 bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
-    return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic);
+    return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic && !is_shared(p));
 }
 /// kKeys stands for both passes, which are one launch.
 Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
@@ -74,21 +106,6 @@ Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
 }
 const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device);
-}
-
-/// Problem::sole_rows: of plain dense problems whose rows all see the first key; without turns. 0 if a head's terms do not
-/// fit where they would then lie.
-int sole_rows(const BackwardParams& params, const Shape& shape) {
-    const ForwardParams& p = params.forward;
-    if (!shape.writes_sole_rows || is_shared(params)) return 0;
-    const std::int64_t offset = p.band.bottom_right ? p.seqlen_k - p.seqlen_q : 0;
-    if (offset + p.band.right < 0 || p.band.left < p.seqlen_q - 1 + offset) return 0;
-    const std::int64_t keys = shape.facts.bc, queries = shape.facts.br;  // of a tile
-    const std::int64_t all = (p.seqlen_q + kRowGroup - 1) / kRowGroup * kRowGroup;
-    const std::int64_t alone =
-        p.seqlen_k <= keys ? all
-                           : std::clamp<std::int64_t>(keys - offset - p.band.right, 0, p.seqlen_q) / queries * queries;
-    return all * facts_bytes(true) <= alone * p.head_dim * std::int64_t{sizeof(float)} ? static_cast<int>(alone) : 0;
 }
 
 /// Which items go in parts: those of the last round of blocks, if it ends earlier so, where all items take equally long. A
@@ -100,11 +117,8 @@ struct Parts {
 };
 Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const Sequences& s = p.sequences;
-    const bool equal = p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data &&
-                       !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k;  // all items have all tiles of queries
     const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
-    if (!shape.takes_parts || !equal || items == 0) return {items, 0, 1};
+    if (!shape.takes_parts || !has_equal_items(p) || items == 0) return {items, 0, 1};
     constexpr std::int64_t kMore = 14, kMostParts = 8;
     const std::int64_t blocks = std::max(device.sm_count, 1), split = items % blocks;
     const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
@@ -130,7 +144,7 @@ PartsWords words_of(const Parts& parts, const Shape& shape) {
 /// Where they lie in dq's memory: behind L and D, which finish overwrites after their last use; 0 if there is no room.
 std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const PartsWords& words) {
     const ForwardParams& p = params.forward;
-    if (sole_rows(params, shape) > 0 || !facts_in_dq(params, DqBy::kSums, shape.takes_terms)) return 0;
+    if (!facts_in_dq(params, DqBy::kSums, shape.takes_terms)) return 0;
     const std::int64_t facts = row_groups(p) * kRowGroup * facts_bytes(shape.takes_terms);
     return facts + words.bytes() <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * 2 ? facts : 0;
 }
@@ -155,7 +169,7 @@ std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device)
     if (is_shared(p)) return counters_bytes(p, device);
     const Shape& shape = shape_of(p, device);
     return counters_bytes(p, device) +
-           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
+           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms);
 }
 
 /// Where everything lies that the launch does not share.
@@ -163,7 +177,7 @@ Problem problem_alone(const BackwardParams& p, const DeviceFacts& device) {
     BackwardParams params = p;
     params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, device);
     const Shape& shape = shape_of(p, device);
-    return problem_of(params, dq_of(p, device), shape.takes_terms, sole_rows(p, shape));
+    return problem_of(params, dq_of(p, device), shape.takes_terms);
 }
 /// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and how
 /// many more a head has.
@@ -206,14 +220,14 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
                          reinterpret_cast<unsigned*>(sums + words.sums)};
     }
     problem.multiprocessors = std::max(device.sm_count, 1);
+    if (shape.pass == Pass::kTurns && !is_wide(p)) problem.ring_batches = static_cast<int>(ring_batches(p, device));
     if (stage == BackwardStage::kAdd)
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
                stream, problem);
     else prepare_rows();
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     shape.launch(problem, stream);
-    if (stage == BackwardStage::kAll && problem.dq_by == DqBy::kSums && problem.sole_rows < p.forward.seqlen_q)
-        launch_rows(finish<Sm90, T>, problem, stream);
+    if (stage == BackwardStage::kAll && problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }
 
 /// Of dense calls with a band at most, whose dQ would be a sum in fp32 if each were alone.

@@ -26,7 +26,7 @@
 // (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if there are registers for
 // it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
-// d above 128: two_roles.cuh, where blocks may take turns at dQ: turns.cuh. Without dQ, which another pass computes
+// Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
 // (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a band, in
 // instances of their own: score_changes.cuh.
 //
@@ -46,6 +46,7 @@
 #include "backward/wgmma/producer.cuh"
 #include "backward/wgmma/shapes.h"
 #include "backward/wgmma/staged_rows.cuh"
+#include "backward/wgmma/turns.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
@@ -55,7 +56,6 @@ namespace flash_wmma::backward::wgmma {
 template <class Tile, Problems kProblems, Pass kPass>
 class Consumer : ConsumerWarp<Tile> {
     using Asked = Asks<Tile, kProblems, kPass>;
-    static constexpr bool kSole = writes_sole_rows<Tile, kProblems, kPass>();
     static constexpr bool kDrops = Asked::kDrops, kFirstApart = first_tile_apart<Tile, kProblems>();
     static constexpr bool kComputesDq = kPass != Pass::kKeys;
     using Base = ConsumerWarp<Tile>;
@@ -284,32 +284,31 @@ class Consumer : ConsumerWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist; negative: they are sole rows.
+    /// Moves on in dQ's buffer by a tile, to the one before this. How many of its rows exist.
     __device__ __forceinline__ int move_on(const TileFacts& tile) {
         const int rows = late_rows_;
         dq_place_ += dq_step(problem_, late_step_);
-        late_step_ = tile.groups, late_rows_ = kSole && tile.dq ? -tile.rows : tile.rows;
+        late_step_ = tile.groups, late_rows_ = tile.rows;
         return rows;
     }
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Brings dQ, of dS number n, to where it goes. The first dS is of no tile.
-    __device__ __forceinline__ void bring_late_dq(int rows, [[maybe_unused]] unsigned n) {
-        const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
-        if (kSole && rows < 0) return write_dq(smem_.tile[(n - 1) % Tile::kTilesTold].dq, -rows, columns);
-        if (rows <= first_row() || columns <= 0) return;  // before the first tile: no rows, and 0 times K
-        this->add(dq_place_, dq_, columns);
-    }
-
-    /// dQ of sole rows.
-    __device__ __forceinline__ void write_dq(void* to, int rows, int columns) const {
-        const std::int64_t pitch = problem_.dq.row;
-        const int lane = ptx::opaque(lane_);  // or what follows from it is kept through the loop
-        const int row = first_row() + 16 * warp_ + lane / 4;
-        if (columns > 0)
-            store_rows(static_cast<T*>(to) + row * pitch + first_column(), pitch, rows - row, columns, dq_,
-                       problem_.forward.scale, lane);
+    /// Adds dQ of tile n - 1 to the buffer: in its turn, if blocks take turns. Before the first tile: no rows, and 0 times K.
+    __device__ __forceinline__ void bring_late_dq(int rows, unsigned n) {
+        const auto add = [&] {
+            const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
+            if (rows > first_row() && columns > 0) this->add(dq_place_, dq_, columns);
+        };
+        if constexpr (kPass == Pass::kTurns) {
+            if (rows == 0) return;
+            Slot& slot = smem_.turns.slot[(n - 1) % 2];
+            ptx::barrier_wait(&slot.full, (n - 1) / 2 % 2);
+            add();
+            tell(slot.empty);
+        } else {
+            add();
+        }
     }
 
     /// Of an item with parts: whether this is the last one, whose dK and dV are then those of all.
@@ -404,11 +403,11 @@ __device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
     prepare_slots(smem.slot, 1, kWarps);
     prepare_slots(smem.ds_slot, kWarps, kWarps);
     prepare_copies(smem);
+    if constexpr (kPass == Pass::kTurns) prepare_turns(smem, kWarps);
 }
 
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
-// has no access to local memory in plain problems, but for three at d = 128 where sole rows are written; an item's first
-// tile and its end have some 30 there. With dropout the loop has up to 33. In general
+// has no access to local memory in plain problems; an item's first tile and its end have some 30 there. With dropout the loop has up to 33. In general
 // problems it has 239 at d = 64 and 104 at d = 128, many of them where one feature is at work.
 // ptxas: C7519: it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
@@ -440,6 +439,12 @@ inline constexpr TileShape kShapes[] = {
     {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
     {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
 };
+constexpr TileShape in_ring(TileShape shape) {
+    shape.ring = true;
+    return shape;
+}
+/// Of blocks that take turns.
+inline constexpr TileShape kRingShapes[] = {in_ring(kShapes[0]), in_ring(kShapes[1]), in_ring(kShapes[2])};
 /// Of general problems.
 inline constexpr TileShape kGeneralShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},

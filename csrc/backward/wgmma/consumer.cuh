@@ -33,7 +33,7 @@ class NextPlace<Tile, true> {
     __device__ __forceinline__ void begin(const Item& item) { next_ = {item.start_head, item.start}; }
     __device__ __forceinline__ QueryPlace take(const Item& item) {
         const QueryPlace at = next_;
-        next_.advance(item);
+        next_.template advance<Tile>(item);
         return at;
     }
 

@@ -122,7 +122,8 @@ class QueryCopies : CopyingWarp<SharedMemory<Tile>, kProblems> {
         unsigned n = 0;
         each_item<Tile>(smem_, [&](const Item& item) {
             QueryPlace at{item.start_head, item.start};
-            for (int left = item.tiles; left > 0; --left, ++n, at.advance(item)) copy(n, item.sequence, at);
+            for (int left = item.tiles; left > 0; --left, ++n, at.template advance<Tile>(item))
+                copy(n, item.sequence, at);
         });
     }
 

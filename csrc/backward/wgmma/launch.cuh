@@ -39,8 +39,9 @@ void launch_tile(const Problem& problem, Stream stream) {
     if (parts.each > 1) items += (items - static_cast<unsigned>(parts.whole)) * static_cast<unsigned>(parts.each - 1);
     const unsigned workers = std::max(static_cast<unsigned>(problem.multiprocessors) / Tile::kBlocks, 1u);
     const dim3 grid(std::min(items, workers) * Tile::kBlocks);
-    launch(kKernel, {grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks}, stream, problem,
-           maps_of<Tile>(problem), static_cast<int>(items));
+    LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks};
+    config.cooperative = Tile::kRing;
+    launch(kKernel, config, stream, problem, maps_of<Tile>(problem), static_cast<int>(items));
 }
 
 /// The row of a kernel in the table of shapes.
@@ -55,7 +56,6 @@ Shape shape_of_tile() {
             launch_tile<Tile, kKernel>,
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
-            writes_sole_rows<Tile, kProblems, kPass>(),
             takes_parts<Tile, kPass>()};
 }
 

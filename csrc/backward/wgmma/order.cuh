@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "device/backward_rows.cuh"
 #include "device/mask.cuh"
 #include "device/tile.cuh"
 #include "device/tile_order.cuh"
@@ -25,6 +26,51 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     const unsigned together = min(kInterleavedHeads, heads - first);
     return (first + at % together) * tiles + at / together;
 }
+
+/// The order of items whose blocks take turns in a ring (turns.cuh): without a band, so that all have all tiles of queries. The
+/// items of a head come in batches: first the first batch of each head, then the second one of each. Those of a batch are at
+/// work together. They begin at tiles that are as far from each other as can be, and all go round at the same pace. A tile
+/// takes them in the order in which they come by: the one that began there or just before it first, the one behind that next,
+/// and so on. So an item comes to a tile when the one before has long left it.
+struct RingOrder {
+    int items, batches;  // of a head
+
+    template <int kKeys>
+    __device__ __forceinline__ static RingOrder of(const Problem& problem) {
+        return {static_cast<int>((problem.forward.seqlen_k + kKeys - 1) / kKeys), problem.ring_batches};
+    }
+
+    __host__ __device__ __forceinline__ int first_of(int batch) const { return batch * items / batches; }
+    __device__ __forceinline__ int batch_of(int item) const { return ((item + 1) * batches - 1) / items; }
+    __device__ __forceinline__ int size(int batch) const { return first_of(batch + 1) - first_of(batch); }
+
+    /// Which of the items of `heads` comes as number `index`: of all heads, one head after the other.
+    __device__ __forceinline__ unsigned place(unsigned index, unsigned heads) const {
+        const int batch = batch_of(static_cast<int>(index / heads));
+        const auto first = static_cast<unsigned>(first_of(batch)), count = static_cast<unsigned>(size(batch));
+        const unsigned at = index - heads * first;
+        return at / count * static_cast<unsigned>(items) + first + at % count;
+    }
+    /// How many items have been taken, of `heads`, when all of the batch of number `index` are.
+    __device__ __forceinline__ unsigned taken_with(unsigned index, unsigned heads) const {
+        const int batch = batch_of(static_cast<int>(index / heads));
+        const unsigned first = heads * static_cast<unsigned>(first_of(batch)),
+                       count = static_cast<unsigned>(size(batch));
+        return first + ((index - first) / count + 1) * count;
+    }
+    /// The tile, of so many, with which a head's item begins.
+    __device__ __forceinline__ int first_tile(int item, int tiles) const {
+        const int batch = batch_of(item);
+        return (item - first_of(batch)) * tiles / size(batch);
+    }
+    /// How many items of the head come to a tile before this one.
+    __device__ __forceinline__ int before(int item, int tile, int tiles) const {
+        const int batch = batch_of(item), first = first_of(batch), count = size(batch);
+        const int begins = ((tile + 1) * count - 1) / tiles;  // the last one to begin there or before
+        const int behind = begins - (item - first);
+        return first + (behind < 0 ? behind + count : behind);
+    }
+};
 
 // The orders of items of dense problems with a band, `tiles` of each head, the longest item of keys first. Heads come one
 // after the other for the L2 cache; some come together, so that blocks finish together.

@@ -25,7 +25,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
     __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
-        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work
+        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
+        // In a ring it waits for all of its batch (await_batch)
         const bool waits = in_order<kPass>(problem_) || (takes_parts<Tile, kPass>() && problem_.parts.each > 1);
         constexpr bool kPaired = Tile::kPaired;  // then not all blocks need be at work: none has an item beforehand
         const int before = kPaired || waits ? 0 : workers.count;  // that no block takes from the queue
@@ -37,6 +38,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
             // follow
             if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
+            if constexpr (Tile::kRing) await_batch(static_cast<unsigned>(index));
             const int next = taken() + before;
             index = uniform(next);
         }
@@ -54,6 +56,16 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         else return take();
     }
 
+    /// In a ring: waits until all items of the batch of item number `index` are taken, each by a block of its own. Those of
+    /// batches before were taken before, so that blocks are free for the rest.
+    __device__ __forceinline__ void await_batch(unsigned index) const {
+        const ForwardParams& p = problem_.forward;
+        const unsigned all =
+            RingOrder::of<Tile::kKeys>(problem_).taken_with(index, static_cast<unsigned>(p.heads_k * p.batch));
+        if (lane_ == 0)
+            while (ptx::load_acquire(&problem_.queue->taken) < all) {
+            }
+    }
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
@@ -86,15 +98,14 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
         const Sequence& sequence = item.sequence;
         const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
-        const QueryPlace at = QueryPlace::of(item, first + own);
+        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
         const int group = static_cast<int>(first_group(problem_, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
         const int rows = (existing + kRowGroup - 1) / kRowGroup * kRowGroup;
         const int before = __shfl_up_sync(kWarpMask, group, 1), last = __shfl_sync(kWarpMask, group, count - 1);
         if (lane_ < count)
             smem_.tile[(tiles_ + static_cast<unsigned>(own)) % Tile::kTilesTold] = {
-                sole_dq(sequence, at), group - (own == 0 ? group_before_ : before), at.row, existing,
-                seen(item, at, existing)};
+                group - (own == 0 ? group_before_ : before), at.row, existing, seen(item, at, existing)};
         group_before_ = last;
         const unsigned ends = __ballot_sync(kWarpMask, rows < Tile::kQueries);
         const void* const from = facts_from(sequence, at, group);
@@ -126,14 +137,6 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     __device__ __forceinline__ const void* facts_from(const Sequence& sequence, const QueryPlace& at, int group) const {
         if constexpr (kFolds) return terms_of(problem_, sequence, at.head, at.row / kRowGroup);
         else return problem_.facts + std::int64_t{group} * (kRowGroup / 2);
-    }
-    /// The first row of a tile in dq, if its rows see no other item's keys; or null.
-    __device__ __forceinline__ void* sole_dq(const Sequence& sequence, const QueryPlace& at) const {
-        if constexpr (!writes_sole_rows<Tile, kProblems, kPass>()) return nullptr;
-        else
-            return at.row < problem_.sole_rows
-                       ? row_of<typename Tile::T>(problem_.dq, sequence.index, at.head, sequence.first_q + at.row)
-                       : nullptr;
     }
 
     /// Rows of a tile that are in no group: their P is 0.

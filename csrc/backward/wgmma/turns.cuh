@@ -15,6 +15,10 @@
 // done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
 // packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
+// In a ring, up to d = 128, the order is that in which items come to the tile (RingOrder, order.cuh), and all add to a
+// cleared buffer. There an item waits for others of its batch that were taken after it too. So all blocks have to be at
+// work (a cooperative launch), and a block takes no second item of a batch (the producer).
+//
 // Roles: two more warps of warpgroup 0 walk through the plan. `AwaitTurns` takes numbers, reads the
 // counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes it
 // visible to all blocks and counts. So no consumer waits for global memory, and the block may be late by a tile without
@@ -38,12 +42,18 @@ struct Turn {
 /// some of its queries see: a run of the sequence's tiles of keys.
 template <class Tile>
 __device__ __forceinline__ Turn turn_of(const Problem& problem, const Item& item, const QueryPlace& at) {
-    const int last_query = min(at.row + Tile::kQueries, item.sequence.seqlen_q) - 1;
+    const int group = static_cast<int>(q_scale_index(problem.forward, item.sequence, at.head)) + at.row / kRowGroup;
     const int own = item.first_key / Tile::kKeys;
-    const int first = item.mask.begin(at.row) / Tile::kKeys, last = (item.mask.end(last_query) - 1) / Tile::kKeys;
-    return {static_cast<int>(q_scale_index(problem.forward, item.sequence, at.head)) + at.row / kRowGroup,
-            static_cast<unsigned>(runs_backwards<Pass::kTurns>(problem) ? last - own : own - first),
-            static_cast<unsigned>(last - first)};
+    if constexpr (Tile::kRing) {
+        const auto ring = RingOrder::of<Tile::kKeys>(problem);
+        const int before = ring.before(own, at.row / Tile::kQueries, item.rows);
+        return {group, static_cast<unsigned>(before), static_cast<unsigned>(ring.items - 1)};
+    } else {
+        const int last_query = min(at.row + Tile::kQueries, item.sequence.seqlen_q) - 1;
+        const int first = item.mask.begin(at.row) / Tile::kKeys, last = (item.mask.end(last_query) - 1) / Tile::kKeys;
+        return {group, static_cast<unsigned>(runs_backwards<Pass::kTurns>(problem) ? last - own : own - first),
+                static_cast<unsigned>(last - first)};
+    }
 }
 
 /// A warp, each of whose lanes knows a tile: so counts of up to 32 tiles are read at once, most of them before their turn.
@@ -67,7 +77,7 @@ class AwaitTurns {
   private:
     __device__ __forceinline__ void await(const Item& item, int first, int count) {
         const int own = min(lane_, count - 1);
-        const QueryPlace at = QueryPlace::of(item, first + own);
+        const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
         const Turn turn = turn_of<Tile>(problem_, item, at);
         TurnCount& counts = problem_.turns[turn.group];
         if (lane_ < count) {

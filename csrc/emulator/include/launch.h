@@ -17,6 +17,7 @@ struct LaunchConfig {
     int smem_bytes = 0;
     int cluster = 1;
     bool programmatic = false;  ///< nothing to overlap with here
+    bool cooperative = false;   ///< all blocks run together, as those of a cluster do
 };
 
 /// Runs kernel(args...) in every lane. Throws std::runtime_error with the emulator's finding, if there is one.
@@ -26,7 +27,7 @@ EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& confi
     emulator::launch({{config.grid.x, config.grid.y, config.grid.z},
                       {config.block.x, config.block.y, config.block.z},
                       static_cast<std::size_t>(config.smem_bytes),
-                      config.cluster,
+                      config.cooperative ? static_cast<int>(config.grid.x) : config.cluster,
                       reinterpret_cast<const void*>(kernel),
                       [](void* arguments) EMULATOR_UNSEEN { (*static_cast<decltype(lane)*>(arguments))(); },
                       &lane});

@@ -1,0 +1,9 @@
+// The half instances of bwd_sm90 whose blocks take turns in a ring.
+// architectures: 9.0a
+#include "backward/wgmma/bwd_sm90.cuh"
+
+namespace flash_wmma::backward {
+std::vector<Shape> sm90_half_ring() {
+    return wgmma::shapes<half, Problems::kPlain, Pass::kTurns, wgmma::kRingShapes>();
+}
+}  // namespace flash_wmma::backward
