@@ -402,8 +402,8 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
     ],
 )
 def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, deterministic: bool, way: str) -> None:
-    """By two passes where few keys are visible, if memory is slow, and if the gradients have to be deterministic, unless
-    blocks take turns in a ring. Where blocks bring dQ to its place, no grid behind the products does."""
+    """By two passes where few keys are visible, if memory is slow, and if the gradients have to be deterministic and
+    blocks take no turns in a ring. Where blocks bring dQ to its place, no grid behind the products does."""
     q, k = torch.randn(1, 1, nq, d).half(), torch.randn(1, 1, nk, d).half()
     lse = torch.zeros(1, 1, nq)
     with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=bus, sm_count=4):
