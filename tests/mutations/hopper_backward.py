@@ -359,18 +359,10 @@ FAULTS = [
     # ----------------------------------------------------------------------------------------------- turns in a ring
     Fault(
         name="bwd-sm90-ring-turn-not-awaited",
-        path=ONE_ROLE,
-        old="            ptx::barrier_wait(&slot.full, (n - 1) / 2 % 2);\n",
-        new="",
+        path=TURNS,
+        old="        const unsigned awaited = broken_ ? 0 : turn.place;",
+        new="        const unsigned awaited = Tile::kRing || broken_ ? 0 : turn.place;",
         why="a block adds its dQ when it is done with it, not in its turn",
-        kernels=KERNEL,
-    ),
-    Fault(
-        name="bwd-sm90-ring-turn-of-the-tile-itself",
-        path=ONE_ROLE,
-        old="Slot& slot = smem_.turns.slot[(n - 1) % 2];",
-        new="Slot& slot = smem_.turns.slot[n % 2];",
-        why="dQ of the tile before is added in this tile's turn",
         kernels=KERNEL,
     ),
     Fault(
