@@ -608,8 +608,8 @@ ORDERED = [
 def test_deterministic(case: Case, d: int) -> None:
     """The same bits, whichever block is first; however many there are, unless they take turns in a ring."""
     given, expected = solved(case, d, d, torch.float16)
-    one = 3 if case.mask == DENSE and d <= 128 else 1
-    first, second = (compute(given, case.mask, n, seed, deterministic=True) for n, seed in ((one, 0), (3, 2)))
+    fewest = 3 if case.mask == DENSE and d <= 128 else 1
+    first, second = (compute(given, case.mask, n, seed, deterministic=True) for n, seed in ((fewest, 0), (3, 2)))
     judge(first, expected, torch.float16)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 

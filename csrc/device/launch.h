@@ -18,8 +18,7 @@ struct LaunchConfig {
     int smem_bytes = 0;         ///< dynamic shared memory of a block
     int cluster = 1;            ///< blocks in a cluster, along x
     bool programmatic = false;  ///< may start before the stream's previous kernel has ended (it must wait for it)
-    bool cooperative =
-        false;  ///< all blocks are at work at once, or the launch is refused: they may wait for each other
+    bool cooperative = false;   ///< all blocks are at work at once, or the launch is refused
 };
 
 inline void check_cuda(cudaError_t error, const char* what) {

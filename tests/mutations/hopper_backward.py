@@ -368,8 +368,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-ring-items-of-the-batch-before",
         path=ORDER,
-        old="* static_cast<unsigned>(items) + first + at % count;",
-        new="* static_cast<unsigned>(items) + at % count;",
+        old="return at / count * items + first + at % count;",
+        new="return at / count * items + at % count;",
         why="all batches of a head are its first one",
         kernels=KERNEL,
     ),
@@ -384,7 +384,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-ring-item-taken-early",
         path=PRODUCER,
-        old="            if constexpr (Tile::kRing) await_batch(static_cast<unsigned>(index));\n",
+        old="            if constexpr (Tile::kRing) await_batch(index);\n",
         new="",
         why="a block takes two items of a batch, the first of which waits for the second: a hang",
         kernels=KERNEL,

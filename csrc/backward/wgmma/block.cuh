@@ -147,7 +147,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     auto place = static_cast<unsigned>(part.item);
     const bool ordered = in_order<kPass>(problem);
     const auto ring = RingOrder::of<kKeys>(problem);
-    if (Tile::kRing) place = ring.place(place, static_cast<unsigned>(p.heads_k * p.batch));
+    if (Tile::kRing) place = static_cast<unsigned>(ring.place(part.item, static_cast<int>(p.heads_k * p.batch)));
     else if (ordered) place = interleaved<kKeys, kPacked>(p, place);
     else if (!kPacked && (p.band.left < kUnbounded || p.band.right < kUnbounded))
         place = mixed_keys<kKeys>(p, place, static_cast<unsigned>(workers.count) / Tile::kBlocks);

@@ -97,7 +97,7 @@ DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
 /// Turns also give the additions an order.
 bool takes_turns(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
-    return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic && !is_shared(p));
+    return by == DqBy::kTurns || (by == DqBy::kSums && p.deterministic);
 }
 /// kKeys stands for both passes, which are one launch.
 Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {

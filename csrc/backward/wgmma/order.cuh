@@ -40,32 +40,34 @@ struct RingOrder {
         return {static_cast<int>((problem.forward.seqlen_k + kKeys - 1) / kKeys), problem.ring_batches};
     }
 
-    __host__ __device__ __forceinline__ int first_of(int batch) const { return batch * items / batches; }
-    __device__ __forceinline__ int batch_of(int item) const { return ((item + 1) * batches - 1) / items; }
-    __device__ __forceinline__ int size(int batch) const { return first_of(batch + 1) - first_of(batch); }
+    /// Items of a head, from `first` on.
+    struct Batch {
+        int first, count;
+    };
+    __device__ __forceinline__ Batch batch_of(int item) const {
+        const int number = ((item + 1) * batches - 1) / items, first = number * items / batches;
+        return {first, (number + 1) * items / batches - first};
+    }
 
     /// Which of the items of `heads` comes as number `index`: of all heads, one head after the other.
-    __device__ __forceinline__ unsigned place(unsigned index, unsigned heads) const {
-        const int batch = batch_of(static_cast<int>(index / heads));
-        const auto first = static_cast<unsigned>(first_of(batch)), count = static_cast<unsigned>(size(batch));
-        const unsigned at = index - heads * first;
-        return at / count * static_cast<unsigned>(items) + first + at % count;
+    __device__ __forceinline__ int place(int index, int heads) const {
+        const auto [first, count] = batch_of(index / heads);
+        const int at = index - heads * first;
+        return at / count * items + first + at % count;
     }
     /// How many items have been taken, of `heads`, when all of the batch of number `index` are.
-    __device__ __forceinline__ unsigned taken_with(unsigned index, unsigned heads) const {
-        const int batch = batch_of(static_cast<int>(index / heads));
-        const unsigned first = heads * static_cast<unsigned>(first_of(batch)),
-                       count = static_cast<unsigned>(size(batch));
-        return first + ((index - first) / count + 1) * count;
+    __device__ __forceinline__ int taken_with(int index, int heads) const {
+        const auto [first, count] = batch_of(index / heads);
+        return heads * first + ((index - heads * first) / count + 1) * count;
     }
     /// The tile, of so many, with which a head's item begins.
     __device__ __forceinline__ int first_tile(int item, int tiles) const {
-        const int batch = batch_of(item);
-        return (item - first_of(batch)) * tiles / size(batch);
+        const auto [first, count] = batch_of(item);
+        return (item - first) * tiles / count;
     }
     /// How many items of the head come to a tile before this one.
     __device__ __forceinline__ int before(int item, int tile, int tiles) const {
-        const int batch = batch_of(item), first = first_of(batch), count = size(batch);
+        const auto [first, count] = batch_of(item);
         const int begins = ((tile + 1) * count - 1) / tiles;  // the last one to begin there or before
         const int behind = begins - (item - first);
         return first + (behind < 0 ? behind + count : behind);

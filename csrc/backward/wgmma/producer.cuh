@@ -38,7 +38,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
             // follow
             if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
-            if constexpr (Tile::kRing) await_batch(static_cast<unsigned>(index));
+            if constexpr (Tile::kRing) await_batch(index);
             const int next = taken() + before;
             index = uniform(next);
         }
@@ -58,14 +58,14 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
     /// In a ring: waits until all items of the batch of item number `index` are taken, each by a block of its own. Those of
     /// batches before were taken before, so that blocks are free for the rest.
-    __device__ __forceinline__ void await_batch(unsigned index) const {
+    __device__ __forceinline__ void await_batch(int index) const {
         const ForwardParams& p = problem_.forward;
-        const unsigned all =
-            RingOrder::of<Tile::kKeys>(problem_).taken_with(index, static_cast<unsigned>(p.heads_k * p.batch));
+        const int all = RingOrder::of<Tile::kKeys>(problem_).taken_with(index, static_cast<int>(p.heads_k * p.batch));
         if (lane_ == 0)
-            while (ptx::load_acquire(&problem_.queue->taken) < all) {
+            while (ptx::load_acquire(&problem_.queue->taken) < static_cast<unsigned>(all)) {
             }
     }
+
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
