@@ -61,6 +61,7 @@ SHAPES = [  # (br, softcap), a problem that takes it with two multiprocessors
     (128, 5.0, (1, 1, 1, 150, 100, 264)),
 ]
 FLOAT32_SHAPES = [  # the same of converted inputs
+    (256, 0.0, (1, 2, 1, 256, 200, 64)),
     (192, 0.0, (1, 2, 1, 190, 300, 64)),
     (128, 0.0, (1, 3, 1, 120, 300, 64)),
     (192, 5.0, (1, 2, 1, 190, 300, 64)),

@@ -1,5 +1,5 @@
 // One block converts one tile of kScaleRows rows of q, k, v or dout: a pass for the largest finite magnitude, then,
-// with the tile in L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
+// with the tile in registers and L1, a pass that scales and rounds. Bound: HBM, 6 bytes an element (bf16: 4).
 //
 // Two sources compile it: convert.cu as an ordinary grid for every architecture, convert_sm90.cu as one of a chain.
 #pragma once
@@ -12,13 +12,15 @@
 
 #include "cached_rows.h"
 #include "device/convert.h"
+#include "device/divisor.h"
 #include "device/element.cuh"
 #include "device/tile.cuh"
 
 namespace flash_wmma::conversion {
 
-constexpr int kThreads = 256;
+constexpr int kThreads = 128;
 constexpr int kVector = 8;  // elements a thread moves at once
+constexpr int kKept = 4;    // vectors that a thread keeps between the passes; it reads what is behind them again
 
 struct Operand {
     Rows in;
@@ -29,6 +31,7 @@ struct Operand {
     const std::int32_t* used;        // of packed keys: how many of each sequence; null: all
     std::int32_t* keys;              // of a cache: how many of each sequence, for the kernel; null: no cache
     std::int64_t heads, rows, tiles;
+    Divisor by_heads, by_tiles, by_vectors;  // of a row
     int head_dim;
     float zero_exponent;  // of a tile without a finite nonzero value
 };
@@ -60,7 +63,10 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
 #pragma unroll
     for (int i = 1; i < 4; ++i) which += blockIdx.x >= c.first_block[i];
     const Operand& t = c.operand[which];
-    const std::int64_t block = blockIdx.x - c.first_block[which], tile = block % t.tiles, slice = block / t.tiles;
+    const int block = static_cast<int>(blockIdx.x - c.first_block[which]);
+    const std::int64_t tile = t.by_tiles.remainder(block), slice = t.by_tiles.quotient(block);
+    const int batch = t.by_heads.quotient(static_cast<int>(slice)),
+              head = t.by_heads.remainder(static_cast<int>(slice));
     std::int64_t first_row = tile * kScaleRows, end = t.rows;
     if (t.cu_seqlens) {  // tiles begin anew with each sequence
         const PackedTile found = packed_tile(t.cu_seqlens, c.batch, t.rows, kScaleRows, static_cast<int>(tile));
@@ -71,31 +77,43 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         if (t.used) end = min(end, begin + t.used[found.sequence]);
         if (first_row >= end) return;
     }
-    const int batch = static_cast<int>(slice / t.heads), tid = static_cast<int>(threadIdx.x);
+    const int tid = static_cast<int>(threadIdx.x);
     const bool gathers = Cached && t.keys;
     if (gathers) {
         const int keys = CachedRows(c.sequences, t.rows, batch).count;
-        if (tid == 0 && tile == 0 && slice % t.heads == 0) t.keys[batch] = keys;
+        if (tid == 0 && tile == 0 && head == 0) t.keys[batch] = keys;
         if (first_row >= keys) return;
         end = keys;
     }
     const int rows = static_cast<int>(min(static_cast<std::int64_t>(kScaleRows), end - first_row));
-    const T* in = static_cast<const T*>(t.in.data) + slice % t.heads * t.in.head;
-    if (!gathers) in += slice / t.heads * t.in.batch + first_row * t.in.row;
+    const T* in = static_cast<const T*>(t.in.data) + head * t.in.head;
+    if (!gathers) in += batch * t.in.batch + first_row * t.in.row;
     const auto row_in = [&](int row) {
         if (!gathers) return in + row * t.in.row;
         return in + CachedRows(c.sequences, t.rows, batch).offset(t.in, static_cast<int>(first_row) + row);
     };
     half* out = t.out + (slice * t.rows + first_row) * t.head_dim;
-    const int vectors = t.head_dim / kVector;
+    const int count = rows * (t.head_dim / kVector);
+    const auto load = [&](int i, float (&x)[kVector]) {
+        load_8(row_in(t.by_vectors.quotient(i)) + t.by_vectors.remainder(i) * kVector, x);
+    };
 
-    float largest = 0.f;
-    for (int i = tid; i < rows * vectors; i += kThreads) {
-        float x[kVector];
-        load_8(row_in(i / vectors) + i % vectors * kVector, x);
+    float kept[kKept][kVector] = {};
 #pragma unroll
-        for (float value : x)
+    for (int n = 0; n < kKept; ++n)
+        if (const int i = tid + n * kThreads; i < count) load(i, kept[n]);
+    float largest = 0.f;
+    const auto look_at = [&](const float (&x)[kVector]) {
+#pragma unroll
+        for (const float value : x)
             if (isfinite(value)) largest = fmaxf(largest, fabsf(value));
+    };
+#pragma unroll
+    for (const auto& x : kept) look_at(x);
+    for (int i = tid + kKept * kThreads; i < count; i += kThreads) {
+        float x[kVector];
+        load(i, x);
+        look_at(x);
     }
 #pragma unroll
     for (int lane = 16; lane; lane /= 2) largest = fmaxf(largest, __shfl_xor_sync(kWarpMask, largest, lane));
@@ -111,9 +129,7 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
     const float scale = ldexpf(1.f, -exponent);
     if (tid == 0) t.exponents[slice * t.tiles + tile] = zero ? t.zero_exponent : static_cast<float>(exponent);
     [[maybe_unused]] float squares = 0.f;
-    for (int i = tid; i < rows * vectors; i += kThreads) {
-        float x[kVector];
-        load_8(row_in(i / vectors) + i % vectors * kVector, x);
+    const auto store = [&](int i, const float (&x)[kVector]) {
         union {
             uint4 vector;
             __half2 pairs[kVector / 2];
@@ -124,8 +140,16 @@ __global__ void __launch_bounds__(kThreads) convert(const __grid_constant__ Conv
         *reinterpret_cast<uint4*>(out + i * kVector) = rounded.vector;
         if constexpr (Norms)
 #pragma unroll
-            for (float value : x)
+            for (const float value : x)
                 if (isfinite(value)) squares = fmaf(value * scale, value * scale, squares);
+    };
+#pragma unroll
+    for (int n = 0; n < kKept; ++n)
+        if (const int i = tid + n * kThreads; i < count) store(i, kept[n]);
+    for (int i = tid + kKept * kThreads; i < count; i += kThreads) {
+        float x[kVector];
+        load(i, x);
+        store(i, x);
     }
     if constexpr (Norms) {  // a row's norm exceeds neither the tile's nor sqrt(d) times the tile's largest value
         if (!t.norms) return;
@@ -195,6 +219,9 @@ class Layout {
                                  heads,
                                  rows,
                                  tiles,
+                                 Divisor(heads),
+                                 Divisor(std::max<std::int64_t>(tiles, 1)),
+                                 Divisor(std::max(d / kVector, 1)),
                                  d,
                                  zero_exponent};
         std::fill(conversion.first_block + i + 1, std::end(conversion.first_block),

@@ -17,7 +17,7 @@ struct BandMask {
     int seqlen_k;
 
     BandMask() = default;
-    __device__ BandMask(const Band& band, std::int64_t seqlen_q, std::int64_t seqlen_k_)
+    __host__ __device__ BandMask(const Band& band, std::int64_t seqlen_q, std::int64_t seqlen_k_)
         : seqlen_k(static_cast<int>(seqlen_k_)) {
         const std::int64_t offset = band.bottom_right ? seqlen_k_ - seqlen_q : 0;
         begin_shift = clamp(offset - band.left);
@@ -46,7 +46,7 @@ struct BandMask {
     }
 
   private:
-    __device__ static int clamp(std::int64_t shift) {
+    __host__ __device__ static int clamp(std::int64_t shift) {
         constexpr std::int64_t kLimit = kMaxSeqlen;
         return static_cast<int>(shift < -kLimit ? -kLimit : shift > kLimit ? kLimit : shift);
     }

@@ -17,6 +17,19 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
+/// log2(x), error 2^-22.6 (relative, but absolute from 1/2 to 2); denormal inputs are taken as zero (lg2.approx.ftz.f32).
+__device__ __forceinline__ float lg2(float x) {
+    float y;
+    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+/// 1 / x to a last bit; denormal inputs are taken as zero, denormal results are zero (rcp.approx.ftz.f32).
+__device__ __forceinline__ float rcp(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
 /// The larger of two; NaN if one is (max.NaN.f32, from sm_80 on).
 __device__ __forceinline__ float max_nan(float x, float y) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800

@@ -91,8 +91,8 @@ FAULTS = [
     Fault(
         name="sink-wgmma-row-without-keys",
         path="csrc/forward/wgmma/output.cuh",
-        old="sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;",
-        new="none ? -INFINITY : (m + log2f(sum)) * kLn2;",
+        old="sum == 0.f ? -INFINITY : (m + ptx::lg2(sum)) * kLn2;",
+        new="none ? -INFINITY : (m + ptx::lg2(sum)) * kLn2;",
         why="the LSE of a row without a key is not its sink",
         kernels=SM90,
         tests=SINKS,
@@ -100,8 +100,8 @@ FAULTS = [
     Fault(
         name="sink-wgmma-factor",
         path="csrc/forward/wgmma/output.cuh",
-        old="inverse = rescale * (1.f / sum);",
-        new="inverse = 1.f / sum;",
+        old="inverse = rescale * ptx::rcp(sum);",
+        new="inverse = ptx::rcp(sum);",
         why="a sink above the scores leaves O at the old scale",
         kernels=SM90,
         tests=SINKS,

@@ -80,6 +80,10 @@ EMULATOR_INLINE float ex2(float x) {
     return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz
 }
 
+EMULATOR_INLINE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }  // .ftz
+EMULATOR_INLINE float lg2(float x) { return log2f(flushed(x)); }
+EMULATOR_INLINE float rcp(float x) { return flushed(1.f / flushed(x)); }
+
 EMULATOR_INLINE float max_nan(float x, float y) { return x > y || x != x ? x : y; }
 
 EMULATOR_INLINE std::uint32_t halves_below(std::uint32_t x, std::uint32_t y) {

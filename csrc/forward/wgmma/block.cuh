@@ -127,6 +127,12 @@ struct PlanRing {
     }
 };
 
+/// Waits until all warps of the block have come: its barriers are prepared. Each role calls it in its own place.
+template <class Tile>
+__device__ __forceinline__ void await_prepared() {
+    ptx::named_barrier_sync(0, Tile::kThreads);
+}
+
 /// Tiles of the bias, one for each K tile and consumer.
 template <class Tile, bool = Tile::kBias>
 struct BiasTiles {

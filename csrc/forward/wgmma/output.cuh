@@ -1,6 +1,8 @@
 // How 16 rows of O, in the registers of a warp, and their LSE go to memory.
 #pragma once
 
+#include <ptx.cuh>
+
 #include <type_traits>
 
 #include "device/element.cuh"
@@ -107,12 +109,12 @@ __device__ __forceinline__ void store_rows(const ForwardParams& p, const Sequenc
     softmax.l.each([&](int i, float l) {
         float sum = over_quad(l, [](float x, float y) { return x + y; }), m = softmax.m[i];
         const bool none = sum == 0.f;  // the row saw no key
-        const float rescale = take_sink(p, head, m, sum), inverse = rescale * (1.f / sum);
+        const float rescale = take_sink(p, head, m, sum), inverse = rescale * ptx::rcp(sum);
         const int query = first_query + lane / 4 + 8 * i;
         const bool inside = query < sequence.seqlen_q;
         if (lane % 4 == 0 && inside && column == 0)
             p.lse[kMerged ? merged_index(p, sequence, head, query) : lse_index(p, sequence, head, query)] =
-                sum == 0.f ? -INFINITY : (m + log2f(sum)) * kLn2;
+                sum == 0.f ? -INFINITY : (m + ptx::lg2(sum)) * kLn2;
         const auto store = [&](auto* out) {
             store_row<SwapsOnce>(out, i, o, inverse, factor, none, inside, column, p.head_dim_v, lane);
         };

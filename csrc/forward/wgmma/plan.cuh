@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <numeric>
 
+#include "device/divisor.h"
 #include "device/soft_cap.cuh"
 #include "forward/wgmma/block.cuh"
 #include "forward/wgmma/items.h"
@@ -13,9 +14,14 @@ namespace flash_wmma::wgmma_sm90 {
 
 /// The order of the work. Blocks get items in rounds of one each, or take them from a queue.
 struct Schedule {
-    int items;     // each part of a split item counts as one
-    int dealt;     // the first of them, which come head by head for the L2 cache; mixed ones follow
-    int period;    // heads after which a head's tiles would come to the same blocks again
+    int items;       // each part of a split item counts as one
+    int dealt;       // the first of them, which come head by head for the L2 cache; mixed ones follow
+    Divisor tiles;   // of a head
+    Divisor period;  // heads after which a head's tiles would come to the same blocks again
+    Divisor heads;   // of a batch entry
+    Divisor group;   // of heads that share keys
+    int seqlen_q, seqlen_k;
+    BandMask band;
     Queue* queue;  // of the items after each block's first one; null: rounds
     Split split;
     bool shares_bias;  // batch entries do: a head's items of all entries come together, for the L2 cache
@@ -77,17 +83,17 @@ struct Schedule {
     /// heads as there are blocks each block gets every tile once, whatever a tile costs.
     template <int Br, Problems kProblems = Problems::kPlain>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
-        const int tiles = (static_cast<int>(p.seqlen_q) + Br - 1) / Br, heads = static_cast<int>(p.heads_q);
-        int slice = item / tiles, place = (item + slice / period) % tiles;
+        int slice = tiles.quotient(item), place = tiles.remainder(item + period.quotient(slice));
         if (item >= dealt) {
-            const int first = dealt / tiles, count = static_cast<int>(p.batch) * heads - first, mixed = item - dealt;
+            const int first = tiles.quotient(dealt), count = static_cast<int>(p.batch * p.heads_q) - first,
+                      mixed = item - dealt;
             slice = first + mixed % count, place = mixed / count;
         }
-        int batch = slice / heads, head = slice % heads;
+        int batch = heads.quotient(slice), head = heads.remainder(slice);
         if (Changes<kProblems>::kAny && shares_bias)
             batch = slice % static_cast<int>(p.batch), head = slice / static_cast<int>(p.batch);
-        return {{batch, 0, 0, static_cast<int>(p.seqlen_q), static_cast<int>(p.seqlen_k)},
-                {batch, head, head / (heads / static_cast<int>(p.heads_k)), (tiles - 1 - order.tile(place)) * Br}};
+        return {{batch, 0, 0, seqlen_q, seqlen_k},
+                {batch, head, group.quotient(head), (order.tiles - 1 - order.tile(place)) * Br}};
     }
 };
 
@@ -181,7 +187,12 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const MaskTiles mask = MaskTiles::wanted(p) ? mask_tiles(p, br) : MaskTiles{};
     const SoftCap soft_cap = p.softcap == 0.f ? SoftCap{} : SoftCap(p);
     const TileOrder order = order_of(p, br).from_last();
-    if (p.sequences.cu_seqlens_q) return {items, 0, 1, nullptr, {items, 0, 1}, false, order, mask, soft_cap};
+    const Divisor each_head(p.heads_q), group(p.heads_q / p.heads_k);
+    const int seqlen_q = static_cast<int>(p.seqlen_q), seqlen_k = static_cast<int>(p.seqlen_k);
+    const BandMask band(p.band, p.seqlen_q, p.seqlen_k);
+    if (p.sequences.cu_seqlens_q)
+        return {items, 0,       Divisor(1),    Divisor(1), each_head, group, seqlen_q, seqlen_k,
+                band,  nullptr, {items, 0, 1}, false,      order,     mask,  soft_cap};
     const Split split = split_of(p, device, shape);
     Queue* const queue = has_queue(p, device, br) ? static_cast<Queue*>(p.workspace) : nullptr;
     const int blocks = std::min(items, multiprocessors(device));
@@ -190,7 +201,13 @@ inline Schedule make_schedule(const ForwardParams& p, const DeviceFacts& device,
     const int mixed = queue ? last : is_uneven(p, br) ? heads % blocks : 0;
     return {split.whole + split.items * split.parts,
             tiles * (heads - mixed),
-            period,
+            Divisor(tiles),
+            Divisor(period),
+            each_head,
+            group,
+            seqlen_q,
+            seqlen_k,
+            band,
             queue,
             split,
             shares_bias,
@@ -236,7 +253,10 @@ class Planner {
     __device__ __forceinline__ Planner(const ForwardParams& params, PlanRing<Tile>& ring)
         : p_(params), ring_(ring), lane_(static_cast<int>(threadIdx.x) % 32) {}
 
+    /// Waits for the grids before, which may still write what plans come from: the bounds of sequences, ranges, a mask,
+    /// the queue. The first plan of a problem without them does not wait.
     __device__ __forceinline__ void run(const Schedule& schedule) {
+        if (kPacked || kMasks || kRanges) ptx::wait_for_previous_grids();
         Schedule::Walk walk(schedule);
         int item;
         do {
@@ -247,18 +267,22 @@ class Planner {
             int whole = max(item, 0);
             const int part = kTakesParts<Tile, kProblems> ? schedule.part(whole) : kWhole;
             const Assignment a = assignment<Tile, kProblems>(p_, schedule, whole);
-            const bool exists = !includes(kProblems, Problems::kPacked) ||
-                                (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
+            const bool exists = !kPacked || (a.tile.first_row >= 0 && a.tile.first_row < a.sequence.seqlen_q);
             if (exists || item < 0) publish(schedule, a, part, walk.odd(), item < 0);
+            ptx::wait_for_previous_grids();
         } while (item >= 0);
     }
 
   private:
+    static constexpr bool kPacked = includes(kProblems, Problems::kPacked);
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
 
     __device__ __forceinline__ void publish(const Schedule& schedule, const Assignment& a, int part, bool odd,
                                             bool none) {
-        const auto mask = key_mask<kRanges>(p_, a.sequence, a.tile.head);
+        const auto mask = [&] {
+            if constexpr (kPacked || kRanges) return key_mask<kRanges>(p_, a.sequence, a.tile.head);
+            else return schedule.band;
+        }();
         TileList list;
         if constexpr (kMasks) list = {schedule.mask, a.sequence.index, a.tile.head, a.tile.first_row};
         const auto seen = [&](int row, int count) {
@@ -266,7 +290,25 @@ class Planner {
             if constexpr (kMasks) return list.places(range);
             else return range;
         };
-        Range tiles = none ? Range{0, 0} : seen(a.tile.first_row, Tile::kBr);
+        // Lane c < kConsumers finds what that consumer's rows see, the next one what all of them see
+        const Work<Tile> rows{a.sequence, a.tile, mask, odd, {}};
+        const auto seen_by = [&](int c) {
+            const bool all = c == Tile::kConsumers;
+            return seen(all ? a.tile.first_row : rows.first_row(c), all ? Tile::kBr : Tile::kGroupRows);
+        };
+        Range found;
+        if constexpr (kRanges) {  // all lanes look at the ranges of rows
+            for (int c = 0; c <= Tile::kConsumers; ++c) {
+                const Range range = seen_by(c);
+                if (c == lane_) found = range;
+            }
+        } else {
+            found = seen_by(min(lane_, Tile::kConsumers));
+        }
+        const auto of_lane = [](const Range& range, int lane) {
+            return Range{__shfl_sync(kWarpMask, range.first, lane), __shfl_sync(kWarpMask, range.end, lane)};
+        };
+        Range tiles = none ? Range{0, 0} : of_lane(found, Tile::kConsumers);
         if (!none && part != kWhole) {
             const int index = part % schedule.split.parts, parts = schedule.parts_of(tiles);
             if (index >= parts) return;
@@ -275,19 +317,17 @@ class Planner {
             tiles.first += index * each + min(index, longer);
             tiles.end = tiles.first + each + (index < longer ? 1 : 0);
         }
-        const Work<Tile> work{a.sequence, a.tile, mask, odd, tiles};
+        if (!prepared_) await_prepared<Tile>(), prepared_ = true;
         Slot& slot = ring_.slot[place_.stage];
         Plan<Tile>& plan = ring_.plan[place_.stage];
         ptx::barrier_wait(&slot.empty, place_.parity ^ 1);
+        const int first = min(max(found.first, tiles.first), tiles.end - 1);
+        found = none ? tiles : Range{first, min(max(found.end, first + 1), tiles.end)};
         Range own[Tile::kConsumers];
 #pragma unroll
-        for (int c = 0; c < Tile::kConsumers; ++c) {
-            const Range rows = seen(work.first_row(c), Tile::kGroupRows);
-            const int first = min(max(rows.first, tiles.first), tiles.end - 1);
-            own[c] = none ? tiles : Range{first, min(max(rows.end, first + 1), tiles.end)};
-        }
+        for (int c = 0; c < Tile::kConsumers; ++c) own[c] = of_lane(found, c);
         if (lane_ == 0) {
-            plan.work = work;
+            plan.work = {a.sequence, a.tile, mask, odd, tiles};
             plan.part = part;
 #pragma unroll
             for (int c = 0; c < Tile::kConsumers; ++c) plan.seen[c] = own[c];
@@ -301,6 +341,7 @@ class Planner {
     const int lane_;
     RingPlace<Tile::kPlans> place_;
     unsigned item_parity_ = 0;
+    bool prepared_ = false;  // whether the block is
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -61,15 +61,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         smem.plans.prepare(kWarps * Tile::kConsumers);
         ptx::barrier_init_fence();
     }
-    __syncthreads();
     ptx::let_next_grid_start();
-    ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) TangentProducer<Tile>(maps, smem).run();
-        else if (threadIdx.x < 64) Planner<Tile, Problems::kPlain>(p.forward, smem.plans).run(schedule);
+        if (threadIdx.x < 32) {
+            await_prepared<Tile>();
+            ptx::wait_for_previous_grids();
+            TangentProducer<Tile>(maps, smem).run();
+        } else if (threadIdx.x < 64) {
+            Planner<Tile, Problems::kPlain>(p.forward, smem.plans).run(schedule);
+        } else {
+            await_prepared<Tile>();
+        }
     } else {
+        await_prepared<Tile>();
         ptx::acquire_registers<Tile::kConsumerRegisters>();
+        ptx::wait_for_previous_grids();
         TangentConsumer<Tile>(p, smem).run();
     }
 }

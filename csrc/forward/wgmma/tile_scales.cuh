@@ -9,24 +9,59 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// A group's 64 rows share Q's exponent, and a tile's keys share those of K and V. All values are the same in the whole
-/// warpgroup.
+/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. A tile of two runs has the larger
+/// exponents of both: the products, or the weights, of the other run are multiplied by what lies between. If V's lie far
+/// apart, the tile has those of its first run, and goes to its second. All values are the same in the whole warpgroup.
+template <int kKeys>
 class TileScales {
   public:
     __device__ __forceinline__ explicit TileScales(const ForwardParams& params) : p_(params) {}
 
-    /// From now on: rows of that head, with `first_query` among them. O is 0.
-    __device__ __forceinline__ void take(const Sequence& sequence, int head, int first_query) {
+    /// From now on: rows of that head, with `first_query` among them, which see the keys of `mask`. O is 0.
+    template <class Mask>
+    __device__ __forceinline__ void take(const Sequence& sequence, int head, int first_query, const Mask& mask) {
         const int head_k = head / static_cast<int>(p_.heads_q / p_.heads_k);
         q_exponent_ = p_.exponents.q[q_scale_index(p_, sequence, head) + first_query / kScaleRows];
         keys_ = k_scale_index(p_, sequence, head_k);
+        if constexpr (kRuns == 2) {
+            const int first = first_query / kScaleRows * kScaleRows, end = min(first + kScaleRows, sequence.seqlen_q);
+            first_run_ = min(mask.begin(first), sequence.seqlen_k - 1) / kScaleRows;
+            last_run_ = max(first_run_, (mask.end(end - 1) - 1) / kScaleRows);
+        }
         unit_ = ValueUnit(true);
     }
     /// To the tile that begins with `key`.
     __device__ __forceinline__ void step(int key) {
-        const std::int64_t at = keys_ + key / kScaleRows;
-        product_ = ptx::ex2(q_exponent_) * ptx::ex2(p_.exponents.k[at]);
-        value_ = unit_.step(p_.exponents.v[at]);
+        const int run = key / kScaleRows;
+        float k = k_exponent(run), v = v_exponent(run);
+        if constexpr (kRuns == 2) {
+            const float second_k = k_exponent(run + 1), second_v = v_exponent(run + 1);
+            const bool zeros = v == INFINITY || second_v == INFINITY;
+            k_apart_ = second_k - k, v_apart_ = zeros ? 0.f : second_v - v;
+            k = fmaxf(k, second_k);
+            if (!far()) v = zeros ? fminf(v, second_v) : fmaxf(v, second_v);
+        }
+        product_ = ptx::ex2(q_exponent_) * ptx::ex2(k);
+        value_ = unit_.step(v);
+    }
+    /// Whether V's exponents of the tile's two runs lie so far apart that weights times what lies between would underflow.
+    __device__ __forceinline__ bool far() const {
+        constexpr float kMost = 4.f;
+        return kRuns == 2 && fabsf(v_apart_) > kMost;
+    }
+    /// If so: from the first run of the tile that begins with `key` to the second.
+    __device__ __forceinline__ ValueUnit::Step step_to_second(int key) {
+        return unit_.step(v_exponent(key / kScaleRows + 1));
+    }
+
+    /// Multiplies those of the tile's products, or weights, which have been summed, whose run's exponent is the smaller one.
+    template <class Scores>
+    __device__ __forceinline__ void even_products(Scores& s) const {
+        if constexpr (kRuns == 2) multiply_smaller(s, k_apart_);
+    }
+    template <class Scores>
+    __device__ __forceinline__ void even_weights(Scores& s) const {
+        if constexpr (kRuns == 2) multiply_smaller(s, v_apart_);
     }
 
     /// What a product of the tile is to be multiplied by.
@@ -39,8 +74,35 @@ class TileScales {
     __device__ __forceinline__ float unit() const { return ptx::ex2(unit_.exponent); }
 
   private:
+    static constexpr int kRuns = (kKeys + kScaleRows - 1) / kScaleRows;
+    static_assert(kRuns == 1 ? kScaleRows % kKeys == 0 : kKeys == 2 * kScaleRows);
+
+    __device__ __forceinline__ float k_exponent(int run) const { return p_.exponents.k[place(run)]; }
+    __device__ __forceinline__ float v_exponent(int run) const { return p_.exponents.v[place(run)]; }
+    /// Of a run that none of the rows sees: that of the next one that some row sees, so that it changes nothing.
+    __device__ __forceinline__ std::int64_t place(int run) const {
+        if constexpr (kRuns == 2) run = min(max(run, first_run_), last_run_);
+        return keys_ + run;
+    }
+
+    /// `apart`: by how much the second run's exponent is larger than the first one's.
+    template <class Scores>
+    __device__ __forceinline__ static void multiply_smaller(Scores& s, float apart) {
+        const float by = ptx::ex2(-fabsf(apart));
+        if (apart > 0.f)
+            s.each([&](float& x, int, int column) {
+                if (column < kScaleRows) x *= by;
+            });
+        if (apart < 0.f)
+            s.each([&](float& x, int, int column) {
+                if (column >= kScaleRows) x *= by;
+            });
+    }
+
     const ForwardParams& p_;
     std::int64_t keys_;
+    int first_run_, last_run_;  // that the rows see
+    float k_apart_, v_apart_;   // of two runs
     float q_exponent_, product_;
     ValueUnit unit_{true};
     ValueUnit::Step value_;

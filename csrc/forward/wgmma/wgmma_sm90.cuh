@@ -317,10 +317,10 @@ class Consumer {
     static constexpr bool kMasks = Changes<kProblems>::kMasks, kRanges = Changes<kProblems>::kRanges;
     static constexpr bool kChanges = Changes<kProblems>::kAny, kFromDiagonal = Changes<kProblems>::kFromDiagonal;
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
-    static_assert(!kConverted || kScaleRows % Tile::kBc == 0);
+    static constexpr bool kHasRuns = kConverted && Tile::kBc > kScaleRows;  // of keys with exponents of their own
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
-    // Whether the first P V sets O, which else has what it is added to: zeros, or attention over other keys
-    static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems>;
+    // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or the first run
+    static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
@@ -464,6 +464,7 @@ class Consumer {
 
     /// The rest of a product of converted inputs; soft_cap(), unless the instance takes ScoreMods.
     __device__ __forceinline__ void complete_products() {
+        if constexpr (kHasRuns) scales_.even_products(s_);
         if constexpr (kConverted && kModified) s_.each([&](float& x, int, int) { x *= scales_.product(); });
         if constexpr (!kChanges) soft_cap();
     }
@@ -556,6 +557,31 @@ class Consumer {
             weights_[j / 2][j % 2 * 2 + i] = packed<T>(x, y);
             told_.take(i, x, y);
         });
+    }
+
+    /// Brings a tile's P, which has been summed, to V's exponents of its two runs. Where they lie far apart, the first run's
+    /// part of P V is added here, without the warpgroup, and O goes to the second run's unit.
+    __device__ __forceinline__ void weigh_runs(int key) {
+        if (!scales_.far()) return scales_.even_weights(s_);
+        pack_weights();
+        ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
+#pragma unroll
+        for (int step = 0; step < kScaleRows / 16; ++step)
+#pragma unroll
+            for (int j = 0; j < Tile::kDv / 16; ++j) {
+                std::uint32_t b[4];
+                const int row = 16 * step + lane_ % 16, vector = j % 4 * 2 + lane_ / 16;
+                ptx::ldmatrix_x4_trans(b, smem_.v[v_.stage].panel[j / 4] + 64 * row + 8 * (vector ^ row % 8));
+#pragma unroll
+                for (int h = 0; h < 2; ++h)
+                    ptx::mma_m16n8k16<T>(o_.block[0][2 * j + h], weights_[step], {b[2 * h], b[2 * h + 1]});
+            }
+        const float before = scales_.weight();
+        const auto [weight, rescale] = scales_.step_to_second(key);
+        const float by = ptx::ex2(weight - before), of_o = ptx::ex2(rescale);
+        s_.each([&](float& x, int, int column) { x = column < kScaleRows ? 0.f : x * by; });
+#pragma unroll
+        for (int i = 0; i < 2; ++i) o_.scale_row(i, of_o);
     }
 
     __device__ __forceinline__ bool drops() const { return !kModified || p_.dropout.rng_state; }
@@ -656,7 +682,7 @@ class Consumer {
             else return Nothing{};
         }();
         if constexpr (kChanges) changes_.take(rows.sequence, rows.head, rows.first_query);
-        if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query);
+        if constexpr (kConverted) scales_.take(rows.sequence, rows.head, rows.first_query, rows.mask);
         if constexpr (kDrops)
             if (drops()) dropout_ = {dropout_state(p_.dropout), p_.dropout.origin, rows.sequence.index, rows.head};
         for (int place = first;; place -= kBc) {
@@ -712,6 +738,7 @@ class Consumer {
                     factor, place < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
             }
             release_k();
+            if constexpr (kHasRuns) weigh_runs(key);
             pack_weights();
             if (place == last) {
                 drop_weights(rows, key);
@@ -769,7 +796,7 @@ class Consumer {
     int rows_left_;  // from row() on in the sequence
     std::conditional_t<kChanges, ScoreChanges<Tile, kProblems>, Nothing> changes_{p_, schedule_.mask,
                                                                                   schedule_.soft_cap};
-    std::conditional_t<kConverted, TileScales, Nothing> scales_{p_};
+    std::conditional_t<kConverted, TileScales<kBc>, Nothing> scales_{p_};
     std::conditional_t<kDrops, DropoutMask, Nothing> dropout_;
     int skipped_ = 0;  // K tiles that were passed over, and whose V tiles are yet to be
 };
@@ -785,6 +812,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,
             const __grid_constant__ Schedule schedule) {
     auto& smem = *ptx::opaque(&shared_memory<SharedMemory<Tile>>());  // or its address is computed again for every tile
+    if (threadIdx.x == 32) ptx::prefetch(&maps.k), ptx::prefetch(&maps.q), ptx::prefetch(&maps.v);
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each releases by itself
         for (auto& stage : smem.q_slot)
@@ -798,15 +826,22 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
     }
-    __syncthreads();
     ptx::let_next_grid_start();
-    ptx::wait_for_previous_grids();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
-        if (threadIdx.x < 32) Producer<Tile, kProblems>(p, maps, schedule, smem).run();
-        else if (threadIdx.x < 64) Planner<Tile, kProblems>(p, smem.plans).run(schedule);
+        if (threadIdx.x < 32) {
+            await_prepared<Tile>();
+            ptx::wait_for_previous_grids();
+            Producer<Tile, kProblems>(p, maps, schedule, smem).run();
+        } else if (threadIdx.x < 64) {
+            Planner<Tile, kProblems>(p, smem.plans).run(schedule);
+        } else {
+            await_prepared<Tile>();
+        }
     } else {
+        await_prepared<Tile>();
         ptx::acquire_registers<Tile::kConsumerRegisters>();
+        ptx::wait_for_previous_grids();
         Consumer<Tile, kProblems>(p, schedule, smem).run();
     }
 }
@@ -961,11 +996,12 @@ inline constexpr TableRow kChangedRows[] = {
 };
 /// Of converted inputs: a tile's keys share an exponent.
 inline constexpr TableRow kConvertedRows[] = {
-    {{.d = 64, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 64, .consumers = 2, .turns = true, .keys = 64, .stages = 4}, 0.87f},
+    {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
+    {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
+    {{.d = 64, .consumers = 2, .turns = true, .keys = 128, .stages = 4}, 0.87f},
     {{.d = 96, .consumers = 3, .keys = 64, .stages = 4}},
     {{.d = 128, .consumers = 3, .keys = 64, .stages = 4}},
-    {{.d = 128, .consumers = 2, .keys = 64, .stages = 4}, 0.86f},
+    {{.d = 128, .consumers = 2, .keys = 128, .stages = 2}, 0.9f},
     {{.d = 192, .consumers = 2, .keys = 64, .stages = 3, .q_stages = 1}},
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 32, .stages = 2, .q_stages = 1}},
