@@ -13,9 +13,11 @@ AGAIN = (
     "                    complete_products();\n"
     "                }\n"
     "                if constexpr (kChanges) changes_.apply(s_, key);\n"
+    "                if constexpr (kHasRuns) scales_.even_products(s_);\n"
     "                softmax_.settled = weigh_exactly(\n"
     "                    factor, place < first, "
     "[&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });\n"
+    "                if constexpr (kHasRuns) even_runs(key);\n"
     "            }\n"
 )
 """What a consumer of wgmma_sm90 does with K after the vote."""

@@ -54,6 +54,9 @@ class TileScales {
         return unit_.step(v_exponent(key / kScaleRows + 1));
     }
 
+    /// Of one of two runs, unless V's lie far apart: what product() and weight() are of the larger exponents.
+    __device__ __forceinline__ float product_of(int run) const { return product_ * ptx::ex2(lack_of(run, k_apart_)); }
+    __device__ __forceinline__ float weight_of(int run) const { return value_.weight + lack_of(run, v_apart_); }
     /// Multiplies those of the tile's products, or weights, which have been summed, whose run's exponent is the smaller one.
     template <class Scores>
     __device__ __forceinline__ void even_products(Scores& s) const {
@@ -85,7 +88,10 @@ class TileScales {
         return keys_ + run;
     }
 
-    /// `apart`: by how much the second run's exponent is larger than the first one's.
+    /// By how much a run's exponent is above the larger one. `apart`: the second's above the first's.
+    __device__ __forceinline__ static float lack_of(int run, float apart) {
+        return run == 0 ? -fmaxf(apart, 0.f) : fminf(apart, 0.f);
+    }
     template <class Scores>
     __device__ __forceinline__ static void multiply_smaller(Scores& s, float apart) {
         const float by = ptx::ex2(-fabsf(apart));

@@ -464,7 +464,6 @@ class Consumer {
 
     /// The rest of a product of converted inputs; soft_cap(), unless the instance takes ScoreMods.
     __device__ __forceinline__ void complete_products() {
-        if constexpr (kHasRuns) scales_.even_products(s_);
         if constexpr (kConverted && kModified) s_.each([&](float& x, int, int) { x *= scales_.product(); });
         if constexpr (!kChanges) soft_cap();
     }
@@ -559,9 +558,35 @@ class Consumer {
         });
     }
 
-    /// Brings a tile's P, which has been summed, to V's exponents of its two runs. Where they lie far apart, the first run's
-    /// part of P V is added here, without the warpgroup, and O goes to the second run's unit.
-    __device__ __forceinline__ void weigh_runs(int key) {
+    /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves.
+    __device__ __forceinline__ int weigh_by_run() {
+        PerRow sums[2];
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+            const float factor = this->factor() * scales_.product_of(run), weight = scales_.weight_of(run);
+            sums[run].each([&](int i, float& sum) {
+                const float offset = weight - softmax_.m[i];
+                sum = 0.f;
+                s_.each_in_row(i, [&](float& x, int column) {
+                    if (column / kScaleRows != run) return;
+                    x = ptx::ex2(fmaf(x, factor, offset));
+                    sum += x;
+                });
+            });
+        }
+        constexpr float kMost = Element<T>::kLargestSum;
+        const bool fit = all_rows([&](int i) { return sums[0][i] <= kMost && sums[1][i] <= kMost; });
+        if (!fit) return 0;
+#pragma unroll
+        for (int run = 0; run < 2; ++run) {
+            const float by = ptx::ex2(-scales_.weight_of(run));
+            softmax_.l.each([&](int i, float& l) { l = fmaf(sums[run][i], by, l); });
+        }
+        return 1;
+    }
+    /// After the exact path: brings P, which has been summed, to V's exponents of its two runs. Where they lie far apart,
+    /// the first run's part of P V is added here, without the warpgroup, and O goes to the second run's unit.
+    __device__ __forceinline__ void even_runs(int key) {
         if (!scales_.far()) return scales_.even_weights(s_);
         pack_weights();
         ptx::barrier_wait(&smem_.v_slot[v_.stage].full, v_.parity);
@@ -705,11 +730,13 @@ class Consumer {
             bool plain = softmax_.settled && free;
             if constexpr (kFromDiagonal) plain = plain && !(order.goes_back(place) && changes_.rises(key));
             else if constexpr (kChanges) plain = plain && !changes_.rises(key);
-            if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f;
+            if constexpr (kConverted) plain = plain && scales_.rescale() == 0.f && !scales_.far();
             int done = 0;  // a bool takes more instructions here
             if (plain) {
-                Sums sums;
-                if constexpr (kChanges) {
+                [[maybe_unused]] Sums sums;
+                if constexpr (kHasRuns) {
+                    done = weigh_by_run();
+                } else if constexpr (kChanges) {
                     PerRow m = softmax_.m;
                     if constexpr (kConverted) m.each([&](int, float& x) { x -= scales_.weight(); });
                     sums.weights = changes_.weigh(s_, key, m);
@@ -719,8 +746,10 @@ class Consumer {
                     if constexpr (kConverted) offset.each([&](int, float& x) { x += scales_.weight(); });
                     sums = told_.template weigh<false>(s_, factor, offset);
                 }
-                done = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
-                if (done) add_sums(sums);
+                if constexpr (!kHasRuns) {
+                    done = static_cast<int>(all_rows([&](int i) { return sums.template fit<T>(i); }));
+                    if (done) add_sums(sums);
+                }
             }
             ptx::wgmma_wait<0>();
             if (place < first) release_v();
@@ -734,11 +763,12 @@ class Consumer {
                     complete_products();
                 }
                 if constexpr (kChanges) changes_.apply(s_, key);
+                if constexpr (kHasRuns) scales_.even_products(s_);
                 softmax_.settled = weigh_exactly(
                     factor, place < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
+                if constexpr (kHasRuns) even_runs(key);
             }
             release_k();
-            if constexpr (kHasRuns) weigh_runs(key);
             pack_weights();
             if (place == last) {
                 drop_weights(rows, key);
