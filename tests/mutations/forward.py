@@ -625,8 +625,9 @@ FAULTS = [
         path="csrc/device/divisor.h",
         old="while ((std::int64_t{1} << (shift_ - 31)) < divisor) ++shift_;",
         new="while ((std::int64_t{2} << (shift_ - 31)) < divisor) ++shift_;",
-        why="the multiplier has 33 bits",
+        why="the multiplier has a bit too few",
         kernels=WGMMA,
+        tests=("divisor",),
     ),
     Fault(
         name="wgmma-converted-second-run",

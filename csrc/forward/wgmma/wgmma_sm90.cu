@@ -122,7 +122,7 @@ void launch_wgmma_sm90(const ForwardParams& given, const DeviceFacts& device, St
 bool yields(const ForwardParams& p, const DeviceFacts& device) {
     if (p.batch_invariant) return false;  // or the choice would depend on the batch
     const std::int64_t q_tiles = items_of(p, 128), head_dim = std::max({p.head_dim, p.head_dim_v, 64});
-    return (p.seqlen_k * head_dim <= 256 * 128 && 2 * q_tiles <= device.sm_count) ||
+    return (p.seqlen_k * head_dim < 256 * 128 && 2 * q_tiles <= device.sm_count) ||
            (p.seqlen_k <= 64 && (p.seqlen_q <= 64 || q_tiles <= device.sm_count));
 }
 
