@@ -1,4 +1,4 @@
-"""Division by a product and a shift (csrc/device/divisor.h), with numbers at which a product that is too short fails."""
+"""Division by a product and a shift (csrc/device/divisor.h), at numbers at which a product that is too short fails."""
 
 from __future__ import annotations
 
