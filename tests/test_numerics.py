@@ -233,22 +233,33 @@ TILE_EXPONENTS = {  # of 64 rows each; -inf: zeros
     "q": (-60, 0, 2, -3, 0, -100),
     "k": (-60, 0, 2, -30, 0, -100),
     "v": (-90, 60, 0, -20, 90, 3),
+    "k far apart": (60, -70, 2, -30, 0, -100),
+    "v near": (0, 3, -2, 1, 4, 0),
     "v far apart": (120, -120, 0, -120, 120, 3),
     "v with zeros": (-100, -math.inf, -102, -110, -100, -math.inf),
 }
 
 
 @needs(range_of_float32)
-@pytest.mark.parametrize("which", TILE_EXPONENTS)
-def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, which: str) -> None:
+@pytest.mark.parametrize(("which", "d"), [*((which, D) for which in TILE_EXPONENTS), ("v far apart", 128)])
+def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, which: str, d: int) -> None:
     n = 5 * 64 + 10
-    tensors = {name: normal((1, 2, n, D), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
+    tensors = {name: normal((1, 2, n, d), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
     size = 2.0 ** torch.tensor(TILE_EXPONENTS[which]).double()[torch.arange(n) // 64][:, None]
     tensors[which[0]] = (tensors[which[0]].double().cpu() * size).float().to(kernel.device)
     q, k, v = tensors.values()
     verify((kernel, torch.float32), q, k, v)
     if "causal" in kernel.features:
         verify((kernel, torch.float32), q, k, v, Mask("top_left"))
+
+
+@needs(lambda kernel: range_of_float32(kernel) and "window" in kernel.features)
+def test_float32_values_outside_a_window(kernel: flash_wmma.Kernel) -> None:
+    """No row sees the first 64 keys, of whose tile others are seen: how large their values are changes nothing."""
+    q = normal((1, 2, 64, D), device=kernel.device, seed=0)
+    k, v = (normal((1, 2, 192, D), device=kernel.device, seed=s) for s in (1, 2))
+    v[:, :, :64] *= 2.0**90
+    verify((kernel, torch.float32), q, k, v, Mask("bottom_right", (63, 0)))
 
 
 @needs(range_of_float32)

@@ -104,7 +104,7 @@ __device__ __forceinline__ void ldmatrix_x2_trans(std::uint32_t (&r)[2], const v
                  : "memory");
 }
 
-/// Waits at named barrier `id` (1 to 15; 0 is __syncthreads) until `threads` threads, a multiple of 32, have arrived,
+/// Waits at named barrier `id` (1 to 15; 0 is that of __syncthreads, and of all threads) until `threads` threads, a multiple of 32, have arrived,
 /// this one among them (bar.sync).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");

@@ -26,7 +26,7 @@ struct alignas(8) Barrier {
 };
 
 /// Prepares a barrier for phases of `arrivals` arrivals (mbarrier.init). One thread; the others see it after
-/// barrier_init_fence and __syncthreads.
+/// barrier_init_fence and a barrier of the block.
 __device__ __forceinline__ void barrier_init(Barrier* barrier, unsigned arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(detail::shared_address(barrier)), "r"(arrivals)
                  : "memory");

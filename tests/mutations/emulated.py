@@ -13,7 +13,7 @@ AGAIN = (
     "                    complete_products();\n"
     "                }\n"
     "                if constexpr (kChanges) changes_.apply(s_, key);\n"
-    "                if constexpr (kHasRuns) scales_.even_products(s_);\n"
+    "                if constexpr (kHasRuns) scales_.complete(s_);\n"
     "                softmax_.settled = weigh_exactly(\n"
     "                    factor, place < first, "
     "[&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });\n"

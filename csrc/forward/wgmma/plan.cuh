@@ -14,13 +14,13 @@ namespace flash_wmma::wgmma_sm90 {
 
 /// The order of the work. Blocks get items in rounds of one each, or take them from a queue.
 struct Schedule {
-    int items;       // each part of a split item counts as one
-    int dealt;       // the first of them, which come head by head for the L2 cache; mixed ones follow
-    Divisor tiles;   // of a head
-    Divisor period;  // heads after which a head's tiles would come to the same blocks again
-    Divisor heads;   // of a batch entry
-    Divisor group;   // of heads that share keys
-    int seqlen_q, seqlen_k;
+    int items;               // each part of a split item counts as one
+    int dealt;               // the first of them, which come head by head for the L2 cache; mixed ones follow
+    Divisor tiles;           // of a head
+    Divisor period;          // heads after which a head's tiles would come to the same blocks again
+    Divisor heads;           // of a batch entry
+    Divisor group;           // of heads that share keys
+    int seqlen_q, seqlen_k;  // of dense problems, and their band: as the params', but in few words side by side
     BandMask band;
     Queue* queue;  // of the items after each block's first one; null: rounds
     Split split;
@@ -83,7 +83,7 @@ struct Schedule {
     /// heads as there are blocks each block gets every tile once, whatever a tile costs.
     template <int Br, Problems kProblems = Problems::kPlain>
     __device__ __forceinline__ Assignment dense(const ForwardParams& p, int item) const {
-        int slice = tiles.quotient(item), place = tiles.remainder(item + period.quotient(slice));
+        int slice = tiles.quotient(item), place = tiles.remainder(item - slice * order.tiles + period.quotient(slice));
         if (item >= dealt) {
             const int first = tiles.quotient(dealt), count = static_cast<int>(p.batch * p.heads_q) - first,
                       mixed = item - dealt;
@@ -256,7 +256,7 @@ class Planner {
     /// Waits for the grids before, which may still write what plans come from: the bounds of sequences, ranges, a mask,
     /// the queue. The first plan of a problem without them does not wait.
     __device__ __forceinline__ void run(const Schedule& schedule) {
-        if (kPacked || kMasks || kRanges) ptx::wait_for_previous_grids();
+        if constexpr (kPacked || kMasks || kRanges) ptx::wait_for_previous_grids();
         Schedule::Walk walk(schedule);
         int item;
         do {

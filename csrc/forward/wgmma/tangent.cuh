@@ -61,6 +61,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         smem.plans.prepare(kWarps * Tile::kConsumers);
         ptx::barrier_init_fence();
     }
+    __syncwarp();  // registers change hands by whole warps
     ptx::let_next_grid_start();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();

@@ -9,9 +9,10 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. A tile of two runs has the larger
-/// exponents of both: the products, or the weights, of the other run are multiplied by what lies between. If V's lie far
-/// apart, the tile has those of its first run, and goes to its second. All values are the same in the whole warpgroup.
+/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Of a tile of two runs each has a factor
+/// of its own for its products. The tile has the larger one of V's exponents, and the weights of the other run are multiplied
+/// by what lies between. If they lie far apart, the tile has V's exponent of its first run, and goes to its second one's. All
+/// values are the same in the whole warpgroup.
 template <int kKeys>
 class TileScales {
   public:
@@ -33,15 +34,15 @@ class TileScales {
     /// To the tile that begins with `key`.
     __device__ __forceinline__ void step(int key) {
         const int run = key / kScaleRows;
-        float k = k_exponent(run), v = v_exponent(run);
+        float v = v_exponent(run);
         if constexpr (kRuns == 2) {
-            const float second_k = k_exponent(run + 1), second_v = v_exponent(run + 1);
+            const float second_v = v_exponent(run + 1);
             const bool zeros = v == INFINITY || second_v == INFINITY;
-            k_apart_ = second_k - k, v_apart_ = zeros ? 0.f : second_v - v;
-            k = fmaxf(k, second_k);
+            v_apart_ = zeros ? 0.f : second_v - v;
             if (!far()) v = zeros ? fminf(v, second_v) : fmaxf(v, second_v);
         }
-        product_ = ptx::ex2(q_exponent_) * ptx::ex2(k);
+#pragma unroll
+        for (int i = 0; i < kRuns; ++i) product_[i] = ptx::ex2(q_exponent_) * ptx::ex2(k_exponent(run + i));
         value_ = unit_.step(v);
     }
     /// Whether V's exponents of the tile's two runs lie so far apart that weights times what lies between would underflow.
@@ -54,22 +55,30 @@ class TileScales {
         return unit_.step(v_exponent(key / kScaleRows + 1));
     }
 
-    /// Of one of two runs, unless V's lie far apart: what product() and weight() are of the larger exponents.
-    __device__ __forceinline__ float product_of(int run) const { return product_ * ptx::ex2(lack_of(run, k_apart_)); }
+    /// What a product of one of the tile's runs is to be multiplied by.
+    __device__ __forceinline__ float product(int run = 0) const { return product_[run]; }
+    /// P of one of two runs is 2^weight_of() times the weights, unless V's exponents lie far apart.
     __device__ __forceinline__ float weight_of(int run) const { return value_.weight + lack_of(run, v_apart_); }
-    /// Multiplies those of the tile's products, or weights, which have been summed, whose run's exponent is the smaller one.
+    /// Multiplies products by what they are to be multiplied by.
     template <class Scores>
-    __device__ __forceinline__ void even_products(Scores& s) const {
-        if constexpr (kRuns == 2) multiply_smaller(s, k_apart_);
+    __device__ __forceinline__ void complete(Scores& s) const {
+        s.each([&](float& x, int, int column) { x *= product_[column / kScaleRows % kRuns]; });
     }
+    /// Multiplies those weights, which have been summed, whose run has the smaller one of V's exponents.
     template <class Scores>
     __device__ __forceinline__ void even_weights(Scores& s) const {
-        if constexpr (kRuns == 2) multiply_smaller(s, v_apart_);
+        const float by = ptx::ex2(-fabsf(v_apart_));
+        if (v_apart_ > 0.f)
+            s.each([&](float& x, int, int column) {
+                if (column < kScaleRows) x *= by;
+            });
+        if (v_apart_ < 0.f)
+            s.each([&](float& x, int, int column) {
+                if (column >= kScaleRows) x *= by;
+            });
     }
 
-    /// What a product of the tile is to be multiplied by.
-    __device__ __forceinline__ float product() const { return product_; }
-    /// P of the tile is 2^weight() times the weights.
+    /// P of the tile is 2^weight() times the weights, if it has one run.
     __device__ __forceinline__ float weight() const { return value_.weight; }
     /// O is to be multiplied by 2^rescale() before the tile's P V is added.
     __device__ __forceinline__ float rescale() const { return value_.rescale; }
@@ -82,7 +91,7 @@ class TileScales {
 
     __device__ __forceinline__ float k_exponent(int run) const { return p_.exponents.k[place(run)]; }
     __device__ __forceinline__ float v_exponent(int run) const { return p_.exponents.v[place(run)]; }
-    /// Of a run that none of the rows sees: that of the next one that some row sees, so that it changes nothing.
+    /// Of a run that none of the rows sees: that of the nearest one that some row sees, so that it changes nothing.
     __device__ __forceinline__ std::int64_t place(int run) const {
         if constexpr (kRuns == 2) run = min(max(run, first_run_), last_run_);
         return keys_ + run;
@@ -92,24 +101,12 @@ class TileScales {
     __device__ __forceinline__ static float lack_of(int run, float apart) {
         return run == 0 ? -fmaxf(apart, 0.f) : fminf(apart, 0.f);
     }
-    template <class Scores>
-    __device__ __forceinline__ static void multiply_smaller(Scores& s, float apart) {
-        const float by = ptx::ex2(-fabsf(apart));
-        if (apart > 0.f)
-            s.each([&](float& x, int, int column) {
-                if (column < kScaleRows) x *= by;
-            });
-        if (apart < 0.f)
-            s.each([&](float& x, int, int column) {
-                if (column >= kScaleRows) x *= by;
-            });
-    }
 
     const ForwardParams& p_;
     std::int64_t keys_;
     int first_run_, last_run_;  // that the rows see
-    float k_apart_, v_apart_;   // of two runs
-    float q_exponent_, product_;
+    float v_apart_;             // by how much the exponent of the second run's V is above the first one's
+    float q_exponent_, product_[kRuns];
     ValueUnit unit_{true};
     ValueUnit::Step value_;
 };

@@ -321,6 +321,8 @@ class Consumer {
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
     // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or the first run
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
+    // Where V's runs lie far apart, a tile's V is waited for before its K is released
+    static_assert(!kHasRuns || Tile::kStages > 1);
     static_assert(!kTells<kProblems> || !(kPacked || kModified || kChanges || kConverted || kDrops));
     static_assert(!kMasks || (Tile::kBc == MaskTiles::kKeys && !Tile::kTurns));
     using T = typename Tile::T;
@@ -464,7 +466,7 @@ class Consumer {
 
     /// The rest of a product of converted inputs; soft_cap(), unless the instance takes ScoreMods.
     __device__ __forceinline__ void complete_products() {
-        if constexpr (kConverted && kModified) s_.each([&](float& x, int, int) { x *= scales_.product(); });
+        if constexpr (kConverted && kModified) scales_.complete(s_);
         if constexpr (!kChanges) soft_cap();
     }
 
@@ -558,12 +560,12 @@ class Consumer {
         });
     }
 
-    /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves.
+    /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves (an int, as `done` is).
     __device__ __forceinline__ int weigh_by_run() {
         PerRow sums[2];
 #pragma unroll
         for (int run = 0; run < 2; ++run) {
-            const float factor = this->factor() * scales_.product_of(run), weight = scales_.weight_of(run);
+            const float factor = this->factor() * scales_.product(run), weight = scales_.weight_of(run);
             sums[run].each([&](int i, float& sum) {
                 const float offset = weight - softmax_.m[i];
                 sum = 0.f;
@@ -719,7 +721,7 @@ class Consumer {
             if constexpr (kMasks) entries.look_ahead(place / kBc - 1);
             if constexpr (kConverted) {
                 scales_.step(key);
-                if constexpr (!kModified) factor = this->factor() * scales_.product();
+                if constexpr (!kModified && !kHasRuns) factor = this->factor() * scales_.product();
             }
             ptx::wgmma_wait<1>();
             complete_products();
@@ -763,7 +765,7 @@ class Consumer {
                     complete_products();
                 }
                 if constexpr (kChanges) changes_.apply(s_, key);
-                if constexpr (kHasRuns) scales_.even_products(s_);
+                if constexpr (kHasRuns) scales_.complete(s_);
                 softmax_.settled = weigh_exactly(
                     factor, place < first, [&] { hide(rows, key, key < visible.all_begin, key >= visible.all_end); });
                 if constexpr (kHasRuns) even_runs(key);
@@ -856,6 +858,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::barrier_init(&smem.patch, 1);
         ptx::barrier_init_fence();
     }
+    __syncwarp();  // registers change hands by whole warps
     ptx::let_next_grid_start();
     if (uniform(static_cast<int>(threadIdx.x) / Tile::kGroupThreads) == 0) {
         ptx::release_registers<Tile::kProducerRegisters>();
@@ -1024,7 +1027,7 @@ inline constexpr TableRow kChangedRows[] = {
     {{.d = 256, .consumers = 2, .keys = 64, .stages = 2, .q_stages = 1}},
     {{.d = 512, .columns = 256, .consumers = 2, .keys = 64, .stages = 1, .q_stages = 1}},
 };
-/// Of converted inputs: a tile's keys share an exponent.
+/// Of converted inputs: every 64 keys share exponents.
 inline constexpr TableRow kConvertedRows[] = {
     {{.d = 64, .consumers = 4, .keys = 64, .stages = 4}},
     {{.d = 64, .consumers = 3, .keys = 128, .stages = 4}, 1.03f},
