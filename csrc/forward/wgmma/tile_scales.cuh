@@ -11,8 +11,9 @@ namespace flash_wmma::wgmma_sm90 {
 
 /// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Of a tile of two runs each has a factor
 /// of its own for its products. The tile has the larger one of V's exponents, and the weights of the other run are multiplied
-/// by what lies between. If they lie far apart, the tile has V's exponent of its first run, and goes to its second one's. All
-/// values are the same in the whole warpgroup.
+/// by what lies between. If they lie far apart, the tile has V's exponent of its second run, and goes to its first one's, as tiles
+/// come from the last one to the first: with a causal mask, rows see what comes later. All values are the same in the whole
+/// warpgroup.
 template <int kKeys>
 class TileScales {
   public:
@@ -39,7 +40,7 @@ class TileScales {
             const float second_v = v_exponent(run + 1);
             const bool zeros = v == INFINITY || second_v == INFINITY;
             v_apart_ = zeros ? 0.f : second_v - v;
-            if (!far()) v = zeros ? fminf(v, second_v) : fmaxf(v, second_v);
+            v = far() ? second_v : zeros ? fminf(v, second_v) : fmaxf(v, second_v);
         }
 #pragma unroll
         for (int i = 0; i < kRuns; ++i) product_[i] = ptx::ex2(q_exponent_) * ptx::ex2(k_exponent(run + i));
@@ -50,9 +51,9 @@ class TileScales {
         constexpr float kMost = 4.f;
         return kRuns == 2 && fabsf(v_apart_) > kMost;
     }
-    /// If so: from the first run of the tile that begins with `key` to the second.
-    __device__ __forceinline__ ValueUnit::Step step_to_second(int key) {
-        return unit_.step(v_exponent(key / kScaleRows + 1));
+    /// If so: from the second run of the tile that begins with `key` to the first.
+    __device__ __forceinline__ ValueUnit::Step step_to_first(int key) {
+        return unit_.step(v_exponent(key / kScaleRows));
     }
 
     /// What a product of one of the tile's runs is to be multiplied by.

@@ -587,7 +587,7 @@ class Consumer {
         return 1;
     }
     /// After the exact path: brings P, which has been summed, to V's exponents of its two runs. Where they lie far apart,
-    /// the first run's part of P V is added here, without the warpgroup, and O goes to the second run's unit.
+    /// the second run's part of P V is added here, without the warpgroup, and O goes to the first run's unit.
     __device__ __forceinline__ void even_runs(int key) {
         if (!scales_.far()) return scales_.even_weights(s_);
         pack_weights();
@@ -597,16 +597,17 @@ class Consumer {
 #pragma unroll
             for (int j = 0; j < Tile::kDv / 16; ++j) {
                 std::uint32_t b[4];
-                const int row = 16 * step + lane_ % 16, vector = j % 4 * 2 + lane_ / 16;
+                const int row = kScaleRows + 16 * step + lane_ % 16, vector = j % 4 * 2 + lane_ / 16;
                 ptx::ldmatrix_x4_trans(b, smem_.v[v_.stage].panel[j / 4] + 64 * row + 8 * (vector ^ row % 8));
 #pragma unroll
                 for (int h = 0; h < 2; ++h)
-                    ptx::mma_m16n8k16<T>(o_.block[0][2 * j + h], weights_[step], {b[2 * h], b[2 * h + 1]});
+                    ptx::mma_m16n8k16<T>(o_.block[0][2 * j + h], weights_[kScaleRows / 16 + step],
+                                         {b[2 * h], b[2 * h + 1]});
             }
         const float before = scales_.weight();
-        const auto [weight, rescale] = scales_.step_to_second(key);
+        const auto [weight, rescale] = scales_.step_to_first(key);
         const float by = ptx::ex2(weight - before), of_o = ptx::ex2(rescale);
-        s_.each([&](float& x, int, int column) { x = column < kScaleRows ? 0.f : x * by; });
+        s_.each([&](float& x, int, int column) { x = column < kScaleRows ? x * by : 0.f; });
 #pragma unroll
         for (int i = 0; i < 2; ++i) o_.scale_row(i, of_o);
     }
