@@ -9,11 +9,11 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Of a tile of two runs each has a factor
-/// of its own for its products. The tile has the larger one of V's exponents, and the weights of the other run are multiplied
-/// by what lies between. If they lie far apart, the tile has V's exponent of its second run, and goes to its first one's, as tiles
-/// come from the last one to the first: with a causal mask, rows see what comes later. All values are the same in the whole
-/// warpgroup.
+/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Each run of a tile has a factor of its
+/// own for its products. A tile of two runs has the larger one of V's exponents, and the weights of the other run are
+/// multiplied by what lies between. If they lie far apart, the tile has that of its second run, and goes to that of its first
+/// one: in the order of tiles, in which with a causal mask the rows that do not see the one yet see the other. All values are
+/// the same in the whole warpgroup.
 template <int kKeys>
 class TileScales {
   public:
@@ -58,7 +58,7 @@ class TileScales {
 
     /// What a product of one of the tile's runs is to be multiplied by.
     __device__ __forceinline__ float product(int run = 0) const { return product_[run]; }
-    /// P of one of two runs is 2^weight_of() times the weights, unless V's exponents lie far apart.
+    /// The weight() of one of two runs, unless V's exponents lie far apart.
     __device__ __forceinline__ float weight_of(int run) const { return value_.weight + lack_of(run, v_apart_); }
     /// Multiplies products by what they are to be multiplied by.
     template <class Scores>
@@ -79,7 +79,7 @@ class TileScales {
             });
     }
 
-    /// P of the tile is 2^weight() times the weights, if it has one run.
+    /// P of the tile is 2^weight() times the weights, but of a plain tile of two runs 2^weight_of().
     __device__ __forceinline__ float weight() const { return value_.weight; }
     /// O is to be multiplied by 2^rescale() before the tile's P V is added.
     __device__ __forceinline__ float rescale() const { return value_.rescale; }

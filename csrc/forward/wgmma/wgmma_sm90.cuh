@@ -319,7 +319,7 @@ class Consumer {
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static constexpr bool kHasRuns = kConverted && Tile::kBc > kScaleRows;  // of keys with exponents of their own
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
-    // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or the first run
+    // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of keys
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
     // Where V's runs lie far apart, a tile's V is waited for before its K is released
     static_assert(!kHasRuns || Tile::kStages > 1);
