@@ -258,7 +258,8 @@ def test_float32_values_outside_a_window(kernel: flash_wmma.Kernel) -> None:
     """No row sees the first 64 keys, of whose tile others are seen: how large their values are changes nothing."""
     q = normal((1, 2, 64, D), device=kernel.device, seed=0)
     k, v = (normal((1, 2, 192, D), device=kernel.device, seed=s) for s in (1, 2))
-    v[:, :, :64] *= 2.0**90
+    v[:, :, :64] *= 2.0**120
+    v[:, :, 64:] *= 2.0**-30
     verify((kernel, torch.float32), q, k, v, Mask("bottom_right", (63, 0)))
 
 
