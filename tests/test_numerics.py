@@ -241,7 +241,7 @@ TILE_EXPONENTS = {  # of 64 rows each; -inf: zeros
 
 
 @needs(range_of_float32)
-@pytest.mark.parametrize(("which", "d"), [*((which, D) for which in TILE_EXPONENTS), ("v far apart", 128)])
+@pytest.mark.parametrize(("which", "d"), [*((which, D) for which in TILE_EXPONENTS), ("v", 128)])
 def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, which: str, d: int) -> None:
     n = 5 * 64 + 10
     tensors = {name: normal((1, 2, n, d), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
