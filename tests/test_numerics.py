@@ -243,7 +243,7 @@ TILE_EXPONENTS = {  # of 64 rows each; -inf: zeros
 @needs(range_of_float32)
 @pytest.mark.parametrize(("which", "d"), [*((which, D) for which in TILE_EXPONENTS), ("v", 128)])
 def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, which: str, d: int) -> None:
-    n = 5 * 64 + 10
+    n = 5 * 64 + 10 if d == D else 2 * 64  # with few rows wgmma_sm90 has tiles of 128 keys at d = 128 too
     tensors = {name: normal((1, 2, n, d), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
     size = 2.0 ** torch.tensor(TILE_EXPONENTS[which]).double()[torch.arange(n) // 64][:, None]
     tensors[which[0]] = (tensors[which[0]].double().cpu() * size).float().to(kernel.device)
