@@ -70,8 +70,8 @@ struct KeyRanges {
     std::int64_t batch, head, query, end;  ///< strides; 0 where the ranges are broadcast
 };
 
-/// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides this number, or is
-/// twice as large.
+/// Rows of a tile that shares one power-of-two scale when the inputs were converted. Every kernel's Bc divides this
+/// number, or is twice as large.
 inline constexpr int kScaleRows = 64;
 
 /// Exponents of converted inputs: true value = stored value * 2^e, one e per kScaleRows rows of a head,

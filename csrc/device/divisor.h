@@ -2,6 +2,7 @@
 // takes some 20 instructions, each of which waits for the one before.
 #pragma once
 
+#include <bit>
 #include <cstdint>
 #include <stdexcept>
 
@@ -15,7 +16,7 @@ class Divisor {
     /// `divisor` is in [1, 2^31).
     explicit Divisor(std::int64_t divisor) : divisor_(static_cast<unsigned>(divisor)) {
         if (divisor < 1 || divisor > 0x7fffffff) throw std::runtime_error("flash_wmma: a divisor is out of range");
-        while ((std::int64_t{1} << (shift_ - 31)) < divisor) ++shift_;
+        shift_ = 31 + static_cast<int>(std::bit_width(divisor_ - 1));
         multiplier_ = static_cast<unsigned>((std::uint64_t{1} << shift_) / divisor_ + 1);
     }
 
@@ -26,7 +27,7 @@ class Divisor {
 
   private:
     unsigned divisor_, multiplier_;
-    int shift_ = 31;
+    int shift_;
 };
 
 }  // namespace flash_wmma

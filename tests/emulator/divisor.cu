@@ -2,8 +2,6 @@
 #include <entry.h>
 #include <launch.h>
 
-#include <cstdint>
-
 #include "device/divisor.h"
 
 namespace {

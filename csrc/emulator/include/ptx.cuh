@@ -71,16 +71,16 @@ namespace flash_wmma::ptx {
 
 using emulator::Site;
 
+EMULATOR_INLINE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }  // .ftz
+
 EMULATOR_INLINE float ex2(float x) {
 #ifdef FLASH_WMMA_CHECKED
     emulator::note(emulator::Instruction::kExponential);
 #endif
     if (x != x) return emulator::bits<float>(0x7fffffff);  // the one NaN that the instruction gives
-    const float y = exp2f(x);
-    return fabsf(y) < 1.17549435e-38f ? 0.f : y;  // .ftz
+    return flushed(exp2f(x));
 }
 
-EMULATOR_INLINE float flushed(float x) { return fabsf(x) < 1.17549435e-38f ? copysignf(0.f, x) : x; }  // .ftz
 EMULATOR_INLINE float lg2(float x) { return log2f(flushed(x)); }
 EMULATOR_INLINE float rcp(float x) { return flushed(1.f / flushed(x)); }
 
