@@ -13,28 +13,41 @@ struct CachedRows {
     int page, num_pages, page_size;
     int first, count;  ///< row of key 0, number of keys
 
-    [[gnu::always_inline]] constexpr CachedRows(const Sequences& s, std::int64_t capacity, int sequence)
+    /// Of `count` keys, key 0 in row `first`.
+    [[gnu::always_inline]] constexpr CachedRows(const Sequences& s, int sequence, int first_row, int keys)
         : pages(s.page_table ? s.page_table + sequence * s.page_table_stride : nullptr),
           page(sequence),
           num_pages(s.num_pages),
           page_size(s.page_size),
-          first(s.leftpad ? clamp(s.leftpad[sequence], static_cast<int>(capacity)) : 0),
-          count(clamp(clamp(s.seqused_k[sequence], static_cast<int>(capacity)) - first, static_cast<int>(capacity))) {}
+          first(first_row),
+          count(keys) {}
+    /// With a sequence's entries of leftpad (0: none) and seqused_k, whatever they are.
+    [[gnu::always_inline]] constexpr CachedRows(const Sequences& s, std::int64_t capacity, int sequence, int leftpad,
+                                                int used)
+        : CachedRows(s, sequence, clamp(leftpad, static_cast<int>(capacity)), 0) {
+        count = clamp(clamp(used, static_cast<int>(capacity)) - first, static_cast<int>(capacity));
+    }
+    [[gnu::always_inline]] constexpr CachedRows(const Sequences& s, std::int64_t capacity, int sequence)
+        : CachedRows(s, capacity, sequence, s.leftpad ? s.leftpad[sequence] : 0, s.seqused_k[sequence]) {}
 
-    /// Where key j is, j < count. The page is as the table has it, so that what looks ahead need not wait for it.
+    /// Where key j is, j < count: a row of the sequence's `run`-th page.
     struct Place {
-        int page, row;
+        int run, row;
     };
     [[gnu::always_inline]] constexpr Place place(int j) const {
         const int row = first + j, run = pages ? row / page_size : 0;
-        return {pages ? pages[run] : page, row - run * page_size};
+        return {run, row - run * page_size};
     }
-    /// Elements from the cache's first row of a head to a place.
-    [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, const Place& at) const {
-        return (pages ? clamp(at.page, num_pages - 1) : page) * rows.batch + at.row * rows.row;
+    /// The sequence's `run`-th page, as the table has it: what looks ahead need not wait for it.
+    [[gnu::always_inline]] constexpr int page_of(int run) const { return pages ? pages[run] : page; }
+    /// Elements from the cache's first row of a head to a row of a page.
+    [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, int of_page, int row) const {
+        return (pages ? clamp(of_page, num_pages - 1) : page) * rows.batch + row * rows.row;
     }
+    /// The same to key j.
     [[gnu::always_inline]] constexpr std::int64_t offset(const Rows& rows, int j) const {
-        return offset(rows, place(j));
+        const Place at = place(j);
+        return offset(rows, page_of(at.run), at.row);
     }
     /// Whether key 0 and all others lie at equal distances.
     [[gnu::always_inline]] constexpr bool contiguous() const {

@@ -20,10 +20,11 @@ class Divisor {
         multiplier_ = static_cast<unsigned>((std::uint64_t{1} << shift_) / divisor_ + 1);
     }
 
+    __host__ __device__ int divisor() const { return static_cast<int>(divisor_); }
     __device__ __forceinline__ int quotient(int n) const {
         return static_cast<int>(std::uint64_t{static_cast<unsigned>(n)} * multiplier_ >> shift_);
     }
-    __device__ __forceinline__ int remainder(int n) const { return n - quotient(n) * static_cast<int>(divisor_); }
+    __device__ __forceinline__ int remainder(int n) const { return n - quotient(n) * divisor(); }
 
   private:
     unsigned divisor_, multiplier_;

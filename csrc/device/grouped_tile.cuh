@@ -6,6 +6,8 @@
 
 #include "attention.h"
 #include "cached_rows.h"
+#include "device/divisor.h"
+#include "device/programmatic.cuh"
 #include "device/tile.cuh"
 
 namespace flash_wmma {
@@ -20,6 +22,13 @@ struct GroupedTile {
         const auto at = static_cast<unsigned>(first_row + r), heads = static_cast<unsigned>(group);
         return {static_cast<int>(at / heads), head_k * group + static_cast<int>(at % heads)};
     }
+    /// The same where a divisor's registers do not matter.
+    __device__ QTile::Row row(int r, const Divisor& by_group) const {
+        const int at = first_row + r;
+        return {by_group.quotient(at), head_k * group + by_group.remainder(at)};
+    }
+    /// Rows that the tile and those behind it have, in a sequence of so many queries.
+    __device__ int rows(int seqlen_q) const { return seqlen_q * group - first_row; }
 };
 
 /// A sequence of a cache, and its tile. As Assignment. If there is nothing to do, the tile begins at a negative row or
@@ -29,57 +38,62 @@ struct CachedAssignment {
     GroupedTile tile;
 };
 
-/// Sequence `index` of a cache and its queries, dense or packed. Index p.batch stands for the packed rows behind the
-/// last sequence, which see no key.
+/// Sequence `index` of a cache and its queries, dense or packed; first_k is the row of its key 0. Index p.batch stands for
+/// the packed rows behind the last sequence, which see no key. Lengths are read early.
 __device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
     const Sequences& s = p.sequences;
     const bool behind = index == p.batch;
     Sequence found{behind ? index - 1 : index, 0, 0, static_cast<int>(p.seqlen_q), 0};
     if (s.cu_seqlens_q) {
-        found.first_q = detail::first_row(s.cu_seqlens_q, index, s.total_q);
-        const int end = behind ? static_cast<int>(s.total_q) : detail::first_row(s.cu_seqlens_q, index + 1, s.total_q);
-        found.seqlen_q = max(0, end - found.first_q);
+        const int total = static_cast<int>(s.total_q);
+        const auto first_row = [&](int i) { return max(0, min(read_early(s.cu_seqlens_q + i), total)); };
+        found.first_q = first_row(index);
+        found.seqlen_q = max(0, (behind ? total : first_row(index + 1)) - found.first_q);
     }
-    if (!behind) found.seqlen_k = CachedRows(s, p.seqlen_k, found.index).count;
+    if (!behind) {
+        const int leftpad = s.leftpad ? read_early(s.leftpad + index) : 0;
+        const CachedRows rows(s, p.seqlen_k, index, leftpad, read_early(s.seqused_k + index));
+        found.first_k = rows.first, found.seqlen_k = rows.count;
+    }
     return found;
 }
 
 /// How many Q tiles a key/value head has: in a sequence, or of packed queries in all.
 template <int Br>
-__device__ unsigned cached_tiles(const ForwardParams& p) {
+__device__ unsigned cached_tiles(const ForwardParams& p, int group) {
     const Sequences& s = p.sequences;
-    const int group = static_cast<int>(p.heads_q) / static_cast<int>(p.heads_k);
     return static_cast<unsigned>(s.cu_seqlens_q ? packed_tiles(s.total_q * group, p.batch, Br)
                                                 : (p.seqlen_q * group + Br - 1) / Br);
 }
 
-/// The assignment of a block, with dense or packed queries. Called by whole warps.
+/// The assignment of a block, with dense or packed queries. `group`: query heads of a key/value head. Called by whole
+/// warps.
 template <int Br>
-__device__ CachedAssignment cached_assignment(const ForwardParams& p, unsigned block = blockIdx.x) {
+__device__ CachedAssignment cached_assignment(const ForwardParams& p, const Divisor& group,
+                                              unsigned block = blockIdx.x) {
     const Sequences& s = p.sequences;
-    const int heads_k = static_cast<int>(p.heads_k), group = static_cast<int>(p.heads_q) / heads_k;
-    const unsigned tiles = cached_tiles<Br>(p), slice = block / tiles;
+    const int heads_k = static_cast<int>(p.heads_k);
+    const unsigned tiles = cached_tiles<Br>(p, group.divisor()), slice = block / tiles;
     int index = static_cast<int>(slice) / heads_k, head_k = static_cast<int>(slice) % heads_k;
     int tile = static_cast<int>(block % tiles);
     if (s.cu_seqlens_q) {
-        const PackedTile place = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, tile, group);
+        const PackedTile place = packed_tile(s.cu_seqlens_q, p.batch, s.total_q, Br, tile, group.divisor());
         index = place.sequence, head_k = static_cast<int>(slice), tile = place.tile;
     }
     const Sequence found = cached_sequence(p, index);
-    return {found, {found.index, head_k, group, tile * Br}};
+    return {found, {found.index, head_k, group.divisor(), tile * Br}};
 }
 
 /// The block of which Q tile `tile` of sequence `index` (as for cached_sequence) is the assignment.
 template <int Br>
-__device__ unsigned cached_block(const ForwardParams& p, int index, int head_k, int tile) {
+__device__ unsigned cached_block(const ForwardParams& p, int group, int index, int head_k, int tile) {
     const Sequences& s = p.sequences;
-    const int heads_k = static_cast<int>(p.heads_k), group = static_cast<int>(p.heads_q) / heads_k;
-    int slice = index * heads_k + head_k;
+    int slice = index * static_cast<int>(p.heads_k) + head_k;
     if (s.cu_seqlens_q) {
         slice = head_k;
         tile += detail::first_row(s.cu_seqlens_q, index, s.total_q) * group / Br + index;
     }
-    return static_cast<unsigned>(slice) * cached_tiles<Br>(p) + static_cast<unsigned>(tile);
+    return static_cast<unsigned>(slice) * cached_tiles<Br>(p, group) + static_cast<unsigned>(tile);
 }
 
 /// The grid for cached_assignment<br>. Throws std::runtime_error if there are too many rows or tiles.

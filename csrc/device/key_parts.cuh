@@ -91,6 +91,13 @@ __device__ __forceinline__ KeyPart<kColumns> merge_parts(int begin, int end, int
     return all;
 }
 
+/// Where four columns of a row of a part lie in global memory, and the row's m and l.
+struct PartVector {
+    const float *facts, *o;
+
+    __device__ __forceinline__ PartVector behind(std::int64_t floats) const { return {facts + floats, o + floats}; }
+};
+
 /// A part in global memory, of kRows rows: O, and behind it m and l of each row.
 template <int kRows, int kColumns>
 class StoredPart {
@@ -105,6 +112,10 @@ class StoredPart {
     /// m and l.
     __device__ __forceinline__ float2& facts(int row) const {
         return *reinterpret_cast<float2*>(first_ + kRows * kColumns + 2 * row);
+    }
+
+    __device__ __forceinline__ PartVector vector(int row, int column) const {
+        return {&facts(row).x, &o(row, column).x};
     }
 
     /// Stores what a warp has of 16 rows, from `row` on, and of the columns from `column` on, but of no row from `rows`
@@ -132,20 +143,27 @@ class StoredPart {
 struct MergedVector {
     float m = -INFINITY, l = 0.f, o[4] = {};
 
-    /// The parts at(first), at(first + step), ... below `parts`: a few are under way at once.
-    template <class At>
-    __device__ __forceinline__ MergedVector(int first, int step, int parts, int row, int column, At at) {
-        constexpr int kAtOnce = 8;
-        for (; first < parts; first += kAtOnce * step) {
+    static constexpr int kAtOnce = 8;  // parts
+
+    /// Of `parts` parts, at least 1, those of numbers first, first + step, ...; first < step. Part 0 lies at `begin`, part i at
+    /// `others` + i * stride floats. `parts` and `step` are the same in a whole warp, which calls this.
+    __device__ __forceinline__ MergedVector(int first, int step, int parts, PartVector begin, PartVector others,
+                                            int stride) {
+        for (int from = 0; from < parts; from += kAtOnce * step) {
             float2 facts[kAtOnce];
             float4 x[kAtOnce];
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) {
-                const int part = first + i * step;
-                const auto found = at(min(part, parts - 1));  // no branch between the loads
-                facts[i] = found.facts(row), x[i] = found.o(row, column);
-                if (part >= parts) facts[i] = make_float2(-INFINITY, 0.f);
+                const int part = from + first + i * step;
+                // No branch between the loads
+                PartVector found = others.behind(std::int64_t{min(part, parts - 1)} * stride);
+                if (i == 0 && part == 0) found = begin;
+                facts[i] = *reinterpret_cast<const float2*>(found.facts);
+                x[i] = *reinterpret_cast<const float4*>(found.o);
             }
+#pragma unroll
+            for (int i = 0; i < kAtOnce; ++i)
+                if (from + first + i * step >= parts) facts[i] = make_float2(-INFINITY, 0.f);
             float top = m;
 #pragma unroll
             for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, facts[i].x);
@@ -183,8 +201,7 @@ struct MergedVector {
     __device__ __forceinline__ void add(float part_l, const float (&part_o)[4], float weight, bool sees) {
         l = fmaf(part_l, weight, l);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-            if (sees) o[e] = fmaf(part_o[e], weight, o[e]);
+        for (int e = 0; e < 4; ++e) o[e] = fmaf(sees ? part_o[e] : 0.f, weight, o[e]);
     }
 };
 

@@ -6,6 +6,8 @@
 
 #include <ptx_sm90.cuh>
 
+#include <cstdint>
+
 #include "registry.h"
 
 namespace flash_wmma {
@@ -23,13 +25,32 @@ inline bool may_launch_programmatically(const DeviceFacts& device) {
 #endif
 }
 
-/// Lets the next grid start once all blocks of this one have come here, and waits until the ones before are complete
-/// and their writes are visible.
-__device__ __forceinline__ void change_grids() {
+/// Whether grids overlap in this code.
+__device__ constexpr bool grids_overlap() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+    return true;
+#else
+    return false;
+#endif
+}
+
+/// Lets the next grid start once all blocks of this one have come here.
+__device__ __forceinline__ void let_next_grid_start() {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     ptx::let_next_grid_start();
+#endif
+}
+
+/// Waits until the grids before are complete and their writes are visible.
+__device__ __forceinline__ void wait_for_previous_grids() {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
     ptx::wait_for_previous_grids();
 #endif
+}
+
+/// Reads what a grid before may still write: from the L2 cache, so that no line stays in L1 that is stale afterwards.
+__device__ __forceinline__ int read_early(const std::int32_t* from) {
+    return *static_cast<const volatile std::int32_t*>(from);
 }
 
 }  // namespace flash_wmma

@@ -162,6 +162,18 @@ void Worker::async_copy(void* shared, const void* global, int bytes, int source_
     lane.copies.push_back({shared, global, bytes, source_bytes, lane.copy_group, pc});
 }
 
+static void read(const AsyncCopy& copy) {
+    std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.source_bytes));
+    std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0,
+                static_cast<std::size_t>(copy.bytes - copy.source_bytes));
+}
+
+void Worker::read_async_copies() {
+    for (Lane& lane : lanes)
+        for (AsyncCopy& copy : lane.copies)
+            if (!std::exchange(copy.has_read, true)) read(copy);
+}
+
 void Worker::async_wait(int pending) {
     Lane& lane = *t_lane;
     const int landing = lane.copy_group - pending;
@@ -171,9 +183,7 @@ void Worker::async_wait(int pending) {
             lane.copies[kept++] = copy;
             continue;
         }
-        std::memcpy(copy.to, copy.from, static_cast<std::size_t>(copy.source_bytes));
-        std::memset(static_cast<char*>(copy.to) + copy.source_bytes, 0,
-                    static_cast<std::size_t>(copy.bytes - copy.source_bytes));
+        if (!copy.has_read) read(copy);
         if (config.checks) arena.landed(reinterpret_cast<std::uintptr_t>(copy.to), copy.bytes, accessor(lane));
     }
     lane.copies.resize(kept);

@@ -13,6 +13,7 @@
 #include <utility>
 
 #include "emulator/interrupt.h"
+#include "emulator/late_writes.h"
 
 namespace flash_wmma::emulator {
 
@@ -721,6 +722,7 @@ void launch(const Launch& l) {
     const InterruptWatch watch;
     g_abandoned = false;
     const Config config = g_config;
+    const bool late = l.programmatic && !g_late_writes.empty();
     g_memory.begin_launch(config.checks, l.cluster, static_cast<int>(warps));
     const auto cluster = static_cast<std::uint64_t>(l.cluster), clusters = blocks / cluster;
     std::atomic<std::uint64_t> next{0};
@@ -739,6 +741,7 @@ void launch(const Launch& l) {
                     worker->begin(l, config);
                     t_worker = worker.get();
                 }
+                if (late) g_late_writes.withhold();
                 worker->run(c * cluster, l.cluster);
             } catch (const Abandoned&) {
             } catch (const Finding& f) {
@@ -762,8 +765,10 @@ void launch(const Launch& l) {
         }
         g_pool.give_back(std::move(worker));
     };
+    const int threads_wanted = late ? 1 : std::max(config.threads, 1);
     const auto workers =
-        static_cast<int>(std::min<std::uint64_t>(static_cast<std::uint64_t>(std::max(config.threads, 1)), clusters));
+        static_cast<int>(std::min<std::uint64_t>(static_cast<std::uint64_t>(threads_wanted), clusters));
+    if (!late) g_late_writes.land();
     std::vector<std::thread> others;
     try {
         for (int i = 1; i < workers; ++i) others.emplace_back(work);
@@ -771,6 +776,8 @@ void launch(const Launch& l) {
     }
     work();
     for (std::thread& other : others) other.join();
+    g_late_writes.land();
+    g_late_writes.clear();
     if (g_interrupted) throw std::runtime_error("emulator: interrupted");
     if (error) std::rethrow_exception(error);
     if (found_at < clusters) refuse(finding, l);

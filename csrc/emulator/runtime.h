@@ -168,6 +168,9 @@ void wgmma_wait(int pending_groups, Site site, const void* pc);
 /// setmaxnreg.
 void set_registers(int count, Site site, const void* pc);
 
+/// griddepcontrol.wait.
+void wait_for_previous_grids();
+
 /// Counts an instruction that touches no memory.
 void note(Instruction instruction);
 
@@ -182,6 +185,7 @@ struct Launch {
     Index grid, block;
     std::size_t smem_bytes;
     int cluster;
+    bool programmatic;              ///< may begin before the grid before is complete
     const void* kernel;             ///< its address, for its name
     void (*body)(void* arguments);  ///< one lane's run of the kernel
     void* arguments;

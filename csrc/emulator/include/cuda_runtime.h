@@ -22,6 +22,7 @@
 #define __forceinline__ inline
 #define __noinline__  // empty, because the standard library writes __attribute__((__noinline__))
 #define __launch_bounds__(...)
+#define __maxnreg__(...)
 #define __grid_constant__
 #define __align__(bytes) alignas(bytes)
 #define __shared__ _Pragma("GCC error \"no __shared__ in the emulator: take shared_memory<Struct>() instead\"")

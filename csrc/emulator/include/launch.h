@@ -16,7 +16,7 @@ struct LaunchConfig {
     dim3 grid, block;
     int smem_bytes = 0;
     int cluster = 1;
-    bool programmatic = false;  ///< nothing to overlap with here
+    bool programmatic = false;  ///< may begin before the stream's previous kernel has ended (it must wait for it)
     bool cooperative = false;   ///< all blocks run together, as those of a cluster do
 };
 
@@ -28,6 +28,7 @@ EMULATOR_UNSEEN void launch(void (*kernel)(Params...), const LaunchConfig& confi
                       {config.block.x, config.block.y, config.block.z},
                       static_cast<std::size_t>(config.smem_bytes),
                       config.cooperative ? static_cast<int>(config.grid.x) : config.cluster,
+                      config.programmatic,
                       reinterpret_cast<const void*>(kernel),
                       [](void* arguments) EMULATOR_UNSEEN { (*static_cast<decltype(lane)*>(arguments))(); },
                       &lane});

@@ -169,8 +169,8 @@ EMULATOR_BRICK void acquire_registers(EMULATOR_SITE) {
     emulator::set_registers(Count, site, EMULATOR_PC);
 }
 
-// One grid runs at a time, so there is nothing to do.
-EMULATOR_INLINE void wait_for_previous_grids() {}
+EMULATOR_INLINE void wait_for_previous_grids() { emulator::wait_for_previous_grids(); }
+/// One grid runs at a time.
 EMULATOR_INLINE void let_next_grid_start() {}
 
 }  // namespace flash_wmma::ptx

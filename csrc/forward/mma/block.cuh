@@ -115,11 +115,13 @@ using ValueRows = typename SharedTiles<Tile>::ValueRows;
 template <class Tile>
 using Smem = std::conditional_t<Tile::kDimWarps == 1, SharedMemory<Tile>, SharedMemoryWithExchange<Tile>>;
 
-/// Map of a block's shared memory: of its groups, and then of what they merge.
+/// Map of a block's shared memory: of its groups, each of which leaves what it merges in its own place.
 template <class Tile>
-union BlockSmem {
-    Smem<Tile> group[Tile::kKeyWarps];
-    float4 parts[Tile::kKeyWarps][Tile::kKeyWarps > 1 ? PartRows<Tile::kD>::kSize : 1];
+struct BlockSmem {
+    union {
+        Smem<Tile> tiles;
+        float4 part[Tile::kKeyWarps > 1 ? PartRows<Tile::kD>::kSize : 1];
+    } group[Tile::kKeyWarps];
 };
 
 /// Which of a block's rows, keys and columns are this thread's. Accumulators are 16x8 tiles: a lane has rows row() and
@@ -173,7 +175,7 @@ struct Work {
     }
 
     /// Rows of the Q tile that exist, if grouped heads share it; of the last one more than it has.
-    __device__ int rows() const { return sequence.seqlen_q * tile.group - tile.first_row; }
+    __device__ int rows() const { return tile.rows(sequence.seqlen_q); }
 
     /// Only `count` of the tiles, from tile `first` of these on.
     __device__ void keep(int first, int count) { first_tile += first, tiles = count; }

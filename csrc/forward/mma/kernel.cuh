@@ -213,12 +213,13 @@ struct Weigher {
     }
 };
 
-/// One item: a Q tile with the keys that `narrow` leaves of those it sees. meanwhile() runs while the first copies are
-/// under way. finish(work, m, l, o, unit's exponent) takes what a warp has.
-template <class Tile, Problems kProblems, class Narrow, class Meanwhile, class Finish>
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. Nothing is done unless may_copy(), which comes
+/// before the first copy. meanwhile() runs while the first copies are under way. finish(work, m, l, o, unit's exponent)
+/// takes what a warp has.
+template <class Tile, Problems kProblems, class Narrow, class MayCopy, class Meanwhile, class Finish>
 __device__ __forceinline__ void attend(const ForwardParams& p, const typename Work<Tile>::Assigned& assigned,
-                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Meanwhile meanwhile,
-                                       Finish finish) {
+                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, MayCopy may_copy,
+                                       Meanwhile meanwhile, Finish finish) {
     constexpr int kBc = Tile::kBc;
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     const auto mask = key_mask<kTakesRanges<Tile, kProblems>>(p, assigned.sequence, assigned.tile.row(0).head);
@@ -229,6 +230,8 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
     KeyValueCopies<Tile> copies(work, key);
     KeyValueRing<Tile> ring(smem, work);
     QOperand<Tile> q;
+    if (!may_copy()) return;
+    copies.begin();
     ring.start(copies, key);
     copy_q<Tile>(smem, work, thread);
     ptx::cp_async_commit();
@@ -312,7 +315,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     attend<Tile, kProblems>(
-        p, assigned, smem, thread, [](Work<Tile>&) {}, [] {},
+        p, assigned, smem, thread, [](Work<Tile>&) {}, [] { return true; }, [] {},
         [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
             float factor = exp2f(exponent);
             if constexpr (kTakesDropout<Tile, kProblems>)
@@ -325,26 +328,27 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
 /// The same with a key/value cache: one run of K tiles after the other (split.cuh).
 // spills: sm_75 sm_80 sm_90: the bounds of the next run, and as above.
 template <class Tile, Problems kProblems>
-__global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
+__global__ void __maxnreg__(registers_beside_merge<Tile>())
     forward_cached(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
     constexpr int kColumns = Tile::kWarpColumns / Tile::kKeyWarps;  // of O, of a warp at the end
     auto& block = shared_memory<BlockSmem<Tile>>();
     const Thread<Tile> thread;
     const int column = thread.warp_column() + thread.key_warp * kColumns;
-    change_grids();
+    let_next_grid_start();
     Walk<Tile> walk(p, split);
-    for (bool more = walk.start(); more;) {
+    while (walk.next()) {
         attend<Tile, kProblems>(
-            p, walk.assigned(), block.group[thread.key_warp], thread, [&](Work<Tile>& work) { walk.narrow(work); },
+            p, walk.assigned(), block.group[thread.key_warp].tiles, thread,
+            [&](Work<Tile>& work) { walk.narrow(work); }, [&] { return walk.holds(); },
             [&] {
                 if (threadIdx.x == Tile::kThreads - 1) walk.leave_record();
             },
             [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float) {
                 KeyPart<kColumns> all;
                 if constexpr (Tile::kKeyWarps > 1) {
-                    const auto given = [&](int i) { return PartRows<Tile::kD>(block.parts[i], thread.lane); };
+                    const auto given = [&](int i) { return PartRows<Tile::kD>(block.group[i].part, thread.lane); };
                     const KeyPart<Tile::kD> own{softmax.m, softmax.l, o};
-                    __syncthreads();  // K/V tiles have been used; parts take their place
+                    __syncwarp();  // the warp's K/V tiles have been used; its part takes their place
                     own.give_o(given(thread.key_warp), 0);
                     own.give_facts(given(thread.key_warp));
                     __syncthreads();
@@ -359,9 +363,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
                 } else {
                     stored_part<Tile>(p, walk.place()).give(all, row, column, work.rows(), first, thread.lane);
                 }
+                if (walk.goes_on()) __syncthreads();  // shared memory is free for the next run
             });
-        more = walk.next();
-        if (more) __syncthreads();  // shared memory is free for the next run
     }
 }
 

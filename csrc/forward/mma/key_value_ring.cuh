@@ -21,6 +21,7 @@ struct KeyValueCopies {
         : k(work.key_rows(work.p.k, key), work.p.k.row, work.p.head_dim),
           v(work.key_rows(work.p.v, key) + work.first_column(), work.p.v.row, work.columns()) {}
 
+    __device__ __forceinline__ void begin() {}
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch) {
         k.start(stage.k, k_pitch);
@@ -48,18 +49,21 @@ struct KeyValueCopies<Tile, true> {
 
     __device__ __forceinline__ KeyValueCopies(const Work<Tile>& work, int first_key)
         : work_(work),
-          rows_(work.p.sequences, work.p.seqlen_k, work.sequence.index),
+          rows_(work.p.sequences, work.sequence.index, work.sequence.first_k, work.sequence.seqlen_k),
           key_(first_key),
           k_(row_of<const typename Tile::T>(work.p.k, 0, work.tile.head_k, 0), work.p.head_dim),
           v_(row_of<const typename Tile::T>(work.p.v, 0, work.tile.head_k, 0), work.p.head_dim_v) {
         look_up();
     }
 
+    /// Before the first start().
+    __device__ __forceinline__ void begin() { read_page(); }
+
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch) {
         const bool exists = place_.row >= 0;
-        const std::int64_t k = exists ? rows_.offset(work_.p.k, place_) : Map::kNowhere;
-        const std::int64_t v = exists ? rows_.offset(work_.p.v, place_) : Map::kNowhere;
+        const std::int64_t k = exists ? rows_.offset(work_.p.k, page_, place_.row) : Map::kNowhere;
+        const std::int64_t v = exists ? rows_.offset(work_.p.v, page_, place_.row) : Map::kNowhere;
         if (in_runs_) {
             k_.start_runs(stage.k, k, k_pitch, rows_.count - key_);
             v_.start_runs(stage.v, v, v_pitch, rows_.count - key_);
@@ -69,6 +73,7 @@ struct KeyValueCopies<Tile, true> {
         }
         key_ -= Tile::kBc;
         look_up();
+        read_page();
     }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int) {
@@ -89,10 +94,14 @@ struct KeyValueCopies<Tile, true> {
         const int last = place_.row + min(Map::kRun, rows_.count - j) - 1;
         in_runs_ = Map::kHasRuns && __all_sync(kWarpMask, !begins || last < rows_.page_size);
     }
+    __device__ __forceinline__ void read_page() {
+        if (place_.row >= 0) page_ = rows_.page_of(place_.run);
+    }
 
     const Work<Tile>& work_;
     CachedRows rows_;
     CachedRows::Place place_{0, -1};  // of this lane's row of the next tile
+    int page_ = 0;                    // that it is in
     bool in_runs_ = false;            // whether the warp's rows of it lie in runs (CachedCopyMap)
     int key_;                         // the first of the next tile
     Copy k_, v_;

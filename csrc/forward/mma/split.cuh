@@ -36,7 +36,7 @@ namespace flash_wmma::mma {
 
 /// The share that the host decides on.
 struct Split {
-    int group = 0;         ///< query heads of a key/value head
+    Divisor group;         ///< query heads of a key/value head
     int blocks = 0;        ///< that share the items; 0: each block has an item to itself
     int team_shift = 0;    ///< log2 of the blocks of a team, each of which has a head to itself
     int unit_shift = 0;    ///< log2 of the K tiles that stay together
@@ -48,28 +48,43 @@ struct Split {
 
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
+constexpr int kMergeBlocks = 12;   // of an SM: with less, ptxas keeps registers for no more loads at once
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
+constexpr int kMostLanes = 8;      // with more, too many blocks for an SM beside those of the first grid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
+
+/// Registers of a thread of the first grid: as many as its blocks of an SM leave, and where few rows share a key, and steps
+/// are short, as two blocks of the second grid leave as well. Else these would keep the next call's blocks out.
+template <class Tile>
+constexpr int registers_beside_merge() {
+    constexpr int kOfSm = 65536, kOfMerge = kOfSm / kMergeBlocks / (8 * kMergeThreads) * (8 * kMergeThreads);
+    const int left = kOfSm - (Tile::kKeyWarps > 1 && Tile::kD <= 128 ? 2 * kOfMerge : 0);
+    return std::min(255, left / (8 * Tile::kThreads * Tile::kBlocksPerSm) * 8);
+}
 
 /// Where the parts of an item are, which begins in the run of block `block`. parts < 2: nowhere.
 struct alignas(16) Record {
     int parts, block, first_q, seqlen_q;
-    GroupedTile tile;
+    int batch, head_k, first_row;  // of its tile
 };
 
 /// log2 of the lanes of the second grid that share an item's parts, if an item has so many.
 inline int merging_lanes_shift(std::int64_t parts) {
-    constexpr std::int64_t kMost = 8;  // lanes: with more, too many blocks for an SM beside those of the first grid
-    return std::bit_width(static_cast<unsigned>(std::clamp<std::int64_t>(parts / kPartsOfLane, 1, kMost))) - 1;
+    return std::bit_width(static_cast<unsigned>(std::clamp<std::int64_t>(parts / kPartsOfLane, 1, kMostLanes))) - 1;
 }
 
 /// Nearly `most` blocks, among which items of equal lengths can be shared so that no block begins in the middle of one
-/// and goes on with another: it would wait for its first copies twice. Where there are none, `most`.
+/// and goes on with another: it would wait for its first copies twice. Nor does an item have a few parts more than the
+/// second grid reads at once. Where there are no such numbers, `most`.
 inline std::int64_t even_blocks(std::int64_t items, std::int64_t most) {
+    constexpr std::int64_t kPartsAtOnce = kMostLanes * MergedVector::kAtOnce;
+    const auto enough = [&](std::int64_t blocks) { return 100 * blocks >= kLeastBlocks * most; };
     const std::int64_t each = (items + most - 1) / most;  // items of a block
-    const std::int64_t even = items < most ? most / items * items : items % each == 0 ? items / each : 0;
-    return 100 * even >= kLeastBlocks * most ? even : most;
+    const std::int64_t parts = most / items, at_once = parts / kPartsAtOnce * kPartsAtOnce;
+    if (enough(at_once * items)) return at_once * items;
+    const std::int64_t even = items < most ? parts * items : items % each == 0 ? items / each : 0;
+    return enough(even) ? even : most;
 }
 
 /// log2 of the blocks of a team, of so many blocks in all.
@@ -95,7 +110,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     const std::int64_t items = cached_assignment_grid(p, Tile::kBr).x;
     const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, resident = resident_blocks<Tile>(device);
     const int hint = p.partials.num_splits;
-    Split split{.group = static_cast<int>(p.heads_q / p.heads_k)};
+    Split split{.group = Divisor(p.heads_q / p.heads_k)};
     const auto share = [&](std::int64_t blocks) {  // whole teams
         split.team_shift = team_shift_of<Tile>(p.heads_k, blocks);
         const auto in_teams = [&] { return blocks >> split.team_shift << split.team_shift; };
@@ -115,7 +130,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
         split.lanes_shift = merging_lanes_shift(parts);
         return split;
     }
-    const bool one_tile = p.seqlen_q * split.group <= Tile::kBr;  // a head, whose lengths may differ widely
+    const bool one_tile = p.seqlen_q * split.group.divisor() <= Tile::kBr;  // a head, whose lengths may differ widely
     if ((!one_tile && items >= kItems * resident) || items * tiles > kMost) return split;
     const std::int64_t wanted = hint > 0 ? items * hint : even_blocks(items, resident);
     share(std::min({wanted, resident, items * tiles}));
@@ -172,9 +187,9 @@ class Items {
     /// Of a Q tile.
     __device__ int units(const Sequence& s, int tile) const {
         int first = 0, last = s.seqlen_q - 1;
-        if (s.seqlen_q * group_ > Tile::kBr) {
+        if (s.seqlen_q * group_.divisor() > Tile::kBr) {
             const int row = tile * Tile::kBr;
-            first = row / group_, last = min((row + Tile::kBr - 1) / group_, last);
+            first = group_.quotient(row), last = min(group_.quotient(row + Tile::kBr - 1), last);
         }
         const KeyExtent keys = BandMask(p_.band, s.seqlen_q, s.seqlen_k).extent(first, last);
         return max(1, (Work<Tile>::tiles_of(keys) + (1 << shift_) - 1) >> shift_);
@@ -190,7 +205,9 @@ class Items {
     }
 
   protected:
-    __device__ int q_tiles(const Sequence& s) const { return (s.seqlen_q * group_ + Tile::kBr - 1) / Tile::kBr; }
+    __device__ int q_tiles(const Sequence& s) const {
+        return (s.seqlen_q * group_.divisor() + Tile::kBr - 1) / Tile::kBr;
+    }
     __device__ int units_of_head(const Sequence& s) const {
         int sum = 0;
 #pragma unroll 1
@@ -199,7 +216,9 @@ class Items {
     }
 
     const ForwardParams& p_;
-    int shift_, group_, heads_;
+    int shift_;
+    Divisor group_;
+    int heads_;
 };
 
 /// Each team's run of the units of all items. The first runs are the longer ones, by a unit.
@@ -226,6 +245,31 @@ struct Share {
     }
 };
 
+/// What a warp has read of the sequences' lengths: lane by lane the last two of the lane's own.
+struct Lengths {
+    int end = 0, count = 0;  ///< of the lane's sequences
+    Sequence last{}, before{};
+
+    /// Reads one more, `index`.
+    __device__ const Sequence& read(const ForwardParams& p, int index) {
+        before = last, last = cached_sequence(p, index);
+        end = index + 1, ++count;
+        return last;
+    }
+    /// Whether all are known to be what they were. Called by whole warps.
+    __device__ bool hold(const ForwardParams& p) const {
+        bool same = count <= 2;
+        if (same && count > 0) same = equal(cached_sequence(p, end - 1), last);
+        if (same && count > 1) same = equal(cached_sequence(p, end - 2), before);
+        return __all_sync(kWarpMask, same);
+    }
+
+  private:
+    __device__ static bool equal(const Sequence& a, const Sequence& b) {
+        return a.first_q == b.first_q && a.seqlen_q == b.seqlen_q && a.first_k == b.first_k && a.seqlen_k == b.seqlen_k;
+    }
+};
+
 /// The items end to end. Called by whole warps.
 template <class Tile>
 class Runs : public Items<Tile> {
@@ -237,7 +281,7 @@ class Runs : public Items<Tile> {
         int own = 0;
 #pragma unroll 1
         for (int i = first; i < end; ++i) {
-            sequence_ = cached_sequence(p_, i), of_head_ = this->units_of_head(sequence_);
+            of_head_ = this->units_of_head(lengths.read(p_, i));
             own += this->heads_ * of_head_;
         }
         upto_ = sum_upto(own);
@@ -247,6 +291,7 @@ class Runs : public Items<Tile> {
     }
 
     Share share;
+    Lengths lengths;
 
     /// Where a unit before the end is.
     struct Found {
@@ -258,15 +303,17 @@ class Runs : public Items<Tile> {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
         const auto of_owner = [&](int x) { return __shfl_sync(kWarpMask, x, owner); };
         int index = owner, rest = unit - of_owner(before_), of_head = of_owner(of_head_);
-        Sequence s{min(owner, static_cast<int>(p_.batch) - 1), of_owner(sequence_.first_q), 0,
-                   of_owner(sequence_.seqlen_q), of_owner(sequence_.seqlen_k)};
+        const Sequence& last = lengths.last;
+        Sequence s{min(owner, static_cast<int>(p_.batch) - 1), of_owner(last.first_q), of_owner(last.first_k),
+                   of_owner(last.seqlen_q), of_owner(last.seqlen_k)};
         if (each_ > 1) {
             const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
             index = search(owner * each_, end, rest,
                            [&](int i) { return this->heads_ * this->units_of_head(cached_sequence(p_, i)); });
             s = cached_sequence(p_, index), of_head = this->units_of_head(s);
         }
-        const int heads = static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head));
+        const int heads =
+            this->heads_ > 1 ? static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head)) : 0;
         rest -= heads * of_head;
         const int count = this->q_tiles(s);
         if (count == 1) return {{index, heads, 0, rest}, s, of_head};
@@ -300,13 +347,15 @@ class Runs : public Items<Tile> {
         }
     }
 
-    int each_;             // sequences of a lane
-    Sequence sequence_{};  // the last of them
-    int of_head_ = 0;      // units of one of its heads
-    int upto_, before_;    // units of the lanes up to this one, and of those before it
+    int each_;           // sequences of a lane
+    int of_head_ = 0;    // units of a head of the last of them
+    int upto_, before_;  // units of the lanes up to this one, and of those before it
 };
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
+///
+/// The plan is made beside the grids before, from the lengths as they then are. Once those grids are complete, the lengths
+/// are read again, and if they are others, the plan is made again.
 template <class Tile>
 class Walk {
   public:
@@ -314,38 +363,27 @@ class Walk {
 
     __device__ Walk(const ForwardParams& params, const Split& split) : p_(params), split_(split) {}
 
-    /// Goes to the first run. False: there is none.
-    __device__ bool start() {
-        if (split_.blocks == 0) {
-            const CachedAssignment a = cached_assignment<Tile::kBr>(p_);
-            assigned_ = a;
-            return a.tile.first_row >= 0 && a.tile.row(0).query < a.sequence.seqlen_q;
-        }
-        const Runs<Tile> runs(p_, split_);
-        share_ = runs.share;
-        if (team() >= share_.used) {
-            if (split_.records && !split_.by_item && threadIdx.x == 0) record<Tile>(p_, split_, block()).parts = 0;
-            return false;
-        }
-        const auto found = runs.find(share_.begin(team()));
-        at_ = found.at, all_ = found.units, left_ = share_.units(team());
-        reach(found.sequence);
-        return true;
-    }
-    /// Goes to the next one.
+    /// Goes to the first run, or to the next one. False: there is none.
     __device__ bool next() {
-        left_ -= units_;
-        if (split_.blocks == 0 || left_ <= 0) return false;
-        at_.unit += units_;
-        Sequence s = assigned_.sequence;
-        if (at_.unit == all_) {
-            const Items<Tile> items(p_, split_);
-            items.advance(at_, s);
-            all_ = items.units(s, at_.tile);
-        }
-        reach(s);
-        return true;
+        if (begun_) return advance();
+        bool found;
+        do found = plan();
+        while (!found && !holds());
+        if (!found && split_.records && !split_.by_item && threadIdx.x == 0)
+            record<Tile>(p_, split_, block()).parts = 0;
+        return found;
     }
+    /// Waits for the grids before. False: the plan does not hold, and next() makes it again. To be asked of each run before
+    /// anything but lengths is read, and before anything is written.
+    __device__ bool holds() {
+        const bool sure = waited_ || !grids_overlap();
+        wait();
+        begun_ = sure || lengths_.hold(p_);
+        lengths_ = {};  // else they would stay in registers
+        return begun_;
+    }
+    /// Whether there is a next one.
+    __device__ bool goes_on() const { return split_.blocks != 0 && left_ > units_; }
 
     __device__ const CachedAssignment& assigned() const { return assigned_; }
     /// Where the run's part goes in the workspace, or kWhole: the run is an item.
@@ -362,18 +400,53 @@ class Walk {
         const int behind = all_ - units_;  // units in other teams, if the run begins the item
         const int parts = at_.unit == 0 && behind ? 1 + share_.teams_with(behind, team() + 1) : 0;
         const Sequence& s = assigned_.sequence;
-        record<Tile>(p_, split_, split_.by_item ? number() : block()) = {parts, block(), s.first_q, s.seqlen_q,
-                                                                         assigned_.tile};
+        const GroupedTile& t = assigned_.tile;
+        record<Tile>(p_, split_, split_.by_item ? number() : block()) = {parts,   block(),  s.first_q,  s.seqlen_q,
+                                                                         t.batch, t.head_k, t.first_row};
     }
 
   private:
+    /// Goes to the first run.
+    __device__ bool plan() {
+        if (split_.blocks == 0) {
+            wait();
+            const CachedAssignment a = cached_assignment<Tile::kBr>(p_, split_.group);
+            assigned_ = a;
+            return a.tile.first_row >= 0 && a.tile.row(0).query < a.sequence.seqlen_q;
+        }
+        const Runs<Tile> runs(p_, split_);
+        share_ = runs.share, lengths_ = runs.lengths;
+        if (team() >= share_.used) return false;
+        const auto found = runs.find(share_.begin(team()));
+        at_ = found.at, all_ = found.units, left_ = share_.units(team());
+        reach(found.sequence);
+        return true;
+    }
+    /// Goes to the next one.
+    __device__ bool advance() {
+        if (!goes_on()) return false;
+        left_ -= units_, at_.unit += units_;
+        Sequence s = assigned_.sequence;
+        if (at_.unit == all_) {
+            const Items<Tile> items(p_, split_);
+            items.advance(at_, s);
+            all_ = items.units(s, at_.tile);
+        }
+        reach(s);
+        return true;
+    }
+    __device__ void wait() {
+        if (!waited_) wait_for_previous_grids();
+        waited_ = true;
+    }
+
     __device__ static int block() { return static_cast<int>(blockIdx.x); }
     __device__ int team() const { return block() >> split_.team_shift; }
     /// The block's own of the heads at at_.
     __device__ int head_k() const { return (at_.heads << split_.team_shift) + block() - (team() << split_.team_shift); }
     /// Of the item.
     __device__ int number() const {
-        return static_cast<int>(cached_block<Tile::kBr>(p_, at_.sequence, head_k(), at_.tile));
+        return static_cast<int>(cached_block<Tile::kBr>(p_, split_.group.divisor(), at_.sequence, head_k(), at_.tile));
     }
     /// Each record is left once: an item's where it begins, a block's with its last run.
     __device__ bool leaves_record() const {
@@ -382,7 +455,7 @@ class Walk {
 
     /// Takes what the block has of the item at at_, in sequence s.
     __device__ void reach(const Sequence& s) {
-        assigned_ = {s, {s.index, head_k(), split_.group, at_.tile * Tile::kBr}};
+        assigned_ = {s, {s.index, head_k(), split_.group.divisor(), at_.tile * Tile::kBr}};
         units_ = min(left_, split_.parts ? 1 : all_ - at_.unit);
         if (units_ == all_) place_ = kWhole;
         else if (split_.parts) place_ = std::int64_t{number()} * split_.parts + at_.unit;
@@ -391,6 +464,8 @@ class Walk {
 
     const ForwardParams& p_;
     const Split& split_;
+    bool waited_ = false, begun_ = false;  // for the grids before; with the runs of a plan that holds
+    Lengths lengths_;                      // that the plan comes from
     CachedAssignment assigned_;
     Share share_;
     Place at_{};
@@ -402,39 +477,44 @@ class Walk {
 /// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the
 /// record, or in the item's places.
 template <class Tile>
-__global__ void __launch_bounds__(kMergeThreads)
+__global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
     using T = typename Tile::T;
     constexpr int kVectors = Tile::kD / 4;  // of a row
-    change_grids();
+    let_next_grid_start();
     const int shift = 5 - split.lanes_shift, of_warp = 1 << shift;  // vectors of a warp
     const int thread = static_cast<int>(blockIdx.y * kMergeThreads + threadIdx.x), lane = thread % 32;
     const int at = (thread / 32 << shift) + (lane & (of_warp - 1)), first_part = lane >> shift;
     const int row = at / kVectors, column = at % kVectors * 4;
     const int number = static_cast<int>(blockIdx.x);
+    wait_for_previous_grids();
     Sequence s{};
-    GroupedTile tile;
+    GroupedTile tile{};
     int parts, block = 0;
     if (split.parts) {
-        const CachedAssignment a = cached_assignment<Tile::kBr>(p, static_cast<unsigned>(number));
+        const CachedAssignment a = cached_assignment<Tile::kBr>(p, split.group, static_cast<unsigned>(number));
         if (a.tile.first_row < 0) return;
         s = a.sequence, tile = a.tile;
         parts = Items<Tile>(p, split).units(s, tile.first_row / Tile::kBr);
     } else {
         const Record found = record<Tile>(p, split, number);
-        s.index = found.tile.batch, s.first_q = found.first_q, s.seqlen_q = found.seqlen_q, tile = found.tile;
+        s.index = found.batch, s.first_q = found.first_q, s.seqlen_q = found.seqlen_q;
+        tile = {found.batch, found.head_k, split.group.divisor(), found.first_row};
         parts = found.parts, block = found.block;
     }
     if (parts < 2) return;
-    const bool exists = row < min(Tile::kBr, s.seqlen_q * tile.group - tile.first_row);
+    const int rows = min(Tile::kBr, tile.rows(s.seqlen_q));
     // Part i is of the i-th team from the item's first on; it is the last run of the first one's block
     const std::int64_t place = split.parts ? std::int64_t{number} * split.parts : 2 * block;
     const int next = split.parts ? 1 : 2 << split.team_shift, last_run = split.parts ? 0 : 1;
-    MergedVector all(first_part, 1 << split.lanes_shift, exists ? parts : 0, row, column,
-                     [&](int i) { return stored_part<Tile>(p, place + i * next + (i == 0 ? last_run : 0)); });
+    const auto vector = [&](std::int64_t at_place) {
+        return stored_part<Tile>(p, at_place).vector(min(row, rows - 1), column);
+    };
+    MergedVector all(first_part, 1 << split.lanes_shift, parts, vector(place + last_run), vector(place),
+                     next * TilePart<Tile>::kSize);
     all.over_lanes(of_warp);
-    if (!exists || first_part > 0) return;
-    const auto [query, head] = tile.row(row);
+    if (row >= rows || first_part > 0) return;
+    const auto [query, head] = tile.row(row, split.group);
     const RowEnd end(p, head, all.m, all.l, 1.f);
     if (column == 0) p.lse[lse_index(p, s, head, query)] = end.lse;
     if (column < p.head_dim_v)
