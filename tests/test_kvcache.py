@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 import math
 import random
+import shutil
 from typing import Any, NamedTuple
 
 import appending
@@ -29,7 +32,7 @@ from torch import Tensor
 
 import flash_wmma
 from flash_wmma import append_kv, flash_attn_varlen_func, flash_attn_with_kvcache, forward_cached
-from flash_wmma.emulator import EmulatorError
+from flash_wmma.emulator import EmulatorError, _runtime
 
 Target = tuple[flash_wmma.Kernel, torch.dtype]
 CACHE = "a key/value cache"
@@ -465,6 +468,48 @@ def test_splits_with_a_window(target: Target, window: tuple[int, int]) -> None:
         with on(sm_count):
             result = run(target, q, cache, window=window, causal=True)
         check_each(target, q, cache, result, Mask("bottom_right", window))
+
+
+def write_late(t: Tensor, before: Tensor) -> None:
+    """What ``t`` holds comes from the grid before the next, which has not written it yet: ``before`` is there."""
+    values = bits(t)
+    t.copy_(before)
+    storage = t.untyped_storage()
+    late = _runtime.emulator().flash_wmma_emulator_write_late
+    late(*(ctypes.c_void_p(x) for x in (storage.data_ptr(), values.data_ptr())), ctypes.c_size_t(values.numel()))
+
+
+LENGTH_TENSORS = ("seqlens", "cache_leftpad", "cu_seqlens_q")
+LATE = [(what, 5) for what in ("q", "k", "v", "table")] + [(what, n) for what in LENGTH_TENSORS for n in (5, 40, 70)]
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize(("what", "sequences"), LATE)
+def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) -> None:
+    """A block plans beside the grid before. It has one, two or three sequences a lane to look at again.
+
+    In the emulator, on a machine with a GPU too: no grid of torch's writes so late."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    target = dataclasses.replace(target[0], device="cpu"), target[1]
+    cache = paged(target, tuple(20 + 37 * i % 150 for i in range(sequences)), 16, heads=1)
+    q, cu = packed_queries(target, tuple(1 + i % 2 for i in range(sequences)), 2, 64, extra=0)
+    given = {"cu_seqlens_q": cu, "max_seqlen_q": 2, "cache_leftpad": int32([i % 7 for i in range(sequences)])}
+    given |= {"block_table": cache.table, "causal": True, "kernel": target[0].name, "return_lse": True}
+    t = ({"q": q} | cache._asdict() | given)[what]
+    of_lengths = what in LENGTH_TENSORS
+    for changed in (0, 1, sequences - 1) if of_lengths else (0,):
+        before = t.clone()
+        if of_lengths:  # a single one changes, by one
+            before[changed] += 1 if what == "cache_leftpad" or changed == 0 else -1
+        else:
+            before.fill_(math.nan if t.is_floating_point() else 0)
+        with on(3):
+            expected = forward_cached(q, cache.k, cache.v, cache.seqlens, **given)
+            write_late(t, before)
+            with poisoned_memory():
+                result = forward_cached(q, cache.k, cache.v, cache.seqlens, **given)
+        assert all(map(torch.equal, result, expected)), changed
 
 
 @needs(CACHE, splits, natural)

@@ -12,6 +12,7 @@ namespace flash_wmma::mma {
 /// elements. Walks from a last tile of rows back to the first.
 template <class Tile, int Rows, int Columns = Tile::kD>
 struct CopyMap {
+    static constexpr bool kReadsOnce = false;  // other blocks read the same
     static constexpr int kVectors = Columns / 8, kRowsAtOnce = Tile::kThreads / kVectors;
     static constexpr int kCount = (Rows + kRowsAtOnce - 1) / kRowsAtOnce;  // vectors of a thread
 
@@ -49,6 +50,7 @@ struct CopyMap {
 /// pages, only a run's first row is handed round.
 template <class Tile, int Rows>
 struct CachedCopyMap {
+    static constexpr bool kReadsOnce = Tile::kBr <= 32;  // tiles for few rows have all that share a key
     static constexpr int kVectors = Tile::kD / 8;
     static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
     static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;
@@ -62,9 +64,11 @@ struct CachedCopyMap {
 
     const typename Tile::T* head;  // the head's first row in the cache
     int d;
+    bool passes_by;       // whether the cache is too large to stay in L2 until it is read again
     bool inside = false;  // whether the vector exists that f is called for
 
-    __device__ CachedCopyMap(const typename Tile::T* first_row, int columns) : head(first_row), d(columns) {}
+    __device__ CachedCopyMap(const typename Tile::T* first_row, int columns, bool passes_by_)
+        : head(first_row), d(columns), passes_by(passes_by_) {}
 
     /// The row of a tile that this lane looks up; Rows or more: none.
     __device__ static int lane_row() {

@@ -38,24 +38,45 @@ struct CachedAssignment {
     GroupedTile tile;
 };
 
+/// What the tensors of lengths say of a sequence of a cache, whatever it is.
+struct CachedEntries {
+    int first_q, end_q;  ///< of packed queries
+    int leftpad, used;
+
+    __device__ bool operator==(const CachedEntries& x) const {
+        return first_q == x.first_q && end_q == x.end_q && leftpad == x.leftpad && used == x.used;
+    }
+};
+
+/// Of sequence `index`, read early. Index p.batch: as for cached_sequence.
+__device__ inline CachedEntries cached_entries(const ForwardParams& p, int index) {
+    const Sequences& s = p.sequences;
+    const bool behind = index == p.batch;
+    const auto read = [](const std::int32_t* from, int i, bool exists) { return exists ? read_early(from + i) : 0; };
+    return {read(s.cu_seqlens_q, index, s.cu_seqlens_q), read(s.cu_seqlens_q, index + 1, s.cu_seqlens_q && !behind),
+            read(s.leftpad, index, s.leftpad && !behind), read(s.seqused_k, index, !behind)};
+}
+
 /// Sequence `index` of a cache and its queries, dense or packed; first_k is the row of its key 0. Index p.batch stands for
-/// the packed rows behind the last sequence, which see no key. Lengths are read early.
-__device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
+/// the packed rows behind the last sequence, which see no key.
+__device__ inline Sequence cached_sequence(const ForwardParams& p, int index, const CachedEntries& entries) {
     const Sequences& s = p.sequences;
     const bool behind = index == p.batch;
     Sequence found{behind ? index - 1 : index, 0, 0, static_cast<int>(p.seqlen_q), 0};
     if (s.cu_seqlens_q) {
         const int total = static_cast<int>(s.total_q);
-        const auto first_row = [&](int i) { return max(0, min(read_early(s.cu_seqlens_q + i), total)); };
-        found.first_q = first_row(index);
-        found.seqlen_q = max(0, (behind ? total : first_row(index + 1)) - found.first_q);
+        const auto row = [&](int i) { return max(0, min(i, total)); };
+        found.first_q = row(entries.first_q);
+        found.seqlen_q = max(0, (behind ? total : row(entries.end_q)) - found.first_q);
     }
     if (!behind) {
-        const int leftpad = s.leftpad ? read_early(s.leftpad + index) : 0;
-        const CachedRows rows(s, p.seqlen_k, index, leftpad, read_early(s.seqused_k + index));
+        const CachedRows rows(s, p.seqlen_k, index, entries.leftpad, entries.used);
         found.first_k = rows.first, found.seqlen_k = rows.count;
     }
     return found;
+}
+__device__ inline Sequence cached_sequence(const ForwardParams& p, int index) {
+    return cached_sequence(p, index, cached_entries(p, index));
 }
 
 /// How many Q tiles a key/value head has: in a sequence, or of packed queries in all.

@@ -161,6 +161,21 @@ __device__ __forceinline__ void cp_async_16(void* shared, const void* global, in
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(address), "l"(global), "r"(bytes) : "memory");
 }
 
+/// Whether the L2 cache gives up the lines of a copy before others (createpolicy).
+using CachePolicy = std::uint64_t;
+__device__ __forceinline__ CachePolicy cache_policy(bool gives_up_first) {
+    CachePolicy first, normal;
+    asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(first));
+    asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(normal));
+    return gives_up_first ? first : normal;
+}
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, int bytes, CachePolicy policy) {
+    const auto address = static_cast<std::uint32_t>(__cvta_generic_to_shared(shared));
+    asm volatile("cp.async.cg.shared.global.L2::cache_hint [%0], [%1], 16, %2, %3;" ::"r"(address), "l"(global),
+                 "r"(bytes), "l"(policy)
+                 : "memory");
+}
+
 /// Closes the group of this thread's copies since the last commit (cp.async.commit_group).
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -175,6 +190,11 @@ __device__ __forceinline__ void cp_async_wait() {
 // Turing has no asynchronous copy: the same interface, through registers, complete on return.
 __device__ __forceinline__ void cp_async_16(void* shared, const void* global, int bytes) {
     *static_cast<uint4*>(shared) = bytes ? *static_cast<const uint4*>(global) : uint4{};
+}
+using CachePolicy = std::uint64_t;
+__device__ __forceinline__ CachePolicy cache_policy(bool) { return 0; }
+__device__ __forceinline__ void cp_async_16(void* shared, const void* global, int bytes, CachePolicy) {
+    cp_async_16(shared, global, bytes);
 }
 __device__ __forceinline__ void cp_async_commit() {}
 template <int Pending>

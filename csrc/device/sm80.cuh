@@ -37,24 +37,31 @@ struct Sm80 {
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch) {
             this->for_each(pitch, [&](int, int row, int column, const auto* from) {
-                copy_16(target.at(row, column), from, this->inside);
+                copy(target.at(row, column), from, this->inside);
             });
         }
         template <class Target>
         __device__ __forceinline__ void start(Target& target, std::int64_t pitch, int rows) {
             this->for_each(pitch, [&](int, int row, int column, const auto* from) {
-                copy_16(target.at(row, column), from, this->inside && row < rows);
+                copy(target.at(row, column), from, this->inside && row < rows);
             });
         }
         /// Of a key/value cache, as its for_each_in_runs.
         template <class Target>
         __device__ __forceinline__ void start_runs(Target& target, std::int64_t offset, std::int64_t pitch, int rows) {
             this->for_each_in_runs(offset, pitch, rows, [&](int, int row, int column, const auto* from) {
-                copy_16(target.at(row, column), from, this->inside);
+                copy(target.at(row, column), from, this->inside);
             });
         }
         template <class Target>
         __device__ __forceinline__ void finish(Target&) {}
+
+      private:
+        __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
+            if constexpr (Map::kReadsOnce)
+                ptx::cp_async_16(to, from, inside ? 16 : 0, ptx::cache_policy(this->passes_by));
+            else copy_16(to, from, inside);
+        }
     };
 };
 

@@ -1088,8 +1088,8 @@ FAULTS = [
     Fault(
         name="sm80-not-cut",
         path="csrc/device/sm80.cuh",
-        old="copy_16(target.at(row, column), from, this->inside && row < rows);",
-        new="copy_16(target.at(row, column), from, this->inside && row <= rows);",
+        old="copy(target.at(row, column), from, this->inside && row < rows);",
+        new="copy(target.at(row, column), from, this->inside && row <= rows);",
         why="the row behind the last key is read",
         kernels=SM80,
     ),

@@ -146,6 +146,11 @@ EMULATOR_BRICK inline void red_add_4(float* p, const float (&x)[4]) {
 EMULATOR_BRICK inline void cp_async_16(void* shared, const void* global, int bytes) {
     emulator::async_copy(shared, global, 16, bytes, EMULATOR_PC);
 }
+using CachePolicy = std::uint64_t;
+EMULATOR_INLINE CachePolicy cache_policy(bool) { return 0; }
+EMULATOR_BRICK inline void cp_async_16(void* shared, const void* global, int bytes, CachePolicy) {
+    emulator::async_copy(shared, global, 16, bytes, EMULATOR_PC);
+}
 EMULATOR_BRICK inline void cp_async_commit() { emulator::async_commit(); }
 template <int Pending>
 EMULATOR_BRICK void cp_async_wait() {

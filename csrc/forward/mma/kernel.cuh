@@ -213,13 +213,13 @@ struct Weigher {
     }
 };
 
-/// One item: a Q tile with the keys that `narrow` leaves of those it sees. Nothing is done unless may_copy(), which comes
-/// before the first copy. meanwhile() runs while the first copies are under way. finish(work, m, l, o, unit's exponent)
-/// takes what a warp has.
-template <class Tile, Problems kProblems, class Narrow, class MayCopy, class Meanwhile, class Finish>
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. wait() comes before the first copy. Then
+/// nothing is done unless goes_on(), which comes when the first copies are under way: it may need what is on its way since
+/// wait(). finish(work, m, l, o, unit's exponent) takes what a warp has.
+template <class Tile, Problems kProblems, class Narrow, class Wait, class GoesOn, class Finish>
 __device__ __forceinline__ void attend(const ForwardParams& p, const typename Work<Tile>::Assigned& assigned,
-                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, MayCopy may_copy,
-                                       Meanwhile meanwhile, Finish finish) {
+                                       Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Wait wait,
+                                       GoesOn goes_on, Finish finish) {
     constexpr int kBc = Tile::kBc;
     constexpr bool kMayScale = includes(kProblems, Problems::kConverted);
     const auto mask = key_mask<kTakesRanges<Tile, kProblems>>(p, assigned.sequence, assigned.tile.row(0).head);
@@ -230,7 +230,8 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
     KeyValueCopies<Tile> copies(work, key);
     KeyValueRing<Tile> ring(smem, work);
     QOperand<Tile> q;
-    if (!may_copy()) return;
+    wait();
+    if (Tile::kQSharesRing && !goes_on()) return;
     copies.begin();
     ring.start(copies, key);
     copy_q<Tile>(smem, work, thread);
@@ -241,8 +242,11 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
         meet_group<Tile>();
     }
     ring.run_ahead(copies);
-    meanwhile();
     if constexpr (!Tile::kQSharesRing) {
+        if (!goes_on()) {
+            ptx::cp_async_wait<0>();
+            return;
+        }
         ptx::cp_async_wait<Tile::kAhead - 1>();
         meet(thread);
         q.load(smem, thread);
@@ -315,7 +319,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     attend<Tile, kProblems>(
-        p, assigned, smem, thread, [](Work<Tile>&) {}, [] { return true; }, [] {},
+        p, assigned, smem, thread, [](Work<Tile>&) {}, [] {}, [] { return true; },
         [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
             float factor = exp2f(exponent);
             if constexpr (kTakesDropout<Tile, kProblems>)
@@ -339,9 +343,11 @@ __global__ void __maxnreg__(registers_beside_merge<Tile>())
     while (walk.next()) {
         attend<Tile, kProblems>(
             p, walk.assigned(), block.group[thread.key_warp].tiles, thread,
-            [&](Work<Tile>& work) { walk.narrow(work); }, [&] { return walk.holds(); },
+            [&](Work<Tile>& work) { walk.narrow(work); }, [&] { walk.wait(); },
             [&] {
-                if (threadIdx.x == Tile::kThreads - 1) walk.leave_record();
+                const bool holds = walk.holds();
+                if (holds && threadIdx.x == Tile::kThreads - 1) walk.leave_record();
+                return holds;
             },
             [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float) {
                 KeyPart<kColumns> all;

@@ -51,8 +51,8 @@ struct KeyValueCopies<Tile, true> {
         : work_(work),
           rows_(work.p.sequences, work.sequence.index, work.sequence.first_k, work.sequence.seqlen_k),
           key_(first_key),
-          k_(row_of<const typename Tile::T>(work.p.k, 0, work.tile.head_k, 0), work.p.head_dim),
-          v_(row_of<const typename Tile::T>(work.p.v, 0, work.tile.head_k, 0), work.p.head_dim_v) {
+          k_(row_of<const typename Tile::T>(work.p.k, 0, work.tile.head_k, 0), work.p.head_dim, passes_by(work.p)),
+          v_(row_of<const typename Tile::T>(work.p.v, 0, work.tile.head_k, 0), work.p.head_dim_v, passes_by(work.p)) {
         look_up();
     }
 
@@ -86,6 +86,12 @@ struct KeyValueCopies<Tile, true> {
     }
 
   private:
+    /// Whether K and V are more than an L2 cache holds: then no line serves the next call, and all may go first.
+    __device__ __forceinline__ static bool passes_by(const ForwardParams& p) {
+        constexpr std::int64_t kBytes = 64 << 20;
+        const std::int64_t row = (p.head_dim + p.head_dim_v) * static_cast<int>(sizeof(typename Tile::T));
+        return p.batch * p.heads_k * p.seqlen_k * row > kBytes;
+    }
     __device__ __forceinline__ void look_up() {
         const int row = Map::lane_row(), j = key_ + row;
         place_.row = -1;

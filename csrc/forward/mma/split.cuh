@@ -14,8 +14,8 @@
 // `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There
 // are no records: the number of an item says where its parts are.
 //
-// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy; the second grid reads a
-// record and then all parts at once.
+// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy: beside the grid before where
+// grids overlap. The second grid reads a record and then all parts at once.
 #pragma once
 
 #include <launch.h>
@@ -54,12 +54,13 @@ constexpr int kMostLanes = 8;      // with more, too many blocks for an SM besid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
-/// Registers of a thread of the first grid: as many as its blocks of an SM leave, and where few rows share a key, and steps
-/// are short, as two blocks of the second grid leave as well. Else these would keep the next call's blocks out.
+/// Registers of a thread of the first grid: as many as its blocks of an SM leave, and where few rows share a key, and grids
+/// may overlap, as two blocks of the second grid leave as well. Else these would keep the next call's blocks out.
 template <class Tile>
 constexpr int registers_beside_merge() {
     constexpr int kOfSm = 65536, kOfMerge = kOfSm / kMergeBlocks / (8 * kMergeThreads) * (8 * kMergeThreads);
-    const int left = kOfSm - (Tile::kKeyWarps > 1 && Tile::kD <= 128 ? 2 * kOfMerge : 0);
+    constexpr bool kBesideMerge = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
+    const int left = kOfSm - (kBesideMerge ? 2 * kOfMerge : 0);
     return std::min(255, left / (8 * Tile::kThreads * Tile::kBlocksPerSm) * 8);
 }
 
@@ -75,16 +76,11 @@ inline int merging_lanes_shift(std::int64_t parts) {
 }
 
 /// Nearly `most` blocks, among which items of equal lengths can be shared so that no block begins in the middle of one
-/// and goes on with another: it would wait for its first copies twice. Nor does an item have a few parts more than the
-/// second grid reads at once. Where there are no such numbers, `most`.
+/// and goes on with another: it would wait for its first copies twice. Where there are none, `most`.
 inline std::int64_t even_blocks(std::int64_t items, std::int64_t most) {
-    constexpr std::int64_t kPartsAtOnce = kMostLanes * MergedVector::kAtOnce;
-    const auto enough = [&](std::int64_t blocks) { return 100 * blocks >= kLeastBlocks * most; };
     const std::int64_t each = (items + most - 1) / most;  // items of a block
-    const std::int64_t parts = most / items, at_once = parts / kPartsAtOnce * kPartsAtOnce;
-    if (enough(at_once * items)) return at_once * items;
-    const std::int64_t even = items < most ? parts * items : items % each == 0 ? items / each : 0;
-    return enough(even) ? even : most;
+    const std::int64_t even = items < most ? most / items * items : items % each == 0 ? items / each : 0;
+    return 100 * even >= kLeastBlocks * most ? even : most;
 }
 
 /// log2 of the blocks of a team, of so many blocks in all.
@@ -245,28 +241,32 @@ struct Share {
     }
 };
 
-/// What a warp has read of the sequences' lengths: lane by lane the last two of the lane's own.
+/// The sequences, and one behind them for packed rows behind the last.
+__device__ inline int sequences_of(const ForwardParams& p) {
+    return static_cast<int>(p.batch) + (p.sequences.cu_seqlens_q ? 1 : 0);
+}
+
+/// The lengths of a lane's sequences, as far as they stay in registers.
 struct Lengths {
-    int end = 0, count = 0;  ///< of the lane's sequences
-    Sequence last{}, before{};
+    static constexpr int kMost = 2;  // sequences
 
-    /// Reads one more, `index`.
-    __device__ const Sequence& read(const ForwardParams& p, int index) {
-        before = last, last = cached_sequence(p, index);
-        end = index + 1, ++count;
-        return last;
-    }
-    /// Whether all are known to be what they were. Called by whole warps.
-    __device__ bool hold(const ForwardParams& p) const {
-        bool same = count <= 2;
-        if (same && count > 0) same = equal(cached_sequence(p, end - 1), last);
-        if (same && count > 1) same = equal(cached_sequence(p, end - 2), before);
-        return __all_sync(kWarpMask, same);
-    }
+    int first = 0, count = 0;  ///< of the lane's sequences: kMost at most where a plan is made early
+    CachedEntries of[kMost]{};
 
-  private:
-    __device__ static bool equal(const Sequence& a, const Sequence& b) {
-        return a.first_q == b.first_q && a.seqlen_q == b.seqlen_q && a.first_k == b.first_k && a.seqlen_k == b.seqlen_k;
+    /// The same read again. Does not wait for what it reads.
+    __device__ Lengths again(const ForwardParams& p) const {
+        const int last = sequences_of(p) - 1;
+        Lengths found{.first = first, .count = count};
+#pragma unroll
+        for (int i = 0; i < kMost; ++i)
+            if (32 * i <= last) found.of[i] = cached_entries(p, min(first + i, last));
+        return found;
+    }
+    __device__ bool same(const Lengths& x) const {
+        bool same = true;
+#pragma unroll
+        for (int i = 0; i < kMost; ++i) same &= i >= count || of[i] == x.of[i];
+        return same;
     }
 };
 
@@ -275,14 +275,19 @@ template <class Tile>
 class Runs : public Items<Tile> {
   public:
     __device__ Runs(const ForwardParams& params, const Split& split) : Items<Tile>(params, split) {
-        const int sequences = static_cast<int>(p_.batch) + (p_.sequences.cu_seqlens_q ? 1 : 0);
+        const int sequences = sequences_of(p_);
         each_ = (sequences + 31) / 32;
         const int first = lane() * each_, end = min(first + each_, sequences);
+        lengths.first = first, lengths.count = max(end - first, 0);
         int own = 0;
 #pragma unroll 1
         for (int i = first; i < end; ++i) {
-            of_head_ = this->units_of_head(lengths.read(p_, i));
-            own += this->heads_ * of_head_;
+            const CachedEntries entries = cached_entries(p_, i);
+            const Sequence s = cached_sequence(p_, i, entries);
+            const int of_head = this->units_of_head(s);
+            if (i == first) first_ = s, of_first_ = of_head, lengths.of[0] = entries;
+            else last_ = s, of_last_ = of_head, lengths.of[1] = entries;
+            own += this->heads_ * of_head;
         }
         upto_ = sum_upto(own);
         before_ = upto_ - own;
@@ -302,11 +307,15 @@ class Runs : public Items<Tile> {
     __device__ Found find(int unit) const {
         const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
         const auto of_owner = [&](int x) { return __shfl_sync(kWarpMask, x, owner); };
-        int index = owner, rest = unit - of_owner(before_), of_head = of_owner(of_head_);
-        const Sequence& last = lengths.last;
-        Sequence s{min(owner, static_cast<int>(p_.batch) - 1), of_owner(last.first_q), of_owner(last.first_k),
-                   of_owner(last.seqlen_q), of_owner(last.seqlen_k)};
-        if (each_ > 1) {
+        int rest = unit - of_owner(before_), of_head = of_owner(of_first_);
+        const bool behind_first = each_ > 1 && rest >= this->heads_ * of_head;  // among the owner's sequences
+        int index = owner * each_ + behind_first;
+        const auto number = [&](int Sequence::* x) { return of_owner(behind_first ? last_.*x : first_.*x); };
+        Sequence s{min(index, static_cast<int>(p_.batch) - 1), number(&Sequence::first_q), number(&Sequence::first_k),
+                   number(&Sequence::seqlen_q), number(&Sequence::seqlen_k)};
+        if (each_ <= Lengths::kMost) {
+            if (behind_first) rest -= this->heads_ * of_head, of_head = of_owner(of_last_);
+        } else {
             const int end = min((owner + 1) * each_, static_cast<int>(p_.batch) + 1);
             index = search(owner * each_, end, rest,
                            [&](int i) { return this->heads_ * this->units_of_head(cached_sequence(p_, i)); });
@@ -347,15 +356,17 @@ class Runs : public Items<Tile> {
         }
     }
 
-    int each_;           // sequences of a lane
-    int of_head_ = 0;    // units of a head of the last of them
-    int upto_, before_;  // units of the lanes up to this one, and of those before it
+    int each_;                        // sequences of a lane
+    Sequence first_{}, last_{};       // of them; last_ only if there are others
+    int of_first_ = 0, of_last_ = 0;  // units of one of their heads
+    int upto_, before_;               // units of the lanes up to this one, and of those before it
 };
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
 ///
-/// The plan is made beside the grids before, from the lengths as they then are. Once those grids are complete, the lengths
-/// are read again, and if they are others, the plan is made again.
+/// The plan is made beside the grids before, from the lengths as they then are, unless there are so many sequences that it
+/// would have to read a length twice. Once those grids are complete, the lengths are read again, and if they are others, the
+/// plan is made again.
 template <class Tile>
 class Walk {
   public:
@@ -367,19 +378,26 @@ class Walk {
     __device__ bool next() {
         if (begun_) return advance();
         bool found;
-        do found = plan();
-        while (!found && !holds());
+        do {
+            found = plan();
+            if (!found) wait();
+        } while (!found && !holds());
         if (!found && split_.records && !split_.by_item && threadIdx.x == 0)
             record<Tile>(p_, split_, block()).parts = 0;
         return found;
     }
-    /// Waits for the grids before. False: the plan does not hold, and next() makes it again. To be asked of each run before
-    /// anything but lengths is read, and before anything is written.
+    /// Waits for the grids before. To be called in each run before anything but lengths is read.
+    __device__ void wait() {
+        if (waited_) return;
+        wait_for_previous_grids();
+        waited_ = true;
+        if (early_) again_ = lengths_.again(p_);
+    }
+    /// False: the plan does not hold, and next() makes it again. To be asked of each run, behind wait(), before anything is
+    /// written.
     __device__ bool holds() {
-        const bool sure = waited_ || !grids_overlap();
-        wait();
-        begun_ = sure || lengths_.hold(p_);
-        lengths_ = {};  // else they would stay in registers
+        begun_ = !early_ || __all_sync(kWarpMask, lengths_.same(again_));
+        early_ = false, lengths_ = again_ = {};  // else they would stay in registers
         return begun_;
     }
     /// Whether there is a next one.
@@ -408,8 +426,10 @@ class Walk {
   private:
     /// Goes to the first run.
     __device__ bool plan() {
+        // These read a length more than once: it must not change between
+        if (split_.blocks == 0 || sequences_of(p_) > 32 * Lengths::kMost) wait();
+        early_ = grids_overlap() && !waited_;
         if (split_.blocks == 0) {
-            wait();
             const CachedAssignment a = cached_assignment<Tile::kBr>(p_, split_.group);
             assigned_ = a;
             return a.tile.first_row >= 0 && a.tile.row(0).query < a.sequence.seqlen_q;
@@ -434,10 +454,6 @@ class Walk {
         }
         reach(s);
         return true;
-    }
-    __device__ void wait() {
-        if (!waited_) wait_for_previous_grids();
-        waited_ = true;
     }
 
     __device__ static int block() { return static_cast<int>(blockIdx.x); }
@@ -465,7 +481,8 @@ class Walk {
     const ForwardParams& p_;
     const Split& split_;
     bool waited_ = false, begun_ = false;  // for the grids before; with the runs of a plan that holds
-    Lengths lengths_;                      // that the plan comes from
+    bool early_ = false;                   // whether the plan was made before the wait
+    Lengths lengths_, again_;              // that the plan comes from; as they are behind the wait
     CachedAssignment assigned_;
     Share share_;
     Place at_{};
