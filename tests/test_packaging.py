@@ -186,7 +186,7 @@ def kernel_comments(source: Path) -> dict[str, str]:
     for name in re.findall(r'#include "(.*)"', text):
         if name.endswith(".cuh"):
             comments |= kernel_comments(ROOT / "csrc" / name)
-    bounds = r"__launch_bounds__\((?:[^()]|\([^()]*\))*\)"
+    bounds = r"__(?:launch_bounds|maxnreg)__\((?:[^()]|\([^()]*\))*\)"
     for match in re.finditer(
         r"((?:^(?://|template).*\n)*)^[^\n/]*__(?:global|device)__([^;{]*?)(\w+)\(", re.sub(bounds, "", text), re.M
     ):
