@@ -500,8 +500,10 @@ def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) 
     of_lengths = what in LENGTH_TENSORS
     for changed in (0, 1, sequences - 1) if of_lengths else (0,):
         before = t.clone()
-        if of_lengths:  # a single one changes, by one
-            before[changed] += 1 if what == "cache_leftpad" or changed == 0 else -1
+        if what == "seqlens":  # a single one changes
+            before[changed] = 0
+        elif of_lengths:
+            before[changed] += 40 if what == "cache_leftpad" else 1 if changed == 0 else -1
         else:
             before.fill_(math.nan if t.is_floating_point() else 0)
         with on(3):
@@ -539,6 +541,11 @@ def test_batch_invariant(target: Target, n: int) -> None:
     rows = q.transpose(1, 2).flatten(0, 1)
     out, _ = run(target, rows, cache, causal=True, batch_invariant=True, cu_seqlens_q=cu, max_seqlen_q=n)
     assert torch.equal(out.unflatten(0, (len(lengths), n)).transpose(1, 2), expected[0])
+    some = torch.arange(len(lengths)) % 2 == 1  # have queries
+    cu = int32([0, *(n * some).cumsum(0).tolist()], target[0].device)
+    rows = q[some].transpose(1, 2).flatten(0, 1)
+    out, _ = run(target, rows, cache, causal=True, batch_invariant=True, cu_seqlens_q=cu, max_seqlen_q=n)
+    assert torch.equal(out.unflatten(0, (-1, n)).transpose(1, 2), expected[0][some])
     for sm_count in multiprocessors(target[0], 1, 11):
         with on(sm_count):
             again = run(target, q, cache, causal=True, batch_invariant=True)

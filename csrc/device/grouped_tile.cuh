@@ -105,15 +105,12 @@ __device__ CachedAssignment cached_assignment(const ForwardParams& p, const Divi
     return {found, {found.index, head_k, group.divisor(), tile * Br}};
 }
 
-/// The block of which Q tile `tile` of sequence `index` (as for cached_sequence) is the assignment.
+/// The block of which Q tile `tile` of sequence `index` (as for cached_sequence), whose first row is `first_q`, is the
+/// assignment.
 template <int Br>
-__device__ unsigned cached_block(const ForwardParams& p, int group, int index, int head_k, int tile) {
-    const Sequences& s = p.sequences;
+__device__ unsigned cached_block(const ForwardParams& p, int group, int index, int first_q, int head_k, int tile) {
     int slice = index * static_cast<int>(p.heads_k) + head_k;
-    if (s.cu_seqlens_q) {
-        slice = head_k;
-        tile += detail::first_row(s.cu_seqlens_q, index, s.total_q) * group / Br + index;
-    }
+    if (p.sequences.cu_seqlens_q) slice = head_k, tile += first_q * group / Br + index;
     return static_cast<unsigned>(slice) * cached_tiles<Br>(p, group) + static_cast<unsigned>(tile);
 }
 

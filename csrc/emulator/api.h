@@ -32,7 +32,7 @@ void flash_wmma_emulator_configure(const flash_wmma::emulator::Config* config);
 void flash_wmma_emulator_buffers(const flash_wmma::emulator::Buffer* buffers, std::size_t count);
 
 /// What the grid before the next launch has yet to write, if that launch is programmatic: `bytes` bytes of `from` to `to`.
-/// In each block they land when one of its lanes first waits for that grid. `from` is copied now.
+/// In each block, or cluster, they land when one of its lanes first waits for that grid. `from` is copied now.
 void flash_wmma_emulator_write_late(void* to, const void* from, std::size_t bytes);
 
 /// Counters of the launches since the last call, as JSON; valid until the next call. Lines are those of the source.

@@ -694,9 +694,15 @@ void refuse(const std::string& what, const Launch& l) {
     throw std::runtime_error("emulator: " + function_name(l.kernel) + ": " + what);
 }
 
+/// Ends what was said of the grid before a launch, however the launch ends.
+struct EndOfLateWrites {
+    ~EndOfLateWrites() { g_late_writes.land(), g_late_writes.clear(); }
+};
+
 }  // namespace
 
 void launch(const Launch& l) {
+    const EndOfLateWrites end;
     const std::uint64_t blocks = volume(l.grid), threads = volume(l.block);
     constexpr std::uint64_t kMostThreads = 1024;
     if (blocks == 0 || threads == 0 || threads > kMostThreads)
@@ -776,8 +782,6 @@ void launch(const Launch& l) {
     }
     work();
     for (std::thread& other : others) other.join();
-    g_late_writes.land();
-    g_late_writes.clear();
     if (g_interrupted) throw std::runtime_error("emulator: interrupted");
     if (error) std::rethrow_exception(error);
     if (found_at < clusters) refuse(finding, l);

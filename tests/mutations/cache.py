@@ -448,6 +448,15 @@ FAULTS = [
         kernels=MMA,
         tests=CACHE,
     ),
+    Fault(
+        name="parts-of-no-rows",
+        path=SPLIT,
+        old="if (parts < 2 || rows < 1) return;",
+        new="if (parts < 2) return;",
+        why="with batch_invariant a number of no tile reads before the workspace",
+        kernels=MMA,
+        tests=CACHE,
+    ),
     # ---- beside the grid before
     Fault(
         name="grid-before-not-awaited",

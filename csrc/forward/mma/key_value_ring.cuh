@@ -86,7 +86,7 @@ struct KeyValueCopies<Tile, true> {
     }
 
   private:
-    /// Whether K and V are more than an L2 cache holds: then no line serves the next call, and all may go first.
+    /// Whether K and V may be more than an L2 cache holds: then no line serves the next call, and all may go first.
     __device__ __forceinline__ static bool passes_by(const ForwardParams& p) {
         constexpr std::int64_t kBytes = 64 << 20;
         const std::int64_t row = (p.head_dim + p.head_dim_v) * static_cast<int>(sizeof(typename Tile::T));

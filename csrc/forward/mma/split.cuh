@@ -305,7 +305,8 @@ class Runs : public Items<Tile> {
         int units;  ///< of the item
     };
     __device__ Found find(int unit) const {
-        const int owner = __ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1;
+        // Old lengths of packed queries may add up to more than an int: whatever is found then lies in the tensors
+        const int owner = max(__ffs(static_cast<int>(__ballot_sync(kWarpMask, upto_ > unit))) - 1, 0);
         const auto of_owner = [&](int x) { return __shfl_sync(kWarpMask, x, owner); };
         int rest = unit - of_owner(before_), of_head = of_owner(of_first_);
         const bool behind_first = each_ > 1 && rest >= this->heads_ * of_head;  // among the owner's sequences
@@ -321,8 +322,10 @@ class Runs : public Items<Tile> {
                            [&](int i) { return this->heads_ * this->units_of_head(cached_sequence(p_, i)); });
             s = cached_sequence(p_, index), of_head = this->units_of_head(s);
         }
+        const auto quotient = [](int x, int y) { return static_cast<unsigned>(x) / static_cast<unsigned>(y); };
+        const int last_heads = this->heads_ - 1;
         const int heads =
-            this->heads_ > 1 ? static_cast<int>(static_cast<unsigned>(rest) / static_cast<unsigned>(of_head)) : 0;
+            last_heads ? static_cast<int>(min(quotient(rest, of_head), static_cast<unsigned>(last_heads))) : 0;
         rest -= heads * of_head;
         const int count = this->q_tiles(s);
         if (count == 1) return {{index, heads, 0, rest}, s, of_head};
@@ -462,7 +465,9 @@ class Walk {
     __device__ int head_k() const { return (at_.heads << split_.team_shift) + block() - (team() << split_.team_shift); }
     /// Of the item.
     __device__ int number() const {
-        return static_cast<int>(cached_block<Tile::kBr>(p_, split_.group.divisor(), at_.sequence, head_k(), at_.tile));
+        const int first_q = assigned_.sequence.first_q;
+        return static_cast<int>(
+            cached_block<Tile::kBr>(p_, split_.group.divisor(), at_.sequence, first_q, head_k(), at_.tile));
     }
     /// Each record is left once: an item's where it begins, a block's with its last run.
     __device__ bool leaves_record() const {
@@ -519,8 +524,8 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
         tile = {found.batch, found.head_k, split.group.divisor(), found.first_row};
         parts = found.parts, block = found.block;
     }
-    if (parts < 2) return;
     const int rows = min(Tile::kBr, tile.rows(s.seqlen_q));
+    if (parts < 2 || rows < 1) return;  // a number of no tile may have keys
     // Part i is of the i-th team from the item's first on; it is the last run of the first one's block
     const std::int64_t place = split.parts ? std::int64_t{number} * split.parts : 2 * block;
     const int next = split.parts ? 1 : 2 << split.team_shift, last_run = split.parts ? 0 : 1;
