@@ -58,8 +58,8 @@ struct Sm80 {
 
       private:
         __device__ __forceinline__ void copy(void* to, const void* from, bool inside) {
-            if constexpr (Map::kReadsOnce)
-                ptx::cp_async_16(to, from, inside ? 16 : 0, ptx::cache_policy(this->passes_by));
+            [[maybe_unused]] const int bytes = inside ? 16 : 0;
+            if constexpr (Map::kReadsOnce) ptx::cp_async_16(to, from, bytes, ptx::cache_policy(this->passes_by));
             else copy_16(to, from, inside);
         }
     };
