@@ -492,7 +492,7 @@ def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) 
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     target = dataclasses.replace(target[0], device="cpu"), target[1]
-    cache = paged(target, tuple(20 + 37 * i % 150 for i in range(sequences)), 16, heads=1)
+    cache = paged(target, tuple(300 + 37 * i % 150 for i in range(sequences)), 16, heads=1)
     q, cu = packed_queries(target, tuple(1 + i % 2 for i in range(sequences)), 2, 64, extra=0)
     given = {"cu_seqlens_q": cu, "max_seqlen_q": 2, "cache_leftpad": int32([i % 7 for i in range(sequences)])}
     given |= {"block_table": cache.table, "causal": True, "kernel": target[0].name, "return_lse": True}

@@ -498,7 +498,7 @@ FAULTS = [
         name="second-of-two-lengths-unchecked",
         path=SPLIT,
         old="same &= i >= count || of[i] == x.of[i];",
-        new="same &= i >= 1 || of[i] == x.of[i];",
+        new="same &= i >= min(count, 1) || of[i] == x.of[i];",
         why="the same of the other",
         kernels=MMA,
         tests=CACHE,
