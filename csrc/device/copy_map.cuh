@@ -50,7 +50,7 @@ struct CopyMap {
 /// pages, only a run's first row is handed round.
 template <class Tile, int Rows>
 struct CachedCopyMap {
-    static constexpr bool kReadsOnce = Tile::kBr <= 32;  // few rows are a tile that has all that share a key
+    static constexpr bool kReadsOnce = Tile::kBr <= 32;  // such tiles have all rows that share a key
     static constexpr int kVectors = Tile::kD / 8;
     static constexpr int kWarpRows = (Rows + Tile::kGroupWarps - 1) / Tile::kGroupWarps;
     static constexpr int kCount = (kWarpRows * kVectors + 31) / 32;

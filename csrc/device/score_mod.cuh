@@ -59,7 +59,7 @@ class ScoreMod<true> {
                     for (int e = 0; e < 2; ++e) f(at(i, j, e), i, 8 * j + e);
         };
         if (p.softcap != 0.f) {
-            // Not by /: what compilers move to the kernel's begin has a branch for a cap of 0
+            // Not by /, whose slow path a cap of 0 takes: compilers compute this once, whether there is a cap or not
             const float to_x = __fdividef(scale, kLog2e * p.softcap), from_x = kLog2e * p.softcap;
             each([&](float& score, int, int) { score = from_x * tanh(score * to_x); });
         } else {

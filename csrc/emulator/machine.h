@@ -22,7 +22,7 @@ struct AsyncCopy {
     const void* from;
     int bytes, source_bytes, group;
     const void* pc;
-    bool has_read = false;  ///< before its wait
+    bool has_read = false;  ///< before its wait, and written: see read_async_copies
 };
 
 /// A tensor copy under way, or a store.
@@ -213,7 +213,7 @@ class Worker {
     void wait_until(bool (*ready)(void*), void* argument, const char* name, Site site);
     void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
     void async_wait(int pending);
-    /// Makes all asynchronous copies under way read what they copy.
+    /// Performs all lanes' asynchronous copies under way; that they have landed is still known at their waits alone.
     void read_async_copies();
     void release(const void* object);
     void acquire(const void* object);

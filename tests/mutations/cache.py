@@ -504,7 +504,7 @@ FAULTS = [
         tests=CACHE,
     ),
     Fault(
-        name="first-page-read-early",
+        name="first-pages-not-read",
         path=RING,
         old="__device__ __forceinline__ void begin() { read_page(); }",
         new="__device__ __forceinline__ void begin() {}",

@@ -48,7 +48,7 @@ struct Split {
 
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
-constexpr int kMergeBlocks = 12;   // of an SM: with less, ptxas keeps registers for no more loads at once
+constexpr int kMergeBlocks = 12;   // of an SM: 80 registers. Unbounded, ptxas takes 72 and loads O behind m and l
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
 constexpr int kMostLanes = 8;      // with more, too many blocks for an SM beside those of the first grid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
