@@ -167,6 +167,12 @@ OTHERS = (
     Fault("ldmatrix_of_global", "ldmatrix of an address outside shared memory", rf"lane 0 of {BLOCK_0}"),
     Fault("async_from_shared", "asynchronous copy from an address outside global memory", rf"lane 0 of {BLOCK_0}"),
     Fault("flag_never_set", "no progress: a lane waits for what no other does", rf"lane 0 of {BLOCK_0}"),
+    Fault("line_in_vain", "line fetched and not read", rf"lane 0 of {BLOCK_0}"),
+    Fault(
+        "line_outside",
+        "line fetched out of bounds of global memory, 128 bytes past the end of argument 1",
+        rf"lane 0 of {BLOCK_0}",
+    ),
     Fault("async_tail", f"{PAST} 1", rf"lane 31 of {BLOCK_0} reads 16 bytes of global memory"),
 )
 WRONG_RESULTS = ("shuffle_from_outside", "wrong_lane_map")

@@ -107,6 +107,17 @@ def paged(
     return Paged(k, v, wide[:, :runs], int32(lengths, kernel.device), ks, vs)
 
 
+def beyond_l2(cache: Paged) -> Paged:
+    """The same with a capacity of more than 64 MiB, which kernels take for more than an L2 cache holds. What is not in
+    use has no page."""
+    sequences, columns = cache.table.shape
+    page = cache.k[0].numel() * cache.k.element_size() + cache.v[0].numel() * cache.v.element_size()
+    more = (64 << 20) // (sequences * page) + 1
+    table = torch.nn.functional.pad(cache.table, (0, more), value=2**31 - 1)
+    table[:, columns::2] = -1
+    return cache._replace(table=table)
+
+
 def queries(target: Target, *shape: int, seed: int = 7) -> Tensor:
     """Random normals in a storage of NaN."""
     kernel, dtype = target
@@ -492,7 +503,7 @@ def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) 
     if shutil.which("g++") is None:
         pytest.skip("no g++")
     target = dataclasses.replace(target[0], device="cpu"), target[1]
-    cache = paged(target, tuple(300 + 37 * i % 150 for i in range(sequences)), 16, heads=1)
+    cache = beyond_l2(paged(target, tuple(300 + 37 * i % 150 for i in range(sequences)), 16, heads=1))
     q, cu = packed_queries(target, tuple(1 + i % 2 for i in range(sequences)), 2, 64, extra=0)
     given = {"cu_seqlens_q": cu, "max_seqlen_q": 2, "cache_leftpad": int32([i % 7 for i in range(sequences)])}
     given |= {"block_table": cache.table, "causal": True, "kernel": target[0].name, "return_lse": True}
@@ -512,6 +523,20 @@ def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) 
             with poisoned_memory():
                 result = forward_cached(q, cache.k, cache.v, cache.seqlens, **given)
         assert all(map(torch.equal, result, expected)), changed
+
+
+@needs(CACHE, splits, natural)
+@pytest.mark.parametrize(
+    ("size", "n", "d", "dv"), [(16, 1, 64, 64), (7, 3, 96, 40), (256, 20, 128, 128), (1, 1, 256, 72)]
+)
+def test_more_than_l2_holds(target: Target, size: int, n: int, d: int, dv: int) -> None:
+    """Blocks ask for their first rows ahead. The emulator looks whether they read what they ask for."""
+    lengths = (*LENGTHS, 700)
+    cache = beyond_l2(paged(target, lengths, size, d=d, dv=dv))
+    q = queries(target, len(lengths), 4, n, d)
+    for sm_count in multiprocessors(target[0], 2, 23):
+        with on(sm_count):
+            check_each(target, q, cache, run(target, q, cache, causal=True), CAUSAL)
 
 
 @needs(CACHE, splits, natural)

@@ -70,6 +70,8 @@ struct CachedCopyMap {
     __device__ CachedCopyMap(const typename Tile::T* first_row, int columns, bool passes_by_)
         : head(first_row), d(columns), passes_by(passes_by_) {}
 
+    /// The first of the warp's rows.
+    __device__ static int first_row() { return static_cast<int>(threadIdx.x / 32 % Tile::kGroupWarps) * kWarpRows; }
     /// The row of a tile that this lane looks up; Rows or more: none.
     __device__ static int lane_row() {
         const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -114,8 +116,6 @@ struct CachedCopyMap {
     }
 
   private:
-    __device__ static int first_row() { return static_cast<int>(threadIdx.x / 32 % Tile::kGroupWarps) * kWarpRows; }
-
     /// f(i, row among the warp's, column, whether the tile has it).
     template <class F>
     __device__ __forceinline__ static void each(F f) {

@@ -67,6 +67,8 @@ std::string where(const Worker& worker, std::uintptr_t address, bool shared) {
 
 }  // namespace
 
+static constexpr std::uintptr_t kLine = 128;  // bytes of the L2 cache
+
 void Worker::check(Lane& lane, bool collective, std::uintptr_t address, int bytes, Access kind, const void* pc) {
     const bool shared = arena.contains(address);
     const auto text = [&](const std::string& what) {
@@ -91,6 +93,7 @@ void Worker::check(Lane& lane, bool collective, std::uintptr_t address, int byte
             stop(text("out of bounds of global memory, " + g_memory.nearest(address)));
         }
         if (!aligned) stop(text("misaligned access"));
+        if (!fetched_.empty()) fetched_.erase(address / kLine);
         if (writes(kind) && !buffer->writable) stop(text("write to an input"));
         if (buffer->writable)
             conflict = writes(kind) ? g_memory.write(*buffer, address, bytes, who, pc, kind == Access::kAtomic)
@@ -160,6 +163,15 @@ void Worker::async_copy(void* shared, const void* global, int bytes, int source_
     if (source_bytes) access(from, source_bytes, Access::kAsyncLoad, pc);
     access(to, bytes, Access::kAsyncStore, pc);
     lane.copies.push_back({shared, global, bytes, source_bytes, lane.copy_group, pc});
+}
+
+void Worker::fetch_line(const void* address, const void* pc) {
+    if (!config.checks || !g_memory.known()) return;
+    const auto at = reinterpret_cast<std::uintptr_t>(address);
+    if (!g_memory.find(at, 1))
+        stop("line fetched out of bounds of global memory, " + g_memory.nearest(at) + ": " + describe(*t_lane) +
+             "\n  at " + source_line(pc));
+    fetched_.try_emplace(at / kLine, static_cast<int>(t_lane - lanes.data()), pc);
 }
 
 static void read(const AsyncCopy& copy) {
@@ -241,6 +253,7 @@ void atomic_access(const void* address, int bytes, const void* pc) {
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc) {
     t_worker->async_copy(shared, global, bytes, source_bytes, pc);
 }
+void fetch_line(const void* address, const void* pc) { t_worker->fetch_line(address, pc); }
 void async_commit() { ++t_lane->copy_group; }
 void async_wait(int pending_groups) { t_worker->async_wait(pending_groups); }
 

@@ -89,6 +89,7 @@ void Worker::set_up(std::uint64_t first_block, int count) {
     blocks.resize(static_cast<std::size_t>(count));
     sync_objects_.clear();
     barriers.clear();
+    fetched_.clear();
     cluster_barrier_ = {};
     warpgroups.clear();
     epochs_.assign(total_warps, arena.first_epoch());
@@ -216,6 +217,10 @@ void Worker::run(std::uint64_t first_block, int count) {
                                   describe(blocks[static_cast<std::size_t>(arena.block_at(
                                       reinterpret_cast<std::uintptr_t>(barrier.copies.front().shared)))]),
                                   source_line(barrier.copies.front().site))};
+    if (fetched_.empty() || !g_late_writes.empty()) return;
+    const auto& [line, asked] = *fetched_.begin();
+    throw Finding{finding("line fetched and not read", describe(lanes[static_cast<std::size_t>(asked.first)]),
+                          source_line(asked.second))};
 }
 
 void Worker::merge_logs(Warp& warp) {

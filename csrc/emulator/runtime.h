@@ -108,6 +108,8 @@ void atomic_access(const void* address, int bytes, const void* pc);
 /// in async_wait, the last legal moment.
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
 void async_commit();
+/// prefetch.global.L2. A block reads what it asks for.
+void fetch_line(const void* address, const void* pc);
 void async_wait(int pending_groups);
 
 // --- asynchronous units of sm_90 -------------------------------------------------------------------------------------

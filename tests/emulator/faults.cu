@@ -6,6 +6,7 @@
 #include <launch.h>
 #include <mma.h>
 #include <ptx.cuh>
+#include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
 #include <cstdint>
@@ -620,6 +621,24 @@ __global__ void async_tail(float* out, const float* in, int n) {
     out[threadIdx.x] = smem.words[0][threadIdx.x];
 }
 const Entry kAsyncTail("async_tail", run<async_tail<true>, async_tail<false>, 1, 32, Tile>);
+
+/// A line that the block does not read.
+template <bool Right>
+__global__ void line_in_vain(float* out, const float* in, int) {
+    ptx::prefetch_line(&in[Right ? 0 : 64]);  // fault: line_in_vain
+    __syncwarp();
+    out[threadIdx.x] = in[threadIdx.x];
+}
+const Entry kLineInVain("line_in_vain", run<line_in_vain<true>, line_in_vain<false>, 1, 32>);
+
+/// A line that is not the tensor's.
+template <bool Right>
+__global__ void line_outside(float* out, const float* in, int n) {
+    ptx::prefetch_line(&in[Right ? n - 1 : n + 32]);  // fault: line_outside
+    __syncwarp();
+    for (int i = static_cast<int>(threadIdx.x); i < n; i += 32) out[threadIdx.x] = in[i];
+}
+const Entry kLineOutside("line_outside", run<line_outside<true>, line_outside<false>, 1, 32>);
 
 /// Every block adds its part.
 template <bool Right>

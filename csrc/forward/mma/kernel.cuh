@@ -213,7 +213,7 @@ struct Weigher {
     }
 };
 
-/// One item: a Q tile with the keys that `narrow` leaves of those it sees. wait() comes before the first copy. Then
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. wait(copies) comes before the first copy. Then
 /// nothing is done unless goes_on(), which comes when the first copies are under way: it may need what is on its way since
 /// wait(). finish(work, m, l, o, unit's exponent) takes what a warp has.
 template <class Tile, Problems kProblems, class Narrow, class Wait, class GoesOn, class Finish>
@@ -230,7 +230,7 @@ __device__ __forceinline__ void attend(const ForwardParams& p, const typename Wo
     KeyValueCopies<Tile> copies(work, key);
     KeyValueRing<Tile> ring(smem, work);
     QOperand<Tile> q;
-    wait();
+    wait(copies);
     if (Tile::kQSharesRing && !goes_on()) return;
     copies.begin();
     ring.start(copies, key);
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm) forward(co
     const auto assigned = assigned_to_block<Tile, kPackedToo>(p);
     if (kPackedToo && (assigned.tile.first_row < 0 || assigned.tile.first_row >= assigned.sequence.seqlen_q)) return;
     attend<Tile, kProblems>(
-        p, assigned, smem, thread, [](Work<Tile>&) {}, [] {}, [] { return true; },
+        p, assigned, smem, thread, [](Work<Tile>&) {}, [](const auto&) {}, [] { return true; },
         [&](const Work<Tile>& work, const Softmax<Tile>& softmax, const Output<Tile>& o, float exponent) {
             float factor = exp2f(exponent);
             if constexpr (kTakesDropout<Tile, kProblems>)
@@ -343,7 +343,8 @@ __global__ void __maxnreg__(registers_beside_merge<Tile>())
     while (walk.next()) {
         attend<Tile, kProblems>(
             p, walk.assigned(), block.group[thread.key_warp].tiles, thread,
-            [&](Work<Tile>& work) { walk.narrow(work); }, [&] { walk.wait(); },
+            [&](Work<Tile>& work) { walk.narrow(work); },
+            [&](const KeyValueCopies<Tile>& copies) { walk.wait([&] { copies.fetch_ahead(); }); },
             [&] {
                 const bool holds = walk.holds();
                 if (holds && threadIdx.x == Tile::kThreads - 1) walk.leave_record();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ptx.cuh>
+#include <ptx_sm90.cuh>
 
 #include "forward/mma/block.cuh"
 
@@ -56,6 +57,27 @@ struct KeyValueCopies<Tile, true> {
         look_up();
     }
 
+    /// Asks the L2 cache for the rows that the first copies bring, beside the grids before: what these still write is in L2
+    /// too. Nothing is asked for if K and V may lie in L2 as it is: then asking costs more than it brings.
+    __device__ __forceinline__ void fetch_ahead() const {
+        constexpr int kLine = 128, kBytes = static_cast<int>(sizeof(typename Tile::T));
+        constexpr int kLines = (Tile::kD * kBytes + kLine - 1) / kLine;
+        const auto ask = [](const typename Tile::T* row, int line, int columns) {
+            if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
+        };
+        const int tiles = k_.passes_by ? min(Tile::kAhead, work_.tiles) : 0, lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll 1
+        for (int tile = 0; tile < tiles; ++tile)
+#pragma unroll
+            for (int at = lane; at < Map::kWarpRows * kLines; at += 32) {
+                const int row = Map::first_row() + at / kLines, line = at % kLines, j = key_ - tile * Tile::kBc + row;
+                if (row >= Tile::kGroupKeys || j < 0 || j >= rows_.count) continue;
+                const CachedRows::Place place = rows_.place(j);
+                const int page = rows_.pages ? read_early(rows_.pages + place.run) : rows_.page;
+                ask(k_.head + rows_.offset(work_.p.k, page, place.row), line, k_.d);
+                ask(v_.head + rows_.offset(work_.p.v, page, place.row), line, v_.d);
+            }
+    }
     /// Before the first start().
     __device__ __forceinline__ void begin() { read_page(); }
 

@@ -44,23 +44,25 @@ struct Split {
     int records = 0;       ///< if every unit is no part: of items, or of the blocks if there are fewer
     bool by_item = false;  ///< whether they are of items
     int lanes_shift = 0;   ///< log2 of the lanes that share an item's parts in the second grid
+    int slices = 0;        ///< of an item in the second grid, of kMergeThreads each
 };
 
 constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
 constexpr int kMergeBlocks = 12;   // of an SM: 80 registers. Unbounded, ptxas takes 72 and loads O behind m and l
+constexpr int kMergeBeside = 2;    // of an SM, beside blocks of the first grid
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
 constexpr int kMostLanes = 8;      // with more, too many blocks for an SM beside those of the first grid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
 /// Registers of a thread of the first grid: as many as its blocks of an SM leave, and where few rows share a key, and grids
-/// may overlap, as two blocks of the second grid leave as well. Else these would keep the next call's blocks out.
+/// may overlap, as kMergeBeside blocks of the second grid leave as well. Else these would keep the next call's blocks out.
 template <class Tile>
 constexpr int registers_beside_merge() {
     constexpr int kOfSm = 65536, kOfMerge = kOfSm / kMergeBlocks / (8 * kMergeThreads) * (8 * kMergeThreads);
     constexpr bool kBesideMerge = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
-    const int left = kOfSm - (kBesideMerge ? 2 * kOfMerge : 0);
+    const int left = kOfSm - (kBesideMerge ? kMergeBeside * kOfMerge : 0);
     return std::min(255, left / (8 * Tile::kThreads * Tile::kBlocksPerSm) * 8);
 }
 
@@ -107,6 +109,12 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     const std::int64_t tiles = (p.seqlen_k + Tile::kBc - 1) / Tile::kBc, resident = resident_blocks<Tile>(device);
     const int hint = p.partials.num_splits;
     Split split{.group = Divisor(p.heads_q / p.heads_k)};
+    const auto merge_with = [&](std::int64_t parts) {  // of an item
+        split.lanes_shift = merging_lanes_shift(parts);
+        const std::int64_t rows = std::min<std::int64_t>(Tile::kBr, p.seqlen_q * split.group.divisor());
+        split.slices =
+            static_cast<int>(((rows * (Tile::kD / 4) << split.lanes_shift) + kMergeThreads - 1) / kMergeThreads);
+    };
     const auto share = [&](std::int64_t blocks) {  // whole teams
         split.team_shift = team_shift_of<Tile>(p.heads_k, blocks);
         const auto in_teams = [&] { return blocks >> split.team_shift << split.team_shift; };
@@ -123,7 +131,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
         share(std::min(items * parts, resident));
         split.unit_shift = std::countr_zero(kUnitTiles);
         split.parts = static_cast<int>(parts);
-        split.lanes_shift = merging_lanes_shift(parts);
+        merge_with(parts);
         return split;
     }
     const bool one_tile = p.seqlen_q * split.group.divisor() <= Tile::kBr;  // a head, whose lengths may differ widely
@@ -132,7 +140,7 @@ Split split_of(const ForwardParams& p, const DeviceFacts& device) {
     share(std::min({wanted, resident, items * tiles}));
     split.by_item = !p.sequences.cu_seqlens_q && items < split.blocks;
     split.records = static_cast<int>(split.by_item ? items : split.blocks);
-    split.lanes_shift = merging_lanes_shift(split.blocks / items);  // if the lengths are equal
+    merge_with(split.blocks / items);  // if the lengths are equal
     return split;
 }
 
@@ -383,15 +391,18 @@ class Walk {
         bool found;
         do {
             found = plan();
-            if (!found) wait();
+            if (!found) wait([] {});
         } while (!found && !holds());
         if (!found && split_.records && !split_.by_item && threadIdx.x == 0)
             record<Tile>(p_, split_, block()).parts = 0;
         return found;
     }
-    /// Waits for the grids before. To be called in each run before anything but lengths is read.
-    __device__ void wait() {
+    /// Waits for the grids before, behind fetch_ahead() if they may still run. To be called in each run before anything but
+    /// lengths is read.
+    template <class FetchAhead>
+    __device__ void wait(FetchAhead fetch_ahead) {
         if (waited_) return;
+        if (early_) fetch_ahead();
         wait_for_previous_grids();
         waited_ = true;
         if (early_) again_ = lengths_.again(p_);
@@ -430,7 +441,7 @@ class Walk {
     /// Goes to the first run.
     __device__ bool plan() {
         // These read a length more than once: it must not change between
-        if (split_.blocks == 0 || sequences_of(p_) > 32 * Lengths::kMost) wait();
+        if (split_.blocks == 0 || sequences_of(p_) > 32 * Lengths::kMost) wait([] {});
         early_ = grids_overlap() && !waited_;
         if (split_.blocks == 0) {
             const CachedAssignment a = cached_assignment<Tile::kBr>(p_, split_.group);
@@ -505,9 +516,7 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     constexpr int kVectors = Tile::kD / 4;  // of a row
     let_next_grid_start();
     const int shift = 5 - split.lanes_shift, of_warp = 1 << shift;  // vectors of a warp
-    const int thread = static_cast<int>(blockIdx.y * kMergeThreads + threadIdx.x), lane = thread % 32;
-    const int at = (thread / 32 << shift) + (lane & (of_warp - 1)), first_part = lane >> shift;
-    const int row = at / kVectors, column = at % kVectors * 4;
+    const int lane = static_cast<int>(threadIdx.x) % 32, first_part = lane >> shift;
     const int number = static_cast<int>(blockIdx.x);
     wait_for_previous_grids();
     Sequence s{};
@@ -529,20 +538,25 @@ __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     // Part i is of the i-th team from the item's first on; it is the last run of the first one's block
     const std::int64_t place = split.parts ? std::int64_t{number} * split.parts : 2 * block;
     const int next = split.parts ? 1 : 2 << split.team_shift, last_run = split.parts ? 0 : 1;
-    const auto vector = [&](std::int64_t at_place) {
-        return stored_part<Tile>(p, at_place).vector(min(row, rows - 1), column);
-    };
-    MergedVector all(first_part, 1 << split.lanes_shift, parts, vector(place + last_run), vector(place),
-                     next * TilePart<Tile>::kSize);
-    all.over_lanes(of_warp);
-    if (row >= rows || first_part > 0) return;
-    const auto [query, head] = tile.row(row, split.group);
-    const RowEnd end(p, head, all.m, all.l, 1.f);
-    if (column == 0) p.lse[lse_index(p, s, head, query)] = end.lse;
-    if (column < p.head_dim_v)
-        *reinterpret_cast<uint2*>(row_of<T>(p.o, s.index, head, s.first_q + query) + column) =
-            make_uint2(packed<T>(all.o[0] * end.factor, all.o[1] * end.factor),
-                       packed<T>(all.o[2] * end.factor, all.o[3] * end.factor));
+    for (auto slice = blockIdx.y; slice < static_cast<unsigned>(split.slices); slice += gridDim.y) {
+        const auto thread = static_cast<int>(slice * kMergeThreads + threadIdx.x);
+        const int at = (thread / 32 << shift) + (lane & (of_warp - 1)), row = at / kVectors, column = at % kVectors * 4;
+        const auto vector = [&](std::int64_t at_place) {
+            return stored_part<Tile>(p, at_place).vector(min(row, rows - 1), column);
+        };
+        MergedVector all(first_part, 1 << split.lanes_shift, parts, vector(place + last_run), vector(place),
+                         next * TilePart<Tile>::kSize);
+        all.over_lanes(of_warp);
+        if (row < rows && first_part == 0) {
+            const auto [query, head] = tile.row(row, split.group);
+            const RowEnd end(p, head, all.m, all.l, 1.f);
+            if (column == 0) p.lse[lse_index(p, s, head, query)] = end.lse;
+            if (column < p.head_dim_v)
+                *reinterpret_cast<uint2*>(row_of<T>(p.o, s.index, head, s.first_q + query) + column) =
+                    make_uint2(packed<T>(all.o[0] * end.factor, all.o[1] * end.factor),
+                               packed<T>(all.o[2] * end.factor, all.o[3] * end.factor));
+        }
+    }
 }
 
 /// After the first grid, on the same stream.
@@ -550,11 +564,10 @@ template <class Tile>
 void launch_merge(const ForwardParams& p, const DeviceFacts& device, const Split& split, Stream stream) {
     if (split.blocks == 0 || (split.blocks == 1 && split.parts == 0)) return;
     const std::int64_t blocks = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.records;
-    const std::int64_t rows = std::min<std::int64_t>(Tile::kBr, p.seqlen_q * (p.heads_q / p.heads_k));
-    const std::int64_t threads = rows * (Tile::kD / 4) << split.lanes_shift;
-    LaunchConfig config{
-        dim3(static_cast<unsigned>(blocks), static_cast<unsigned>((threads + kMergeThreads - 1) / kMergeThreads)),
-        dim3(kMergeThreads)};
+    // Of an item, a block for each slice, or for two where all blocks then fit beside those of the first grid
+    const std::int64_t fit = kMergeBeside * device.sm_count / blocks;
+    const std::int64_t of_item = 2 * fit >= split.slices ? std::min<std::int64_t>(fit, split.slices) : split.slices;
+    LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(of_item)), dim3(kMergeThreads)};
     config.programmatic = may_launch_programmatically(device);
     launch(merge<Tile>, config, stream, p, split);
 }
