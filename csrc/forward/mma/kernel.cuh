@@ -344,7 +344,11 @@ __global__ void __maxnreg__(registers_beside_merge<Tile>())
         attend<Tile, kProblems>(
             p, walk.assigned(), block.group[thread.key_warp].tiles, thread,
             [&](Work<Tile>& work) { walk.narrow(work); },
-            [&](const KeyValueCopies<Tile>& copies) { walk.wait([&] { copies.fetch_ahead(); }); },
+            [&](const KeyValueCopies<Tile>& copies) {
+                walk.wait([&] {
+                    if constexpr (Tile::kKeyWarps > 1) copies.fetch_ahead();  // else blocks come too late for it
+                });
+            },
             [&] {
                 const bool holds = walk.holds();
                 if (holds && threadIdx.x == Tile::kThreads - 1) walk.leave_record();

@@ -58,13 +58,9 @@ struct KeyValueCopies<Tile, true> {
     }
 
     /// Asks the L2 cache for the rows that the first copies bring, beside the grids before: what these still write is in L2
-    /// too. Nothing is asked for if K and V may lie in L2 as it is: then asking costs more than it brings.
+    /// too. Nothing is asked for if L2 may hold K and V as it is.
     __device__ __forceinline__ void fetch_ahead() const {
-        constexpr int kLine = 128, kBytes = static_cast<int>(sizeof(typename Tile::T));
         constexpr int kLines = (Tile::kD * kBytes + kLine - 1) / kLine;
-        const auto ask = [](const typename Tile::T* row, int line, int columns) {
-            if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
-        };
         const int tiles = k_.passes_by ? min(Tile::kAhead, work_.tiles) : 0, lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll 1
         for (int tile = 0; tile < tiles; ++tile)
@@ -74,8 +70,8 @@ struct KeyValueCopies<Tile, true> {
                 if (row >= Tile::kGroupKeys || j < 0 || j >= rows_.count) continue;
                 const CachedRows::Place place = rows_.place(j);
                 const int page = rows_.pages ? read_early(rows_.pages + place.run) : rows_.page;
-                ask(k_.head + rows_.offset(work_.p.k, page, place.row), line, k_.d);
-                ask(v_.head + rows_.offset(work_.p.v, page, place.row), line, v_.d);
+                fetch(k_.head + rows_.offset(work_.p.k, page, place.row), line, k_.d);
+                fetch(v_.head + rows_.offset(work_.p.v, page, place.row), line, v_.d);
             }
     }
     /// Before the first start().
@@ -96,6 +92,7 @@ struct KeyValueCopies<Tile, true> {
         key_ -= Tile::kBc;
         look_up();
         read_page();
+        if constexpr (Tile::Machine::kThroughRegisters && Tile::kKeyWarps > 1) fetch_next();
     }
     template <class Stage>
     __device__ __forceinline__ void start(Stage& stage, std::int64_t k_pitch, std::int64_t v_pitch, int) {
@@ -125,6 +122,22 @@ struct KeyValueCopies<Tile, true> {
     __device__ __forceinline__ void read_page() {
         if (place_.row >= 0) page_ = rows_.page_of(place_.run);
     }
+    /// Asks for a line of a row, if it has columns there.
+    __device__ __forceinline__ static void fetch(const typename Tile::T* row, int line, int columns) {
+        if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
+    }
+    /// Asks for this lane's row of the next tile, if the block works on it and L2 does not hold it as it is: registers have
+    /// room for one tile alone.
+    __device__ __forceinline__ void fetch_next() const {
+        if (!k_.passes_by || place_.row < 0 || key_ < work_.first_tile * Tile::kBc) return;
+#pragma unroll
+        for (int line = 0; line * kLine < Tile::kD * kBytes; ++line) {
+            fetch(k_.head + rows_.offset(work_.p.k, page_, place_.row), line, k_.d);
+            fetch(v_.head + rows_.offset(work_.p.v, page_, place_.row), line, v_.d);
+        }
+    }
+
+    static constexpr int kLine = 128, kBytes = static_cast<int>(sizeof(typename Tile::T));  // of L2, of an element
 
     const Work<Tile>& work_;
     CachedRows rows_;
