@@ -203,6 +203,7 @@ def explain(
         problem,
         backward_device,
         bias_strides=_bias_strides(call.attn_bias),
+        slopes_gradient=call.alibi_slopes is not None and call.alibi_slopes.requires_grad,
         deterministic=deterministic,
         forward_kernel=kernel,
     )

@@ -76,6 +76,7 @@ def choose_backward(
     *,
     bias_strides: tuple[int, ...] | None,
     deterministic: bool,
+    slopes_gradient: bool = False,
     forward_kernel: str = "auto",
 ) -> dict[str, Any]:
     """The same as :func:`choose`, for the gradients.
@@ -83,6 +84,7 @@ def choose_backward(
     Args:
         bias_strides: strides (b, h, i, j) of the bias's gradient, as far as they matter: 0 where the bias is broadcast.
             ``None``: that gradient is not asked for.
+        slopes_gradient: whether that of the slopes is.
         forward_kernel: the ``kernel`` that forward was called with.
     """
     answer: dict[str, Any] = native().explain_backward(
@@ -90,6 +92,7 @@ def choose_backward(
         problem,
         astuple(device),
         dbias_strides=bias_strides,
+        dslopes=slopes_gradient,
         deterministic=deterministic,
         forward_kernel=forward_kernel,
     )

@@ -246,6 +246,18 @@ def test_explain_features_that_a_kernel_lacks(kernel: flash_wmma.Kernel) -> None
 
 
 @pytest.mark.parametrize("wanted", [False, True])
+def test_explain_of_the_slopes_gradient(wanted: bool) -> None:
+    """bwd_sm90 takes slopes, but has no gradient of them."""
+    if "bwd_sm90" not in {kernel.name for kernel in flash_wmma.kernels("backward")}:
+        pytest.skip("no CUDA kernel, and no g++ for the emulator")
+    q = meta(1, 2, 1024, 64, dtype=torch.float16)
+    slopes = meta(2, dtype=torch.float32).requires_grad_(wanted)
+    answer = flash_wmma.explain(q, q, q, alibi_slopes=slopes, device_facts=facts(90))
+    assert answer.backward_kernel == ("bwd_sm80" if wanted else "bwd_sm90")
+    assert ("the gradient of alibi_slopes" in answer.backward_reasons.get("bwd_sm90", "")) == wanted
+
+
+@pytest.mark.parametrize("wanted", [False, True])
 @pytest.mark.parametrize("flag", [False, True])
 def test_explain_of_a_bias_gradient(wanted: bool, flag: bool) -> None:
     """It is asked for if the bias requires one, and deterministic if torch's flag is set, unless the call says so."""

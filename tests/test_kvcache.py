@@ -527,7 +527,7 @@ def test_the_grid_before_writes_late(target: Target, what: str, sequences: int) 
 
 @needs(CACHE, splits, natural)
 @pytest.mark.parametrize(
-    ("size", "n", "d", "dv"), [(16, 1, 64, 64), (7, 3, 96, 40), (256, 20, 128, 128), (1, 1, 256, 72)]
+    ("size", "n", "d", "dv"), [(16, 1, 64, 64), (7, 3, 96, 40), (256, 5, 128, 128), (16, 20, 64, 64), (1, 1, 256, 72)]
 )
 def test_more_than_l2_holds(target: Target, size: int, n: int, d: int, dv: int) -> None:
     """Blocks ask for their first rows ahead. The emulator looks whether they read what they ask for."""

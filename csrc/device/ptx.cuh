@@ -114,6 +114,11 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
     asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+/// Brings the line of global memory that holds this address to the L2 cache.
+__device__ __forceinline__ void prefetch_line(const void* address) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
+}
+
 /// Whether red_add_4 is one instruction, and so wants the four floats of a thread side by side.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 inline constexpr bool kVectorRed = false;

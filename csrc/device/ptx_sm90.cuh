@@ -78,10 +78,6 @@ __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
-/// Brings the line of global memory that holds this address to the L2 cache.
-__device__ __forceinline__ void prefetch_line(const void* address) {
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)));
-}
 /// Fetches a tensor map that is a kernel parameter ahead of its use (prefetch.tensormap).
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -93,7 +93,7 @@ void Worker::check(Lane& lane, bool collective, std::uintptr_t address, int byte
             stop(text("out of bounds of global memory, " + g_memory.nearest(address)));
         }
         if (!aligned) stop(text("misaligned access"));
-        if (!fetched_.empty()) fetched_.erase(address / kLine);
+        touch_lines(address, static_cast<std::size_t>(bytes));
         if (writes(kind) && !buffer->writable) stop(text("write to an input"));
         if (buffer->writable)
             conflict = writes(kind) ? g_memory.write(*buffer, address, bytes, who, pc, kind == Access::kAtomic)
@@ -172,6 +172,11 @@ void Worker::fetch_line(const void* address, const void* pc) {
         stop("line fetched out of bounds of global memory, " + g_memory.nearest(at) + ": " + describe(*t_lane) +
              "\n  at " + source_line(pc));
     fetched_.try_emplace(at / kLine, static_cast<int>(t_lane - lanes.data()), pc);
+}
+
+void Worker::touch_lines(std::uintptr_t address, std::size_t bytes) {
+    for (std::uintptr_t line = address / kLine; !fetched_.empty() && line * kLine < address + bytes; ++line)
+        fetched_.erase(line);
 }
 
 static void read(const AsyncCopy& copy) {

@@ -217,10 +217,11 @@ void Worker::run(std::uint64_t first_block, int count) {
                                   describe(blocks[static_cast<std::size_t>(arena.block_at(
                                       reinterpret_cast<std::uintptr_t>(barrier.copies.front().shared)))]),
                                   source_line(barrier.copies.front().site))};
-    if (fetched_.empty() || !g_late_writes.empty()) return;
-    const auto& [line, asked] = *fetched_.begin();
-    throw Finding{finding("line fetched and not read", describe(lanes[static_cast<std::size_t>(asked.first)]),
-                          source_line(asked.second))};
+    if (fetched_.empty() || !g_late_writes.empty()) return;  // what lands late may change what a block reads
+    const auto& [lane, asked] =
+        std::ranges::min_element(fetched_, {}, [](const auto& x) { return x.second.first; })->second;
+    throw Finding{
+        finding("line fetched and not read", describe(lanes[static_cast<std::size_t>(lane)]), source_line(asked))};
 }
 
 void Worker::merge_logs(Warp& warp) {

@@ -214,6 +214,8 @@ class Worker {
     void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
     void async_wait(int pending);
     void fetch_line(const void* address, const void* pc);
+    /// Global memory is accessed.
+    void touch_lines(std::uintptr_t address, std::size_t bytes);
     /// Performs all lanes' asynchronous copies under way; that they have landed is still known at their waits alone.
     void read_async_copies();
     void release(const void* object);
@@ -288,7 +290,7 @@ class Worker {
     std::uint32_t register_fences_ = 0;
     std::size_t touched_bytes_ = 0;
     Pages<std::uint32_t> touched_;  // per word of the stacks: the fence after which it was last touched
-    std::unordered_map<std::uintptr_t, std::pair<int, const void*>> fetched_;  // lines not read since: by which lane
+    std::unordered_map<std::uintptr_t, std::pair<int, const void*>> fetched_;  // lines not touched since: by which lane
     std::mt19937_64 random_;
     std::string error_;
     bool failed_ = false;

@@ -108,9 +108,10 @@ void atomic_access(const void* address, int bytes, const void* pc);
 /// in async_wait, the last legal moment.
 void async_copy(void* shared, const void* global, int bytes, int source_bytes, const void* pc);
 void async_commit();
-/// prefetch.global.L2. A block reads what it asks for.
-void fetch_line(const void* address, const void* pc);
 void async_wait(int pending_groups);
+
+/// prefetch.global.L2. A lane of the cluster accesses what it asks for, or a tensor copy reads it.
+void fetch_line(const void* address, const void* pc);
 
 // --- asynchronous units of sm_90 -------------------------------------------------------------------------------------
 /// mbarrier.init, .arrive (announcing `bytes` bytes, if not 0) and .try_wait.parity, repeated until it holds.

@@ -365,6 +365,7 @@ void Worker::check_source(const TensorCopy& copy, const void* pc) {
         if (!buffer)
             stop(finding("out of bounds of global memory, " + g_memory.nearest(address),
                          describe(lane) + " in " + name + " reads " + std::to_string(bytes) + " bytes", line));
+        touch_lines(address, static_cast<std::size_t>(bytes));
         if (!buffer->writable) return;
         if (const Conflict conflict = g_memory.read(*buffer, address, bytes, who, pc))
             stop_conflict(Access::kAsyncLoad, describe(lane) + ", in " + name + ",", address, bytes, line, conflict,

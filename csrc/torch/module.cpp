@@ -172,10 +172,10 @@ py::dict explain(const std::string& name, const py::object& problem, const py::t
 }
 
 /// `dbias_strides`: the strides of the bias's gradient, 0 where the bias is broadcast; None: no gradient is asked for.
-/// `forward_kernel`: the kernel name that forward was given.
+/// `dslopes`: whether the gradient of the slopes is. `forward_kernel`: the kernel name that forward was given.
 py::dict explain_backward(const std::string& name, const py::object& problem, const py::tuple& device_facts,
-                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool deterministic,
-                          const std::string& forward_kernel) {
+                          const std::optional<std::array<std::int64_t, 4>>& dbias_strides, bool dslopes,
+                          bool deterministic, const std::string& forward_kernel) {
     static float present = 0.f;
     BackwardParams params{};
     params.forward = params_of(problem);
@@ -183,6 +183,7 @@ py::dict explain_backward(const std::string& name, const py::object& problem, co
         const auto& s = *dbias_strides;
         params.dbias = {&present, s[0], s[1], s[2], s[3]};
     }
+    if (dslopes) params.dslopes = &present;
     params.deterministic = deterministic;
     const DeviceFacts device = device_of(device_facts);
     if (name == "auto") params.exact = registry::is_exact(forward_kernel, params.forward, device, emulation::kernels());
@@ -228,7 +229,7 @@ PYBIND11_MODULE(_C, m) {
     m.def("add_library", &flash_wmma::emulation::add_library, "path"_a);
     m.def("explain", &flash_wmma::explain, "name"_a, "problem"_a, "device_facts"_a, "wanted"_a);
     m.def("explain_backward", &flash_wmma::explain_backward, "name"_a, "problem"_a, "device_facts"_a, "dbias_strides"_a,
-          "deterministic"_a, "forward_kernel"_a = "auto");
+          "dslopes"_a, "deterministic"_a, "forward_kernel"_a = "auto");
     m.def("device_facts", &flash_wmma::device_facts, "device"_a);
     m.def("function_facts", &flash_wmma::function_facts, "kernel"_a, "instance"_a);
     m.def("cuda_build", &flash_wmma::cuda_build);

@@ -6,7 +6,6 @@
 #include <launch.h>
 #include <mma.h>
 #include <ptx.cuh>
-#include <ptx_sm90.cuh>
 #include <shared_memory.cuh>
 
 #include <cstdint>

@@ -134,6 +134,8 @@ EMULATOR_BRICK inline void named_barrier_arrive(int id, int threads, EMULATOR_SI
     emulator::barrier(id, threads, 0, false, "bar.arrive", site, EMULATOR_PC);
 }
 
+EMULATOR_BRICK inline void prefetch_line(const void* address) { emulator::fetch_line(address, EMULATOR_PC); }
+
 inline constexpr bool kVectorRed = true;
 EMULATOR_BRICK inline void red_add(float* p, float x) {
     emulator::update(p, [=](float old) __attribute__((always_inline)) { return old + x; }, EMULATOR_PC);

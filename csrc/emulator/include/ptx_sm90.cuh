@@ -57,7 +57,6 @@ EMULATOR_BRICK inline void fence_proxy_async() { emulator::fence_proxy_async(); 
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
-EMULATOR_BRICK inline void prefetch_line(const void* address) { emulator::fetch_line(address, EMULATOR_PC); }
 EMULATOR_INLINE void prefetch(const TensorMap*) {}
 
 EMULATOR_BRICK inline void tensor_load(void* shared, const TensorMap* map, Barrier* barrier,

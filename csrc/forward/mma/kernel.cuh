@@ -346,7 +346,7 @@ __global__ void __maxnreg__(registers_beside_merge<Tile>())
             [&](Work<Tile>& work) { walk.narrow(work); },
             [&](const KeyValueCopies<Tile>& copies) {
                 walk.wait([&] {
-                    if constexpr (Tile::kKeyWarps > 1) copies.fetch_ahead();  // else blocks come too late for it
+                    if constexpr (Tile::kKeyWarps > 1) copies.fetch_ahead();  // with more rows, blocks come too late
                 });
             },
             [&] {

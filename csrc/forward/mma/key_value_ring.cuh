@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ptx.cuh>
-#include <ptx_sm90.cuh>
 
 #include "forward/mma/block.cuh"
 
@@ -41,7 +40,8 @@ struct KeyValueCopies {
     }
 };
 
-/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages.
+/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages, but where
+/// registers have room for one tile alone, and L2 is asked for the next.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
     using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
@@ -122,7 +122,7 @@ struct KeyValueCopies<Tile, true> {
     __device__ __forceinline__ void read_page() {
         if (place_.row >= 0) page_ = rows_.page_of(place_.run);
     }
-    /// Asks for a line of a row, if it has columns there.
+    /// Asks for a line of a row, if it has columns there. Rows that begin within a line may have one more.
     __device__ __forceinline__ static void fetch(const typename Tile::T* row, int line, int columns) {
         if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
     }
@@ -137,7 +137,7 @@ struct KeyValueCopies<Tile, true> {
         }
     }
 
-    static constexpr int kLine = 128, kBytes = static_cast<int>(sizeof(typename Tile::T));  // of L2, of an element
+    static constexpr int kLine = kLineBytes, kBytes = static_cast<int>(sizeof(typename Tile::T));  // of an element
 
     const Work<Tile>& work_;
     CachedRows rows_;

@@ -51,18 +51,22 @@ constexpr int kUnitKeys = 512;     // of a unit with batch_invariant
 constexpr int kMergeThreads = 64;  // of a block of the second grid
 constexpr int kMergeBlocks = 12;   // of an SM: 80 registers. Unbounded, ptxas takes 72 and loads O behind m and l
 constexpr int kMergeBeside = 2;    // of an SM, beside blocks of the first grid
+constexpr int kSlicesOfBlock = 2;  // of the second grid, at most
 constexpr int kPartsOfLane = 4;    // where an item has more, lanes share them
 constexpr int kMostLanes = 8;      // with more, too many blocks for an SM beside those of the first grid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
-/// Registers of a thread of the first grid: as many as its blocks of an SM leave, and where few rows share a key, and grids
-/// may overlap, as kMergeBeside blocks of the second grid leave as well. Else these would keep the next call's blocks out.
+/// Whether the first grid leaves room for kMergeBeside blocks of the second on an SM: where few rows share a key, and grids may
+/// overlap. Else these would keep the next call's blocks out.
+template <class Tile>
+inline constexpr bool kLeavesRoom = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
+
+/// Registers of a thread of the first grid.
 template <class Tile>
 constexpr int registers_beside_merge() {
     constexpr int kOfSm = 65536, kOfMerge = kOfSm / kMergeBlocks / (8 * kMergeThreads) * (8 * kMergeThreads);
-    constexpr bool kBesideMerge = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
-    const int left = kOfSm - (kBesideMerge ? kMergeBeside * kOfMerge : 0);
+    const int left = kOfSm - (kLeavesRoom<Tile> ? kMergeBeside * kOfMerge : 0);
     return std::min(255, left / (8 * Tile::kThreads * Tile::kBlocksPerSm) * 8);
 }
 
@@ -508,7 +512,7 @@ class Walk {
 };
 
 /// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the
-/// record, or in the item's places.
+/// record, or in the item's places. A block has one slice of an item, or several.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
@@ -564,11 +568,12 @@ template <class Tile>
 void launch_merge(const ForwardParams& p, const DeviceFacts& device, const Split& split, Stream stream) {
     if (split.blocks == 0 || (split.blocks == 1 && split.parts == 0)) return;
     const std::int64_t blocks = split.parts ? std::int64_t{cached_assignment_grid(p, Tile::kBr).x} : split.records;
-    // Of an item, a block for each slice, or for two where all blocks then fit beside those of the first grid
+    const bool overlaps = may_launch_programmatically(device);
+    std::int64_t of_item = split.slices;  // blocks; fewer if all then fit beside those of the first grid
     const std::int64_t fit = kMergeBeside * device.sm_count / blocks;
-    const std::int64_t of_item = 2 * fit >= split.slices ? std::min<std::int64_t>(fit, split.slices) : split.slices;
+    if (kLeavesRoom<Tile> && overlaps && fit < of_item && fit * kSlicesOfBlock >= of_item) of_item = fit;
     LaunchConfig config{dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(of_item)), dim3(kMergeThreads)};
-    config.programmatic = may_launch_programmatically(device);
+    config.programmatic = overlaps;
     launch(merge<Tile>, config, stream, p, split);
 }
 

@@ -654,13 +654,13 @@ class Consumer {
     }
     /// Brings what the rows will begin with to the L2 cache.
     __device__ __forceinline__ void prefetch_others(const Rows& rows) const {
-        constexpr int kLine = 128;  // bytes
         const int query = rows.first_query + lane_ / 2, element = p_.out_dtype == DType::kFloat32 ? 4 : 2;
         if (query >= rows.sequence.seqlen_q) return;
         ptx::prefetch_line(p_.lse + merged_index(p_, rows.sequence, rows.head, query));
         const char* row = static_cast<const char*>(p_.o.data) +
                           (rows.sequence.index * p_.o.batch + rows.head * p_.o.head + query * p_.o.row) * element;
-        for (int at = lane_ % 2 * kLine; at < p_.head_dim_v * element; at += 2 * kLine) ptx::prefetch_line(row + at);
+        for (int at = lane_ % 2 * kLineBytes; at < p_.head_dim_v * element; at += 2 * kLineBytes)
+            ptx::prefetch_line(row + at);
     }
     /// The rows begin with attention over other keys. Relative to m the others' weights sum to 2^kRoom. So the weights of
     /// as many new keys are no subnormal numbers of half precision.
