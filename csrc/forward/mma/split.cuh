@@ -58,7 +58,7 @@ constexpr int kLeastBlocks = 90;   // percent of what there could be: memory bin
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
 /// Whether the first grid leaves room for kMergeBeside blocks of the second on an SM: where few rows share a key, and grids may
-/// overlap. Else these would keep the next call's blocks out.
+/// overlap. A second grid without room would keep the next call's blocks out.
 template <class Tile>
 inline constexpr bool kLeavesRoom = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
 
@@ -512,7 +512,8 @@ class Walk {
 };
 
 /// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the
-/// record, or in the item's places. A block has one slice of an item, or several.
+/// record, or in the item's places. A block has one slice of an item, or several: as many as the launch says, since behind a
+/// bound that ptxas does not take for the same in all threads it loads O later.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {
