@@ -178,6 +178,23 @@ def test_many_tiles(backward_target: Target, change: str) -> None:
     compare(aux, expected(q.double(), k.double(), mask, changes))
 
 
+@pytest.mark.parametrize("sm_count", [1, 3])
+@pytest.mark.parametrize("mask", [*MASKS, "ranges"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_items_by_turns(d: int, mask: str, sm_count: int) -> None:
+    """Blocks of ``bwd_sm90`` with several items, in the emulator: all rings go round. Heads have several tiles of own
+    rows, of which the last is not full, and warpgroups pass by tiles that others multiply."""
+    nq, nk = 330, 580
+    shapes = ((4, nq, 1), (2, nk, 2), (2, nk, 3))
+    q, k, v = (normal((1, h, n, d), "contiguous", torch.bfloat16, "cpu", seed) for h, n, seed in shapes)
+    band = MASKS.get(mask, Mask())
+    changes = changes_of(mask, "cpu", nq, nk, batch=1) if mask == "ranges" else PLAIN
+    options = {"return_aux": NAMES, "backward_kernel": "bwd_sm90", "kernel": exact_forward(q), **changes._asdict()}
+    with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
+        _, aux = flash_wmma.forward(q, k, v, causal=band.causal, window=band.window, **options)
+    compare(aux, expected(q.double(), k.double(), band, changes))
+
+
 @needs("return_aux", "varlen")
 def test_neighbours_in_a_pack_do_not_matter(backward_target: Target) -> None:
     """Rows of the other sequences hold NaN and inf."""

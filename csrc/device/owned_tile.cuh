@@ -18,8 +18,8 @@ struct OwnedTile {
 };
 
 template <int Own, bool Packed>
-__device__ OwnedTile owned_queries(const ForwardParams& p) {
-    const Assignment a = Packed ? assignment<Own>(p) : dense_assignment<Own>(p);
+__device__ OwnedTile owned_queries(const ForwardParams& p, unsigned block_index = blockIdx.x) {
+    const Assignment a = Packed ? assignment<Own>(p, block_index) : dense_assignment<Own>(p, block_index);
     const int rows = a.tile.first_row < 0 ? 0 : a.sequence.seqlen_q - a.tile.first_row;
     return {a.sequence, a.tile.head, a.tile.head_k, a.tile.first_row, rows};
 }

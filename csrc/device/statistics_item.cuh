@@ -12,24 +12,28 @@ namespace flash_wmma::backward {
 template <class Tile, bool kOwnsKeys>
 struct StatisticsItem {
     OwnedTile own;
-    int head;         // query head
-    int first, last;  // first rows of the first and of the last streamed tile; last < first: none
+    int head;   // query head
+    int last;   // first row of the last streamed tile
+    int tiles;  // that are streamed, from the last one to the first
 
-    /// Called by whole warps.
-    __device__ __forceinline__ static StatisticsItem of(const Problem& problem) {
+    /// The item of a number below that of statistics_grid's blocks. Called by whole warps.
+    __device__ __forceinline__ static StatisticsItem of(const Problem& problem, unsigned index = blockIdx.x) {
         const ForwardParams& p = problem.forward;
         // A tile of keys has a block for each query head that reads them
         const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
         const OwnedTile own =
-            kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, blockIdx.x / heads) : owned_queries<Tile::kOwn, true>(p);
-        const int head = own.head + static_cast<int>(blockIdx.x % heads);
-        if (own.rows <= 0) return {own, head, 0, -1};
+            kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, index / heads) : owned_queries<Tile::kOwn, true>(p, index);
+        const int head = own.head + static_cast<int>(index % heads);
+        if (own.rows <= 0) return {own, head, 0, 0};
         const auto mask = query_mask<true>(problem, own.sequence, own.head);
         // The same for each of the heads
         const auto range = streamed_range<Tile, kOwnsKeys ? Pass::kKeys : Pass::kQueries>(p, own, mask);
-        if (range.left == 0) return {own, head, 0, -1};
-        return {own, head, range.at.first, range.at.last};
+        if (range.left == 0) return {own, head, 0, 0};
+        return {own, head, range.at.last, (range.at.last - range.at.first) / Tile::kStream + 1};
     }
+
+    /// First row of the first streamed tile.
+    __device__ __forceinline__ int first() const { return last - (tiles - 1) * Tile::kStream; }
 
     /// How many rows the sequence has of the own side, and of the streamed one.
     __device__ __forceinline__ int own_length() const {

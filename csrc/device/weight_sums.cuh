@@ -15,25 +15,16 @@
 
 namespace flash_wmma::backward {
 
-/// -L of a query in log2 units. -inf if it sees no key or does not exist, so that its P is 0.
-__device__ __forceinline__ float minus_lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
+/// The LSE of a query, -inf if the query does not exist. Nothing here waits for it.
+__device__ __forceinline__ float lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
     if (query >= sequence.seqlen_q) return -INFINITY;
-    const float lse = p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
-    return lse == -INFINITY ? lse : -kLog2e * lse;
+    return p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
 }
+/// -L in log2 units. -inf of a query that sees no key, so that its P is 0.
+__device__ __forceinline__ float minus_lse_of(float lse) { return lse == -INFINITY ? lse : -kLog2e * lse; }
 
-/// Products of streamed queries behind the sequence's end become 0, unless all exist: what lies there may be infinite, or 0
-/// times a key that is.
-template <int Rows, int Columns, class Place>
-__device__ __forceinline__ void clear_behind(RegisterTile<Rows, Columns>& s, const Place& place, int seqlen_q) {
-    if (place.stream + Columns <= seqlen_q) return;
-    s.each([&](float& x, int i, int column) {
-        if (place.query(i, column) >= seqlen_q) x = 0.f;
-    });
-}
-
-/// The sums of a warp's Rows own rows, each over a lane's columns.
-template <int Rows, bool kOwnsKeys>
+/// The sums of a warp's Rows own rows, each over a lane's columns. kModified: scores may have a softcap, a bias or ALiBi.
+template <int Rows, bool kOwnsKeys, bool kModified>
 class WeightSums {
   public:
     __device__ __forceinline__ WeightSums(const Problem& problem, const Sequence& sequence, int head)
@@ -49,12 +40,21 @@ class WeightSums {
     __device__ __forceinline__ void add(RegisterTile<Rows, Columns>& s, float factor, MinusLse minus_lse,
                                         const Place& place, const Mask& mask) {
         const ForwardParams& p = problem_.forward;
-        if (ScoreMod<true>::active(p)) {
-            change(s, factor, place);
-            factor = 1.f;
-        }
+        if constexpr (kModified)
+            if (ScoreMod<true>::active(p)) {
+                change(s, factor, place);
+                factor = 1.f;
+            }
+        const auto log_weight = [&](float x, int i, int column) { return fmaf(x, factor, minus_lse(i, column)); };
         if constexpr (kOwnsKeys) {
-            weigh_scores(s, factor, minus_lse, place, mask);
+            const bool exist = place.stream + Columns <= sequence_.seqlen_q;
+            if (exist && place.all_visible(mask)) {
+                s.each([&](float x, int i, int column) { sum_[i] += ptx::ex2(log_weight(x, i, column)); });
+                return;
+            }
+            s.each([&](float& x, int i, int column) { x = ptx::ex2(log_weight(x, i, column)); });
+            hide(s, place, mask);
+            if (!exist) hide_behind(s, place);
             s.each([&](float weight, int i, int) { sum_[i] += weight; });
         } else {
             if (!(factor > 0.f)) {  // the largest product need not be the largest score
@@ -63,7 +63,7 @@ class WeightSums {
             }
             if (!place.all_visible(mask)) hide(s, place, mask, -INFINITY);
             if (p.row_max) take_maxima(s, factor);
-            if (p.entropy || problem_.statistics.row_sum) add_entropies(s, factor, minus_lse);
+            if (p.entropy || problem_.statistics.row_sum) add_entropies(s, log_weight);
             if (problem_.statistics.row_sum) add_weighted(s, place);
         }
     }
@@ -88,6 +88,13 @@ class WeightSums {
     }
 
   private:
+    /// Streamed queries behind the sequence's end have no weights: what lies there may be infinite, or 0 times a key that is.
+    template <int Columns, class Place>
+    __device__ __forceinline__ void hide_behind(RegisterTile<Rows, Columns>& weights, const Place& place) const {
+        weights.each([&](float& x, int i, int column) {
+            if (place.query(i, column) >= sequence_.seqlen_q) x = 0.f;
+        });
+    }
     /// Products become scores in log2 units.
     template <int Columns, class Place>
     __device__ __forceinline__ void change(RegisterTile<Rows, Columns>& s, float factor, const Place& place) const {
@@ -108,12 +115,12 @@ class WeightSums {
         of_tile.each([&](int i, float x) { maximum_[i] = ptx::max_nan(maximum_[i], x * factor); });
     }
     /// Scores become weights.
-    template <int Columns, class MinusLse>
-    __device__ __forceinline__ void add_entropies(RegisterTile<Rows, Columns>& s, float factor, MinusLse minus_lse) {
+    template <int Columns, class LogWeight>
+    __device__ __forceinline__ void add_entropies(RegisterTile<Rows, Columns>& s, LogWeight log_weight) {
         s.each([&](float& x, int i, int column) {
-            const float log_weight = fmaf(x, factor, minus_lse(i, column));
-            x = ptx::ex2(log_weight);
-            if (log_weight != -INFINITY) entropy_[i] = fmaf(-x, log_weight, entropy_[i]);
+            const float t = log_weight(x, i, column);
+            x = ptx::ex2(t);
+            if (t != -INFINITY) entropy_[i] = fmaf(-x, t, entropy_[i]);
         });
     }
     /// Of a row whose LSE is NaN hidden keys have weights too, which are NaN.

@@ -61,7 +61,7 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
     const Thread<Tile> thread(static_cast<int>(threadIdx.x));
 
     const auto item = StatisticsItem<Tile, kOwnsKeys>::of(problem);
-    if (item.last < item.first) return;  // the ops have written what is told of nothing
+    if (item.tiles == 0) return;  // the ops have written what is told of nothing
     const Sequence& sequence = item.own.sequence;
     const auto mask = query_mask<true>(problem, sequence, item.head);
 
@@ -89,26 +89,26 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         copy.start(smem.ring[slot], of_stream.row, item.streamed_length() - row);
         ptx::cp_async_commit();
         if constexpr (kOwnsKeys)
-            if (threadIdx.x < kStream)
-                next_lse = minus_lse_of(p, sequence, item.head, row + static_cast<int>(threadIdx.x));
+            if (threadIdx.x < kStream) next_lse = lse_of(p, sequence, item.head, row + static_cast<int>(threadIdx.x));
     };
     const auto finish = [&](int slot) {
         copy.finish(smem.ring[slot]);
         if constexpr (kOwnsKeys)
-            if (threadIdx.x < kStream) smem.minus_lse[slot][threadIdx.x] = next_lse;
+            if (threadIdx.x < kStream) smem.minus_lse[slot][threadIdx.x] = minus_lse_of(next_lse);
     };
 
     RowValues<kWarpRows> minus_lse;
     if constexpr (!kOwnsKeys)
         minus_lse.each(
-            [&](int i, float& x) { x = minus_lse_of(p, sequence, item.head, own_row + 8 * i + thread.row()); });
-    WeightSums<kWarpRows, kOwnsKeys> sums(problem, sequence, item.head);
+            [&](int i, float& x) { x = minus_lse_of(lse_of(p, sequence, item.head, own_row + 8 * i + thread.row())); });
+    WeightSums<kWarpRows, kOwnsKeys, /*kModified=*/true> sums(problem, sequence, item.head);
     start(0, item.last);
     finish(0);
-    for (int slot = 0, row = item.last; row >= item.first; row -= kStream, slot ^= 1) {
+    const int first = item.first();
+    for (int slot = 0, row = item.last; row >= first; row -= kStream, slot ^= 1) {
         ptx::cp_async_wait<0>();
         __syncthreads();  // this tile has landed, the one before has been used
-        if (row > item.first) start(slot ^ 1, row - kStream);
+        if (row > first) start(slot ^ 1, row - kStream);
         // A warp whose rows do not exist takes the last row's place: groups behind that row have no exponent, no extent
         const int exists = min(own_row, item.own_length() - 1);
         const float factor =
@@ -122,10 +122,9 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
             Scores<Tile> s;
             s.clear();
             multiply_rows<Tile>(s, own_rows, smem.passing, smem.ring[slot], step, thread);
-            if constexpr (kOwnsKeys) clear_behind(s, place, sequence.seqlen_q);
             sums.add(s, factor, lse, place, mask);
         }
-        if (row > item.first) finish(slot ^ 1);
+        if (row > first) finish(slot ^ 1);
     }
 
     sums.store(own_row, rows - thread.warp_row(), thread);

@@ -240,8 +240,11 @@ std::int64_t shared_bytes(const BackwardParams& p, const DeviceFacts& device) {
 }
 
 void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
-    if (p.statistics.wanted)
-        return launch_statistics(kStatisticsShapes, problem_of_scores<Sm90>(p, p.workspace, stream), stream);
+    if (p.statistics.wanted) {
+        Problem problem = problem_of_scores<Sm90>(p, p.workspace, stream);
+        problem.multiprocessors = std::max(device.sm_count, 1);
+        return launch_statistics(kStatisticsShapes, problem, stream);
+    }
     if (p.forward.dtype == DType::kFloat16) launch_of<half>(p, device, stream);
     else launch_of<bf16>(p, device, stream);
 }
