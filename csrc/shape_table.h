@@ -51,13 +51,16 @@ bool reads(const std::vector<Shape>& shapes, DType dtype) {
     return false;
 }
 
-/// Bytes of shared memory that a block takes beyond those it asks for. An SM has as many more than a block may opt in
-/// to.
-inline constexpr int kReservedSharedMemory = 1024;
+/// How many blocks that ask for so many bytes of shared memory an SM's holds. From Ampere on a block takes 1 KiB more, and
+/// an SM has as much more than a block may opt in to.
+inline int blocks_held(int smem_bytes, const DeviceFacts& device) {
+    const int reserved = device.arch >= 80 ? 1024 : 0;
+    return (device.smem_optin + reserved) / std::max(smem_bytes + reserved, 1);
+}
 
 /// Whether an SM's shared memory holds `resident` blocks of the instance.
 inline bool fits(const Instance& tile, int resident, const DeviceFacts& device) {
-    return resident * (tile.smem_bytes + kReservedSharedMemory) <= device.smem_optin + kReservedSharedMemory;
+    return blocks_held(tile.smem_bytes, device) >= resident;
 }
 
 }  // namespace flash_wmma

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import json
 import math
 import random
 import shutil
@@ -405,6 +406,16 @@ def multiprocessors(kernel: flash_wmma.Kernel, *counts: int) -> list[int]:
 
 def on(sm_count: int) -> contextlib.AbstractContextManager[Any]:
     return flash_wmma.emulator.settings(sm_count=sm_count) if sm_count else contextlib.nullcontext()
+
+
+def test_blocks_of_a_t4() -> None:
+    """Two blocks of 32 KiB each fill the 64 KiB of a Turing multiprocessor, which reserves none of them."""
+    q, cache = torch.randn(1, 1, 1, 64).half(), torch.randn(1, 1, 8192, 64).half()
+    with _runtime.alone(), flash_wmma.emulator.settings(counters=True, arch=75, sm_count=4):
+        _runtime.take_profile()
+        forward_cached(q, cache, cache, 8192, kernel="mma_sm75")
+        products, _ = json.loads(_runtime.take_profile())
+    assert products["grid"] == [8, 1, 1]
 
 
 EDGES = (0, 1, 31, 32, 33, 63, 64, 65, 127, 128, 129, 300)

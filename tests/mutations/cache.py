@@ -875,4 +875,13 @@ FAULTS = [
         new="new = cu_seqlens_k.diff().tolist()",
         why="validate=True lets packed new keys end behind k",
     ),
+    Fault(
+        name="cache-blocks-of-a-t4",
+        path="csrc/shape_table.h",
+        old="device.arch >= 80 ? 1024 : 0",
+        new="1024",
+        why="a T4's multiprocessors work on half of the blocks that they hold",
+        kernels=MMA,
+        tests=CACHE,
+    ),
 ]

@@ -101,8 +101,7 @@ int team_shift_of(std::int64_t heads, std::int64_t blocks) {
 /// Blocks that the device holds at once.
 template <class Tile>
 int resident_blocks(const DeviceFacts& device) {
-    const int held = (device.smem_optin + kReservedSharedMemory) /
-                     (static_cast<int>(sizeof(BlockSmem<Tile>)) + kReservedSharedMemory);
+    const int held = blocks_held(static_cast<int>(sizeof(BlockSmem<Tile>)), device);
     return std::max(device.sm_count, 1) * std::clamp(held, 1, Tile::kBlocksPerSm);
 }
 
