@@ -178,21 +178,37 @@ def test_many_tiles(backward_target: Target, change: str) -> None:
     compare(aux, expected(q.double(), k.double(), mask, changes))
 
 
-@pytest.mark.parametrize("sm_count", [1, 3])
-@pytest.mark.parametrize("mask", [*MASKS, "ranges"])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_items_by_turns(d: int, mask: str, sm_count: int) -> None:
+@pytest.mark.parametrize(
+    ("mask", "change"), [*((m, None) for m in MASKS), ("left", None), ("dense", "ranges"), ("causal", "alibi")]
+)
+@pytest.mark.parametrize(("d", "sm_count"), [(64, 1), (64, 3), (128, 3), (256, 1)])
+def test_items_by_turns(d: int, sm_count: int, mask: str, change: str | None) -> None:
     """Blocks of ``bwd_sm90`` with several items, in the emulator: all rings go round. Heads have several tiles of own
     rows, of which the last is not full, and warpgroups pass by tiles that others multiply."""
     nq, nk = 330, 580
     shapes = ((4, nq, 1), (2, nk, 2), (2, nk, 3))
     q, k, v = (normal((1, h, n, d), "contiguous", torch.bfloat16, "cpu", seed) for h, n, seed in shapes)
-    band = MASKS.get(mask, Mask())
-    changes = changes_of(mask, "cpu", nq, nk, batch=1) if mask == "ranges" else PLAIN
+    band = Mask(False, (60, None)) if mask == "left" else MASKS[mask]
+    changes = PLAIN if change is None else changes_of(change, "cpu", nq, nk, batch=1)
     options = {"return_aux": NAMES, "backward_kernel": "bwd_sm90", "kernel": exact_forward(q), **changes._asdict()}
     with flash_wmma.emulator.settings(mode="checked", sm_count=sm_count), poisoned_memory():
         _, aux = flash_wmma.forward(q, k, v, causal=band.causal, window=band.window, **options)
     compare(aux, expected(q.double(), k.double(), band, changes))
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_long_sequences_in_a_pack(d: int) -> None:
+    """In the emulator: sequences of ``bwd_sm90`` with several tiles of own rows, whose warpgroups pass by tiles."""
+    lengths = (300, 0, 130, 420)
+    q, k, v = (normal((1, 2, 850, d), "contiguous", torch.float16, "cpu", seed) for seed in (1, 2, 3))
+    cu = cumulative(lengths, "cpu")
+    rows = [t[0].transpose(0, 1).contiguous() for t in (q, k, v)]
+    options = {"return_aux": NAMES, "backward_kernel": "bwd_sm90", "kernel": exact_forward(q), "causal": True}
+    with flash_wmma.emulator.settings(mode="checked", sm_count=2), poisoned_memory():
+        _, aux = flash_wmma.forward_varlen(*rows, cu, cu, 420, 420, **options)
+    for first, last in ((0, 300), (300, 430), (430, 850)):
+        right = expected(q[:, :, first:last].double(), k[:, :, first:last].double(), Mask(True))
+        compare({name: t[None, :, first:last] for name, t in aux.items()}, right)
 
 
 @needs("return_aux", "varlen")
@@ -278,7 +294,7 @@ def test_scale(backward_target: Target, scale: float) -> None:
 def test_sums_of_weighted_keys(backward_target: Target, change: str | None) -> None:
     """What the gradient of column sums needs of each row."""
     kernel, _ = backward_target
-    nq, nk = 70, 90
+    nq, nk = 70, 300
     q, k, v = inputs(backward_target, nq, nk)
     changes = PLAIN if change is None else changes_of(change, kernel.device, nq, nk)
     _, lse = flash_wmma.forward(q, k, v, causal=True, return_lse=True, kernel=exact_forward(q), **changes._asdict())

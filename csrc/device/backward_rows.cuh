@@ -118,7 +118,7 @@ struct Problem : BackwardParams {
     float* dq_rows;                 // DqFragments, only if dQ is accumulated
     QueryScales* scales = nullptr;  // one a group, only if inputs are converted
     Queue* queue = nullptr;         // only if blocks take items from a queue
-    int multiprocessors = 0;        // of the device, only with a queue, or of statistics
+    int multiprocessors = 0;        // of the device, if a kernel's blocks are persistent
     TurnCount* turns = nullptr;     // one a group, only if tiles of keys take turns at dQ
     DqBy dq_by = DqBy::kSums;
     RowTerms* terms = nullptr;  // the facts of kernels that take them so (terms_of)

@@ -1,4 +1,4 @@
-// What a block of a statistics kernel works on (attention.h): a tile of own rows, and the tiles of rows that they see or
+// What a block of a statistics kernel works on at a time (attention.h): a tile of own rows, and the tiles of rows that they see or
 // that see them.
 #pragma once
 
@@ -14,12 +14,12 @@ struct StatisticsItem {
     OwnedTile own;
     int head;   // query head
     int last;   // first row of the last streamed tile
-    int tiles;  // that are streamed, from the last one to the first
+    int tiles;  // how many are streamed, from the last one to the first; below 0: there are no more items
 
-    /// The item of a number below that of statistics_grid's blocks. Called by whole warps.
+    /// The item of a number below statistics_grid's. Called by whole warps.
     __device__ __forceinline__ static StatisticsItem of(const Problem& problem, unsigned index = blockIdx.x) {
         const ForwardParams& p = problem.forward;
-        // A tile of keys has a block for each query head that reads them
+        // A tile of keys has an item for each query head that reads them
         const auto heads = static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1);
         const OwnedTile own =
             kOwnsKeys ? owned_keys<Tile::kOwn, true>(p, index / heads) : owned_queries<Tile::kOwn, true>(p, index);
@@ -51,7 +51,7 @@ struct StatisticsItem {
     __device__ __forceinline__ int streamed_head() const { return kOwnsKeys ? head : own.head_k; }
 };
 
-/// The blocks of a pass.
+/// The items of a pass, as a grid with a block for each.
 template <class Tile, bool kOwnsKeys>
 dim3 statistics_grid(const ForwardParams& p) {
     return kOwnsKeys ? owned_keys_grid(p, Tile::kOwn, p.heads_q) : assignment_grid(p, Tile::kOwn);

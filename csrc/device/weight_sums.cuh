@@ -15,7 +15,7 @@
 
 namespace flash_wmma::backward {
 
-/// The LSE of a query, -inf if the query does not exist. Nothing here waits for it.
+/// The LSE of a query, -inf if the query does not exist. Apart from minus_lse_of, which has to wait for the load.
 __device__ __forceinline__ float lse_of(const ForwardParams& p, const Sequence& sequence, int head, int query) {
     if (query >= sequence.seqlen_q) return -INFINITY;
     return p.lse[sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + query];
@@ -88,7 +88,8 @@ class WeightSums {
     }
 
   private:
-    /// Streamed queries behind the sequence's end have no weights: what lies there may be infinite, or 0 times a key that is.
+    /// Streamed queries behind the sequence's end have no weights. Their scores may be NaN: what lies there may be infinite,
+    /// and zeros there may be multiplied with a key that is.
     template <int Columns, class Place>
     __device__ __forceinline__ void hide_behind(RegisterTile<Rows, Columns>& weights, const Place& place) const {
         weights.each([&](float& x, int i, int column) {

@@ -4,9 +4,9 @@
 // queries of one query head, S^T = K Q^T; then P = exp(x - L) of the scores x, and what weight_sums.cuh makes of both.
 // Every number belongs to one block, which adds it up in one order: the result is the same in every run.
 //
-// Roles: of warpgroup 0 a warp each tells the items, has rows copied and brings L of the queries. A consumer warpgroup has
-// 64 own rows, each of its warps 16 of them, multiplies them with streamed tiles and adds up what it finds in registers
-// (weight_sums.cuh). Tiles that a warpgroup's rows see nothing of it passes by.
+// Roles: in warpgroup 0 one warp has rows copied, one tells the items, one brings L of the queries, one is idle. A
+// consumer warpgroup has 64 own rows, and each of its warps 16 of them. It multiplies them with streamed tiles and adds up
+// what it finds in registers (weight_sums.cuh). It passes by the tiles that its rows see nothing of.
 //
 // Two shapes for a head dim. Column sums of products that nothing changes take streamed tiles of 64 rows, and a
 // warpgroup multiplies one beside the exponentials of the other. All else takes tiles of 128 rows, one product at a time:
@@ -42,7 +42,7 @@ struct StatisticsTileShape {
     int consumers;  ///< warpgroups with 64 own rows each
     int streamed;   ///< rows of a streamed tile
     int stages;     ///< streamed tiles in flight
-    int products;   ///< tiles of scores that a warpgroup keeps: one is multiplied beside the other's exponentials
+    int products;   ///< tiles of scores that a warpgroup keeps; with two, one is multiplied while the other is added
     bool own_in_registers;  ///< or the products read own rows from shared memory
     int own_stages;         ///< places there for own rows
 };
@@ -59,9 +59,10 @@ struct StatisticsTile {
     static constexpr int kStages = kShape.stages, kOwnStages = kShape.own_stages, kProducts = kShape.products;
     static constexpr bool kOwnInRegisters = kShape.own_in_registers;
     static constexpr int kPlans = 2;  // items told ahead
-    // Of a thread, when the producer has given back what it does not need
-    static constexpr int kAtLaunch = 65536 / kThreads / 8 * 8, kProducerRegisters = 32;
-    static constexpr int kConsumerRegisters = (kAtLaunch * (1 + kConsumers) - kProducerRegisters) / kConsumers / 8 * 8;
+    // Registers of a thread, in multiples of 8: the consumers take those that warpgroup 0 does not need
+    static constexpr int kLaunchRegisters = 65536 / kThreads / 8 * 8, kProducerRegisters = 32;
+    static constexpr int kConsumerRegisters =
+        (kLaunchRegisters * (1 + kConsumers) - kProducerRegisters) / kConsumers / 8 * 8;
     static_assert(kD % 64 == 0 && kStream % kRowGroup == 0 && kRowGroup % kWarpRows == 0);
 
     /// The same of a warpgroup's rows alone.
@@ -105,7 +106,7 @@ struct StatisticsMaps {
 /// Where scores of a tile of streamed rows lie.
 template <class Tile, bool kOwnsKeys>
 struct TilePlace : ScorePlace<Tile, kOwnsKeys> {
-    /// As of ScorePlace. A mask with ranges knows a group of queries at a time. All streamed rows exist.
+    /// As of ScorePlace. A mask with ranges knows a group of queries at a time. Called only if all streamed rows exist.
     template <class Mask>
     __device__ __forceinline__ bool all_visible(const Mask& mask) const {
         if constexpr (kOwnsKeys) {
@@ -123,14 +124,17 @@ struct TilePlace : ScorePlace<Tile, kOwnsKeys> {
 
 /// In which order blocks take the items of a pass, by turns.
 struct StatisticsOrder {
-    unsigned items;         // of the pass
-    unsigned tiles, heads;  // of own rows, a head's; query heads that read a key/value head's tile, one after the other
-    bool longest_first;     // of all heads, or head by head
+    unsigned items;     // of the pass
+    unsigned tiles;     // of own rows, in a head
+    unsigned heads;     // query heads whose items of a tile follow each other
+    bool tile_by_tile;  // the first tile of all heads, then the next; or head by head
+    bool last_first;    // of tiles, if tile by tile
 
     /// The number of the i-th item.
     __device__ unsigned item(unsigned i) const {
-        if (!longest_first) return i;
-        const unsigned slices = items / tiles, tile = i / slices, slice = i % slices;
+        if (!tile_by_tile) return i;
+        const unsigned slices = items / tiles, slice = i % slices;
+        const unsigned tile = last_first ? tiles - 1 - i / slices : i / slices;
         return (slice / heads * tiles + tile) * heads + slice % heads;
     }
 };
@@ -146,7 +150,7 @@ class OwnRows {
     using T = typename Tile::T;
 
   public:
-    /// Behind their copy. `group` counts warpgroups.
+    /// Called when the rows are there. `group`: the number of the consumer warpgroup.
     __device__ __forceinline__ OwnRows(const typename Memory::Own& rows, int group)
         : rows_(rows), first_(Tile::kGroupRows * group) {
         if constexpr (Tile::kOwnInRegisters) {
@@ -346,7 +350,7 @@ __device__ __forceinline__ void consume(const Problem& problem, StatisticsMemory
         };
         const auto add = [&](auto& product) {
             give_back(smem.slot[at.stage]);
-            const float* const lse = smem.minus_lse[kOwnsKeys ? lse_at.stage : 0] + 2 * lane.column();
+            const float* const lse = smem.minus_lse[kOwnsKeys ? lse_at.stage : 0] + lse_place(lane.column());
             sums.add(
                 product, p.scale * kLog2e,
                 [&](int i, int column) { return kOwnsKeys ? lse[lse_place(column)] : minus_lse[i]; }, place, mask);
@@ -435,9 +439,10 @@ void launch_statistics_pass(const Problem& problem, Stream stream) {
     // Where lengths or ranges make items what they are, the device deals them out, to a block each
     const bool even = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k && !p.key_ranges.data;
     const auto tiles = static_cast<unsigned>(((kOwnsKeys ? p.seqlen_k : p.seqlen_q) + Tile::kOwn - 1) / Tile::kOwn);
-    const bool banded = p.band.left < kUnbounded || p.band.right < kUnbounded;
+    // The longest of all heads first. Own tiles are numbered so, except keys that more queries see the later they are
+    const bool bounded_right = p.band.right < kUnbounded, banded = p.band.left < kUnbounded || bounded_right;
     const StatisticsOrder order{grid.x, tiles, static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1),
-                                even && banded};
+                                even && banded, kOwnsKeys && !bounded_right};
     const dim3 blocks(even ? std::min(grid.x, static_cast<unsigned>(problem.multiprocessors)) : grid.x);
     launch(statistics<Tile, kOwnsKeys, kProblems>,
            {blocks, dim3(Tile::kThreads), sizeof(StatisticsMemory<Tile, kOwnsKeys>)}, stream, problem, maps, order);
@@ -460,8 +465,9 @@ std::vector<StatisticsShape> statistics_shapes() {
         using Tile = StatisticsTile<T, kStatisticsShapes[i]>;
         using ColumnTile = StatisticsTile<T, kColumnShapes[i]>;
         static_assert(Tile::kD == ColumnTile::kD);
-        static_assert(sizeof(StatisticsMemory<Tile, true>) <= 227 * 1024);
-        static_assert(sizeof(StatisticsMemory<ColumnTile, true>) <= 227 * 1024);
+        constexpr std::size_t kMost = 227 * 1024;
+        static_assert(sizeof(StatisticsMemory<Tile, true>) <= kMost && sizeof(StatisticsMemory<Tile, false>) <= kMost &&
+                      sizeof(StatisticsMemory<ColumnTile, true>) <= kMost);
         const auto columns = [](const Problem& problem, Stream stream) {
             const bool modified = includes(problems_of(problem.forward, /*converted=*/false), Problems::kModified);
             if (modified) launch_statistics_pass<Tile, true, Problems::kGeneral>(problem, stream);
