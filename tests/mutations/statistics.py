@@ -360,8 +360,8 @@ FAULTS = [
     Fault(
         name="hopper-statistics-another-head",
         path=ON_WGMMA,
-        old="const unsigned slices = items / tiles, slice = i % slices;",
-        new="const unsigned slices = items / tiles, slice = i / tiles % slices;",
+        old="(p, i / heads, items) * heads + i % heads;",
+        new="(p, i / heads, items) * heads;",
         why="with a band some items are found twice and others never",
         kernels=SM90,
         tests=STATISTICS,
@@ -378,8 +378,8 @@ FAULTS = [
     Fault(
         name="hopper-statistics-product-not-awaited",
         path=ON_WGMMA,
-        old="                multiply(s[1], next());\n                ptx::wgmma_wait<1>();\n",
-        new="                multiply(s[1], next());\n",
+        old="                multiply(following, next());\n                ptx::wgmma_wait<1>();\n",
+        new="                multiply(following, next());\n",
         why="scores are read while they are computed",
         kernels=SM90,
         tests=STATISTICS,

@@ -10,7 +10,7 @@
 //
 // Two shapes for a head dim. Column sums of products that nothing changes take streamed tiles of 64 rows, and a
 // warpgroup multiplies one beside the exponentials of the other. All else takes tiles of 128 rows, one product at a time:
-// there instructions bind, of which a larger tile has fewer a score, and the consumers' products and sums overlap.
+// there a score takes more instructions, of which a larger tile saves some, and the consumers' products and sums overlap.
 //
 // Blocks are persistent where band and lengths alone say what an item's work is. They take items by turns, with a band
 // the longest of all heads first. Packed sequences and key ranges have a block for each item.
@@ -27,6 +27,7 @@
 #include <type_traits>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/order.cuh"
 #include "backward/wgmma/products.cuh"
 #include "device/pipeline.cuh"
 #include "device/statistics_item.cuh"
@@ -122,23 +123,6 @@ struct TilePlace : ScorePlace<Tile, kOwnsKeys> {
     }
 };
 
-/// In which order blocks take the items of a pass, by turns.
-struct StatisticsOrder {
-    unsigned items;     // of the pass
-    unsigned tiles;     // of own rows, in a head
-    unsigned heads;     // query heads whose items of a tile follow each other
-    bool tile_by_tile;  // the first tile of all heads, then the next; or head by head
-    bool last_first;    // of tiles, if tile by tile
-
-    /// The number of the i-th item.
-    __device__ unsigned item(unsigned i) const {
-        if (!tile_by_tile) return i;
-        const unsigned slices = items / tiles, slice = i % slices;
-        const unsigned tile = last_first ? tiles - 1 - i / slices : i / slices;
-        return (slice / heads * tiles + tile) * heads + slice % heads;
-    }
-};
-
 /// Where a tile's column lies among its numbers: a lane's columns of two adjacent blocks of accumulators are 16 bytes.
 __device__ constexpr int lse_place(int column) {
     return column / 16 * 16 + column % 8 / 2 * 4 + column / 8 % 2 * 2 + column % 2;
@@ -199,10 +183,19 @@ class StatisticsProducer {
     /// How many of the warps follow the plan.
     static constexpr unsigned kFollowers = 2;
 
-    __device__ __forceinline__ void plan(const StatisticsOrder& order) {
+    /// Called by a warp. Persistent blocks take the pass's items by fixed turns. With a band the longest of all heads come
+    /// first: order.cuh mixes the heads of two items for each block, so it is told of a block for each item.
+    __device__ __forceinline__ void plan(unsigned items) {
+        const ForwardParams& p = problem_.forward;
+        const bool orders = gridDim.x < items && (p.band.left < kUnbounded || p.band.right < kUnbounded);
+        const auto heads = static_cast<unsigned>(p.heads_q / p.heads_k);
         RingPlace<Tile::kPlans> place;
-        for (unsigned i = blockIdx.x; i < order.items; i += gridDim.x)
-            publish(smem_, place, Item::of(problem_, order.item(i)));
+        for (unsigned i = blockIdx.x; i < items; i += gridDim.x) {
+            unsigned number = i;
+            if (orders && kOwnsKeys) number = mixed_keys<Tile::kOwn>(p, i / heads, items) * heads + i % heads;
+            else if (orders) number = mixed_queries<Tile::kOwn>(p, i, items);
+            publish(smem_, place, Item::of(problem_, number));
+        }
         Item none{};
         none.tiles = -1;
         publish(smem_, place, none);
@@ -371,24 +364,21 @@ __device__ __forceinline__ void consume(const Problem& problem, StatisticsMemory
                 tile.advance();
                 return tile;
             };
+            // Adds a tile while the next one, if there is any, is multiplied. Each end has a wait of its own, or ptxas
+            // serializes the products
+            const auto step = [&](auto& product, auto& following) {
+                if (--left == 0) {
+                    ptx::wgmma_wait<0>();
+                    add(product);
+                    return false;
+                }
+                multiply(following, next());
+                ptx::wgmma_wait<1>();
+                add(product);
+                return true;
+            };
             multiply(s[0], at);
-            for (;;) {  // written out, so that which wait is reached does not depend on whether a tile follows
-                if (--left == 0) {
-                    ptx::wgmma_wait<0>();
-                    add(s[0]);
-                    break;
-                }
-                multiply(s[1], next());
-                ptx::wgmma_wait<1>();
-                add(s[0]);
-                if (--left == 0) {
-                    ptx::wgmma_wait<0>();
-                    add(s[1]);
-                    break;
-                }
-                multiply(s[0], next());
-                ptx::wgmma_wait<1>();
-                add(s[1]);
+            while (step(s[0], s[1]) && step(s[1], s[0])) {
             }
         }
         pass_by(item.tiles - seen.before - seen.count);
@@ -400,8 +390,7 @@ __device__ __forceinline__ void consume(const Problem& problem, StatisticsMemory
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; consumers none in their loops.
 template <class Tile, bool kOwnsKeys, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
-    statistics(const __grid_constant__ Problem problem, const __grid_constant__ StatisticsMaps maps,
-               const __grid_constant__ StatisticsOrder order) {
+    statistics(const __grid_constant__ Problem problem, const __grid_constant__ StatisticsMaps maps, unsigned items) {
     using Producer = StatisticsProducer<Tile, kOwnsKeys>;
     auto& smem = shared_memory<StatisticsMemory<Tile, kOwnsKeys>>();
     if (threadIdx.x == 0) {
@@ -416,7 +405,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::release_registers<Tile::kProducerRegisters>();
         Producer producer(problem, maps, smem);
         if (threadIdx.x == 0) producer.copy_rows();
-        else if (threadIdx.x / 32 == 1) producer.plan(order);
+        else if (threadIdx.x / 32 == 1) producer.plan(items);
         else if (threadIdx.x / 32 == 2) producer.bring_lse();
     } else {
         ptx::acquire_registers<Tile::kConsumerRegisters>();
@@ -438,14 +427,9 @@ void launch_statistics_pass(const Problem& problem, Stream stream) {
     const StatisticsMaps maps{map(kOwnsKeys, Tile::kOwn), map(!kOwnsKeys, Tile::kStream)};
     // Where lengths or ranges make items what they are, the device deals them out, to a block each
     const bool even = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k && !p.key_ranges.data;
-    const auto tiles = static_cast<unsigned>(((kOwnsKeys ? p.seqlen_k : p.seqlen_q) + Tile::kOwn - 1) / Tile::kOwn);
-    // The longest of all heads first. Own tiles are numbered so, except keys that more queries see the later they are
-    const bool bounded_right = p.band.right < kUnbounded, banded = p.band.left < kUnbounded || bounded_right;
-    const StatisticsOrder order{grid.x, tiles, static_cast<unsigned>(kOwnsKeys ? p.heads_q / p.heads_k : 1),
-                                even && banded, kOwnsKeys && !bounded_right};
     const dim3 blocks(even ? std::min(grid.x, static_cast<unsigned>(problem.multiprocessors)) : grid.x);
     launch(statistics<Tile, kOwnsKeys, kProblems>,
-           {blocks, dim3(Tile::kThreads), sizeof(StatisticsMemory<Tile, kOwnsKeys>)}, stream, problem, maps, order);
+           {blocks, dim3(Tile::kThreads), sizeof(StatisticsMemory<Tile, kOwnsKeys>)}, stream, problem, maps, grid.x);
 }
 
 /// The shapes that ship: for column sums of products that nothing changes, and for all else.
