@@ -13,7 +13,7 @@ Each row times two calls in turn by the method of harness/timing.py, and gives t
                                        do not
     vmap                               torch.func.vmap of forward over 8 entries, over the batched call
     jvp                                torch.func.jvp of forward in q, k and v, at N = 16,384 and one batch entry, over
-                                       forward
+                                       forward; also in q, k or v alone
 
 With --backward-kernel the statistics of the first three are computed by a pass of that kernel. Without, forward's
 kernel tells maxima and entropies if it can. Samples are calls in a row for 10 ms, queued without a wait between them.
@@ -96,10 +96,19 @@ class Calls:
         mapped = [t.unflatten(0, (MAPPED, -1)) for t in (self.q, self.k, self.v)]
         return lambda: torch.func.vmap(self.forward)(*mapped).flatten(0, 1), self.plain
 
-    def jvp(self) -> tuple[Call, Call]:
-        primals, tangents = (tuple(self.tensors(1, LONG)) for _ in range(2))
+    def jvp(self, moves: Sequence[int] = (0, 1, 2)) -> tuple[Call, Call]:
+        """With tangents of those of q, k and v."""
+        primals, tangents = (self.tensors(1, LONG) for _ in range(2))
         with_tangents: Any = torch.func.jvp
-        return lambda: with_tangents(self.forward, primals, tangents)[1], lambda: self.forward(*primals)
+
+        def attend(*moving: Tensor) -> Tensor:
+            given = list(primals)
+            for i, t in zip(moves, moving, strict=True):
+                given[i] = t
+            return self.forward(*given)
+
+        moving = [tuple(of[i] for i in moves) for of in (primals, tangents)]
+        return lambda: with_tangents(attend, *moving)[1], lambda: self.forward(*primals)
 
 
 ROWS: dict[str, Callable[[Calls], tuple[Call, Call]]] = {
@@ -111,6 +120,9 @@ ROWS: dict[str, Callable[[Calls], tuple[Call, Call]]] = {
     "gradients of slopes": Calls.slopes,
     "vmap": Calls.vmap,
     "jvp": Calls.jvp,
+    "jvp in q alone": lambda calls: calls.jvp([0]),
+    "jvp in k alone": lambda calls: calls.jvp([1]),
+    "jvp in v alone": lambda calls: calls.jvp([2]),
 }
 
 

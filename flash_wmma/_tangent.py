@@ -125,8 +125,14 @@ def in_one_pass(
     call: Call,
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None:
     """((out, lse), (out', lse')) by a kernel that computes them together, without derivatives of their own; ``None`` if
-    there is none for the call. ``call``: :func:`is_plain`."""
+    there is none for the call. ``call``: :func:`is_plain`. If v alone moves, out' is attention with other values: a
+    second call takes less."""
     if dq is dk is dv is None or not _ops.takes_tangents(q, k, v, call):
         return None
-    out, lse, dout, dlse = _ops.forward_with_tangents(q, k, v, dq, dk, dv, call)
+    if dq is dk is None:
+        assert dv is not None
+        out, lse = _ops.forward(q, k, v, call)
+        dout, dlse = _ops.forward(q, k, dv, call)[0], torch.zeros_like(lse)
+    else:
+        out, lse, dout, dlse = _ops.forward_with_tangents(q, k, v, dq, dk, dv, call)
     return (out, lse), _with_sinks(out, lse, dout, dlse, dsinks, call)

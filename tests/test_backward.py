@@ -518,6 +518,23 @@ def test_many_items_without_queries(d: int) -> None:
             assert (a - b).abs().max() <= 0.03 * b.abs().max()
 
 
+@pytest.mark.skipif(not on_gpu(), reason="no CUDA device")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("d", "heads", "length"), [(64, (32, 32), 700), (128, (16, 4), 2048), (256, (16, 16), 1030)])
+def test_products_wait_for_what_is_prepared(d: int, heads: tuple[int, int], length: int, causal: bool) -> None:
+    """Where blocks prepare rows beside products (`bwd_sm90`), memory holds NaN until they have; nothing else does."""
+    shapes = [(5, h, length, d) for h in (heads[0], heads[1], heads[1])]
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    out = flash_wmma.forward(*leaves, causal=causal)
+    dout = torch.randn_like(out)
+    expected = torch.autograd.grad(flash_wmma.forward(*leaves, causal=causal, backward_kernel="bwd_sm80"), leaves, dout)
+    for _ in range(20):
+        with poisoned_memory():
+            got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for a, b in zip(got, expected, strict=True):
+            assert (a - b).abs().max() <= 0.03 * b.abs().max()
+
+
 def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
     """Scores far apart: the recomputed weights neither overflow nor vanish."""
     kernel, dtype = backward_target

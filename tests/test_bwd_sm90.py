@@ -122,6 +122,29 @@ def compute(
     return [*gradients, dbias] if additive(modification) else gradients
 
 
+def launches(
+    case: Case, d: int, modification: Modification = PLAIN, deterministic: bool = False, **emulated: int
+) -> list[str]:
+    """The names of a call's grids, in their order, on such a device."""
+    (hq, hk), b = case.heads, case.batch
+    q, k = torch.randn(b, hq, case.nq, d).half(), torch.randn(b, hk, case.nk, d).half()
+    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, **emulated):
+        take_profile()
+        ops.backward(
+            *(q, None, q, k, k, q, torch.zeros(b, hq, case.nq), None),
+            *band(case.mask.causal, case.mask.window),
+            *modification,
+            deterministic=deterministic,
+            kernel_name="bwd_sm90",
+        )
+        return [launch["kernel"] for launch in json.loads(take_profile())]
+
+
+def begins_beside_prepare(case: Case, d: int, sm_count: int, deterministic: bool = False, slow: bool = False) -> bool:
+    names = launches(case, d, PLAIN, deterministic, sm_count=sm_count, memory_bus=memory_bus(slow))
+    return any("prepare_beside" in name for name in names)
+
+
 def check(
     case: Case,
     d: int,
@@ -277,6 +300,45 @@ def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:
     check(Case(700, 130, heads=(10, 2), batch=2), d, dv, torch.bfloat16, sm_count=sm_count)
 
 
+@pytest.mark.parametrize(("d", "slow"), [*((d, False) for d in SHAPES), *((d, True) for d in SHAPES if d <= 128)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(300, 300, Mask(True), heads=(4, 2), batch=2),
+        Case(257, 200, Mask("bottom_right", (90, 0)), heads=(6, 3), batch=2),
+    ],
+    ids=str,
+)
+def test_prepare_beside_products(d: int, slow: bool, case: Case) -> None:
+    """Rows are enough for two parts of each warp that prepares, and the last part of a head has few rows or none."""
+    assert begins_beside_prepare(case, d, sm_count=2, slow=slow)
+    check(case, d, sm_count=2, slow=slow)
+
+
+@pytest.mark.parametrize(
+    ("d", "case", "sm_count"),
+    [(64, Case(448, 1280, heads=(5, 5)), 6), (128, Case(1216, 1300, heads=(3, 3)), 4)],
+    ids=["whole", "in parts"],
+)
+def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
+    """Blocks that come late cost no round. Items of the last round go in parts, or not."""
+    assert begins_beside_prepare(case, d, sm_count)
+    check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
+def test_who_begins_beside_prepare() -> None:
+    """Not where items are few, or where late blocks cost a round, or blocks take turns."""
+    many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
+    assert begins_beside_prepare(many, 64, 2)
+    assert begins_beside_prepare(many, 64, 2, deterministic=True)  # two passes
+    assert begins_beside_prepare(many._replace(mask=DENSE), 64, 2, slow=True)
+    assert not begins_beside_prepare(many._replace(mask=DENSE), 64, 2)
+    assert not begins_beside_prepare(many._replace(mask=DENSE), 64, 2, deterministic=True)
+    assert not begins_beside_prepare(many._replace(batch=1), 64, 2)
+    assert not begins_beside_prepare(many._replace(nk=100), 64, 2)
+    assert not begins_beside_prepare(many, 192, 2, deterministic=True)
+
+
 MASKS = {
     "last keys unseen": Case(70, 300, Mask(True)),
     "first keys unseen": Case(65, 400, Mask("bottom_right", (30, None))),
@@ -404,27 +466,9 @@ def test_infinite_queries_and_keys_stay_where_they_are(d: int, sm_count: int, nk
 def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, deterministic: bool, way: str) -> None:
     """By two passes where few keys are visible, if memory is slow, and if the gradients have to be deterministic and
     blocks take no turns in a ring. Where blocks bring dQ to its place, no grid behind the products does."""
-    q, k = torch.randn(1, 1, nq, d).half(), torch.randn(1, 1, nk, d).half()
-    lse = torch.zeros(1, 1, nq)
-    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=bus, sm_count=4):
-        take_profile()
-        ops.backward(
-            q,
-            None,
-            q,
-            k,
-            k,
-            q,
-            lse,
-            None,
-            *band(mask.causal, mask.window),
-            *PLAIN,
-            deterministic=deterministic,
-            kernel_name="bwd_sm90",
-        )
-        launches = json.loads(take_profile())
-    assert len(launches) == (3 if way == "sums" else 2)
-    assert any("two_passes" in launch["kernel"] for launch in launches) == (way == "passes")
+    names = launches(Case(nq, nk, mask, heads=(1, 1)), d, PLAIN, deterministic, sm_count=4, memory_bus=bus)
+    assert len(names) == (3 if way == "sums" else 2)
+    assert any("two_passes" in name for name in names) == (way == "passes")
 
 
 @pytest.mark.parametrize(
@@ -441,19 +485,10 @@ def test_how_dq_comes(bus: int, d: int, nq: int, nk: int, mask: Mask, determinis
 )
 def test_who_goes_by_two_passes(d: int, nk: int, change: str, passes: bool) -> None:
     """Fewer keys where scores are changed; not with key ranges."""
-    q, k = torch.randn(1, 2, 20, d).half(), torch.randn(1, 2, nk, d).half()
-    causal = "bottom_right" if change == "none" else False
+    mask = Mask("bottom_right") if change == "none" else DENSE
     modification = PLAIN if change == "none" else change_of(change, 20, nk)
-    with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, memory_bus=5120):
-        take_profile()
-        ops.backward(
-            *(q, None, q, k, k, q, torch.zeros(1, 2, 20), None),
-            *band(causal, None),
-            *modification,
-            kernel_name="bwd_sm90",
-        )
-        launches = json.loads(take_profile())
-    assert any("two_passes" in launch["kernel"] for launch in launches) == passes
+    names = launches(Case(20, nk, mask, heads=(2, 2)), d, modification, memory_bus=5120)
+    assert any("two_passes" in name for name in names) == passes
 
 
 @pytest.mark.parametrize("scale", [-0.2, 0.0, 1e-36])

@@ -55,11 +55,20 @@ def plain(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Any:
     return (out, lse) if with_lse else out
 
 
-def moved(attend: Callable[..., Any], given: Sequence[Tensor], **options: Any) -> tuple[Tensor, ...]:
-    """out, lse, and their tangents."""
+def moved(
+    attend: Callable[..., Any], given: Sequence[Tensor], moves: Sequence[int] | None = None, **options: Any
+) -> tuple[Tensor, ...]:
+    """out, lse, and their tangents: if those tensors move, or all."""
     half = len(given) // 2
-    function = functools.partial(attend, return_lse=True, **options)
-    results, tangents = jvp(function, tuple(given[:half]), tuple(given[half:]))[:2]
+    which = range(half) if moves is None else moves
+
+    def function(*moving: Tensor) -> Any:
+        arguments = list(given[:half])
+        for i, t in zip(which, moving, strict=True):
+            arguments[i] = t
+        return attend(*arguments, return_lse=True, **options)
+
+    results, tangents = jvp(function, *(tuple(of[i] for i in which) for of in (given[:half], given[half:])))[:2]
     return (*results, *tangents)
 
 
@@ -81,14 +90,20 @@ def errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> list[float]:
     return found
 
 
-def check(given: Sequence[Tensor], mask: Mask = DENSE, factor: float = 2.0, **options: Any) -> tuple[Tensor, ...]:
+def check(
+    given: Sequence[Tensor],
+    mask: Mask = DENSE,
+    factor: float = 2.0,
+    moves: Sequence[int] | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
     """At most twice as far from float64 as plain torch ops of that dtype."""
     options |= mask._asdict()
     with poisoned_memory():
-        got = moved(ours, given, **options)
+        got = moved(ours, given, moves, **options)
     numbers = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
-    right = moved(plain, double(given), **numbers)
-    for found, theirs in zip(errors(got, right), errors(moved(plain, given, **options), right), strict=True):
+    right = moved(plain, double(given), moves, **numbers)
+    for found, theirs in zip(errors(got, right), errors(moved(plain, given, moves, **options), right), strict=True):
         assert found <= factor * theirs + 1e-5
     return got
 
@@ -234,16 +249,28 @@ def test_sinks(nk: int) -> None:
         assert max(errors(got, right)) <= 3e-3
 
 
-def test_tangents_of_one_tensor(passes: list[None]) -> None:
-    """Those of the others are 0."""
-    given = tensors((1, 2, 1, 70, 90, 64))
-    for i in range(3):
+@pytest.mark.parametrize("mask", [DENSE, Mask("bottom_right"), Mask(False, (30, 40))], ids=str)
+@pytest.mark.parametrize(("shape", "d_v"), SHAPES)
+def test_one_tensor_moves(shape: Shape, d_v: int | None, mask: Mask, passes: list[None]) -> None:
+    """The tangents of the others are 0, but not tensors of zeros. If v alone moves, no kernel for tangents runs."""
+    for moves in range(3):
+        check(tensors(shape, HALF if mask == DENSE else BF16, d_v), mask, moves=[moves])
+    assert len(passes) == 2
 
-        def of_one(f: Callable[..., Any], given: Sequence[Tensor], i: int = i) -> Any:
-            return jvp(lambda x: f(*given[:i], x, *given[i + 1 : 3], return_lse=True), (given[i],), (given[i + 3],))[1]
 
-        assert max(errors(of_one(ours, given), of_one(plain, double(given)))) <= 2e-3
-    assert len(passes) == 3
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("moves", [0, 1])
+def test_rising_scores_of_one_tensor(moves: int, d: int) -> None:
+    """m rises in each tile, and with it c: N has no product with dV to begin with."""
+    given = tensors((1, 2, 1, 70, 400, d))
+    given[1] = given[1] * torch.linspace(8, 0.1, 400)[:, None].to(HALF)
+    check(given, factor=3.0, moves=[moves])
+
+
+@pytest.mark.parametrize("moves", [(0, 1), (0, 2), (1, 2)])
+def test_two_tensors_move(moves: tuple[int, int], passes: list[None]) -> None:
+    check(tensors((1, 2, 1, 70, 200, 64)), moves=moves)
+    assert len(passes) == 1
 
 
 def test_finite_differences() -> None:

@@ -127,6 +127,9 @@ struct Problem : BackwardParams {
     ItemParts parts{};
     int more_groups = 0;   // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
     int ring_batches = 1;  // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
+    // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared, of all
+    // heads, and then of each
+    unsigned* prepared = nullptr;
 };
 /// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
 __device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
@@ -150,6 +153,18 @@ struct RowFacts {
         if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
     }
 };
+
+/// Stores the facts of a row, in the form that the problem has; `row`: its number among those of all groups.
+__device__ __forceinline__ void store_facts(const Problem& problem, std::int64_t row, const RowFacts& facts) {
+    if (problem.terms) {
+        write_terms(problem.terms[row / 8], static_cast<int>(row % 8), facts.minus_lse, facts.minus_delta,
+                    problem.terms_scale);
+    } else {
+        RowPair& pair = problem.facts[row / 2];
+        pair.minus_lse[row % 2] = facts.minus_lse * kLog2e;
+        pair.minus_delta[row % 2] = facts.minus_delta;
+    }
+}
 
 /// Groups of rows of all heads.
 inline std::int64_t row_groups(const ForwardParams& p) {
@@ -266,10 +281,14 @@ __device__ __forceinline__ void clear_parts(const Problem& problem, unsigned ind
          i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
 }
-/// What prepare does of items, of dense problems.
+/// What prepare does of items, of dense problems; and nothing is prepared yet, where products begin beside prepare.
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
-    if (blockIdx.x == 0 && threadIdx.x == 0) *problem.queue = {0, 0, 0};
+    const int tid = static_cast<int>(threadIdx.x);
+    const std::int64_t heads = problem.forward.batch * problem.forward.heads_q;
+    if (blockIdx.x == 0 && tid == 0) *problem.queue = {0, 0, 0};
+    if (blockIdx.x == 0 && problem.prepared)
+        for (std::int64_t i = tid; i <= heads; i += kRowThreads) problem.prepared[i] = 0;
     clear_parts(problem, blockIdx.x);
 }
 
@@ -332,14 +351,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     if (tid < kRowGroup) {
         RowFacts facts;
         if (tid < rows) facts = {problem, sequence, group.head, group.first_row + tid, smem.sum[tid]};
-        if (problem.terms) {
-            RowTerms* const terms = problem.terms + std::int64_t{index} * (kRowGroup / 8);
-            write_terms(terms[tid / 8], tid % 8, facts.minus_lse, facts.minus_delta, problem.terms_scale);
-        } else {
-            RowPair& pair = problem.facts[(std::int64_t{index} * kRowGroup + tid) / 2];
-            pair.minus_lse[tid % 2] = facts.minus_lse * kLog2e;
-            pair.minus_delta[tid % 2] = facts.minus_delta;
-        }
+        store_facts(problem, std::int64_t{index} * kRowGroup + tid, facts);
         if (Converted && isfinite(facts.minus_delta)) largest = fabsf(facts.minus_delta);
     }
     if constexpr (Converted) {

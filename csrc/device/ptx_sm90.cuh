@@ -76,6 +76,10 @@ __device__ __forceinline__ void stmatrix_x4(void* shared_row, const std::uint32_
 /// fence (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+/// The same of global memory: what this thread wrote there, or knows that others wrote, comes before what copies read that it
+/// then asks for.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
+
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 
 /// Fetches a tensor map that is a kernel parameter ahead of its use (prefetch.tensormap).

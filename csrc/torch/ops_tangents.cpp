@@ -72,7 +72,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_tangents(
     const std::array<int64_t, 4> sizes{q.sizes[0], q.sizes[1], q.sizes[2], v.sizes[3]};
     const auto strides = row_strides(sizes, out_bnhd);
     Written<4> out(sizes, strides, q), dout(sizes, strides, q);
-    const Tangent dq(q_tangent, "dq", q), dk(k_tangent, "dk", k), dv(v_tangent, "dv", v);
+    // Zeros for what does not move, unless q or k alone does: kernels then leave out the others' products
+    const bool alone = !v_tangent && q_tangent.has_value() != k_tangent.has_value();
+    std::optional<Tangent> dq, dk, dv;
+    if (q_tangent || !alone) dq.emplace(q_tangent, "dq", q);
+    if (k_tangent || !alone) dk.emplace(k_tangent, "dk", k);
+    if (v_tangent || !alone) dv.emplace(v_tangent, "dv", v);
+    const auto rows_of = [](const std::optional<Tangent>& tangent) { return tangent ? tangent->rows() : Rows{}; };
     if (call.empty() || call.params.head_dim_v == 0) {
         call.see_no_key(out.memory(), lse);
         torch::stable::zero_(dout.memory());
@@ -81,19 +87,15 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> forward_with_tangents(
         const Readable q_rows(q), k_rows(k), v_rows(v);
         call.point_to(q_rows, k_rows, v_rows, lse);
         call.params.o = out.rows();
-        TangentParams p{call.params, dq.rows(), dk.rows(), dv.rows(), dout.rows(), static_cast<float*>(data_of(dlse)),
+        TangentParams p{call.params, rows_of(dq), rows_of(dk),
+                        rows_of(dv), dout.rows(), static_cast<float*>(data_of(dlse)),
                         nullptr};
         target.run(*kernel, p, [&] {
-            std::vector<emulator::Buffer> buffers{q_rows.buffer("q"),
-                                                  k_rows.buffer("k"),
-                                                  v_rows.buffer("v"),
-                                                  dq.buffer(),
-                                                  dk.buffer(),
-                                                  dv.buffer(),
-                                                  out.buffer("o"),
-                                                  dout.buffer("dout"),
-                                                  buffer_of("lse", lse, true),
-                                                  buffer_of("dlse", dlse, true)};
+            std::vector<emulator::Buffer> buffers{
+                q_rows.buffer("q"),  k_rows.buffer("k"),          v_rows.buffer("v"),           out.buffer("o"),
+                dout.buffer("dout"), buffer_of("lse", lse, true), buffer_of("dlse", dlse, true)};
+            for (const std::optional<Tangent>* const moved : {&dq, &dk, &dv})
+                if (*moved) buffers.push_back((*moved)->buffer());
             call.add_buffers(buffers);
             return buffers;
         });

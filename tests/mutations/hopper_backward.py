@@ -12,6 +12,7 @@ COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER
 ORDER, PARTS = FOLDER + "order.cuh", FOLDER + "parts.cuh"
 QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
+BESIDE = FOLDER + "prepare_beside.cuh"
 QUERIES, TWO_PASSES = FOLDER + "queries.cuh", FOLDER + "two_passes.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
@@ -27,6 +28,70 @@ RELEASE_VALUES = "tell(smem_.value_slot[item % Tile::kValueStages].empty);\n"
 ADD_TO_DV = "        this->multiply_weights(dv_, p_, smem_.dout[tile % Tile::kStages], !kBegins);\n"
 
 FAULTS = [
+    # ---------------------------------------------------------------------------------------- prepare beside products
+    Fault(
+        name="bwd-sm90-beside-rows-of-another-part",
+        path=BESIDE,
+        old="static_cast<int>(part % of_head) * all,",
+        new="static_cast<int>(part % of_head / 2) * all,",
+        why="every second part has the rows of the one before",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-sum-of-another-row",
+        path=BESIDE,
+        old="sum[u], lane % kAtOnce * kLanes);",
+        new="sum[u], lane / kLanes * kLanes);",
+        why="a lane that owns a row takes the sum of the row that it helped to add up",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-dq-not-cleared",
+        path=BESIDE,
+        old="    if (problem.dq_rows) {\n        auto* const dq",
+        new="    if (false) {\n        auto* const dq",
+        why="blocks add to what was in memory",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-the-last-row-alone",
+        path=BESIDE,
+        old="i < min(rows, all);",
+        new="i < min(rows - 1, all);",
+        why="a part of one row has no D",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-head-of-another-entry",
+        path=BESIDE,
+        old="const Sequence of = sequence(p, static_cast<int>(slice / heads));",
+        new="const Sequence of = sequence(p, static_cast<int>(slice % heads % p.batch));",
+        why="L and D are those of another batch entry",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-with-few-items",
+        path=LAUNCH,
+        old="items < kLeastRounds * workers) return 0;",
+        new="items < workers) return 0;",
+        why="blocks that begin late have nothing left to do, and others wait for all heads",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-late-blocks-not-counted",
+        path=LAUNCH,
+        old="(workers - late) * beside + late * of_late;",
+        new="(workers - late) * beside + late * beside;",
+        why="equal items take a round more",
+        kernels=KERNEL,
+        tests=("beside",),
+    ),
     # ------------------------------------------------------------------------------------------------ general problems
     Fault(
         name="bwd-sm90-soft-cap-of-the-other-query",
@@ -195,7 +260,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-shared-items-not-prepared",
         path=ROWS,
-        old="    if (blockIdx.x == 0 && threadIdx.x == 0) *problem.queue = {0, 0, 0};\n",
+        old="    if (blockIdx.x == 0 && tid == 0) *problem.queue = {0, 0, 0};\n",
         new="",
         why="a call takes items from a queue that was not made",
         kernels=KERNEL,
@@ -204,8 +269,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-shared-parts-not-cleared",
         path=ROWS,
-        old="*problem.queue = {0, 0, 0};\n    clear_parts(problem, blockIdx.x);\n",
-        new="*problem.queue = {0, 0, 0};\n",
+        old="    clear_parts(problem, blockIdx.x);\n",
+        new="",
         why="blocks that share an item add to what was in memory",
         kernels=KERNEL,
         tests=("shared_queries",),
@@ -531,8 +596,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-queue-begins-early",
         path=PRODUCER,
-        old="waits ? 0 : workers.count;",
-        new="waits ? 0 : 1;",
+        old="takes_all ? 0 : workers.count;",
+        new="takes_all ? 0 : 1;",
         why="an item that a block begins with is worked on again",
         kernels=KERNEL,
     ),

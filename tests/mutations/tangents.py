@@ -12,6 +12,24 @@ TESTS = ("tangents",)
 
 FAULTS = [
     Fault(
+        name="tangents-of-one-begin-with-what-was-there",
+        path=CONSUMER,
+        old="Tile::kMoves.v || step > 0 || begun);",
+        new="true);",
+        why="where V does not move, N is added to what the registers held",
+        kernels=WGMMA,
+        tests=TESTS,
+    ),
+    Fault(
+        name="tangents-of-q-are-added-to-those-before",
+        path=CONSUMER,
+        old="k.panel, Tile::kMoves.k);",
+        new="k.panel, true);",
+        why="where Q alone moves, T keeps that of the tile before",
+        kernels=WGMMA,
+        tests=TESTS,
+    ),
+    Fault(
         name="tangents-moment-without-rescaling",
         path=SOFTMAX,
         old="                moment_[i] *= scale;\n",

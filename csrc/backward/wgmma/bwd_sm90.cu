@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backward/wgmma/parts.cuh"
+#include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/shapes.h"
 #include "device/backward_rows.cuh"
 
@@ -151,16 +152,56 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// The queue comes first, and then the turns or what belongs to parts, aligned as what follows has to be.
+/// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as where
+/// blocks take turns, where products take so long that it hardly counts, or where items are few. Those blocks begin products late:
+/// where all items take equally long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile. Not by
+/// the item: blocks are not at one pace, and faster while there are fewer.
+int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    const Sequences& s = p.sequences;
+    constexpr std::int64_t kMostKeys = 6000, kLeastRounds = 4, kLeastEqualRounds = 8;
+    const bool dense = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k;
+    if (!dense || is_shared(params) || takes_turns(params, device) || visible_keys(p) > kMostKeys) return 0;
+    const Shape& shape = shape_of(params, device);
+    const std::int64_t blocks = wgmma::prepare_blocks(p, device), workers = std::max(device.sm_count / shape.blocks, 1);
+    const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
+    if (blocks == 0 || items < kLeastRounds * workers) return 0;
+    if (!has_equal_items(p) || dq_of(params, device) == DqBy::kQueries) return static_cast<int>(blocks);
+
+    constexpr double kTile = 144e3;  // while a block works on a tile of queries: 60 GB/s for 2.4 us
+    constexpr double kAtOnce = 60;   // SMs that take all of HBM's bandwidth so
+    const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
+    if (items < kLeastEqualRounds * workers) return 0;
+    const double item = kTile * static_cast<double>(rows * group), bytes = wgmma::prepared_bytes(p);
+    const double delay = bytes / static_cast<double>(blocks) / item;  // in rounds, like what follows
+    const std::int64_t late = (blocks + shape.blocks - 1) / shape.blocks, rounds = (items + workers - 1) / workers;
+    std::int64_t beside = rounds;
+    const auto done = [&] {  // items, by the end of so many rounds
+        const auto of_late = static_cast<std::int64_t>(std::max(static_cast<double>(beside) - delay, 0.));
+        return (workers - late) * beside + late * of_late;
+    };
+    while (50 * done() < 49 * items) ++beside;
+    const double behind = static_cast<double>(rounds) + bytes / kAtOnce / item;
+    return static_cast<double>(beside) < behind ? static_cast<int>(blocks) : 0;
+}
+
+/// The queue comes first, then the turns or what belongs to parts, and then how much is prepared, aligned as what follows has to
+/// be.
 constexpr std::int64_t kUnit = 16;
 static_assert(sizeof(Queue) <= kUnit);
+constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
+/// Bytes of Problem::prepared.
+std::int64_t prepared_counts_bytes(const BackwardParams& p, const DeviceFacts& device) {
+    const std::int64_t heads = p.forward.batch * p.forward.heads_q;
+    return beside_blocks(p, device) > 0 ? aligned((1 + heads) * std::int64_t{sizeof(unsigned)}) : 0;
+}
 std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& shape = shape_of(p, device);
     const PartsWords parts = words_of(parts_of(p, shape, device), shape);
     const std::int64_t counts = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
                                 : parts_in_dq(p, shape, parts) > 0 ? 0
                                                                    : parts.bytes();
-    return kUnit + (counts + kUnit - 1) / kUnit * kUnit;
+    return kUnit + aligned(counts) + prepared_counts_bytes(p, device);
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
@@ -221,11 +262,20 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     }
     problem.multiprocessors = std::max(device.sm_count, 1);
     if (shape.pass == Pass::kTurns && !is_wide(p)) problem.ring_batches = static_cast<int>(ring_batches(p, device));
-    if (stage == BackwardStage::kAdd)
+    if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
+    const int beside = beside_blocks(p, device);
+    if (beside > 0)
+        problem.prepared =
+            reinterpret_cast<unsigned*>(counters + counters_bytes(p, device) - prepared_counts_bytes(p, device));
+    if (beside > 0 || stage == BackwardStage::kAdd)
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
                stream, problem);
     else prepare_rows();
-    if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
+    if (beside > 0) {
+        LaunchConfig config{dim3(static_cast<unsigned>(beside)), dim3(wgmma::kPrepareThreads)};
+        config.programmatic = true;
+        launch(wgmma::prepare_beside<T>, config, stream, problem);
+    }
     shape.launch(problem, stream);
     if (stage == BackwardStage::kAll && problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
 }

@@ -41,6 +41,7 @@ void launch_tile(const Problem& problem, Stream stream) {
     const dim3 grid(std::min(items, workers) * Tile::kBlocks);
     LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks};
     config.cooperative = Tile::kRing;
+    config.programmatic = problem.prepared != nullptr;
     launch(kKernel, config, stream, problem, maps_of<Tile>(problem), static_cast<int>(items));
 }
 
@@ -56,7 +57,8 @@ Shape shape_of_tile() {
             launch_tile<Tile, kKernel>,
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
-            takes_parts<Tile, kPass>()};
+            takes_parts<Tile, kPass>(),
+            Tile::kBlocks};
 }
 
 }  // namespace flash_wmma::backward::wgmma

@@ -7,6 +7,7 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/copies.cuh"
+#include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
@@ -28,13 +29,18 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
         // In a ring it waits for all of its batch (await_batch)
         const bool waits = in_order<kPass>(problem_) || (takes_parts<Tile, kPass>() && problem_.parts.each > 1);
-        constexpr bool kPaired = Tile::kPaired;  // then not all blocks need be at work: none has an item beforehand
-        const int before = kPaired || waits ? 0 : workers.count;  // that no block takes from the queue
-        const int first = kPaired || waits || workers.index < 0 ? taken() + before : workers.index;
+        // Not all blocks need be at work yet, in pairs, or beside prepare: then none has an item beforehand
+        const bool beside = problem_.prepared, takes_all = Tile::kPaired || waits || beside;
+        bool prepared = !beside;
+        const int before = takes_all ? 0 : workers.count;  // that no block takes from the queue
+        const int first = takes_all || workers.index < 0 ? taken() + before : workers.index;
         for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
             publish(smem_, plan_, item);
-            if (item.tiles > 0) load_item(item);
+            if (item.tiles > 0) {
+                if (!prepared) prepared = await_prepared(problem_, item.sequence.index, item.head, item.heads);
+                load_item(item);
+            }
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
             // follow
             if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);

@@ -24,6 +24,7 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/copies.cuh"
+#include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/products.cuh"
 #include "backward/wgmma/score_changes.cuh"
 #include "backward/wgmma/shapes.h"
@@ -138,8 +139,10 @@ class QueriesProducer : CopyingWarp<QueriesMemory<Tile>, kProblems> {
     __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
         const int first = workers.index < 0 ? taken() + workers.count : workers.index;
+        bool prepared = !problem_.prepared;
         for (int index = uniform(first); index < items;) {
             const QueriesItem item = queries_item<Tile, kProblems>(problem_, index);
+            if (!prepared) prepared = await_prepared(problem_, item.sequence.index, item.head, 1);
             publish(smem_, plan_, item);
             for (int n = 0; n < item.tiles; ++n) copy(item, item.last - n * Tile::kStream);
             index = uniform(taken()) + workers.count;

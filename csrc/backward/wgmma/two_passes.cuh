@@ -84,6 +84,7 @@ __global__ void __launch_bounds__(Keys::kThreads, 1)
             end_of_pass();
         }
     }
+    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for them
 }
 
 template <class Keys, class Queries, Problems kProblems>
@@ -94,8 +95,9 @@ void launch_two_passes(const Problem& problem, Stream stream) {
     const unsigned blocks = std::min(key_items + query_items, static_cast<unsigned>(problem.multiprocessors));
     // Four products against three. If items of keys are few, all begin at once: where query heads share keys each is long
     const unsigned key_blocks = std::min(key_items, key_items < 4 * blocks ? blocks : (4 * blocks + 3) / 7);
-    launch(two_passes<Keys, Queries, kProblems>,
-           {dim3(blocks), dim3(Keys::kThreads), sizeof(TwoPassesMemory<Keys, Queries>)}, stream, problem,
+    LaunchConfig config{dim3(blocks), dim3(Keys::kThreads), sizeof(TwoPassesMemory<Keys, Queries>)};
+    config.programmatic = problem.prepared != nullptr;
+    launch(two_passes<Keys, Queries, kProblems>, config, stream, problem,
            TwoPassesMaps{maps_of<Keys>(problem), queries_maps<Queries>(problem)},
            TwoPassesWork{static_cast<int>(key_items), static_cast<int>(query_items), static_cast<int>(key_blocks)});
 }

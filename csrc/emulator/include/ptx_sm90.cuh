@@ -54,6 +54,8 @@ EMULATOR_BRICK inline void stmatrix_x4(void* shared_row, const std::uint32_t (&r
     emulator::collective(emulator::kStmatrix, ~emulator::LaneMask{0}, &argument, site, EMULATOR_PC);
 }
 EMULATOR_BRICK inline void fence_proxy_async() { emulator::fence_proxy_async(); }
+/// One grid runs at a time, and no copy reads what the same grid writes to global memory.
+EMULATOR_INLINE void fence_proxy_async_global() {}
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
 

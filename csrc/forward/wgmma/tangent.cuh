@@ -9,7 +9,8 @@
 // and at the end, without a sink,
 //     out = O / l              lse = m + ln l
 //     dlse = c + mu / l        dout = (N - (mu / l) O) / l
-// tangent_softmax.cuh has m and c, and the sink. A sink's own tangent is not the kernel's.
+// tangent_softmax.cuh has m and c, and the sink. A sink's own tangent is not the kernel's. Where q or k alone moves, the products
+// with the tangents of the others are left out (Moves).
 //
 // Roles, as in wgmma_sm90.cuh: warpgroup 0 plans and produces, one warp each; a consumer warpgroup owns 64 rows, each of
 // its warps 16 of them. S, T, P, R, O and N are in registers. Dense problems, any band; items are whole.
@@ -104,9 +105,10 @@ void launch_tangents(const TangentParams& p, const DeviceFacts& device, Stream s
     const auto of_keys = [&](const Rows& rows, std::int64_t columns) {
         return map_rows(f, rows, columns, f.seqlen_k, f.heads_k, Tile::kBc);
     };
-    const TangentMaps maps{{of_queries(f.q), of_queries(p.dq)},
-                           {of_keys(f.k, f.head_dim), of_keys(p.dk, f.head_dim)},
-                           {of_keys(f.v, f.head_dim_v), of_keys(p.dv, f.head_dim_v)}};
+    TangentMaps maps{{of_queries(f.q), {}}, {of_keys(f.k, f.head_dim), {}}, {of_keys(f.v, f.head_dim_v), {}}};
+    if constexpr (Tile::kMoves.q) maps.q.moved = of_queries(p.dq);
+    if constexpr (Tile::kMoves.k) maps.k.moved = of_keys(p.dk, f.head_dim);
+    if constexpr (Tile::kMoves.v) maps.v.moved = of_keys(p.dv, f.head_dim_v);
     const Shape whole{tangent_facts<Tile>(), Problems::kPlain, Tile::kD, Tile::kD, /*splits=*/false, 1.f, nullptr};
     const Schedule schedule = make_schedule(f, device, whole);
     const int blocks = std::min(schedule.items, multiprocessors(device));
@@ -119,14 +121,21 @@ template <class T, const auto& kRows>
 std::vector<TangentShape> tangent_shapes() {
     return of_rows<kRows>([](auto i) {
         using Shaped = TangentTile<T, kRows[i]>;
-        return TangentShape{tangent_facts<Shaped>(), launch_tangents<Shaped>};
+        return TangentShape{tangent_facts<Shaped>(), Shaped::kMoves, launch_tangents<Shaped>};
     });
 }
 
 /// The shapes that ship.
+constexpr TangentTileShape tangents_at_64(Moves moves) {
+    return {.d = 64, .keys = 96, .stages = 3, .q_stages = 2, .moves = moves};
+}
+constexpr TangentTileShape tangents_at_128(Moves moves) {
+    return {.d = 128, .keys = 64, .stages = moves.v ? 2 : 3, .moves = moves};
+}
+inline constexpr Moves kQMoves{.k = false, .v = false}, kKMoves{.q = false, .v = false};
 inline constexpr TangentTileShape kTangentRows[] = {
-    {.d = 64, .keys = 96, .stages = 3, .q_stages = 2},
-    {.d = 128, .keys = 64, .stages = 2},
+    tangents_at_64({}),  tangents_at_64(kQMoves),  tangents_at_64(kKMoves),
+    tangents_at_128({}), tangents_at_128(kQMoves), tangents_at_128(kKMoves),
 };
 
 }  // namespace flash_wmma::wgmma_sm90

@@ -5,6 +5,7 @@
 
 #include "device/pipeline.cuh"
 #include "forward/wgmma/block.cuh"
+#include "forward/wgmma/tangents.h"
 
 namespace flash_wmma::wgmma_sm90 {
 
@@ -14,6 +15,7 @@ struct TangentTileShape {
     int keys, stages;
     int consumers = 2;  ///< warpgroups of 64 rows each
     int q_stages = 1;
+    Moves moves{};
 };
 
 /// The same with what follows from it, in the names of Tile. Scalar is half or bf16.
@@ -23,6 +25,8 @@ struct TangentTile {
     static constexpr int kD = kShape.d, kBc = kShape.keys, kConsumers = kShape.consumers;
     static constexpr int kStages = kShape.stages, kQStages = kShape.q_stages, kPlans = 4;
     static constexpr bool kSplits = false;
+    static constexpr Moves kMoves = kShape.moves;
+    static_assert(kMoves.q || kMoves.k);
     static constexpr int kWarpRows = 16, kGroupRows = 64, kGroupThreads = 128;
     static constexpr int kBr = kGroupRows * kConsumers, kThreads = kGroupThreads * (kConsumers + 1);
     static constexpr int kPanels = kD / 64;  // of 64 columns
@@ -33,19 +37,25 @@ struct TangentTile {
     static_assert(kD % 64 == 0 && kBc % 16 == 0);
 };
 
-/// Rows of a tensor and of its tangent, which come together: panels of 64 columns with the 128-byte swizzle.
-template <class T, int kPanels, int kRows>
+/// Rows of a tensor and of its tangent, if it moves, which come together: panels of 64 columns with the 128-byte swizzle.
+template <class T, int kPanels, int kRows, bool kMove>
 struct alignas(1024) RowsWithTangent {
     T panel[kPanels][kRows * 64], moved[kPanels][kRows * 64];
+};
+template <class T, int kPanels, int kRows>
+struct alignas(1024) RowsWithTangent<T, kPanels, kRows, false> {
+    T panel[kPanels][kRows * 64];
 };
 
 /// Map of a block's shared memory.
 template <class Tile>
 struct TangentMemory {
-    using QRows = RowsWithTangent<typename Tile::T, Tile::kPanels, Tile::kGroupRows>;
-    using KeyRows = RowsWithTangent<typename Tile::T, Tile::kPanels, Tile::kBc>;
+    template <int kRows, bool kMove>
+    using RowsOf = RowsWithTangent<typename Tile::T, Tile::kPanels, kRows, kMove>;
+    using QRows = RowsOf<Tile::kGroupRows, Tile::kMoves.q>;
     QRows q[Tile::kQStages][Tile::kConsumers];
-    KeyRows k[Tile::kStages], v[Tile::kStages];
+    RowsOf<Tile::kBc, Tile::kMoves.k> k[Tile::kStages];
+    RowsOf<Tile::kBc, Tile::kMoves.v> v[Tile::kStages];
     struct alignas(16) Votes {
         int of_warp[4];
     };
@@ -54,7 +64,7 @@ struct TangentMemory {
     Slot q_slot[Tile::kQStages][Tile::kConsumers], k_slot[Tile::kStages], v_slot[Tile::kStages];
 };
 
-/// Where a tensor and its tangent lie, for the copy engine.
+/// Where a tensor and its tangent lie, for the copy engine; a tensor that does not move has none.
 struct MapPair {
     TensorMap rows, moved;
 };

@@ -36,7 +36,7 @@ class TangentConsumer {
         multiply_qk();
         while (rows.tiles > 0) {
             attend(rows);
-            multiply_moved_pv();
+            multiply_moved_pv(rows.tiles > 1);
             release(smem_.q_slot[q_.stage][group_]);
             q_.advance();
             const Rows following = next();
@@ -150,38 +150,42 @@ class TangentConsumer {
         multiply(s_, q.panel, k.panel, false);
         ptx::wgmma_commit();
     }
-    /// Issues T = Q dK^T + dQ K^T.
+    /// Issues T = Q dK^T + dQ K^T, of what moves.
     __device__ __forceinline__ void multiply_moved_qk() {
         const QRows& q = *ptx::opaque(&smem_.q[q_.stage][group_]);
         const auto& k = smem_.k[k_.stage];
         ptx::wgmma_fence();
-        multiply(t_, q.panel, k.moved, false);
-        multiply(t_, q.moved, k.panel, true);
+        if constexpr (Tile::kMoves.k) multiply(t_, q.panel, k.moved, false);
+        if constexpr (Tile::kMoves.q) multiply(t_, q.moved, k.panel, Tile::kMoves.k);
         ptx::wgmma_commit();
     }
 
-    /// Issues O += P V and N += P dV; not `begun`: their first products.
+    /// Issues O += P V, and N += P dV if V moves; not `begun`: their first products.
     __device__ __forceinline__ void multiply_pv(bool begun) {
         await_v();
         const auto& v = smem_.v[v_.stage];
-        const ptx::SharedMatrix<ptx::Major::N> rows(v.panel, sizeof(v.panel[0])), moved(v.moved, sizeof(v.moved[0]));
+        const ptx::SharedMatrix<ptx::Major::N> rows(v.panel, sizeof(v.panel[0]));
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step) {
             const bool adds = step > 0 || begun;
             ptx::wgmma<T, Tile::kD>(o_.flat(), weights_[step], rows + 16 * 128 * step, adds);
-            ptx::wgmma<T, Tile::kD>(n_.flat(), weights_[step], moved + 16 * 128 * step, adds);
+            if constexpr (Tile::kMoves.v) {
+                const ptx::SharedMatrix<ptx::Major::N> moved(v.moved, sizeof(v.moved[0]));
+                ptx::wgmma<T, Tile::kD>(n_.flat(), weights_[step], moved + 16 * 128 * step, adds);
+            }
         }
         ptx::wgmma_commit();
     }
-    /// Issues N += P (T - c) V, of the same V.
-    __device__ __forceinline__ void multiply_moved_pv() {
+    /// Issues N += P (T - c) V, of the same V and with the same `begun`.
+    __device__ __forceinline__ void multiply_moved_pv(bool begun) {
         const auto& v = smem_.v[v_.stage];
         const ptx::SharedMatrix<ptx::Major::N> rows(v.panel, sizeof(v.panel[0]));
         ptx::wgmma_fence();
 #pragma unroll
         for (int step = 0; step < kBc / 16; ++step)
-            ptx::wgmma<T, Tile::kD>(n_.flat(), moved_weights_[step], rows + 16 * 128 * step, true);
+            ptx::wgmma<T, Tile::kD>(n_.flat(), moved_weights_[step], rows + 16 * 128 * step,
+                                    Tile::kMoves.v || step > 0 || begun);
         ptx::wgmma_commit();
     }
 
@@ -224,7 +228,7 @@ class TangentConsumer {
             if (key == last) break;
             await_k();
             multiply_qk();
-            multiply_moved_pv();
+            multiply_moved_pv(begun);
             ptx::wgmma_wait<0>();
             release_v();
             multiply_moved_qk();

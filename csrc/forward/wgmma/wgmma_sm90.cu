@@ -132,26 +132,28 @@ bool tells(const ForwardParams& p, const DeviceFacts&) {
 }
 bool merges(const ForwardParams& p, const DeviceFacts& device) { return tells(p, device) && !p.sinks; }
 
-/// For tangents: the least head dim that holds d and d_v; null: none does.
-const TangentShape* tangent_shape(const ForwardParams& p) {
+/// For tangents of what moves: the least head dim that holds d and d_v; null: none does.
+const TangentShape* tangent_shape(const ForwardParams& p, const Moves& moves) {
     for (const TangentShape& shape : kTangentShapes)
-        if (shape.facts.dtype == p.dtype && std::max(p.head_dim, p.head_dim_v) <= shape.facts.head_dim) return &shape;
+        if (shape.facts.dtype == p.dtype && std::max(p.head_dim, p.head_dim_v) <= shape.facts.head_dim &&
+            shape.moves == moves)
+            return &shape;
     return nullptr;
 }
 
 bool takes_tangents(const ForwardParams& p, const DeviceFacts&) {
-    return asked(p) == Problems::kPlain && tangent_shape(p);
+    return asked(p) == Problems::kPlain && tangent_shape(p, {});
 }
 
 std::int64_t tangent_workspace_bytes(const TangentParams& p, const DeviceFacts& device) {
-    return has_queue(p.forward, device, tangent_shape(p.forward)->facts.br) ? static_cast<std::int64_t>(sizeof(Queue))
-                                                                            : 0;
+    const int rows = tangent_shape(p.forward, Moves::of(p))->facts.br;
+    return has_queue(p.forward, device, rows) ? static_cast<std::int64_t>(sizeof(Queue)) : 0;
 }
 
 void launch_with_tangents(const TangentParams& given, const DeviceFacts& device, Stream stream) {
     TangentParams p = given;
     p.forward.workspace = given.workspace;
-    const TangentShape& shape = *tangent_shape(p.forward);
+    const TangentShape& shape = *tangent_shape(p.forward, Moves::of(p));
     if (has_queue(p.forward, device, shape.facts.br)) clear_queue(p.forward, stream);
     shape.launch(p, device, stream);
 }

@@ -1,0 +1,130 @@
+// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of the
+// products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the other, prepare
+// would leave the tensor cores idle, and products HBM.
+//
+// Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of some rows
+// at a time, and waits for no other: it adds up O dO, clears dQ's buffer, stores L and D, and counts.
+//
+// Bound: what an SM reads and writes at a time, some 60 GB/s.
+#pragma once
+
+#include <launch.h>
+#include <ptx.cuh>
+#include <ptx_sm90.cuh>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "device/backward_rows.cuh"
+#include "device/element.cuh"
+#include "device/shuffle.cuh"
+#include "device/tile.cuh"
+
+namespace flash_wmma::backward::wgmma {
+
+inline constexpr int kPrepareThreads = 1024;  // so many that no second block finds room on an SM
+
+/// Rows of a part: 32, or 16 where these are long. An SM's parts, one of each warp, are ready at about the same time.
+inline __host__ __device__ int rows_of_part(const ForwardParams& p) { return p.head_dim > 64 ? 16 : 32; }
+/// Parts of a head's rows, those included that fill up its last group.
+inline __host__ __device__ unsigned prepared_parts(const ForwardParams& p) {
+    return static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup * (kRowGroup / rows_of_part(p)));
+}
+/// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts, or there
+/// are too many.
+inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
+    constexpr int kShare = 6, kWarps = kPrepareThreads / 32;
+    const int blocks = std::max(device.sm_count / kShare, 1);
+    const std::int64_t parts = prepared_parts(p) * p.batch * p.heads_q;
+    return 2 * kWarps * blocks <= parts && parts <= 0x7fffffff ? blocks : 0;
+}
+
+/// What it reads and writes, where it clears dQ's buffer.
+inline double prepared_bytes(const ForwardParams& p) {
+    const std::int64_t rows = prepared_parts(p) * p.batch * p.heads_q * rows_of_part(p);
+    return static_cast<double>(rows) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
+}
+
+/// Whether all is prepared, or else waits for heads of a batch entry, from head `first` on. Who knows of what a lane does then may
+/// read their L and D and add to their dQ. A whole warp.
+__device__ __forceinline__ bool await_prepared(const Problem& problem, int batch, int first, int heads) {
+    const ForwardParams& p = problem.forward;
+    const unsigned of_head = prepared_parts(p), all = static_cast<unsigned>(p.batch * p.heads_q) * of_head;
+    const unsigned* const counts = problem.prepared + 1 + (batch * p.heads_q + first);
+    const bool complete =
+        __shfl_sync(kWarpMask, ptx::load_acquire(problem.prepared), 0) == all;  // the same for all lanes
+    for (int i = static_cast<int>(threadIdx.x) % 32; !complete && i < heads; i += 32)
+        while (ptx::load_acquire(counts + i) < of_head) {
+        }
+    __syncwarp();
+    ptx::fence_proxy_async_global();  // L and D may be copied
+    return complete;
+}
+
+/// Part number `part` of all heads' rows. A whole warp; T is the type of o.
+template <class T>
+__device__ __forceinline__ void prepare_part(const Problem& problem, unsigned part) {
+    const ForwardParams& p = problem.forward;
+    const unsigned of_head = prepared_parts(p), slice = part / of_head, heads = static_cast<unsigned>(p.heads_q);
+    const Sequence of = sequence(p, static_cast<int>(slice / heads));
+    const int all = rows_of_part(p), head = static_cast<int>(slice % heads);
+    const int first = static_cast<int>(part % of_head) * all, rows = of.seqlen_q - first;  // that exist
+    constexpr int kLanes = 8, kAtOnce = 32 / kLanes, kUnroll = 4;  // lanes of a row, rows of a load, loads under way
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    const T* const o = row_of<const T>(p.o, of.index, head, first);
+    const T* const dout = row_of<const T>(problem.dout, of.index, head, first);
+    float of_own = 0.f;  // O dO of row number `lane`
+#pragma unroll 1
+    for (int i = 0; i < min(rows, all); i += kAtOnce * kUnroll) {
+        float sum[kUnroll] = {};
+        for (int c = 8 * (lane % kLanes); c < p.head_dim_v; c += 8 * kLanes) {
+            uint4 x[kUnroll], y[kUnroll];
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                const int row = min(i + kAtOnce * u + lane / kLanes, rows - 1);
+                x[u] = *reinterpret_cast<const uint4*>(o + row * p.o.row + c);
+                y[u] = *reinterpret_cast<const uint4*>(dout + row * problem.dout.row + c);
+            }
+#pragma unroll
+            for (int u = 0; u < kUnroll; ++u) {
+                float a[8], b[8];
+                load_8(reinterpret_cast<const T*>(&x[u]), a);
+                load_8(reinterpret_cast<const T*>(&y[u]), b);
+#pragma unroll
+                for (int e = 0; e < 8; ++e) sum[u] = fmaf(a[e], b[e], sum[u]);
+            }
+        }
+#pragma unroll
+        for (int u = 0; u < kUnroll; ++u) {
+#pragma unroll
+            for (int l = kLanes / 2; l; l /= 2) sum[u] += shuffle_xor(sum[u], l);
+            const float of_row = __shfl_sync(kWarpMask, sum[u], lane % kAtOnce * kLanes);
+            if (lane / kAtOnce == i / kAtOnce + u) of_own = of_row;
+        }
+    }
+    const std::int64_t row = std::int64_t{part} * all;  // among those of all groups
+    if (problem.dq_rows) {
+        auto* const dq = reinterpret_cast<float4*>(problem.dq_rows + row * p.head_dim);
+        for (int i = lane; i < all * p.head_dim / 4; i += 32) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
+    RowFacts facts;
+    if (lane < rows) facts = {problem, of, head, first + lane, of_own};
+    if (lane < all) store_facts(problem, row + lane, facts);
+    __syncwarp();
+    if (lane > 0) return;
+    ptx::add_release(problem.prepared + 1 + slice, 1);
+    ptx::add_release(problem.prepared, 1);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __grid_constant__ Problem problem) {
+    ptx::wait_for_previous_grids();
+    ptx::let_next_grid_start();  // not before: it does not wait, and reads the counts
+    const ForwardParams& p = problem.forward;
+    const unsigned parts = prepared_parts(p) * static_cast<unsigned>(p.batch * p.heads_q);
+    constexpr unsigned kWarps = kPrepareThreads / 32;
+    for (unsigned part = blockIdx.x + gridDim.x * (threadIdx.x / 32); part < parts; part += gridDim.x * kWarps)
+        prepare_part<T>(problem, part);
+}
+
+}  // namespace flash_wmma::backward::wgmma
