@@ -177,10 +177,12 @@ struct ForwardParams {
 /// their share of lse. Dense, without changes of the scores.
 struct TangentParams {
     ForwardParams forward;  ///< as the ops give them to a forward kernel; its workspace is null
-    Rows dq, dk, dv;        ///< in the shapes and the type of q, k, v, readable like them
-    Rows dout;              ///< in the shape and the type of o
-    float* dlse;            ///< with lse's strides
-    void* workspace;        ///< TangentKernel::workspace_bytes, 256-byte aligned, uninitialised
+    /// In the shapes and the type of q, k, v, readable like them. Null data: the tensor does not move. None is null, or all
+    /// but one of dq and dk.
+    Rows dq, dk, dv;
+    Rows dout;        ///< in the shape and the type of o
+    float* dlse;      ///< with lse's strides
+    void* workspace;  ///< TangentKernel::workspace_bytes, 256-byte aligned, uninitialised
 };
 
 /// The gradient of an additive bias, fp32, one element per element of the bias: a stride is 0 where the bias is

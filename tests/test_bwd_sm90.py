@@ -311,6 +311,8 @@ def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:
 )
 def test_prepare_beside_products(d: int, slow: bool, case: Case) -> None:
     """Rows are enough for two parts of each warp that prepares, and the last part of a head has few rows or none."""
+    if d == 256:  # pairs, of which each row has to see more keys
+        case = case._replace(nk=1100, mask=Mask("bottom_right"), batch=1)
     assert begins_beside_prepare(case, d, sm_count=2, slow=slow)
     check(case, d, sm_count=2, slow=slow)
 
@@ -337,6 +339,8 @@ def test_who_begins_beside_prepare() -> None:
     assert not begins_beside_prepare(many._replace(batch=1), 64, 2)
     assert not begins_beside_prepare(many._replace(nk=100), 64, 2)
     assert not begins_beside_prepare(many, 192, 2, deterministic=True)
+    assert begins_beside_prepare(many, 192, 2)
+    assert not begins_beside_prepare(many, 256, 2)
 
 
 MASKS = {

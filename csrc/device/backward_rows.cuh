@@ -1,6 +1,6 @@
 // What backward has for every query row in its workspace, and the small kernels around the products: `prepare` computes
 // L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ, unless the kernel between them does
-// both (DqBy). Bound: HBM.
+// both (DqBy), or prepares beside the products (backward/wgmma/prepare_beside.cuh). Bound: HBM.
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
@@ -90,7 +90,7 @@ struct TurnCount {
 };
 
 /// Which items of a kernel with a queue are worked on in parts (backward/wgmma/parts.cuh): those behind the first `whole`,
-/// in `each` parts. prepare clears the sums and counts.
+/// in `each` parts. prepare, or prepare_items, clears the sums and counts.
 struct ItemParts {
     int whole = 0, each = 1;  // 1: none
     float* sums = nullptr;
@@ -98,7 +98,7 @@ struct ItemParts {
     unsigned* counts = nullptr;
 };
 
-/// Of items of a kernel whose blocks take them one after the other. prepare makes it.
+/// Of items of a kernel whose blocks take them one after the other. prepare, or prepare_items, makes it.
 struct Queue {
     unsigned taken;          // how many
     unsigned queries_taken;  // the same in a pass over own queries
@@ -248,6 +248,13 @@ __device__ inline RowGroup row_group(const ForwardParams& p, unsigned index) {
 
 inline constexpr int kRowThreads = 256;
 
+/// sum + x y. In one order for all kernels that prepare, so that D has the same bits whichever does.
+__device__ __forceinline__ float add_products(float sum, const float (&x)[8], const float (&y)[8]) {
+#pragma unroll
+    for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
+    return sum;
+}
+
 struct PrepareMemory {
     float sum[kRowGroup];  // of O dO of each row
     float4 warp_maximum[kRowThreads / 32 / 4];
@@ -281,7 +288,7 @@ __device__ __forceinline__ void clear_parts(const Problem& problem, unsigned ind
          i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
 }
-/// What prepare does of items, of dense problems; and nothing is prepared yet, where products begin beside prepare.
+/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets the counts of what is prepared to 0.
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
     const int tid = static_cast<int>(threadIdx.x);
@@ -332,8 +339,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
                 if constexpr (Converted)
 #pragma unroll
                     for (float& value : y) value *= unit;
-#pragma unroll
-                for (int e = 0; e < 8; e += 2) sum = fmaf(x[e], y[e], fmaf(x[e + 1], y[e + 1], sum));
+                sum = add_products(sum, x, y);
             }
 #pragma unroll
         for (int l = kLanes / 2; l; l /= 2) sum += shuffle_xor(sum, l);

@@ -38,7 +38,7 @@ struct TileShape {
 };
 
 /// The blocks that begin with a pass over items, and the number of this one among them; negative: it comes later. Each of
-/// them has its first item beforehand, the others are taken from a queue.
+/// them has its first item beforehand, unless all are taken from the queue (Producer); the others are taken from it.
 struct Workers {
     int index, count;
 

@@ -54,11 +54,12 @@ bool has_few_keys(const BackwardParams& p, const DeviceFacts& device) {
     return visible_keys(p.forward) * device.memory_bus <= most_keys_of_two_passes(p) * kSlowBus;
 }
 
+bool is_dense(const ForwardParams& p) {
+    return !p.sequences.cu_seqlens_q && !p.sequences.cu_seqlens_k && !p.sequences.seqused_k;
+}
 /// Whether all items have all tiles of queries.
 bool has_equal_items(const ForwardParams& p) {
-    const Sequences& s = p.sequences;
-    return p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data && !s.cu_seqlens_q &&
-           !s.cu_seqlens_k && !s.seqused_k;
+    return p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data && is_dense(p);
 }
 
 /// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh). 0: two
@@ -153,16 +154,17 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
 /// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as where
-/// blocks take turns, where products take so long that it hardly counts, or where items are few. Those blocks begin products late:
-/// where all items take equally long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile. Not by
-/// the item: blocks are not at one pace, and faster while there are fewer.
+/// blocks take turns, where products take so long that it hardly counts, or where items are few, or in pairs so short that they wait
+/// for what is prepared. The blocks that prepare begin with items late. Where all items take equally long, that may cost a round, so rounds are counted, in bytes that an SM prepares
+/// meanwhile: until 98 % of the items are done, since blocks do not keep one pace.
 int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const Sequences& s = p.sequences;
-    constexpr std::int64_t kMostKeys = 6000, kLeastRounds = 4, kLeastEqualRounds = 8;
-    const bool dense = !s.cu_seqlens_q && !s.cu_seqlens_k && !s.seqused_k;
-    if (!dense || is_shared(params) || takes_turns(params, device) || visible_keys(p) > kMostKeys) return 0;
+    constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees
+    constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;    // of items
+    const std::int64_t keys = visible_keys(p);
+    if (!is_dense(p) || is_shared(params) || takes_turns(params, device) || keys > kMostKeys) return 0;
     const Shape& shape = shape_of(params, device);
+    if (shape.blocks > 1 && keys < kLeastKeysOfPairs) return 0;
     const std::int64_t blocks = wgmma::prepare_blocks(p, device), workers = std::max(device.sm_count / shape.blocks, 1);
     const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
     if (blocks == 0 || items < kLeastRounds * workers) return 0;

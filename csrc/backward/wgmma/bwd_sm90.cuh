@@ -28,7 +28,7 @@
 //
 // Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
 // (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a band, in
-// instances of their own: score_changes.cuh.
+// instances of their own: score_changes.cuh. Rows that are prepared meanwhile: prepare_beside.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once

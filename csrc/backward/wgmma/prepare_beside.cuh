@@ -3,7 +3,7 @@
 // would leave the tensor cores idle, and products HBM.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of some rows
-// at a time, and waits for no other: it adds up O dO, clears dQ's buffer, stores L and D, and counts.
+// at a time, and waits for no other: it adds up O dO in the order of prepare, clears dQ's buffer, stores L and D, and counts.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
 #pragma once
@@ -22,53 +22,56 @@
 
 namespace flash_wmma::backward::wgmma {
 
-inline constexpr int kPrepareThreads = 1024;  // so many that no second block finds room on an SM
+/// Of a block. With their registers, none of the products' blocks finds room beside it on an SM, nor a second one of these.
+inline constexpr int kPrepareThreads = 1024;
 
 /// Rows of a part: 32, or 16 where these are long. An SM's parts, one of each warp, are ready at about the same time.
 inline __host__ __device__ int rows_of_part(const ForwardParams& p) { return p.head_dim > 64 ? 16 : 32; }
-/// Parts of a head's rows, those included that fill up its last group.
-inline __host__ __device__ unsigned prepared_parts(const ForwardParams& p) {
-    return static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup * (kRowGroup / rows_of_part(p)));
+/// Parts of a head's rows, those included that fill up its last group; of all heads.
+inline __host__ __device__ std::int64_t parts_of_head(const ForwardParams& p) {
+    return (p.seqlen_q + kRowGroup - 1) / kRowGroup * (kRowGroup / rows_of_part(p));
+}
+inline __host__ __device__ std::int64_t parts_of_all(const ForwardParams& p) {
+    return parts_of_head(p) * p.batch * p.heads_q;
 }
 /// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts, or there
 /// are too many.
 inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
     constexpr int kShare = 6, kWarps = kPrepareThreads / 32;
     const int blocks = std::max(device.sm_count / kShare, 1);
-    const std::int64_t parts = prepared_parts(p) * p.batch * p.heads_q;
+    const std::int64_t parts = parts_of_all(p);
     return 2 * kWarps * blocks <= parts && parts <= 0x7fffffff ? blocks : 0;
 }
 
 /// What it reads and writes, where it clears dQ's buffer.
 inline double prepared_bytes(const ForwardParams& p) {
-    const std::int64_t rows = prepared_parts(p) * p.batch * p.heads_q * rows_of_part(p);
-    return static_cast<double>(rows) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
+    return static_cast<double>(parts_of_all(p) * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
 }
 
-/// Whether all is prepared, or else waits for heads of a batch entry, from head `first` on. Who knows of what a lane does then may
-/// read their L and D and add to their dQ. A whole warp.
-__device__ __forceinline__ bool await_prepared(const Problem& problem, int batch, int first, int heads) {
+/// Waits until the heads `first` to `first + heads - 1` of a batch entry are prepared. Returns whether all heads were. A thread that
+/// is ordered behind this warp may then read L and D of these heads, or ask for copies of them, and add to their dQ. A whole warp.
+__device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
     const ForwardParams& p = problem.forward;
-    const unsigned of_head = prepared_parts(p), all = static_cast<unsigned>(p.batch * p.heads_q) * of_head;
+    const auto of_head = static_cast<unsigned>(parts_of_head(p)), all = static_cast<unsigned>(parts_of_all(p));
     const unsigned* const counts = problem.prepared + 1 + (batch * p.heads_q + first);
-    const bool complete =
-        __shfl_sync(kWarpMask, ptx::load_acquire(problem.prepared), 0) == all;  // the same for all lanes
-    for (int i = static_cast<int>(threadIdx.x) % 32; !complete && i < heads; i += 32)
-        while (ptx::load_acquire(counts + i) < of_head) {
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads; i += 32)
+        while (ptx::load_acquire(counts + i) != of_head) {
         }
-    __syncwarp();
-    ptx::fence_proxy_async_global();  // L and D may be copied
-    return complete;
+    const unsigned prepared = __shfl_sync(kWarpMask, ptx::load_acquire(problem.prepared), 0);  // the same for all lanes
+    __syncwarp();  // what one lane knows of a head, all do
+    ptx::fence_proxy_async_global();
+    return prepared == all;
 }
 
 /// Part number `part` of all heads' rows. A whole warp; T is the type of o.
 template <class T>
 __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned part) {
     const ForwardParams& p = problem.forward;
-    const unsigned of_head = prepared_parts(p), slice = part / of_head, heads = static_cast<unsigned>(p.heads_q);
-    const Sequence of = sequence(p, static_cast<int>(slice / heads));
-    const int all = rows_of_part(p), head = static_cast<int>(slice % heads);
-    const int first = static_cast<int>(part % of_head) * all, rows = of.seqlen_q - first;  // that exist
+    const int all = rows_of_part(p), of_group = kRowGroup / all;
+    const RowGroup group = row_group(p, part / static_cast<unsigned>(of_group));
+    const Sequence& of = group.sequence;
+    const int head = group.head, first = group.first_row + static_cast<int>(part) % of_group * all;
+    const int rows = of.seqlen_q - first;                          // that exist
     constexpr int kLanes = 8, kAtOnce = 32 / kLanes, kUnroll = 4;  // lanes of a row, rows of a load, loads under way
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const T* const o = row_of<const T>(p.o, of.index, head, first);
@@ -90,8 +93,7 @@ __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned pa
                 float a[8], b[8];
                 load_8(reinterpret_cast<const T*>(&x[u]), a);
                 load_8(reinterpret_cast<const T*>(&y[u]), b);
-#pragma unroll
-                for (int e = 0; e < 8; ++e) sum[u] = fmaf(a[e], b[e], sum[u]);
+                sum[u] = add_products(sum[u], a, b);
             }
         }
 #pragma unroll
@@ -112,16 +114,17 @@ __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned pa
     if (lane < all) store_facts(problem, row + lane, facts);
     __syncwarp();
     if (lane > 0) return;
-    ptx::add_release(problem.prepared + 1 + slice, 1);
+    ptx::add_release(problem.prepared + 1 + (of.index * p.heads_q + head), 1);
     ptx::add_release(problem.prepared, 1);
 }
 
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __grid_constant__ Problem problem) {
+    // In this order: the products' grid begins when all blocks have come here, does not wait, and finds the queue, the counts and
+    // the sums of parts that the grid before has made
     ptx::wait_for_previous_grids();
-    ptx::let_next_grid_start();  // not before: it does not wait, and reads the counts
-    const ForwardParams& p = problem.forward;
-    const unsigned parts = prepared_parts(p) * static_cast<unsigned>(p.batch * p.heads_q);
+    ptx::let_next_grid_start();
+    const auto parts = static_cast<unsigned>(parts_of_all(problem.forward));
     constexpr unsigned kWarps = kPrepareThreads / 32;
     for (unsigned part = blockIdx.x + gridDim.x * (threadIdx.x / 32); part < parts; part += gridDim.x * kWarps)
         prepare_part<T>(problem, part);

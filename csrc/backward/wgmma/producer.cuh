@@ -38,7 +38,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
             publish(smem_, plan_, item);
             if (item.tiles > 0) {
-                if (!prepared) prepared = await_prepared(problem_, item.sequence.index, item.head, item.heads);
+                if (!prepared) prepared = await_heads(problem_, item.sequence.index, item.head, item.heads);
                 load_item(item);
             }
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
