@@ -337,6 +337,7 @@ def test_who_begins_beside_prepare() -> None:
     assert not begins_beside_prepare(many._replace(mask=DENSE), 64, 2)
     assert not begins_beside_prepare(many._replace(mask=DENSE), 64, 2, deterministic=True)
     assert not begins_beside_prepare(many._replace(batch=1), 64, 2)
+    assert not begins_beside_prepare(Case(130, 130, heads=(25, 25)), 64, 6)
     assert not begins_beside_prepare(many._replace(nk=100), 64, 2)
     assert not begins_beside_prepare(many, 192, 2, deterministic=True)
     assert begins_beside_prepare(many, 192, 2)
