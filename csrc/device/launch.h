@@ -17,7 +17,7 @@ struct LaunchConfig {
     dim3 grid, block;
     int smem_bytes = 0;         ///< dynamic shared memory of a block
     int cluster = 1;            ///< blocks in a cluster, along x
-    bool programmatic = false;  ///< may start before the stream's previous kernel has ended (it must wait for it, or for what it needs)
+    bool programmatic = false;  ///< may start before the stream's previous kernel has ended (it waits where it must)
     bool cooperative = false;   ///< all blocks are at work at once, or the launch is refused
 };
 

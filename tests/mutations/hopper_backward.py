@@ -282,7 +282,7 @@ FAULTS = [
         new="",
         why="blocks that share an item add to what was in memory",
         kernels=KERNEL,
-        tests=("shared_queries",),
+        tests=("equal_items",),
     ),
     Fault(
         name="bwd-sm90-shared-rows-by-two-passes",

@@ -16,7 +16,7 @@ struct LaunchConfig {
     dim3 grid, block;
     int smem_bytes = 0;
     int cluster = 1;
-    bool programmatic = false;  ///< may begin before the stream's previous kernel has ended (it must wait for it, or for what it needs)
+    bool programmatic = false;  ///< may begin before the stream's previous kernel has ended (it waits where it must)
     bool cooperative = false;   ///< all blocks run together, as those of a cluster do
 };
 
