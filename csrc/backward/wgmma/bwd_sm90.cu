@@ -153,10 +153,11 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as where
-/// blocks take turns, where products take so long that it hardly counts, or where items are few, or in pairs so short that they wait
-/// for what is prepared. The blocks that prepare begin with items late. Where all items take equally long, that may cost a round, so rounds are counted, in bytes that an SM prepares
-/// meanwhile: until 98 % of the items are done, since blocks do not keep one pace.
+/// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as
+/// where blocks take turns, where products take so long that it hardly counts, where items are few, or in pairs so short
+/// that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally long,
+/// that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are done,
+/// since blocks do not keep one pace.
 int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees

@@ -427,7 +427,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         ptx::acquire_registers<Tile::kConsumerRegisters>();
         Consumer<Tile, kProblems, kPass>(problem, maps, smem).run();
     }
-    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for them
+    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for prepare
 }
 
 template <class Tile, Problems kProblems, Pass kPass>

@@ -1,9 +1,10 @@
-// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of the
-// products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the other, prepare
-// would leave the tensor cores idle, and products HBM.
+// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of
+// the products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the
+// other, prepare would leave the tensor cores idle, and products HBM.
 //
-// Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of some rows
-// at a time, and waits for no other: it adds up O dO in the order of prepare, clears dQ's buffer, stores L and D, and counts.
+// Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
+// some rows at a time, and waits for no other: it adds up O dO in the order of prepare, clears dQ's buffer, stores L
+// and D, and counts.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
 #pragma once
@@ -22,7 +23,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// Of a block. With their registers, none of the products' blocks finds room beside it on an SM, nor a second one of these.
+/// Of a block. With their registers, none of the products' blocks finds room beside it on an SM, nor a second one of
+/// these.
 inline constexpr int kPrepareThreads = 1024;
 
 /// Rows of a part: 32, or 16 where these are long. An SM's parts, one of each warp, are ready at about the same time.
@@ -34,8 +36,8 @@ inline __host__ __device__ std::int64_t parts_of_head(const ForwardParams& p) {
 inline __host__ __device__ std::int64_t parts_of_all(const ForwardParams& p) {
     return parts_of_head(p) * p.batch * p.heads_q;
 }
-/// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts, or there
-/// are too many.
+/// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts,
+/// or there are too many.
 inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
     constexpr int kShare = 6, kWarps = kPrepareThreads / 32;
     const int blocks = std::max(device.sm_count / kShare, 1);
@@ -48,8 +50,9 @@ inline double prepared_bytes(const ForwardParams& p) {
     return static_cast<double>(parts_of_all(p) * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
 }
 
-/// Waits until the heads `first` to `first + heads - 1` of a batch entry are prepared. Returns whether all heads were. A thread that
-/// is ordered behind this warp may then read L and D of these heads, or ask for copies of them, and add to their dQ. A whole warp.
+/// Waits until the heads `first` to `first + heads - 1` of a batch entry are prepared. Returns whether all heads were.
+/// A thread that is ordered behind this warp may then read L and D of these heads, or ask for copies of them, and add
+/// to their dQ. A whole warp.
 __device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
     const ForwardParams& p = problem.forward;
     const auto of_head = static_cast<unsigned>(parts_of_head(p)), all = static_cast<unsigned>(parts_of_all(p));
@@ -120,8 +123,8 @@ __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned pa
 
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __grid_constant__ Problem problem) {
-    // In this order: the products' grid begins when all blocks have come here, does not wait, and finds the queue, the counts and
-    // the sums of parts that the grid before has made
+    // In this order: the products' grid begins when all blocks have come here, does not wait, and finds the queue, the
+    // counts and the sums of parts that the grid before has made
     ptx::wait_for_previous_grids();
     ptx::let_next_grid_start();
     const auto parts = static_cast<unsigned>(parts_of_all(problem.forward));

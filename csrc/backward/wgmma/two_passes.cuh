@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(Keys::kThreads, 1)
             end_of_pass();
         }
     }
-    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for them
+    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for prepare
 }
 
 template <class Keys, class Queries, Problems kProblems>

@@ -443,7 +443,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
         if (group == 1) ScoresConsumer<Tile, kProblems, kPass>(problem, smem).run();
         else ValuesConsumer<Tile, kProblems, kPass>(problem, smem).run();
     }
-    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for them
+    if (problem.prepared) ptx::wait_for_previous_grids();  // so that who waits for this grid waits for prepare
     if constexpr (Tile::kPaired) {                         // a block stays until the other one sends nothing more
         __syncwarp();
         ptx::cluster_sync();

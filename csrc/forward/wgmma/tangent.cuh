@@ -9,8 +9,8 @@
 // and at the end, without a sink,
 //     out = O / l              lse = m + ln l
 //     dlse = c + mu / l        dout = (N - (mu / l) O) / l
-// tangent_softmax.cuh has m and c, and the sink. A sink's own tangent is not the kernel's. Where q or k alone moves, the products
-// with the tangents of the others are left out (Moves).
+// tangent_softmax.cuh has m and c, and the sink. A sink's own tangent is not the kernel's. Where q or k alone moves,
+// the products with the tangents of the others are left out (Moves).
 //
 // Roles, as in wgmma_sm90.cuh: warpgroup 0 plans and produces, one warp each; a consumer warpgroup owns 64 rows, each of
 // its warps 16 of them. S, T, P, R, O and N are in registers. Dense problems, any band; items are whole.
