@@ -170,11 +170,11 @@ int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
     const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
     if (blocks == 0 || items < kLeastRounds * workers) return 0;
     if (!has_equal_items(p) || dq_of(params, device) == DqBy::kQueries) return static_cast<int>(blocks);
+    if (items < kLeastEqualRounds * workers) return 0;
 
     constexpr double kTile = 144e3;  // while a block works on a tile of queries: 60 GB/s for 2.4 us
     constexpr double kAtOnce = 60;   // SMs that take all of HBM's bandwidth so
     const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
-    if (items < kLeastEqualRounds * workers) return 0;
     const double item = kTile * static_cast<double>(rows * group), bytes = wgmma::prepared_bytes(p);
     const double delay = bytes / static_cast<double>(blocks) / item;  // in rounds, like what follows
     const std::int64_t late = (blocks + shape.blocks - 1) / shape.blocks, rounds = (items + workers - 1) / workers;
@@ -188,15 +188,14 @@ int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
     return static_cast<double>(beside) < behind ? static_cast<int>(blocks) : 0;
 }
 
-/// The queue comes first, then the turns or what belongs to parts, and then how much is prepared, aligned as what follows has to
-/// be.
+/// The queue comes first, then how much is prepared, and then the turns or what belongs to parts, aligned as what follows
+/// has to be.
 constexpr std::int64_t kUnit = 16;
 static_assert(sizeof(Queue) <= kUnit);
 constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
-/// Bytes of Problem::prepared.
-std::int64_t prepared_counts_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    const std::int64_t heads = p.forward.batch * p.forward.heads_q;
-    return beside_blocks(p, device) > 0 ? aligned((1 + heads) * std::int64_t{sizeof(unsigned)}) : 0;
+/// Bytes of the queue and of Problem::prepared, which is there if blocks prepare beside the products.
+std::int64_t bytes_before_turns(const ForwardParams& p, int beside) {
+    return kUnit + (beside > 0 ? aligned((1 + p.batch * p.heads_q) * std::int64_t{sizeof(unsigned)}) : 0);
 }
 std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& shape = shape_of(p, device);
@@ -204,7 +203,7 @@ std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) 
     const std::int64_t counts = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
                                 : parts_in_dq(p, shape, parts) > 0 ? 0
                                                                    : parts.bytes();
-    return kUnit + aligned(counts) + prepared_counts_bytes(p, device);
+    return bytes_before_turns(p.forward, beside_blocks(p, device)) + aligned(counts);
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
@@ -253,23 +252,21 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
 
     auto* const counters = static_cast<char*>(p.workspace);
     const Shape& shape = shape_of(p, device);
+    const int beside = beside_blocks(p, device);
     problem.queue = reinterpret_cast<Queue*>(counters);
-    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(counters + kUnit);
+    if (beside > 0) problem.prepared = reinterpret_cast<unsigned*>(counters + kUnit);
+    char* const turns = counters + bytes_before_turns(p.forward, beside);
+    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(turns);
     if (const Parts parts = parts_of(p, shape, device); parts.each > 1) {  // and no turns
         const PartsWords words = words_of(parts, shape);
         const std::int64_t in_dq = parts_in_dq(p, shape, words);
-        auto* const sums =
-            reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : counters + kUnit);
+        auto* const sums = reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : turns);
         problem.parts = {static_cast<int>(parts.whole), parts.each, sums, words.sums + words.counts,
                          reinterpret_cast<unsigned*>(sums + words.sums)};
     }
     problem.multiprocessors = std::max(device.sm_count, 1);
     if (shape.pass == Pass::kTurns && !is_wide(p)) problem.ring_batches = static_cast<int>(ring_batches(p, device));
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
-    const int beside = beside_blocks(p, device);
-    if (beside > 0)
-        problem.prepared =
-            reinterpret_cast<unsigned*>(counters + counters_bytes(p, device) - prepared_counts_bytes(p, device));
     if (beside > 0 || stage == BackwardStage::kAdd)
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
                stream, problem);

@@ -32,7 +32,7 @@ class TangentProducer {
     using Item = Work<Tile>;
 
     /// Waits until `slot` is empty in this round of its ring, then issues the copies of the rows from `row` on.
-    template <bool kMove, class Rows>
+    template <class Rows>
     __device__ __forceinline__ void load(Rows& rows, const MapPair& maps, Slot& slot, unsigned parity, int row,
                                          int head, int batch) const {
         if (lane_ != 0) return;
@@ -41,7 +41,8 @@ class TangentProducer {
 #pragma unroll
         for (int i = 0; i < Tile::kPanels; ++i) {
             ptx::tensor_load(rows.panel[i], &maps.rows, &slot.full, {64 * i, row, head, batch});
-            if constexpr (kMove) ptx::tensor_load(rows.moved[i], &maps.moved, &slot.full, {64 * i, row, head, batch});
+            if constexpr (requires { rows.moved; })
+                ptx::tensor_load(rows.moved[i], &maps.moved, &slot.full, {64 * i, row, head, batch});
         }
     }
 
@@ -55,18 +56,18 @@ class TangentProducer {
     __device__ __forceinline__ void load_q(const Item& work) {
 #pragma unroll
         for (int c = 0; c < Tile::kConsumers; ++c)
-            load<Tile::kMoves.q>(smem_.q[q_.stage][c], maps_.q, smem_.q_slot[q_.stage][c], q_.parity, work.first_row(c),
-                                 work.tile.head, work.sequence.index);
+            load(smem_.q[q_.stage][c], maps_.q, smem_.q_slot[q_.stage][c], q_.parity, work.first_row(c), work.tile.head,
+                 work.sequence.index);
         q_.advance();
     }
     __device__ __forceinline__ void load_k(const Item& work, int tile) {
-        load<Tile::kMoves.k>(smem_.k[k_.stage], maps_.k, smem_.k_slot[k_.stage], k_.parity, tile * Tile::kBc,
-                             work.tile.head_k, work.sequence.index);
+        load(smem_.k[k_.stage], maps_.k, smem_.k_slot[k_.stage], k_.parity, tile * Tile::kBc, work.tile.head_k,
+             work.sequence.index);
         k_.advance();
     }
     __device__ __forceinline__ void load_v(const Item& work, int tile) {
-        load<Tile::kMoves.v>(smem_.v[v_.stage], maps_.v, smem_.v_slot[v_.stage], v_.parity, tile * Tile::kBc,
-                             work.tile.head_k, work.sequence.index);
+        load(smem_.v[v_.stage], maps_.v, smem_.v_slot[v_.stage], v_.parity, tile * Tile::kBc, work.tile.head_k,
+             work.sequence.index);
         v_.advance();
     }
 
