@@ -6,7 +6,8 @@
 
 The problems are those of backward.py. Grids of `--calls` calls in a row are timed by torch's profiler, so a card near
 its power limit is slower here than in backward.py; each figure is the median in microseconds, and TFLOP/s are those of
-the longest grid alone. prepare_beside runs beside the products, which wait for it at first: their times overlap.
+the longest grid alone. prepare_beside runs beside the products, which wait for it at first, and finish_beside, which
+waits for them at last: their times overlap.
 Exit status: 0; 2 if the program cannot run as asked.
 """
 

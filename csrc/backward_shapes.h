@@ -21,10 +21,11 @@ struct Shape {
     Problems problems;
     Pass pass;
     void (*launch)(const Problem&, Stream);
-    int resident = 1;          ///< blocks that an SM's shared memory must hold for the shape to pay
-    bool takes_terms = false;  ///< L and D of the queries as terms of products (device/backward_rows.cuh)
-    bool takes_parts = false;  ///< of items (backward/wgmma/parts.cuh)
-    int blocks = 1;            ///< that share an item
+    int resident = 1;           ///< blocks that an SM's shared memory must hold for the shape to pay
+    bool takes_terms = false;   ///< L and D of the queries as terms of products (device/backward_rows.cuh)
+    bool takes_parts = false;   ///< of items (backward/wgmma/parts.cuh)
+    int blocks = 1;             ///< that share an item
+    bool counts_items = false;  ///< whose dQ has been added (backward/wgmma/finish_beside.cuh)
 };
 
 /// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and

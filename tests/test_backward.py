@@ -545,7 +545,9 @@ def test_products_wait_for_what_is_prepared(
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
             torch.cuda.synchronize()
-        assert any("prepare_beside" in event.name for event in profile.events())
+        grids = " ".join(event.name for event in profile.events())
+        assert "prepare_beside" in grids
+        assert d != 128 or "finish_beside" in grids or "two_passes" in grids
     for _ in range(10):
         with poisoned_memory():
             got = torch.autograd.grad(out, leaves, dout, retain_graph=True)

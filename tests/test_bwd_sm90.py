@@ -140,9 +140,13 @@ def launches(
         return [launch["kernel"] for launch in json.loads(take_profile())]
 
 
-def begins_beside_prepare(case: Case, d: int, sm_count: int, deterministic: bool = False, slow: bool = False) -> bool:
+def has_grid(grid: str, case: Case, d: int, sm_count: int, deterministic: bool = False, slow: bool = False) -> bool:
     names = launches(case, d, PLAIN, deterministic, sm_count=sm_count, memory_bus=memory_bus(slow))
-    return any("prepare_beside" in name for name in names)
+    return any(grid in name for name in names)
+
+
+def begins_beside_prepare(case: Case, d: int, sm_count: int, deterministic: bool = False, slow: bool = False) -> bool:
+    return has_grid("prepare_beside", case, d, sm_count, deterministic, slow)
 
 
 def check(
@@ -326,6 +330,37 @@ def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
     """Blocks that come late cost no round. Items of the last round go in parts, or not."""
     assert begins_beside_prepare(case, d, sm_count)
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
+@pytest.mark.parametrize("d", [72, 96, 128])
+@pytest.mark.parametrize(
+    ("case", "sm_count"),
+    [
+        (Case(300, 300, Mask(True), heads=(4, 2), batch=2), 2),
+        (Case(257, 450, Mask("bottom_right", (300, 0)), heads=(6, 6), batch=2), 9),
+        (Case(600, 250, Mask("bottom_right"), heads=(5, 5), batch=2), 3),
+        (Case(200, 900, Mask(True), heads=(5, 5), batch=2), 2),  # a block has several such items in a row
+        (Case(448, 1280, heads=(5, 5)), 6),
+    ],
+    ids=["grouped", "most blocks stay", "queries without keys", "keys without queries", "equal items"],
+)
+def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
+    """Heads are brought to dq as they are complete, and some blocks leave their SMs before the last items. A head has
+    more parts than warps take at a time, and the last one has rows that do not exist."""
+    assert has_grid("finish_beside", case, d, sm_count)
+    check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
+def test_who_finishes_beside_products() -> None:
+    """Sums above d = 64, up to 128, whose items have no parts, where rows are prepared beside products."""
+    many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
+    assert has_grid("finish_beside", many, 72, 2)
+    assert not has_grid("finish_beside", many, 72, 2, deterministic=True)
+    assert not has_grid("finish_beside", many, 72, 2, slow=True)  # two passes
+    assert not has_grid("finish_beside", many, 64, 2)
+    assert not has_grid("finish_beside", many, 192, 2)
+    assert not has_grid("finish_beside", many._replace(batch=1), 72, 2)
+    assert not has_grid("finish_beside", Case(1216, 1300, heads=(3, 3)), 128, 4)
 
 
 def test_who_begins_beside_prepare() -> None:

@@ -1,6 +1,7 @@
 // What backward has for every query row in its workspace, and the small kernels around the products: `prepare` computes
 // L and D of every row and clears dQ's buffer, `finish` brings that buffer to dQ, unless the kernel between them does
-// both (DqBy), or prepares beside the products (backward/wgmma/prepare_beside.cuh). Bound: HBM.
+// both (DqBy), or grids of few blocks do so beside the products (backward/wgmma/prepare_beside.cuh, finish_beside.cuh).
+// Bound: HBM.
 //
 // The rows of a head lie in groups of kRowGroup, the last one filled up with rows that take no part, so that tiles of
 // queries need no test for the end. Packed sequences begin with a group of their own, numbered as in tile.cuh.
@@ -103,11 +104,13 @@ struct Queue {
     unsigned taken;          // how many
     unsigned queries_taken;  // the same in a pass over own queries
     unsigned broken;         // how often packed lengths decrease: then some items are found twice and others never
+    unsigned finished;       // how many parts of dQ's rows were taken, to bring them to dq (DqBy::kHeads)
 };
 
 /// How a kernel comes to dq.
 enum class DqBy {
     kSums,    ///< additions to the buffer, which prepare clears and finish brings to dq
+    kHeads,   ///< the same, but a head is brought to dq while others are added to (backward/wgmma/finish_beside.cuh)
     kTurns,   ///< the same buffer, which the kernel itself brings to dq (backward/wgmma/turns.cuh)
     kQueries  ///< without a buffer: a pass of its own
 };
@@ -130,6 +133,10 @@ struct Problem : BackwardParams {
     // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared, of all
     // heads, and then of each
     unsigned* prepared = nullptr;
+    // Only with DqBy::kHeads: how many items have added all of their dQ, of each head of keys; and how many blocks take no
+    // more items behind one of that number or a later one
+    unsigned* added = nullptr;
+    int leaving_blocks = 0, leaving_item = 0;
 };
 /// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
 __device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
@@ -140,17 +147,28 @@ __device__ __forceinline__ std::int64_t first_group(const Problem& problem, cons
 /// -L in natural units, and -D, of one query row (RowPair).
 struct RowFacts {
     float minus_lse = -INFINITY, minus_delta = 0.f;
+    bool sees_keys = false;
 
     RowFacts() = default;
-    /// Of a row that exists, whose O dO adds up to `sum`.
-    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row,
-                                        float sum) {
+    /// Of a row that exists, without O dO.
+    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row) {
         const ForwardParams& p = problem.forward;
         const std::int64_t at = sequence.index * p.lse_batch + head * p.lse_head + sequence.first_q + row;
-        if (p.lse[at] == -INFINITY) return;
+        sees_keys = p.lse[at] != -INFINITY;
+        if (!sees_keys) return;
         minus_lse = -p.lse[at];
-        minus_delta = (problem.dlse ? problem.dlse[at] : 0.f) - sum;
-        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;
+        if (problem.dlse) minus_delta = problem.dlse[at];
+    }
+    /// Of a row that exists, whose O dO adds up to `sum`.
+    __device__ __forceinline__ RowFacts(const Problem& problem, const Sequence& sequence, int head, int row, float sum)
+        : RowFacts(problem, sequence, head, row) {
+        add(problem, sum);
+    }
+    /// O dO of the row.
+    __device__ __forceinline__ void add(const Problem& problem, float sum) {
+        if (!sees_keys) return;
+        minus_delta -= sum;
+        if (problem.forward.dropout.rng_state) minus_delta *= 1.f - problem.forward.dropout.probability;
     }
 };
 
@@ -288,14 +306,18 @@ __device__ __forceinline__ void clear_parts(const Problem& problem, unsigned ind
          i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
 }
-/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets the counts of what is prepared to 0.
+/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets the counts of heads to 0.
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
     const int tid = static_cast<int>(threadIdx.x);
-    const std::int64_t heads = problem.forward.batch * problem.forward.heads_q;
-    if (blockIdx.x == 0 && tid == 0) *problem.queue = {0, 0, 0};
-    if (blockIdx.x == 0 && problem.prepared)
-        for (std::int64_t i = tid; i <= heads; i += kRowThreads) problem.prepared[i] = 0;
+    const ForwardParams& p = problem.forward;
+    const auto clear = [&](unsigned* counts, std::int64_t count) {
+        if (blockIdx.x == 0 && counts)
+            for (std::int64_t i = tid; i < count; i += kRowThreads) counts[i] = 0;
+    };
+    if (blockIdx.x == 0 && tid == 0) *problem.queue = {};
+    clear(problem.prepared, 1 + p.batch * p.heads_q);
+    clear(problem.added, p.batch * p.heads_k);
     clear_parts(problem, blockIdx.x);
 }
 
@@ -313,7 +335,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && index == 0) {
-        if (tid == 0) *problem.queue = {0, 0, 0};
+        if (tid == 0) *problem.queue = {};
         __syncthreads();
         const Sequences& s = p.sequences;
         for (const std::int32_t* const ends : {s.cu_seqlens_q, s.cu_seqlens_k})

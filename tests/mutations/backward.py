@@ -516,8 +516,8 @@ FAULTS = [
     Fault(
         name="bwd-delta-of-rows-without-keys",
         path=ROWS,
-        old="if (p.lse[at] == -INFINITY) return;",
-        new="if (p.lse[at] == INFINITY) return;",
+        old="sees_keys = p.lse[at] != -INFINITY;",
+        new="sees_keys = p.lse[at] != INFINITY;",
         why="a row that sees no key has L = +inf instead of P = 0",
         kernels=SM75,
     ),

@@ -308,8 +308,8 @@ FAULTS = [
     Fault(
         name="dropout-delta",
         path="csrc/device/backward_rows.cuh",
-        old="        if (p.dropout.rng_state) minus_delta *= 1.f - p.dropout.probability;\n",
-        new="",
+        old="minus_delta *= 1.f - problem.forward.dropout.probability;\n",
+        new="minus_delta *= 1.f;\n",
         why="delta is not that of dS times 1 - p",
         kernels=BWD_SM90,
         tests=DROPOUT,

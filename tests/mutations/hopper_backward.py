@@ -12,7 +12,7 @@ COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER
 ORDER, PARTS = FOLDER + "order.cuh", FOLDER + "parts.cuh"
 QUERY_FACTS, ROWS = FOLDER + "query_facts.cuh", "csrc/device/backward_rows.cuh"
 TURNS, CHANGES, GROUPS = FOLDER + "turns.cuh", FOLDER + "score_changes.cuh", "csrc/device/row_group_mask.cuh"
-BESIDE = FOLDER + "prepare_beside.cuh"
+BESIDE, FINISH = FOLDER + "prepare_beside.cuh", FOLDER + "finish_beside.cuh"
 QUERIES, TWO_PASSES = FOLDER + "queries.cuh", FOLDER + "two_passes.cuh"
 
 AWAIT = "        ptx::wgmma_wait<0>();\n"
@@ -82,6 +82,70 @@ FAULTS = [
         why="D's last bits depend on which grid prepares, and so on the number of multiprocessors",
         kernels=KERNEL,
         tests=("test_deterministic",),
+    ),
+    Fault(
+        name="bwd-sm90-finish-part-of-another-warp",
+        path=FINISH,
+        old="problem.dq_rows + std::int64_t{part} * words",
+        new="problem.dq_rows + std::int64_t{first} * words",
+        why="all parts that are taken together have the rows of the first",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-finish-too-few-parts",
+        path=FINISH,
+        old="return finished_parts_of_head(p) * p.batch * p.heads_k;",
+        new="return finished_parts_of_head(p) * p.heads_k;",
+        why="dq of other batch entries than the first is not written",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-finish-rows-that-do-not-exist",
+        path=FINISH,
+        old="problem.dq.row, left - lane / 4,",
+        new="problem.dq.row, kFinishedRows,",
+        why="rows behind a head's last one are written",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-finish-place-not-awaited",
+        path=FINISH,
+        old="        ptx::barrier_wait(&slot.empty, place.parity ^ 1);\n        smem.part",
+        new="        smem.part",
+        why="a copy overwrites rows that a warp reads",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-counts-what-is-not-begun",
+        path=FINISH,
+        old="                count_before();\n                head_before = head, ++items;\n",
+        new="                head_before = head, ++items;\n                count_before();\n",
+        why="items without tiles fill the plan, so that the next one, with whose first tile dQ is added, never comes",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-leaves-with-an-item",
+        path=PRODUCER,
+        old="index >= problem_.leaving_item) break;\n            const int next = taken() + before;\n",
+        new="index >= problem_.leaving_item) {\n                    taken();\n                    break;\n"
+        "                }\n            const int next = taken() + before;\n",
+        why="a block that takes no more items has taken one",
+        kernels=KERNEL,
+        tests=("finish_beside",),
+    ),
+    Fault(
+        name="bwd-sm90-beside-counted-before-all-warps",
+        path=BESIDE,
+        old="prepare_slots(smem.slot, kPreparers, 1);",
+        new="prepare_slots(smem.slot, kPreparers - 1, 1);",
+        why="a round of parts is counted before the last warp has prepared its own",
+        kernels=KERNEL,
+        tests=("beside",),
     ),
     Fault(
         name="bwd-sm90-beside-with-few-items",
@@ -269,7 +333,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-shared-items-not-prepared",
         path=ROWS,
-        old="    if (blockIdx.x == 0 && tid == 0) *problem.queue = {0, 0, 0};\n",
+        old="    if (blockIdx.x == 0 && tid == 0) *problem.queue = {};\n",
         new="",
         why="a call takes items from a queue that was not made",
         kernels=KERNEL,
@@ -842,7 +906,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-keys-not-released",
         path=ONE_ROLE,
-        old="        if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);\n",
+        old="            tell(smem_.key_slot[late_item].empty);\n",
         new="",
         why="the producer waits for ever for a place for K",
         kernels=KERNEL,
@@ -1179,7 +1243,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-workspace-without-queue",
         path=LAUNCH,
-        old="    return counters_bytes(p, device) +\n           backward::workspace",
+        old="    return counters + backward::workspace",
         new="    return backward::workspace",
         why="the last bytes of the workspace lie behind its end",
         kernels=KERNEL,

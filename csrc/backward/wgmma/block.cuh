@@ -135,6 +135,15 @@ constexpr bool takes_parts() {
     return !Tile::kTwoRoles && kPass == Pass::kFused;
 }
 
+/// Whether an instance tells which heads' dQ is complete (finish_beside.cuh). Up to d = 64 that gains nothing
+/// (docs/tuning/hopper_backward.md).
+template <class Tile, Pass kPass>
+constexpr bool counts_items() {
+    return !Tile::kTwoRoles && kPass == Pass::kFused && Tile::kD > 64;
+}
+
+inline constexpr unsigned kAddedBarriers = 4;  // of as many items with tiles
+
 /// Called by whole warps.
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const Problem& problem, int index, const Workers& workers) {
@@ -342,6 +351,8 @@ struct SharedMemory : SharedTiles<Tile> {
     std::conditional_t<Tile::kTwoRoles, Slot[Tile::kDsStages], Nothing> p_slot;
     std::conditional_t<Tile::kHalvesDout, Slot[Tile::kDoutPlaces], Nothing> dout_slot;  // or else slot is dO's too
     std::conditional_t<Tile::kTwoRoles || Tile::kRing, TurnsMemory<Tile::kTilesTold>, Nothing> turns;
+    // Say that all dQ of an item with tiles has been added (finish_beside.cuh)
+    std::conditional_t<Tile::kTwoRoles || Tile::kRing, Nothing, ptx::Barrier[kAddedBarriers]> added;
     Slot plan_slot[Tile::kPlans];
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for

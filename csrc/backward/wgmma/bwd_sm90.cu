@@ -2,6 +2,7 @@
 // architectures: 9.0a
 #include <algorithm>
 
+#include "backward/wgmma/finish_beside.cuh"
 #include "backward/wgmma/parts.cuh"
 #include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/shapes.h"
@@ -110,6 +111,14 @@ const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
     return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device);
 }
 
+/// Items of all heads; tiles of queries that an item without a band has, of all heads that share its keys.
+std::int64_t items_of(const ForwardParams& p, const Shape& shape) {
+    return p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
+}
+std::int64_t tiles_of(const ForwardParams& p, const Shape& shape) {
+    return (p.seqlen_q + shape.facts.br - 1) / shape.facts.br * (p.heads_q / p.heads_k);
+}
+
 /// Which items go in parts: those of the last round of blocks, if it ends earlier so, where all items take equally long. A
 /// part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together
 /// (docs/tuning/hopper_backward.md).
@@ -119,17 +128,17 @@ struct Parts {
 };
 Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
+    const std::int64_t items = items_of(p, shape);
     if (!shape.takes_parts || !has_equal_items(p) || items == 0) return {items, 0, 1};
     constexpr std::int64_t kMore = 14, kMostParts = 8;
     const std::int64_t blocks = std::max(device.sm_count, 1), split = items % blocks;
-    const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
+    const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br;
     std::int64_t best = 1;
-    double least = static_cast<double>(rows * group);  // tiles, one after the other
+    double least = static_cast<double>(tiles_of(p, shape));  // one after the other
     for (std::int64_t each = 2; split > 0 && each <= std::min(kMostParts, rows); ++each) {
         const std::int64_t rounds = (split * each + blocks - 1) / blocks;
         const double tiles =
-            static_cast<double>(rounds) * (static_cast<double>(rows * group) / static_cast<double>(each) + kMore);
+            static_cast<double>(rounds) * (static_cast<double>(tiles_of(p, shape)) / static_cast<double>(each) + kMore);
         if (tiles < least) least = tiles, best = each;
     }
     return best > 1 ? Parts{items - split, split, static_cast<int>(best)} : Parts{items, 0, 1};
@@ -153,29 +162,29 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
+/// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us.
+constexpr double kBytesOfTile = 144e3;
+
 /// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as
 /// where blocks take turns, where products take so long that it hardly counts, where items are few, or in pairs so short
 /// that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally long,
 /// that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are done,
 /// since blocks do not keep one pace.
-int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
+int beside_blocks(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees
     constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;    // of items
     const std::int64_t keys = visible_keys(p);
     if (!is_dense(p) || is_shared(params) || takes_turns(params, device) || keys > kMostKeys) return 0;
-    const Shape& shape = shape_of(params, device);
     if (shape.blocks > 1 && keys < kLeastKeysOfPairs) return 0;
     const std::int64_t blocks = wgmma::prepare_blocks(p, device), workers = std::max(device.sm_count / shape.blocks, 1);
-    const std::int64_t items = p.heads_k * p.batch * ((p.seqlen_k + shape.facts.bc - 1) / shape.facts.bc);
+    const std::int64_t items = items_of(p, shape);
     if (blocks == 0 || items < kLeastRounds * workers) return 0;
     if (!has_equal_items(p) || dq_of(params, device) == DqBy::kQueries) return static_cast<int>(blocks);
     if (items < kLeastEqualRounds * workers) return 0;
 
-    constexpr double kTile = 144e3;  // while a block works on a tile of queries: 60 GB/s for 2.4 us
-    constexpr double kAtOnce = 60;   // SMs that take all of HBM's bandwidth so
-    const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br, group = p.heads_q / p.heads_k;
-    const double item = kTile * static_cast<double>(rows * group), bytes = wgmma::prepared_bytes(p);
+    constexpr double kAtOnce = 60;  // SMs that take all of HBM's bandwidth so
+    const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)), bytes = wgmma::prepared_bytes(p);
     const double delay = bytes / static_cast<double>(blocks) / item;  // in rounds, like what follows
     const std::int64_t late = (blocks + shape.blocks - 1) / shape.blocks, rounds = (items + workers - 1) / workers;
     std::int64_t beside = rounds;
@@ -188,48 +197,87 @@ int beside_blocks(const BackwardParams& params, const DeviceFacts& device) {
     return static_cast<double>(beside) < behind ? static_cast<int>(blocks) : 0;
 }
 
-/// The queue comes first, then how much is prepared, and then the turns or what belongs to parts, aligned as what follows
-/// has to be.
+/// How a call is run.
+struct Plan {
+    const Shape& shape;
+    Parts parts;
+    int beside;  // blocks that prepare beside the products
+    DqBy dq_by;
+};
+/// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
+/// (backward/wgmma/finish_beside.cuh), if the instance counts items.
+Plan plan_of(const BackwardParams& p, const DeviceFacts& device) {
+    const Shape& shape = shape_of(p, device);
+    const Parts parts = parts_of(p, shape, device);
+    const int beside = beside_blocks(p, shape, device);
+    const DqBy by = dq_of(p, device);
+    const bool heads = by == DqBy::kSums && beside > 0 && shape.counts_items && parts.each == 1;
+    return {shape, parts, beside, heads ? DqBy::kHeads : by};
+}
+
+/// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on their SMs
+/// by the time that the others are done. Equal items end unevenly by themselves.
+void let_blocks_leave(Problem& problem, const Shape& shape) {
+    const ForwardParams& p = problem.forward;
+    constexpr int kShare = 8;
+    const int leaving = std::min(std::max(problem.multiprocessors / kShare, 1), problem.multiprocessors - 1);
+    if (has_equal_items(p) || leaving == 0) return;
+    const double tiles = static_cast<double>(tiles_of(p, shape)) * static_cast<double>(visible_keys(p)) /
+                         static_cast<double>(p.seqlen_k);  // of an item
+    const double meanwhile =
+        wgmma::finished_bytes(p) / leaving / (kBytesOfTile * std::max(tiles, 1.));  // items of a block
+    const double before = static_cast<double>(items_of(p, shape)) - meanwhile * (problem.multiprocessors - leaving);
+    problem.leaving_blocks = leaving;
+    problem.leaving_item = static_cast<int>(std::max(before, 0.));
+}
+
+/// The queue comes first, then how much is prepared and added, and then the turns or what belongs to parts, aligned as what
+/// follows has to be.
 constexpr std::int64_t kUnit = 16;
 static_assert(sizeof(Queue) <= kUnit);
 constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
-/// Bytes of the queue and of Problem::prepared, which is there if blocks prepare beside the products.
-std::int64_t bytes_before_turns(const ForwardParams& p, int beside) {
-    return kUnit + (beside > 0 ? aligned((1 + p.batch * p.heads_q) * std::int64_t{sizeof(unsigned)}) : 0);
+/// Counts of Problem::prepared, which is there if blocks prepare beside the products; of Problem::added.
+std::int64_t prepared_counts(const ForwardParams& p, const Plan& plan) {
+    return plan.beside > 0 ? 1 + p.batch * p.heads_q : 0;
 }
-std::int64_t counters_bytes(const BackwardParams& p, const DeviceFacts& device) {
-    const Shape& shape = shape_of(p, device);
-    const PartsWords parts = words_of(parts_of(p, shape, device), shape);
+std::int64_t added_counts(const ForwardParams& p, const Plan& plan) {
+    return plan.dq_by == DqBy::kHeads ? p.batch * p.heads_k : 0;
+}
+/// Bytes of the queue and of both.
+std::int64_t bytes_before_turns(const ForwardParams& p, const Plan& plan) {
+    return kUnit + aligned((prepared_counts(p, plan) + added_counts(p, plan)) * std::int64_t{sizeof(unsigned)});
+}
+std::int64_t counters_bytes(const BackwardParams& p, const Plan& plan, const DeviceFacts& device) {
+    const PartsWords parts = words_of(plan.parts, plan.shape);
     const std::int64_t counts = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
-                                : parts_in_dq(p, shape, parts) > 0 ? 0
-                                                                   : parts.bytes();
-    return bytes_before_turns(p.forward, beside_blocks(p, device)) + aligned(counts);
+                                : parts_in_dq(p, plan.shape, parts) > 0 ? 0
+                                                                        : parts.bytes();
+    return bytes_before_turns(p.forward, plan) + aligned(counts);
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
     if (p.statistics.wanted) return extents_bytes(p.forward);
     if (p.shared.stage == BackwardStage::kBegin || p.shared.stage == BackwardStage::kEnd) return 0;
-    if (is_shared(p)) return counters_bytes(p, device);
-    const Shape& shape = shape_of(p, device);
-    return counters_bytes(p, device) +
-           backward::workspace_bytes(p, /*converted=*/false, dq_of(p, device), shape.takes_terms);
+    const Plan plan = plan_of(p, device);
+    const std::int64_t counters = counters_bytes(p, plan, device);
+    if (is_shared(p)) return counters;
+    return counters + backward::workspace_bytes(p, /*converted=*/false, plan.dq_by, plan.shape.takes_terms);
 }
 
 /// Where everything lies that the launch does not share.
-Problem problem_alone(const BackwardParams& p, const DeviceFacts& device) {
+Problem problem_alone(const BackwardParams& p, const Plan& plan, const DeviceFacts& device) {
     BackwardParams params = p;
-    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, device);
-    const Shape& shape = shape_of(p, device);
-    return problem_of(params, dq_of(p, device), shape.takes_terms);
+    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, plan, device);
+    return problem_of(params, plan.dq_by, plan.shape.takes_terms);
 }
 /// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and how
 /// many more a head has.
-Problem problem_shared(const BackwardParams& p, const DeviceFacts& device) {
+Problem problem_shared(const BackwardParams& p, const Shape& shape) {
     const bool adds = p.shared.stage == BackwardStage::kAdd;
     BackwardParams all = p;
     all.workspace = p.shared.memory;
     if (adds) all.forward.seqlen_q = p.shared.rows;
-    Problem problem = problem_of(all, DqBy::kSums, shape_of(p, device).takes_terms);
+    Problem problem = problem_of(all, DqBy::kSums, shape.takes_terms);
     static_cast<BackwardParams&>(problem) = p;
     if (!adds) return problem;
     const std::int64_t first = p.shared.first / kRowGroup, heads = p.forward.batch * p.forward.heads_q;
@@ -243,7 +291,9 @@ Problem problem_shared(const BackwardParams& p, const DeviceFacts& device) {
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     const BackwardStage stage = p.shared.stage;
-    Problem problem = is_shared(p) ? problem_shared(p, device) : problem_alone(p, device);
+    const Plan plan = plan_of(p, device);
+    const auto& [shape, parts, beside, dq_by] = plan;
+    Problem problem = is_shared(p) ? problem_shared(p, shape) : problem_alone(p, plan, device);
     const auto prepare_rows = [&] {
         launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
     };
@@ -251,13 +301,13 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     if (stage == BackwardStage::kEnd) return launch_rows(finish<Sm90, T>, problem, stream);
 
     auto* const counters = static_cast<char*>(p.workspace);
-    const Shape& shape = shape_of(p, device);
-    const int beside = beside_blocks(p, device);
     problem.queue = reinterpret_cast<Queue*>(counters);
-    if (beside > 0) problem.prepared = reinterpret_cast<unsigned*>(counters + kUnit);
-    char* const turns = counters + bytes_before_turns(p.forward, beside);
+    auto* const counts = reinterpret_cast<unsigned*>(counters + kUnit);
+    if (beside > 0) problem.prepared = counts;
+    if (dq_by == DqBy::kHeads) problem.added = counts + prepared_counts(p.forward, plan);
+    char* const turns = counters + bytes_before_turns(p.forward, plan);
     if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(turns);
-    if (const Parts parts = parts_of(p, shape, device); parts.each > 1) {  // and no turns
+    if (parts.each > 1) {  // and no turns
         const PartsWords words = words_of(parts, shape);
         const std::int64_t in_dq = parts_in_dq(p, shape, words);
         auto* const sums = reinterpret_cast<float*>(in_dq > 0 ? static_cast<char*>(p.dq.data) + in_dq : turns);
@@ -272,12 +322,21 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
                stream, problem);
     else prepare_rows();
     if (beside > 0) {
-        LaunchConfig config{dim3(static_cast<unsigned>(beside)), dim3(wgmma::kPrepareThreads)};
+        LaunchConfig config{dim3(static_cast<unsigned>(beside)), dim3(wgmma::kPrepareThreads),
+                            int{sizeof(wgmma::PrepareBesideMemory)}};
         config.programmatic = true;
         launch(wgmma::prepare_beside<T>, config, stream, problem);
     }
+    if (dq_by == DqBy::kHeads) let_blocks_leave(problem, shape);
     shape.launch(problem, stream);
-    if (stage == BackwardStage::kAll && problem.dq_by == DqBy::kSums) launch_rows(finish<Sm90, T>, problem, stream);
+    if (dq_by == DqBy::kHeads) {
+        LaunchConfig config{dim3(static_cast<unsigned>(problem.multiprocessors)), dim3(wgmma::kFinishThreads),
+                            int{sizeof(wgmma::FinishMemory)}};
+        config.programmatic = true;
+        launch(wgmma::finish_beside<T>, config, stream, problem, shape.facts.bc);
+    } else if (stage == BackwardStage::kAll && dq_by == DqBy::kSums) {
+        launch_rows(finish<Sm90, T>, problem, stream);
+    }
 }
 
 /// Of dense calls with a band at most, whose dQ would be a sum in fp32 if each were alone.

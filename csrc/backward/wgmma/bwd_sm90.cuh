@@ -7,10 +7,10 @@
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
 // Roles: one warp of warpgroup 0, the producer, says what the next item is, and copies its K and V and what is to be known
-// of its tiles of queries (producer.cuh); another copies Q and dO of these (copies.cuh). Each of two consumer warpgroups
-// owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the accumulators to
-// the first operand of dV and dK in registers. dS also goes to shared memory, for dQ. dK and dV leave through shared
-// memory, while the next item begins (staged_rows.cuh).
+// of its tiles of queries (producer.cuh); another copies Q and dO of these (copies.cuh); a third counts items whose dQ has
+// been added (finish_beside.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T
+// have keys as rows, so that P and dS go from the accumulators to the first operand of dV and dK in registers. dS also goes
+// to shared memory, for dQ. dK and dV leave through shared memory, while the next item begins (staged_rows.cuh).
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
@@ -28,7 +28,8 @@
 //
 // Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
 // (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a band, in
-// instances of their own: score_changes.cuh. Rows that are prepared meanwhile: prepare_beside.cuh.
+// instances of their own: score_changes.cuh. Rows that are prepared meanwhile, and heads that become dq: prepare_beside.cuh,
+// finish_beside.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -130,6 +131,7 @@ class Consumer : ConsumerWarp<Tile> {
             multiply_dq(tile, late_item);
             ptx::wgmma_wait<0>();
             bring_late_dq(move_on({}), tile);
+            if constexpr (counts_items<Tile, kPass>()) tell(smem_.added[late_item % kAddedBarriers]);
         }
     }
 
@@ -145,8 +147,8 @@ class Consumer : ConsumerWarp<Tile> {
     /// The places of a tile in the rings, of its K and V, and of K for the late dQ. In a register of the warp:
     /// descriptors come from there.
     __device__ __forceinline__ static unsigned places_of(unsigned tile, unsigned item, unsigned late_item) {
-        static_assert(64 % (2 * Tile::kDsStages) == 0 && 64 % (2 * Tile::kStages) == 0 && 64 % Tile::kTilesTold == 0 &&
-                      Tile::kKeyStages == 2 && 4 % (2 * Tile::kValueStages) == 0);
+        static_assert(kAddedBarriers == 4 && 64 % (2 * Tile::kDsStages) == 0 && 64 % (2 * Tile::kStages) == 0 &&
+                      64 % Tile::kTilesTold == 0 && Tile::kKeyStages == 2 && 4 % (2 * Tile::kValueStages) == 0);
         return in_uniform_register(tile % 64 | item % 4 << 6 | late_item % 2 << 8);
     }
 
@@ -225,7 +227,10 @@ class Consumer : ConsumerWarp<Tile> {
         bring_late_dq(weighed.late_rows, tile);
         ptx::wgmma_wait<0>();
         tell(smem_.slot[tile % Tile::kStages].empty);
-        if (late_item != item % Tile::kKeyStages) tell(smem_.key_slot[late_item].empty);
+        if (late_item != item % Tile::kKeyStages) {
+            tell(smem_.key_slot[late_item].empty);
+            if constexpr (counts_items<Tile, kPass>()) tell(smem_.added[(item + 3) % kAddedBarriers]);
+        }
     }
 
     /// The same without dQ.
@@ -397,12 +402,14 @@ class Consumer : ConsumerWarp<Tile> {
 template <class Tile, Pass kPass>
 __device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
     constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-    prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<kPass>());
+    prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<Tile, kPass>());
     prepare_slots(smem.key_slot, 1, kWarps);
     prepare_slots(smem.value_slot, 1, kWarps);
     prepare_slots(smem.slot, 1, kWarps);
     prepare_slots(smem.ds_slot, kWarps, kWarps);
     prepare_copies(smem);
+    if constexpr (counts_items<Tile, kPass>())
+        for (auto& barrier : smem.added) ptx::barrier_init(&barrier, kWarps);
     if constexpr (kPass == Pass::kTurns) prepare_turns(smem, kWarps);
 }
 
@@ -415,6 +422,7 @@ template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
+    if (counts_items<Tile, kPass>() && problem.added) ptx::let_next_grid_start();
     if (threadIdx.x == 0) {
         prepare_block<Tile, kPass>(smem);
         ptx::barrier_init_fence();

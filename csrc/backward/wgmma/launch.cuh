@@ -58,7 +58,8 @@ Shape shape_of_tile() {
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
             takes_parts<Tile, kPass>(),
-            Tile::kBlocks};
+            Tile::kBlocks,
+            counts_items<Tile, kPass>()};
 }
 
 }  // namespace flash_wmma::backward::wgmma

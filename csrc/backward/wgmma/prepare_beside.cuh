@@ -3,8 +3,11 @@
 // other, prepare would leave the tensor cores idle, and products HBM.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
-// some rows at a time, and waits for no other: it adds up O dO in the order of prepare, clears dQ's buffer, stores L
-// and D, and counts.
+// some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
+// and D.
+//
+// Roles: the last warp counts parts of heads when they are prepared. What it counts has to be written before: only this
+// warp waits for that.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
 #pragma once
@@ -12,12 +15,15 @@
 #include <launch.h>
 #include <ptx.cuh>
 #include <ptx_sm90.cuh>
+#include <shared_memory.cuh>
 
 #include <algorithm>
 #include <cstdint>
 
+#include "backward/wgmma/block.cuh"
 #include "device/backward_rows.cuh"
 #include "device/element.cuh"
+#include "device/pipeline.cuh"
 #include "device/shuffle.cuh"
 #include "device/tile.cuh"
 
@@ -26,6 +32,8 @@ namespace flash_wmma::backward::wgmma {
 /// Of a block. With their registers, none of the products' blocks finds room beside it on an SM, nor a second one of
 /// these.
 inline constexpr int kPrepareThreads = 1024;
+/// Warps that prepare.
+inline constexpr int kPreparers = kPrepareThreads / 32 - 1;
 
 /// Rows of a part: 32, or 16 where these are long. An SM's parts, one of each warp, are ready at about the same time.
 inline __host__ __device__ int rows_of_part(const ForwardParams& p) { return p.head_dim > 64 ? 16 : 32; }
@@ -39,10 +47,10 @@ inline __host__ __device__ std::int64_t parts_of_all(const ForwardParams& p) {
 /// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts,
 /// or there are too many.
 inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
-    constexpr int kShare = 6, kWarps = kPrepareThreads / 32;
+    constexpr int kShare = 6;
     const int blocks = std::max(device.sm_count / kShare, 1);
     const std::int64_t parts = parts_of_all(p);
-    return 2 * kWarps * blocks <= parts && parts <= 0x7fffffff ? blocks : 0;
+    return 2 * kPreparers * blocks <= parts && parts <= 0x7fffffff ? blocks : 0;
 }
 
 /// What it reads and writes, where it clears dQ's buffer.
@@ -79,6 +87,13 @@ __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned pa
     const int lane = static_cast<int>(threadIdx.x) % 32;
     const T* const o = row_of<const T>(p.o, of.index, head, first);
     const T* const dout = row_of<const T>(problem.dout, of.index, head, first);
+    const std::int64_t row = std::int64_t{part} * all;  // among those of all groups
+    RowFacts facts;
+    if (lane < rows) facts = {problem, of, head, first + lane};
+    if (problem.dq_rows) {
+        auto* const dq = reinterpret_cast<float4*>(problem.dq_rows + row * p.head_dim);
+        for (int i = lane; i < all * p.head_dim / 4; i += 32) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
+    }
     float of_own = 0.f;  // O dO of row number `lane`
 #pragma unroll 1
     for (int i = 0; i < min(rows, all); i += kAtOnce * kUnroll) {
@@ -107,19 +122,15 @@ __device__ __forceinline__ void prepare_part(const Problem& problem, unsigned pa
             if (lane / kAtOnce == i / kAtOnce + u) of_own = of_row;
         }
     }
-    const std::int64_t row = std::int64_t{part} * all;  // among those of all groups
-    if (problem.dq_rows) {
-        auto* const dq = reinterpret_cast<float4*>(problem.dq_rows + row * p.head_dim);
-        for (int i = lane; i < all * p.head_dim / 4; i += 32) dq[i] = make_float4(0.f, 0.f, 0.f, 0.f);
-    }
-    RowFacts facts;
-    if (lane < rows) facts = {problem, of, head, first + lane, of_own};
+    if (lane < rows) facts.add(problem, of_own);
     if (lane < all) store_facts(problem, row + lane, facts);
-    __syncwarp();
-    if (lane > 0) return;
-    ptx::add_release(problem.prepared + 1 + (of.index * p.heads_q + head), 1);
-    ptx::add_release(problem.prepared, 1);
 }
+
+/// Of a block: who has prepared a part, of some rounds of parts.
+struct PrepareBesideMemory {
+    static constexpr int kRounds = 4;
+    Slot slot[kRounds];  // full when all parts of a round are prepared, empty when they are counted
+};
 
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __grid_constant__ Problem problem) {
@@ -127,10 +138,36 @@ __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __gri
     // counts and the sums of parts that the grid before has made
     ptx::wait_for_previous_grids();
     ptx::let_next_grid_start();
-    const auto parts = static_cast<unsigned>(parts_of_all(problem.forward));
-    constexpr unsigned kWarps = kPrepareThreads / 32;
-    for (unsigned part = blockIdx.x + gridDim.x * (threadIdx.x / 32); part < parts; part += gridDim.x * kWarps)
-        prepare_part<T>(problem, part);
+    auto& smem = shared_memory<PrepareBesideMemory>();
+    const unsigned warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    if (threadIdx.x == 0) {
+        prepare_slots(smem.slot, kPreparers, 1);
+        ptx::barrier_init_fence();
+    }
+    __syncthreads();
+    const auto parts = static_cast<unsigned>(parts_of_all(problem.forward)),
+               of_head = static_cast<unsigned>(parts_of_head(problem.forward));
+    RingPlace<PrepareBesideMemory::kRounds> round;
+    for (unsigned first = blockIdx.x; first < parts; first += gridDim.x * kPreparers, round.advance()) {
+        Slot& slot = smem.slot[round.stage];
+        if (warp < kPreparers) {
+            const unsigned part = first + gridDim.x * warp;
+            if (part < parts) prepare_part<T>(problem, part);
+            __syncwarp();
+            if (lane > 0) continue;
+            ptx::barrier_wait(&slot.empty, round.parity ^ 1);
+            ptx::barrier_arrive(&slot.full);
+        } else {
+            ptx::barrier_wait(&slot.full, round.parity);
+            const unsigned part = first + gridDim.x * lane;  // of the warp of that number
+            const bool prepared = lane < kPreparers && part < parts;
+            if (prepared) ptx::add_release(problem.prepared + 1 + part / of_head, 1);
+            const auto count = static_cast<unsigned>(__popc(__ballot_sync(kWarpMask, prepared)));
+            if (lane > 0) continue;
+            ptx::add_release(problem.prepared, count);
+            ptx::barrier_arrive(&slot.empty);
+        }
+    }
 }
 
 }  // namespace flash_wmma::backward::wgmma

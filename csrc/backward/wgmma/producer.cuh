@@ -7,6 +7,7 @@
 
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/copies.cuh"
+#include "backward/wgmma/finish_beside.cuh"
 #include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
@@ -36,15 +37,18 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         const int first = takes_all || workers.index < 0 ? taken() + before : workers.index;
         for (int index = uniform(first); index < items;) {
             const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
-            publish(smem_, plan_, item);
-            if (item.tiles > 0) {
+            const auto await_prepared = [&] {
                 if (!prepared) prepared = await_heads(problem_, item.sequence.index, item.head, item.heads);
-                load_item(item);
-            }
+            };
+            if (item.tiles == 0) await_prepared();  // who counts it knows that dQ's buffer was cleared
+            publish(smem_, plan_, item);
+            if (item.tiles > 0) await_prepared(), load_item(item);
             // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
             // follow
             if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
             if constexpr (Tile::kRing) await_batch(index);
+            if constexpr (counts_items<Tile, kPass>())  // and leaves its SM to finish_beside
+                if (static_cast<int>(blockIdx.x) < problem_.leaving_blocks && index >= problem_.leaving_item) break;
             const int next = taken() + before;
             index = uniform(next);
         }
@@ -197,10 +201,10 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
 // ---- Warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-/// How many warps of warpgroup 0 follow the plan: that of Q and dO, and two if blocks take turns.
-template <Pass kPass>
+/// How many warps of warpgroup 0 follow the plan: that of Q and dO, two if blocks take turns, one that counts items.
+template <class Tile, Pass kPass>
 constexpr unsigned plan_followers() {
-    return kPass == Pass::kTurns ? 3 : 1;
+    return kPass == Pass::kTurns ? 3 : counts_items<Tile, kPass>() ? 2 : 1;
 }
 
 /// Prepares the barriers of what it copies, but for the slots.
@@ -217,6 +221,9 @@ __device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, 
     if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items, workers);
     else if (threadIdx.x < 64) QueryCopies<Tile, kProblems>(problem, maps, smem).run();
     else if constexpr (kPass == Pass::kTurns) keep_turns(problem, smem);
+    else if constexpr (counts_items<Tile, kPass>()) {
+        if (threadIdx.x < 96) count_items(problem, smem);
+    }
 }
 
 }  // namespace flash_wmma::backward::wgmma
