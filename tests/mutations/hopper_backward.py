@@ -139,15 +139,6 @@ FAULTS = [
         tests=("finish_beside",),
     ),
     Fault(
-        name="bwd-sm90-beside-counted-before-all-warps",
-        path=BESIDE,
-        old="prepare_slots(smem.slot, kPreparers, 1);",
-        new="prepare_slots(smem.slot, kPreparers - 1, 1);",
-        why="a round of parts is counted before the last warp has prepared its own",
-        kernels=KERNEL,
-        tests=("beside",),
-    ),
-    Fault(
         name="bwd-sm90-beside-with-few-items",
         path=LAUNCH,
         old="items < kLeastRounds * workers) return 0;",
