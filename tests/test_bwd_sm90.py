@@ -339,14 +339,14 @@ def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
         (Case(300, 300, Mask(True), heads=(4, 2), batch=2), 2),
         (Case(257, 450, Mask("bottom_right", (300, 0)), heads=(6, 6), batch=2), 9),
         (Case(600, 250, Mask("bottom_right"), heads=(5, 5), batch=2), 3),
-        (Case(200, 900, Mask(True), heads=(5, 5), batch=2), 2),  # a block has several such items in a row
+        (Case(200, 900, Mask(True), heads=(5, 5), batch=2), 2),  # a block has several items in a row that no query sees
         (Case(448, 1280, heads=(5, 5)), 6),
     ],
     ids=["grouped", "most blocks stay", "queries without keys", "keys without queries", "equal items"],
 )
 def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
-    """Heads are brought to dq as they are complete, and some blocks leave their SMs before the last items. A head has
-    more parts than warps take at a time, and the last one has rows that do not exist."""
+    """Heads are brought to dq as they are complete, and with a mask some blocks leave their SMs before the last items.
+    A head has more parts than warps take at a time, and the last one has rows that do not exist."""
     assert has_grid("finish_beside", case, d, sm_count)
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
 

@@ -198,7 +198,7 @@ int beside_blocks(const BackwardParams& params, const Shape& shape, const Device
 }
 
 /// How a call is run.
-struct Plan {
+struct Choice {
     const Shape& shape;
     Parts parts;
     int beside;  // blocks that prepare beside the products
@@ -206,7 +206,7 @@ struct Plan {
 };
 /// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
 /// (backward/wgmma/finish_beside.cuh), if the instance counts items.
-Plan plan_of(const BackwardParams& p, const DeviceFacts& device) {
+Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& shape = shape_of(p, device);
     const Parts parts = parts_of(p, shape, device);
     const int beside = beside_blocks(p, shape, device);
@@ -237,38 +237,39 @@ constexpr std::int64_t kUnit = 16;
 static_assert(sizeof(Queue) <= kUnit);
 constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 /// Counts of Problem::prepared, which is there if blocks prepare beside the products; of Problem::added.
-std::int64_t prepared_counts(const ForwardParams& p, const Plan& plan) {
-    return plan.beside > 0 ? 1 + p.batch * p.heads_q : 0;
+std::int64_t prepared_counts(const ForwardParams& p, const Choice& choice) {
+    return choice.beside > 0 ? 1 + p.batch * p.heads_q : 0;
 }
-std::int64_t added_counts(const ForwardParams& p, const Plan& plan) {
-    return plan.dq_by == DqBy::kHeads ? p.batch * p.heads_k : 0;
+std::int64_t added_counts(const ForwardParams& p, const Choice& choice) {
+    return choice.dq_by == DqBy::kHeads ? p.batch * p.heads_k : 0;
 }
 /// Bytes of the queue and of both.
-std::int64_t bytes_before_turns(const ForwardParams& p, const Plan& plan) {
-    return kUnit + aligned((prepared_counts(p, plan) + added_counts(p, plan)) * std::int64_t{sizeof(unsigned)});
+std::int64_t bytes_before_turns(const ForwardParams& p, const Choice& choice) {
+    return kUnit + aligned((prepared_counts(p, choice) + added_counts(p, choice)) * std::int64_t{sizeof(unsigned)});
 }
-std::int64_t counters_bytes(const BackwardParams& p, const Plan& plan, const DeviceFacts& device) {
-    const PartsWords parts = words_of(plan.parts, plan.shape);
-    const std::int64_t counts = takes_turns(p, device) ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
-                                : parts_in_dq(p, plan.shape, parts) > 0 ? 0
-                                                                        : parts.bytes();
-    return bytes_before_turns(p.forward, plan) + aligned(counts);
+std::int64_t counters_bytes(const BackwardParams& p, const Choice& choice) {
+    const PartsWords parts = words_of(choice.parts, choice.shape);
+    const std::int64_t counts = choice.shape.pass == Pass::kTurns
+                                    ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
+                                : parts_in_dq(p, choice.shape, parts) > 0 ? 0
+                                                                          : parts.bytes();
+    return bytes_before_turns(p.forward, choice) + aligned(counts);
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
     if (p.statistics.wanted) return extents_bytes(p.forward);
     if (p.shared.stage == BackwardStage::kBegin || p.shared.stage == BackwardStage::kEnd) return 0;
-    const Plan plan = plan_of(p, device);
-    const std::int64_t counters = counters_bytes(p, plan, device);
+    const Choice choice = choice_of(p, device);
+    const std::int64_t counters = counters_bytes(p, choice);
     if (is_shared(p)) return counters;
-    return counters + backward::workspace_bytes(p, /*converted=*/false, plan.dq_by, plan.shape.takes_terms);
+    return counters + backward::workspace_bytes(p, /*converted=*/false, choice.dq_by, choice.shape.takes_terms);
 }
 
 /// Where everything lies that the launch does not share.
-Problem problem_alone(const BackwardParams& p, const Plan& plan, const DeviceFacts& device) {
+Problem problem_alone(const BackwardParams& p, const Choice& choice) {
     BackwardParams params = p;
-    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, plan, device);
-    return problem_of(params, plan.dq_by, plan.shape.takes_terms);
+    params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, choice);
+    return problem_of(params, choice.dq_by, choice.shape.takes_terms);
 }
 /// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and how
 /// many more a head has.
@@ -291,9 +292,9 @@ Problem problem_shared(const BackwardParams& p, const Shape& shape) {
 template <class T>
 void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream) {
     const BackwardStage stage = p.shared.stage;
-    const Plan plan = plan_of(p, device);
-    const auto& [shape, parts, beside, dq_by] = plan;
-    Problem problem = is_shared(p) ? problem_shared(p, shape) : problem_alone(p, plan, device);
+    const Choice choice = choice_of(p, device);
+    const auto& [shape, parts, beside, dq_by] = choice;
+    Problem problem = is_shared(p) ? problem_shared(p, shape) : problem_alone(p, choice);
     const auto prepare_rows = [&] {
         launch_rows(prepare<Sm90, T, false>, problem, stream, int{sizeof(PrepareMemory)});
     };
@@ -304,9 +305,9 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     problem.queue = reinterpret_cast<Queue*>(counters);
     auto* const counts = reinterpret_cast<unsigned*>(counters + kUnit);
     if (beside > 0) problem.prepared = counts;
-    if (dq_by == DqBy::kHeads) problem.added = counts + prepared_counts(p.forward, plan);
-    char* const turns = counters + bytes_before_turns(p.forward, plan);
-    if (takes_turns(p, device)) problem.turns = reinterpret_cast<TurnCount*>(turns);
+    if (dq_by == DqBy::kHeads) problem.added = counts + prepared_counts(p.forward, choice);
+    char* const turns = counters + bytes_before_turns(p.forward, choice);
+    if (shape.pass == Pass::kTurns) problem.turns = reinterpret_cast<TurnCount*>(turns);
     if (parts.each > 1) {  // and no turns
         const PartsWords words = words_of(parts, shape);
         const std::int64_t in_dq = parts_in_dq(p, shape, words);

@@ -229,7 +229,8 @@ class Consumer : ConsumerWarp<Tile> {
         tell(smem_.slot[tile % Tile::kStages].empty);
         if (late_item != item % Tile::kKeyStages) {
             tell(smem_.key_slot[late_item].empty);
-            if constexpr (counts_items<Tile, kPass>()) tell(smem_.added[(item + 3) % kAddedBarriers]);
+            if constexpr (counts_items<Tile, kPass>())
+                tell(smem_.added[(item + kAddedBarriers - 1) % kAddedBarriers]);  // late_item's
         }
     }
 

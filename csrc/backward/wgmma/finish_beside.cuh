@@ -63,7 +63,7 @@ __device__ __forceinline__ void count_items(const Problem& problem, SharedMemory
         int head_before = 0;
         const auto count_before = [&] {
             if (items == 0) return;
-            static_assert(Tile::kPlans <= kAddedBarriers);
+            static_assert(Tile::kPlans <= kAddedBarriers && Tile::kD <= kFinishedColumns);
             const unsigned before = items - 1;
             ptx::barrier_wait(&smem.added[before % kAddedBarriers], before / kAddedBarriers % 2);
             count(head_before);
