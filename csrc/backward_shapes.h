@@ -29,9 +29,9 @@ struct Shape {
 };
 
 /// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and
-/// fits the device. Instances for converted inputs take no others.
+/// fits the device, of those that take parts if so asked. Instances for converted inputs take no others.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const BackwardParams& p,
-                                 const DeviceFacts& device) {
+                                 const DeviceFacts& device, bool takes_parts = false) {
     const int d = std::max(p.forward.head_dim, p.forward.head_dim_v);
     const bool converted = p.forward.dtype != dtype;
     const Problems problems = problems_of(p, converted);
@@ -39,7 +39,7 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && includes(shape.problems, problems) &&
             includes(shape.problems, Problems::kConverted) == converted && tile.min_arch <= device.arch &&
-            fits(tile, shape.resident, device))
+            fits(tile, shape.resident, device) && (shape.takes_parts || !takes_parts))
             return shape;
     }
     throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");

@@ -323,13 +323,22 @@ def test_prepare_beside_products(d: int, slow: bool, case: Case) -> None:
 
 @pytest.mark.parametrize(
     ("d", "case", "sm_count"),
-    [(64, Case(448, 1280, heads=(5, 5)), 6), (128, Case(1216, 1300, heads=(3, 3)), 4)],
+    [(64, Case(448, 1280, heads=(5, 5)), 6), (128, Case(960, 4200, heads=(2, 1)), 4)],
     ids=["whole", "in parts"],
 )
 def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
     """Blocks that come late cost no round. Items of the last round go in parts, or not."""
     assert begins_beside_prepare(case, d, sm_count)
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_few_equal_items_beside_prepare(d: int) -> None:
+    """A block lacks an item in the last round, and prepares the second head of keys' rows beside the first items."""
+    case = Case(300, 1000, heads=(8, 2))
+    names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
+    assert sum("prepare_beside" in name for name in names) == 2
+    check(case, d, dtype=torch.bfloat16, sm_count=6)
 
 
 @pytest.mark.parametrize("d", [72, 96, 128])
@@ -351,8 +360,17 @@ def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_finish_beside_products_behind_prepare(causal: bool) -> None:
+    """Of equal items it does, if there are as many as blocks; not of few others."""
+    case = Case(300, 512, Mask(causal), heads=(6, 3))
+    assert not begins_beside_prepare(case, 72, sm_count=6)
+    assert has_grid("finish_beside", case, 72, sm_count=6) != causal
+    check(case, 72, dtype=torch.bfloat16, sm_count=6)
+
+
 def test_who_finishes_beside_products() -> None:
-    """Sums above d = 64, up to 128, whose items have no parts, where rows are prepared beside products."""
+    """Sums above d = 64, up to 128, whose items have no parts, where SMs are free before the last ones are done."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert has_grid("finish_beside", many, 72, 2)
     assert not has_grid("finish_beside", many, 72, 2, deterministic=True)
@@ -360,7 +378,8 @@ def test_who_finishes_beside_products() -> None:
     assert not has_grid("finish_beside", many, 64, 2)
     assert not has_grid("finish_beside", many, 192, 2)
     assert not has_grid("finish_beside", many._replace(batch=1), 72, 2)
-    assert not has_grid("finish_beside", Case(1216, 1300, heads=(3, 3)), 128, 4)
+    assert not has_grid("finish_beside", Case(960, 4200, heads=(2, 1)), 128, 4)  # in parts
+    assert not has_grid("finish_beside", Case(300, 512, heads=(6, 3)), 72, 24)  # fewer items than blocks
 
 
 def test_who_begins_beside_prepare() -> None:

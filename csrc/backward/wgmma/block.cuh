@@ -129,17 +129,22 @@ __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
     return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
-/// Whether an instance works on items in parts.
-template <class Tile, Pass kPass>
+/// Whether an instance works on items in parts. That costs some 2 % of its time even where there are none, so plain
+/// problems whose items go in parts are left to the instance for packed sequences (docs/tuning/hopper_backward.md).
+template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool takes_parts() {
-    return !Tile::kTwoRoles && kPass == Pass::kFused;
+    return !Tile::kTwoRoles && kPass == Pass::kFused && kProblems != Problems::kPlain;
 }
 
-/// Whether an instance tells which heads' dQ is complete (finish_beside.cuh). Up to d = 64 that gains nothing
-/// (docs/tuning/hopper_backward.md).
+/// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh); whether it does. Up to d = 64 the code for
+/// it costs what it gains (docs/tuning/hopper_backward.md).
 template <class Tile, Pass kPass>
-constexpr bool counts_items() {
+constexpr bool can_count_items() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && Tile::kD > 64;
+}
+template <class Tile, Pass kPass>
+__device__ __forceinline__ bool counts_items(const Problem& problem) {
+    return can_count_items<Tile, kPass>() && problem.added;
 }
 
 inline constexpr unsigned kAddedBarriers = 4;  // of as many items with tiles
@@ -148,7 +153,7 @@ inline constexpr unsigned kAddedBarriers = 4;  // of as many items with tiles
 template <class Tile, Problems kProblems, Pass kPass>
 __device__ __forceinline__ Item item_of(const Problem& problem, int index, const Workers& workers) {
     const ForwardParams& p = problem.forward;
-    constexpr bool kParts = takes_parts<Tile, kPass>();
+    constexpr bool kParts = takes_parts<Tile, kProblems, kPass>();
     const PartOfItem part =
         kParts && problem.parts.each > 1 ? PartOfItem::of(problem.parts, index) : PartOfItem{index, 0, -1};
     constexpr int kStep = Tile::kQueries, kKeys = Tile::kItemKeys;

@@ -107,8 +107,8 @@ Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
     if (takes_turns(p, device)) return Pass::kTurns;
     return dq_of(p, device) == DqBy::kQueries ? Pass::kKeys : Pass::kFused;
 }
-const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device) {
-    return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device);
+const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device, bool takes_parts = false) {
+    return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device, takes_parts);
 }
 
 /// Items of all heads; tiles of queries that an item without a band has, of all heads that share its keys.
@@ -119,26 +119,32 @@ std::int64_t tiles_of(const ForwardParams& p, const Shape& shape) {
     return (p.seqlen_q + shape.facts.br - 1) / shape.facts.br * (p.heads_q / p.heads_k);
 }
 
-/// Which items go in parts: those of the last round of blocks, if it ends earlier so, where all items take equally long. A
-/// part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together
-/// (docs/tuning/hopper_backward.md).
+/// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us. So many SMs
+/// take all of HBM's bandwidth so.
+constexpr double kBytesOfTile = 144e3, kAtOnce = 60;
+
+/// Which items go in parts: those of the last round of blocks, if the call ends earlier so, where all items take equally
+/// long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain problems are
+/// then run by an instance that takes longer for each tile (docs/tuning/hopper_backward.md). `lost`: what the call takes
+/// longer with parts, in the time of a tile.
 struct Parts {
     std::int64_t whole, split;
     int each;
 };
-Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
+Parts parts_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device, double lost) {
     const ForwardParams& p = params.forward;
     const std::int64_t items = items_of(p, shape);
-    if (!shape.takes_parts || !has_equal_items(p) || items == 0) return {items, 0, 1};
+    if (is_wide(params) || shape.pass != Pass::kFused || !has_equal_items(p) || items == 0) return {items, 0, 1};
     constexpr std::int64_t kMore = 14, kMostParts = 8;
+    constexpr double kLonger = 0.03;
     const std::int64_t blocks = std::max(device.sm_count, 1), split = items % blocks;
     const std::int64_t rows = (p.seqlen_q + shape.facts.br - 1) / shape.facts.br;
     std::int64_t best = 1;
-    double least = static_cast<double>(tiles_of(p, shape));  // one after the other
+    const auto whole = static_cast<double>(tiles_of(p, shape)), rounds_before = static_cast<double>(items / blocks);
+    double least = whole - lost - (shape.takes_parts ? 0 : kLonger * whole * rounds_before);  // of the last round
     for (std::int64_t each = 2; split > 0 && each <= std::min(kMostParts, rows); ++each) {
         const std::int64_t rounds = (split * each + blocks - 1) / blocks;
-        const double tiles =
-            static_cast<double>(rounds) * (static_cast<double>(tiles_of(p, shape)) / static_cast<double>(each) + kMore);
+        const double tiles = static_cast<double>(rounds) * (whole / static_cast<double>(each) + kMore);
         if (tiles < least) least = tiles, best = each;
     }
     return best > 1 ? Parts{items - split, split, static_cast<int>(best)} : Parts{items, 0, 1};
@@ -162,29 +168,49 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us.
-constexpr double kBytesOfTile = 144e3;
-
-/// How many blocks prepare beside the products (backward/wgmma/prepare_beside.cuh). 0: products begin behind prepare, as
-/// where blocks take turns, where products take so long that it hardly counts, where items are few, or in pairs so short
-/// that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally long,
-/// that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are done,
-/// since blocks do not keep one pace.
-int beside_blocks(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
+/// Whether rows may be prepared and dQ brought to dq beside the products: not where blocks take turns, nor where products
+/// take so long that it hardly counts.
+bool may_overlap(const BackwardParams& params, const DeviceFacts& device) {
+    constexpr std::int64_t kMostKeys = 6000;  // that a row sees
     const ForwardParams& p = params.forward;
-    constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees
-    constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;    // of items
-    const std::int64_t keys = visible_keys(p);
-    if (!is_dense(p) || is_shared(params) || takes_turns(params, device) || keys > kMostKeys) return 0;
-    if (shape.blocks > 1 && keys < kLeastKeysOfPairs) return 0;
+    return is_dense(p) && !is_shared(params) && !takes_turns(params, device) && visible_keys(p) <= kMostKeys;
+}
+
+/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh): so many blocks, all but the first `ahead` parts,
+/// which all SMs prepare before. No blocks: products begin behind prepare.
+struct Beside {
+    int blocks = 0;
+    unsigned ahead = 0;
+};
+/// Where equal items are few, by SMs that lack one in the last round: they have time until the others are done with the
+/// first one. Those begin with heads that were prepared ahead.
+Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t most, std::int64_t workers) {
+    constexpr double kShare = 0.9;  // of an item's time
+    const std::int64_t items = items_of(p, shape), blocks = std::min((workers - items % workers) % workers, most);
+    if (items < workers || blocks == 0) return {};
+    const std::int64_t heads = p.batch * p.heads_k, of_head = items / heads, parts = wgmma::parts_of_all(p);
+    const std::int64_t ahead = (workers - blocks + of_head - 1) / of_head * (parts / heads);
+    const double most_bytes = kShare * kBytesOfTile * static_cast<double>(tiles_of(p, shape) * blocks);
+    if (ahead >= parts || wgmma::prepared_bytes(p, parts - ahead) > most_bytes) return {};
+    return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
+}
+/// The blocks that prepare begin with items late. Where all items take equally long, that may cost a round, so rounds are
+/// counted, in bytes that an SM prepares meanwhile: until 98 % of the items are done, since blocks do not keep one pace.
+Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    constexpr std::int64_t kLeastKeysOfPairs = 600;  // that a row sees: or they wait for what is prepared
+    constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;  // of items
+    if (!may_overlap(params, device) || (shape.blocks > 1 && visible_keys(p) < kLeastKeysOfPairs)) return {};
     const std::int64_t blocks = wgmma::prepare_blocks(p, device), workers = std::max(device.sm_count / shape.blocks, 1);
     const std::int64_t items = items_of(p, shape);
-    if (blocks == 0 || items < kLeastRounds * workers) return 0;
-    if (!has_equal_items(p) || dq_of(params, device) == DqBy::kQueries) return static_cast<int>(blocks);
-    if (items < kLeastEqualRounds * workers) return 0;
+    const bool equal = has_equal_items(p) && dq_of(params, device) != DqBy::kQueries;
+    if (equal && items < kLeastEqualRounds * workers)
+        return shape.blocks > 1 ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
+    if (blocks == 0 || items < kLeastRounds * workers) return {};
+    if (!equal) return {static_cast<int>(blocks)};
 
-    constexpr double kAtOnce = 60;  // SMs that take all of HBM's bandwidth so
-    const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)), bytes = wgmma::prepared_bytes(p);
+    const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)),
+                 bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p));
     const double delay = bytes / static_cast<double>(blocks) / item;  // in rounds, like what follows
     const std::int64_t late = (blocks + shape.blocks - 1) / shape.blocks, rounds = (items + workers - 1) / workers;
     std::int64_t beside = rounds;
@@ -194,25 +220,35 @@ int beside_blocks(const BackwardParams& params, const Shape& shape, const Device
     };
     while (50 * done() < 49 * items) ++beside;
     const double behind = static_cast<double>(rounds) + bytes / kAtOnce / item;
-    return static_cast<double>(beside) < behind ? static_cast<int>(blocks) : 0;
+    return {static_cast<double>(beside) < behind ? static_cast<int>(blocks) : 0};
 }
 
 /// How a call is run.
 struct Choice {
     const Shape& shape;
     Parts parts;
-    int beside;  // blocks that prepare beside the products
+    Beside beside;
     DqBy dq_by;
 };
-/// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
-/// (backward/wgmma/finish_beside.cuh), if the instance counts items.
+/// Whether sums of heads are brought to dq head by head (backward/wgmma/finish_beside.cuh), unless their items go in parts:
+/// of a round of items or more, where SMs are free before the last ones are done. Of items of different lengths blocks would
+/// have to leave for it, which does not pay for few.
+bool may_bring_heads(const BackwardParams& p, const Shape& shape, const DeviceFacts& device, const Beside& beside) {
+    const bool many = has_equal_items(p.forward) ? items_of(p.forward, shape) >= device.sm_count : beside.blocks > 0;
+    return shape.counts_items && may_overlap(p, device) && many;
+}
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& shape = shape_of(p, device);
-    const Parts parts = parts_of(p, shape, device);
-    const int beside = beside_blocks(p, shape, device);
     const DqBy by = dq_of(p, device);
-    const bool heads = by == DqBy::kSums && beside > 0 && shape.counts_items && parts.each == 1;
-    return {shape, parts, beside, heads ? DqBy::kHeads : by};
+    const Beside beside = beside_of(p, shape, device);
+    const bool heads = by == DqBy::kSums && may_bring_heads(p, shape, device, beside);
+    // With parts no SM is idle in the last round
+    const bool idle = beside.ahead > 0;
+    double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
+    if (idle) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
+    const Parts parts = parts_of(p, shape, device, bytes / kAtOnce / kBytesOfTile);
+    if (parts.each == 1) return {shape, parts, beside, heads ? DqBy::kHeads : by};
+    return {shape_of(p, device, /*takes_parts=*/true), parts, idle ? Beside{} : beside, by};
 }
 
 /// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on their SMs
@@ -238,7 +274,7 @@ static_assert(sizeof(Queue) <= kUnit);
 constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
 /// Counts of Problem::prepared, which is there if blocks prepare beside the products; of Problem::added.
 std::int64_t prepared_counts(const ForwardParams& p, const Choice& choice) {
-    return choice.beside > 0 ? 1 + p.batch * p.heads_q : 0;
+    return choice.beside.blocks > 0 ? 1 + p.batch * p.heads_q : 0;
 }
 std::int64_t added_counts(const ForwardParams& p, const Choice& choice) {
     return choice.dq_by == DqBy::kHeads ? p.batch * p.heads_k : 0;
@@ -304,7 +340,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     auto* const counters = static_cast<char*>(p.workspace);
     problem.queue = reinterpret_cast<Queue*>(counters);
     auto* const counts = reinterpret_cast<unsigned*>(counters + kUnit);
-    if (beside > 0) problem.prepared = counts;
+    if (beside.blocks > 0) problem.prepared = counts;
     if (dq_by == DqBy::kHeads) problem.added = counts + prepared_counts(p.forward, choice);
     char* const turns = counters + bytes_before_turns(p.forward, choice);
     if (shape.pass == Pass::kTurns) problem.turns = reinterpret_cast<TurnCount*>(turns);
@@ -318,15 +354,20 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     problem.multiprocessors = std::max(device.sm_count, 1);
     if (shape.pass == Pass::kTurns && !is_wide(p)) problem.ring_batches = static_cast<int>(ring_batches(p, device));
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
-    if (beside > 0 || stage == BackwardStage::kAdd)
+    if (beside.blocks > 0 || stage == BackwardStage::kAdd)
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
                stream, problem);
     else prepare_rows();
-    if (beside > 0) {
-        LaunchConfig config{dim3(static_cast<unsigned>(beside)), dim3(wgmma::kPrepareThreads),
+    const auto prepare_parts = [&](int blocks, unsigned begin, unsigned end) {
+        if (begin == end) return;
+        LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(wgmma::kPrepareThreads),
                             int{sizeof(wgmma::PrepareBesideMemory)}};
         config.programmatic = true;
-        launch(wgmma::prepare_beside<T>, config, stream, problem);
+        launch(wgmma::prepare_beside<T>, config, stream, problem, begin, end);
+    };
+    if (beside.blocks > 0) {
+        prepare_parts(problem.multiprocessors, 0, beside.ahead);
+        prepare_parts(beside.blocks, beside.ahead, static_cast<unsigned>(wgmma::parts_of_all(p.forward)));
     }
     if (dq_by == DqBy::kHeads) let_blocks_leave(problem, shape);
     shape.launch(problem, stream);

@@ -116,7 +116,7 @@ class Consumer : ConsumerWarp<Tile> {
                     for (; left > 0; --left) add_tile<false>(work, places, left == 1);
                 }
                 tile += static_cast<unsigned>(tiles), late_item = item++;
-                if (!takes_parts<Tile, kPass>() || told(work.split) < 0 || join_parts(work))
+                if (!takes_parts<Tile, kProblems, kPass>() || told(work.split) < 0 || join_parts(work))
                     store(told(work.keys), tile + 1);
             } else {
                 store_zeros(told(work.keys));
@@ -131,7 +131,7 @@ class Consumer : ConsumerWarp<Tile> {
             multiply_dq(tile, late_item);
             ptx::wgmma_wait<0>();
             bring_late_dq(move_on({}), tile);
-            if constexpr (counts_items<Tile, kPass>()) tell(smem_.added[late_item % kAddedBarriers]);
+            tell_added(late_item);
         }
     }
 
@@ -227,10 +227,9 @@ class Consumer : ConsumerWarp<Tile> {
         bring_late_dq(weighed.late_rows, tile);
         ptx::wgmma_wait<0>();
         tell(smem_.slot[tile % Tile::kStages].empty);
-        if (late_item != item % Tile::kKeyStages) {
+        if ((kBegins || !kFirstApart) && late_item != item % Tile::kKeyStages) {
             tell(smem_.key_slot[late_item].empty);
-            if constexpr (counts_items<Tile, kPass>())
-                tell(smem_.added[(item + kAddedBarriers - 1) % kAddedBarriers]);  // late_item's
+            tell_added(item + kAddedBarriers - 1);  // late_item's
         }
     }
 
@@ -317,6 +316,12 @@ class Consumer : ConsumerWarp<Tile> {
         }
     }
 
+    /// Says that all of an item's dQ has been added, where items are counted.
+    __device__ __forceinline__ void tell_added(unsigned item) const {
+        if constexpr (can_count_items<Tile, kPass>())
+            if (problem_.added) tell(smem_.added[item % kAddedBarriers]);
+    }
+
     /// Of an item with parts: whether this is the last one, whose dK and dV are then those of all.
     __device__ __forceinline__ bool join_parts(const Item& work) {
         PartSums sums = PartSums::of<Tile>(problem_.parts, told(work.split), 4 * group_ + warp_, lane_);
@@ -401,15 +406,15 @@ class Consumer : ConsumerWarp<Tile> {
 
 /// Prepares the barriers of a block. One thread.
 template <class Tile, Pass kPass>
-__device__ __forceinline__ void prepare_block(SharedMemory<Tile>& smem) {
+__device__ __forceinline__ void prepare_block(const Problem& problem, SharedMemory<Tile>& smem) {
     constexpr unsigned kWarps = 4 * Tile::kConsumers;  // each arrives for itself
-    prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<Tile, kPass>());
+    prepare_slots(smem.plan_slot, 1, kWarps + plan_followers<Tile, kPass>(problem));
     prepare_slots(smem.key_slot, 1, kWarps);
     prepare_slots(smem.value_slot, 1, kWarps);
     prepare_slots(smem.slot, 1, kWarps);
     prepare_slots(smem.ds_slot, kWarps, kWarps);
     prepare_copies(smem);
-    if constexpr (counts_items<Tile, kPass>())
+    if constexpr (can_count_items<Tile, kPass>())
         for (auto& barrier : smem.added) ptx::barrier_init(&barrier, kWarps);
     if constexpr (kPass == Pass::kTurns) prepare_turns(smem, kWarps);
 }
@@ -423,9 +428,9 @@ template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
     auto& smem = shared_memory<SharedMemory<Tile>>();
-    if (counts_items<Tile, kPass>() && problem.added) ptx::let_next_grid_start();
+    if (counts_items<Tile, kPass>(problem)) ptx::let_next_grid_start();
     if (threadIdx.x == 0) {
-        prepare_block<Tile, kPass>(smem);
+        prepare_block<Tile, kPass>(problem, smem);
         ptx::barrier_init_fence();
     }
     __syncthreads();

@@ -55,9 +55,7 @@ inline double finished_bytes(const ForwardParams& p) {
 /// this lane gave back after it had seen the phase before.
 template <class Tile>
 __device__ __forceinline__ void count_items(const Problem& problem, SharedMemory<Tile>& smem) {
-    const auto count = [&](int head) {
-        if (problem.added) ptx::add_release(problem.added + head, 1);
-    };
+    const auto count = [&](int head) { ptx::add_release(problem.added + head, 1); };
     if (threadIdx.x % 32 == 0) {
         unsigned items = 0;  // with tiles
         int head_before = 0;

@@ -57,9 +57,9 @@ Shape shape_of_tile() {
             launch_tile<Tile, kKernel>,
             /*resident=*/1,
             folds_facts<Tile, kProblems>(),
-            takes_parts<Tile, kPass>(),
+            takes_parts<Tile, kProblems, kPass>(),
             Tile::kBlocks,
-            counts_items<Tile, kPass>()};
+            can_count_items<Tile, kPass>()};
 }
 
 }  // namespace flash_wmma::backward::wgmma

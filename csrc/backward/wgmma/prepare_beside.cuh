@@ -1,6 +1,7 @@
 // prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of
 // the products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the
-// other, prepare would leave the tensor cores idle, and products HBM.
+// other, prepare would leave the tensor cores idle, and products HBM. Where items are few, all SMs prepare the heads of the
+// first ones before, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
 // some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
@@ -53,9 +54,9 @@ inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
     return 2 * kPreparers * blocks <= parts && parts <= 0x7fffffff ? blocks : 0;
 }
 
-/// What it reads and writes, where it clears dQ's buffer.
-inline double prepared_bytes(const ForwardParams& p) {
-    return static_cast<double>(parts_of_all(p) * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
+/// What it reads and writes for so many parts, where it clears dQ's buffer.
+inline double prepared_bytes(const ForwardParams& p, std::int64_t parts) {
+    return static_cast<double>(parts * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
 }
 
 /// Waits until the heads `first` to `first + heads - 1` of a batch entry are prepared. Returns whether all heads were.
@@ -132,10 +133,12 @@ struct PrepareBesideMemory {
     Slot slot[kRounds];  // full when all parts of a round are prepared, empty when they are counted
 };
 
+/// Prepares parts `begin` to `end - 1` of all heads' rows.
 template <class T>
-__global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __grid_constant__ Problem problem) {
+__global__ void __launch_bounds__(kPrepareThreads, 1)
+    prepare_beside(const __grid_constant__ Problem problem, unsigned begin, unsigned end) {
     // In this order: the products' grid begins when all blocks have come here, does not wait, and finds the queue, the
-    // counts and the sums of parts that the grid before has made
+    // counts and the sums of parts that the grids before have made
     ptx::wait_for_previous_grids();
     ptx::let_next_grid_start();
     auto& smem = shared_memory<PrepareBesideMemory>();
@@ -145,14 +148,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __gri
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    const auto parts = static_cast<unsigned>(parts_of_all(problem.forward)),
-               of_head = static_cast<unsigned>(parts_of_head(problem.forward));
+    const auto of_head = static_cast<unsigned>(parts_of_head(problem.forward));
     RingPlace<PrepareBesideMemory::kRounds> round;
-    for (unsigned first = blockIdx.x; first < parts; first += gridDim.x * kPreparers, round.advance()) {
+    for (unsigned first = begin + blockIdx.x; first < end; first += gridDim.x * kPreparers, round.advance()) {
         Slot& slot = smem.slot[round.stage];
         if (warp < kPreparers) {
             const unsigned part = first + gridDim.x * warp;
-            if (part < parts) prepare_part<T>(problem, part);
+            if (part < end) prepare_part<T>(problem, part);
             __syncwarp();
             if (lane > 0) continue;
             ptx::barrier_wait(&slot.empty, round.parity ^ 1);
@@ -160,7 +162,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 1) prepare_beside(const __gri
         } else {
             ptx::barrier_wait(&slot.full, round.parity);
             const unsigned part = first + gridDim.x * lane;  // of the warp of that number
-            const bool prepared = lane < kPreparers && part < parts;
+            const bool prepared = lane < kPreparers && part < end;
             if (prepared) ptx::add_release(problem.prepared + 1 + part / of_head, 1);
             const auto count = static_cast<unsigned>(__popc(__ballot_sync(kWarpMask, prepared)));
             if (lane > 0) continue;

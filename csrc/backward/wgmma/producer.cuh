@@ -29,7 +29,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
         // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
         // In a ring it waits for all of its batch (await_batch)
-        const bool waits = in_order<kPass>(problem_) || (takes_parts<Tile, kPass>() && problem_.parts.each > 1);
+        const bool waits =
+            in_order<kPass>(problem_) || (takes_parts<Tile, kProblems, kPass>() && problem_.parts.each > 1);
         // Not all blocks need be at work yet, in pairs, or beside prepare: then none has an item beforehand
         const bool beside = problem_.prepared, takes_all = Tile::kPaired || waits || beside;
         bool prepared = !beside;
@@ -47,7 +48,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
             // follow
             if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
             if constexpr (Tile::kRing) await_batch(index);
-            if constexpr (counts_items<Tile, kPass>())  // and leaves its SM to finish_beside
+            if constexpr (can_count_items<Tile, kPass>())  // and leaves its SM to finish_beside
                 if (static_cast<int>(blockIdx.x) < problem_.leaving_blocks && index >= problem_.leaving_item) break;
             const int next = taken() + before;
             index = uniform(next);
@@ -201,10 +202,10 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
 // ---- Warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-/// How many warps of warpgroup 0 follow the plan: that of Q and dO, two if blocks take turns, one that counts items.
+/// How many warps of warpgroup 0 follow the plan: that of Q and dO, two if blocks take turns, one if items are counted.
 template <class Tile, Pass kPass>
-constexpr unsigned plan_followers() {
-    return kPass == Pass::kTurns ? 3 : counts_items<Tile, kPass>() ? 2 : 1;
+__device__ __forceinline__ unsigned plan_followers(const Problem& problem) {
+    return kPass == Pass::kTurns ? 3 : counts_items<Tile, kPass>(problem) ? 2 : 1;
 }
 
 /// Prepares the barriers of what it copies, but for the slots.
@@ -221,8 +222,8 @@ __device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, 
     if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items, workers);
     else if (threadIdx.x < 64) QueryCopies<Tile, kProblems>(problem, maps, smem).run();
     else if constexpr (kPass == Pass::kTurns) keep_turns(problem, smem);
-    else if constexpr (counts_items<Tile, kPass>()) {
-        if (threadIdx.x < 96) count_items(problem, smem);
+    else if constexpr (can_count_items<Tile, kPass>()) {
+        if (threadIdx.x < 96 && problem.added) count_items(problem, smem);
     }
 }
 

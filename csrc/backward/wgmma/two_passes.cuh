@@ -50,7 +50,7 @@ __global__ void __launch_bounds__(Keys::kThreads, 1)
     static_assert(Keys::kThreads == Queries::kThreads && Keys::kConsumerRegisters == Queries::kConsumerRegisters);
     auto& smem = shared_memory<TwoPassesMemory<Keys, Queries>>();
     if (threadIdx.x == 0) {
-        prepare_block<Keys, Pass::kKeys>(smem.keys);
+        prepare_block<Keys, Pass::kKeys>(problem, smem.keys);
         prepare_block(smem.queries);
         ptx::barrier_init_fence();
     }

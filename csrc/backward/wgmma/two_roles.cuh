@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(Tile::kThreads, 1)
     auto& smem = shared_memory<SharedMemory<Tile>>();
     if (threadIdx.x == 0) {
         constexpr unsigned kWarps = 4;  // of a consumer; each arrives for itself
-        prepare_slots(smem.plan_slot, 1, 2 * kWarps + plan_followers<Tile, kPass>());
+        prepare_slots(smem.plan_slot, 1, 2 * kWarps + plan_followers<Tile, kPass>(problem));
         prepare_slots(smem.key_slot, 1, 2 * kWarps);
         prepare_slots(smem.value_slot, 1, kWarps);
         prepare_slots(smem.slot, 1, Tile::kHalvesDout ? kWarps : 2 * kWarps);
