@@ -334,7 +334,8 @@ def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_few_equal_items_beside_prepare(d: int) -> None:
-    """A block lacks an item in the last round, and prepares the second head of keys' rows beside the first items."""
+    """Two of six SMs lack an item in the last round. One of them prepares the second head of keys' rows beside the first
+    items."""
     case = Case(300, 1000, heads=(8, 2))
     names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
     assert sum("prepare_beside" in name for name in names) == 2
@@ -360,17 +361,8 @@ def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_finish_beside_products_behind_prepare(causal: bool) -> None:
-    """Of equal items it does, if there are as many as blocks; not of few others."""
-    case = Case(300, 512, Mask(causal), heads=(6, 3))
-    assert not begins_beside_prepare(case, 72, sm_count=6)
-    assert has_grid("finish_beside", case, 72, sm_count=6) != causal
-    check(case, 72, dtype=torch.bfloat16, sm_count=6)
-
-
 def test_who_finishes_beside_products() -> None:
-    """Sums above d = 64, up to 128, whose items have no parts, where SMs are free before the last ones are done."""
+    """Sums above d = 64, up to 128, whose items have no parts, where rows are prepared beside products."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert has_grid("finish_beside", many, 72, 2)
     assert not has_grid("finish_beside", many, 72, 2, deterministic=True)
@@ -379,11 +371,12 @@ def test_who_finishes_beside_products() -> None:
     assert not has_grid("finish_beside", many, 192, 2)
     assert not has_grid("finish_beside", many._replace(batch=1), 72, 2)
     assert not has_grid("finish_beside", Case(960, 4200, heads=(2, 1)), 128, 4)  # in parts
-    assert not has_grid("finish_beside", Case(300, 512, heads=(6, 3)), 72, 24)  # fewer items than blocks
+    assert has_grid("finish_beside", Case(300, 1000, heads=(8, 2)), 72, 6)  # few equal items
 
 
 def test_who_begins_beside_prepare() -> None:
-    """Not where items are few, or where late blocks cost a round, or blocks take turns."""
+    """Not where items are few, unless they are equal and leave SMs idle in the last round, or where late blocks cost a
+    round, or blocks take turns."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert begins_beside_prepare(many, 64, 2)
     assert begins_beside_prepare(many, 64, 2, deterministic=True)  # two passes
@@ -392,6 +385,13 @@ def test_who_begins_beside_prepare() -> None:
     assert not begins_beside_prepare(many._replace(mask=DENSE), 64, 2, deterministic=True)
     assert not begins_beside_prepare(many._replace(batch=1), 64, 2)
     assert not begins_beside_prepare(Case(130, 130, heads=(25, 25)), 64, 6)
+    few = Case(300, 1000, heads=(8, 2))
+    assert begins_beside_prepare(few, 64, 6)
+    assert not begins_beside_prepare(few, 64, 4)  # all have an item in the last round
+    assert not begins_beside_prepare(few._replace(nk=500), 64, 6)  # the first items need all heads
+    assert not begins_beside_prepare(Case(300, 500, heads=(32, 8)), 64, 6)  # an item is over before
+    assert not begins_beside_prepare(Case(2304, 200, heads=(16, 16)), 64, 31)  # in parts
+    assert not begins_beside_prepare(few, 192, 6)
     assert not begins_beside_prepare(many._replace(nk=100), 64, 2)
     assert not begins_beside_prepare(many, 192, 2, deterministic=True)
     assert begins_beside_prepare(many, 192, 2)

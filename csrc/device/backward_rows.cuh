@@ -306,20 +306,18 @@ __device__ __forceinline__ void clear_parts(const Problem& problem, unsigned ind
          i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
 }
-/// Makes the queue, and sets the counts of heads to 0. A block.
-__device__ __forceinline__ void make_queue(const Problem& problem) {
-    const ForwardParams& p = problem.forward;
-    const auto clear = [](unsigned* counts, std::int64_t count) {
-        for (std::int64_t i = static_cast<int>(threadIdx.x); counts && i < count; i += kRowThreads) counts[i] = 0;
-    };
-    if (threadIdx.x == 0) *problem.queue = {};
-    clear(problem.prepared, 1 + p.batch * p.heads_q);
-    clear(problem.added, p.batch * p.heads_k);
-}
-/// Of dense problems: makes the queue, and clears the sums and counts of parts.
+/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets the counts of heads to 0.
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
-    if (blockIdx.x == 0) make_queue(problem);
+    const int tid = static_cast<int>(threadIdx.x);
+    const ForwardParams& p = problem.forward;
+    const auto clear = [&](unsigned* counts, std::int64_t count) {
+        if (blockIdx.x == 0 && counts)
+            for (std::int64_t i = tid; i < count; i += kRowThreads) counts[i] = 0;
+    };
+    if (blockIdx.x == 0 && tid == 0) *problem.queue = {};
+    clear(problem.prepared, 1 + p.batch * p.heads_q);
+    clear(problem.added, p.batch * p.heads_k);
     clear_parts(problem, blockIdx.x);
 }
 
@@ -337,7 +335,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare(const __grid_constant__ P
     const Sequence& sequence = group.sequence;
     const int tid = static_cast<int>(threadIdx.x);
     if (problem.queue && index == 0) {
-        make_queue(problem);
+        if (tid == 0) *problem.queue = {};
         __syncthreads();
         const Sequences& s = p.sequences;
         for (const std::int32_t* const ends : {s.cu_seqlens_q, s.cu_seqlens_k})

@@ -360,7 +360,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-shared-items-not-prepared",
         path=ROWS,
-        old="    if (threadIdx.x == 0) *problem.queue = {};\n",
+        old="    if (blockIdx.x == 0 && tid == 0) *problem.queue = {};\n",
         new="",
         why="a call takes items from a queue that was not made",
         kernels=KERNEL,

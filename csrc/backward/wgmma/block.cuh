@@ -129,19 +129,20 @@ __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
     return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
-/// Whether an instance works on items in parts. That costs some 2 % of its time even where there are none, so plain
-/// problems whose items go in parts are left to the instance for packed sequences (docs/tuning/hopper_backward.md).
+/// Whether an instance works on items in parts. The code for that costs time even where there are none, so plain problems
+/// whose items go in parts are left to the instance for packed sequences (docs/tuning/hopper_backward.md).
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool takes_parts() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && kProblems != Problems::kPlain;
 }
 
-/// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh); whether it does. Up to d = 64 the code for
-/// it costs what it gains (docs/tuning/hopper_backward.md).
+/// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs what it
+/// gains (docs/tuning/hopper_backward.md).
 template <class Tile, Pass kPass>
 constexpr bool can_count_items() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && Tile::kD > 64;
 }
+/// Whether it does so in this call.
 template <class Tile, Pass kPass>
 __device__ __forceinline__ bool counts_items(const Problem& problem) {
     return can_count_items<Tile, kPass>() && problem.added;

@@ -119,14 +119,15 @@ std::int64_t tiles_of(const ForwardParams& p, const Shape& shape) {
     return (p.seqlen_q + shape.facts.br - 1) / shape.facts.br * (p.heads_q / p.heads_k);
 }
 
-/// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us. So many SMs
-/// take all of HBM's bandwidth so.
-constexpr double kBytesOfTile = 144e3, kAtOnce = 60;
+/// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us.
+constexpr double kBytesOfTile = 144e3;
+/// How many SMs take all of HBM's bandwidth so.
+constexpr double kAtOnce = 60;
 
 /// Which items go in parts: those of the last round of blocks, if the call ends earlier so, where all items take equally
 /// long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain problems are
-/// then run by an instance that takes longer for each tile (docs/tuning/hopper_backward.md). `lost`: what the call takes
-/// longer with parts, in the time of a tile.
+/// then run by an instance that takes longer for each tile; where both ways take as long, they have no parts
+/// (docs/tuning/hopper_backward.md). `lost`: what else the call takes longer with parts, in the time of a tile.
 struct Parts {
     std::int64_t whole, split;
     int each;
@@ -168,44 +169,40 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// Whether rows may be prepared and dQ brought to dq beside the products: not where blocks take turns, nor where products
-/// take so long that it hardly counts.
-bool may_overlap(const BackwardParams& params, const DeviceFacts& device) {
-    constexpr std::int64_t kMostKeys = 6000;  // that a row sees
-    const ForwardParams& p = params.forward;
-    return is_dense(p) && !is_shared(params) && !takes_turns(params, device) && visible_keys(p) <= kMostKeys;
-}
-
-/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh): so many blocks, all but the first `ahead` parts,
-/// which all SMs prepare before. No blocks: products begin behind prepare.
+/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh): so many blocks, and not the first `ahead` parts
+/// of rows, which all SMs prepare before. No blocks: products begin behind prepare.
 struct Beside {
     int blocks = 0;
     unsigned ahead = 0;
 };
-/// Where equal items are few, by SMs that lack one in the last round: they have time until the others are done with the
-/// first one. Those begin with heads that were prepared ahead.
+/// Where equal items are few: by some of the SMs that lack an item in the last round. They have time until the other SMs are
+/// done with their first items, whose heads are prepared ahead.
 Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t most, std::int64_t workers) {
     constexpr double kShare = 0.9;  // of an item's time
     const std::int64_t items = items_of(p, shape), blocks = std::min((workers - items % workers) % workers, most);
     if (items < workers || blocks == 0) return {};
-    const std::int64_t heads = p.batch * p.heads_k, of_head = items / heads, parts = wgmma::parts_of_all(p);
-    const std::int64_t ahead = (workers - blocks + of_head - 1) / of_head * (parts / heads);
+    const std::int64_t heads = p.batch * p.heads_k, of_head = items / heads, row_parts = wgmma::parts_of_all(p);
+    const std::int64_t ahead = (workers - blocks + of_head - 1) / of_head * (row_parts / heads);
     const double most_bytes = kShare * kBytesOfTile * static_cast<double>(tiles_of(p, shape) * blocks);
-    if (ahead >= parts || wgmma::prepared_bytes(p, parts - ahead) > most_bytes) return {};
+    if (ahead >= row_parts || wgmma::prepared_bytes(p, row_parts - ahead) > most_bytes) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
-/// The blocks that prepare begin with items late. Where all items take equally long, that may cost a round, so rounds are
-/// counted, in bytes that an SM prepares meanwhile: until 98 % of the items are done, since blocks do not keep one pace.
+/// Nobody where blocks take turns, where products take so long that it hardly counts, where items are few, or in pairs so
+/// short that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally
+/// long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are
+/// done, since blocks do not keep one pace.
 Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    constexpr std::int64_t kLeastKeysOfPairs = 600;  // that a row sees: or they wait for what is prepared
-    constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;  // of items
-    if (!may_overlap(params, device) || (shape.blocks > 1 && visible_keys(p) < kLeastKeysOfPairs)) return {};
+    constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees
+    constexpr std::int64_t kLeastRounds = 4, kLeastEqualRounds = 8;    // of items
+    const std::int64_t keys = visible_keys(p);
+    if (!is_dense(p) || is_shared(params) || takes_turns(params, device) || keys > kMostKeys) return {};
+    if (shape.blocks > 1 && keys < kLeastKeysOfPairs) return {};
     const std::int64_t blocks = wgmma::prepare_blocks(p, device), workers = std::max(device.sm_count / shape.blocks, 1);
     const std::int64_t items = items_of(p, shape);
     const bool equal = has_equal_items(p) && dq_of(params, device) != DqBy::kQueries;
     if (equal && items < kLeastEqualRounds * workers)
-        return shape.blocks > 1 ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
+        return is_wide(params) ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
     if (blocks == 0 || items < kLeastRounds * workers) return {};
     if (!equal) return {static_cast<int>(blocks)};
 
@@ -230,20 +227,14 @@ struct Choice {
     Beside beside;
     DqBy dq_by;
 };
-/// Whether sums of heads are brought to dq head by head (backward/wgmma/finish_beside.cuh), unless their items go in parts:
-/// of a round of items or more, where SMs are free before the last ones are done. Of items of different lengths blocks would
-/// have to leave for it, which does not pay for few.
-bool may_bring_heads(const BackwardParams& p, const Shape& shape, const DeviceFacts& device, const Beside& beside) {
-    const bool many = has_equal_items(p.forward) ? items_of(p.forward, shape) >= device.sm_count : beside.blocks > 0;
-    return shape.counts_items && may_overlap(p, device) && many;
-}
+/// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
+/// (backward/wgmma/finish_beside.cuh), if the instance counts items.
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& shape = shape_of(p, device);
     const DqBy by = dq_of(p, device);
     const Beside beside = beside_of(p, shape, device);
-    const bool heads = by == DqBy::kSums && may_bring_heads(p, shape, device, beside);
-    // With parts no SM is idle in the last round
-    const bool idle = beside.ahead > 0;
+    const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items;
+    const bool idle = beside.ahead > 0;  // in the last round, but not with parts
     double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
     if (idle) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
     const Parts parts = parts_of(p, shape, device, bytes / kAtOnce / kBytesOfTile);

@@ -1,7 +1,7 @@
 // prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of
 // the products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the
-// other, prepare would leave the tensor cores idle, and products HBM. Where items are few, all SMs prepare the heads of the
-// first ones before, by a grid of the same kernel.
+// other, prepare would leave the tensor cores idle, and products HBM. Where items are few and equal, all SMs prepare the
+// heads of the first ones before, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
 // some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
