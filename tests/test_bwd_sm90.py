@@ -334,8 +334,8 @@ def test_equal_items_beside_prepare(d: int, case: Case, sm_count: int) -> None:
 
 @pytest.mark.parametrize("d", [64, 128])
 def test_few_equal_items_beside_prepare(d: int) -> None:
-    """Two of six SMs lack an item in the last round. One of them prepares the second head of keys' rows beside the first
-    items."""
+    """Two of six SMs lack an item in the last round. One of them prepares the second head of keys' rows beside the
+    first items."""
     case = Case(300, 1000, heads=(8, 2))
     names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
     assert sum("prepare_beside" in name for name in names) == 2
