@@ -32,7 +32,8 @@ from harness.sweep import HIDDEN, TOKENS
 
 
 def grids_us(library: ModuleType, problem: Problem, kernel: str, calls: int, seed: int) -> dict[str, float]:
-    """Median microseconds of each grid of the gradients, by the name of its kernel function, in the order of launch."""
+    """Median microseconds of each grid of the gradients, by the name of its kernel function, in the order of launch.
+    Those of a call that have the same name are added up."""
     leaves = [t.requires_grad_() for t in make_inputs(problem, DTYPES[problem.dtype], torch.device("cuda"), seed)]
     out = library.forward(*leaves, causal=problem.causal, backward_kernel=kernel)
     gradient = torch.randn_like(out)
@@ -51,7 +52,13 @@ def grids_us(library: ModuleType, problem: Problem, kernel: str, calls: int, see
     for event in profile.events():
         if event.device_type == torch.autograd.DeviceType.CUDA:
             times[function_name(event.name)].append(event.device_time)
-    return {name: statistics.median(samples) for name, samples in times.items()}
+    return {name: statistics.median(sums_of_calls(samples, calls)) for name, samples in times.items()}
+
+
+def sums_of_calls(samples: Sequence[float], calls: int) -> list[float]:
+    """Of samples in the order of time, as many of each call."""
+    each = max(len(samples) // calls, 1)
+    return [sum(samples[i : i + each]) for i in range(0, len(samples), each)]
 
 
 def function_name(signature: str) -> str:

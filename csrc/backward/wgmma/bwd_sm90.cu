@@ -125,9 +125,9 @@ constexpr double kBytesOfTile = 144e3;
 constexpr double kAtOnce = 60;
 
 /// Which items go in parts: those of the last round of blocks, if the call ends earlier so, where all items take equally
-/// long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain problems are
-/// then run by an instance that takes longer for each tile; where both ways take as long, they have no parts
-/// (docs/tuning/hopper_backward.md). `lost`: what else the call takes longer with parts, in the time of a tile.
+/// long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain problems
+/// are then run by an instance that takes up to kLonger more time for all items (docs/tuning/hopper_backward.md). `lost`:
+/// what else the call takes longer with parts, in the time of a tile.
 struct Parts {
     std::int64_t whole, split;
     int each;
