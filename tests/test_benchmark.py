@@ -776,7 +776,7 @@ def test_costs(row: str, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = costs.Calls(flash_wmma, torch.device("cpu"), torch.float32, 512)
     with_it, without = (call() for call in costs.ROWS[row](calls))
     assert with_it.shape == without.shape
-    if row not in ("sinks", "jvp"):
+    if row != "sinks" and not row.startswith("jvp"):
         torch.testing.assert_close(with_it, without)
 
 
