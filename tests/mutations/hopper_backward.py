@@ -7,6 +7,7 @@ from mutations.fault import Fault
 FOLDER = "csrc/backward/wgmma/"
 KERNEL = ("bwd_sm90",)
 PRODUCER, BLOCK, CONSUMER = FOLDER + "producer.cuh", FOLDER + "block.cuh", FOLDER + "consumer.cuh"
+PLANNER = FOLDER + "planner.cuh"
 ONE_ROLE, TWO_ROLES, LAUNCH = FOLDER + "bwd_sm90.cuh", FOLDER + "two_roles.cuh", FOLDER + "bwd_sm90.cu"
 COPIES, STAGED, PAIR = FOLDER + "copies.cuh", FOLDER + "staged_rows.cuh", FOLDER + "pair.cuh"
 ORDER, PARTS = FOLDER + "order.cuh", FOLDER + "parts.cuh"
@@ -387,8 +388,8 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-ring-item-taken-early",
-        path=PRODUCER,
-        old="            if constexpr (Tile::kRing) await_batch(index);\n",
+        path=PLANNER,
+        old="        if constexpr (Tile::kRing) await_batch();\n",
         new="",
         why="a block takes two items of a batch, the first of which waits for the second: a hang",
         kernels=KERNEL,
@@ -534,10 +535,26 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-queue-begins-early",
-        path=PRODUCER,
+        path=PLANNER,
         old="takes_all ? 0 : workers.count;",
         new="takes_all ? 0 : 1;",
         why="an item that a block begins with is worked on again",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-next-item-by-the-tile-of-a-batch",
+        path=PRODUCER,
+        old="first + i == max(item.tiles - kTilesAhead, 0)",
+        new="i == max(item.tiles - kTilesAhead, 0)",
+        why="behind an item of more than 40 tiles no item is taken: a hang",
+        kernels=KERNEL,
+    ),
+    Fault(
+        name="bwd-sm90-plan-without-the-producer",
+        path=PRODUCER,
+        old="1 + plans_ahead<kPass>() +",
+        new="1 +",
+        why="the plan of an item is given back once more than the ring expects",
         kernels=KERNEL,
     ),
     Fault(

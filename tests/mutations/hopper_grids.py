@@ -6,7 +6,7 @@ from mutations.fault import Fault
 
 FOLDER = "csrc/backward/wgmma/"
 KERNEL = ("bwd_sm90",)
-PRODUCER = FOLDER + "producer.cuh"
+PLANNER = FOLDER + "planner.cuh"
 LAUNCH = FOLDER + "bwd_sm90.cu"
 ROWS = "csrc/device/backward_rows.cuh"
 BESIDE, FINISH = FOLDER + "prepare_beside.cuh", FOLDER + "finish_beside.cuh"
@@ -113,10 +113,9 @@ FAULTS = [
     ),
     Fault(
         name="bwd-sm90-leaves-with-an-item",
-        path=PRODUCER,
-        old="index >= problem_.leaving_item) break;\n            const int next = taken() + before;\n",
-        new="index >= problem_.leaving_item) {\n                    taken();\n                    break;\n"
-        "                }\n            const int next = taken() + before;\n",
+        path=PLANNER,
+        old="        index_ = leaves ? items_ : uniform(taken() + before_);\n",
+        new="        if (leaves) taken();\n        index_ = leaves ? items_ : uniform(taken() + before_);\n",
         why="a block that takes no more items has taken one",
         kernels=KERNEL,
         tests=("finish_beside",),

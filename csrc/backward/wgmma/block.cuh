@@ -360,6 +360,7 @@ struct SharedMemory : SharedTiles<Tile> {
     // Say that all dQ of an item with tiles has been added (finish_beside.cuh)
     std::conditional_t<Tile::kTwoRoles || Tile::kRing, Nothing, ptx::Barrier[kAddedBarriers]> added;
     Slot plan_slot[Tile::kPlans];
+    ptx::Barrier take_next;                     // says that the block's next item is to be taken (planner.cuh)
     ptx::Barrier facts_full[Tile::kTileFacts];  // of facts and tile
     ptx::Barrier under_way[Tile::kTileFacts];   // says that copies of a tile's Q and dO were asked for
     ptx::Barrier key_patch, query_patch;  // say that rows have come of which the warp that copied them clears some

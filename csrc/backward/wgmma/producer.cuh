@@ -1,5 +1,4 @@
-// The producer of bwd_sm90: which items a block works on, the copies of their keys, and what is to be known of their
-// tiles of queries.
+// The producer of bwd_sm90: the copies of items' keys, and what is to be known of their tiles of queries.
 #pragma once
 
 #include <launch.h>
@@ -8,77 +7,42 @@
 #include "backward/wgmma/block.cuh"
 #include "backward/wgmma/copies.cuh"
 #include "backward/wgmma/finish_beside.cuh"
-#include "backward/wgmma/prepare_beside.cuh"
+#include "backward/wgmma/planner.cuh"
 #include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
 
-/// One warp: says what the block works on, and copies K and V of each item, and L and D of its tiles, each as soon as its
-/// place is empty. Another one copies Q and dO (copies.cuh).
+/// One warp: copies K and V of each item, and L and D of its tiles, each as soon as its place is empty. Another one copies Q
+/// and dO (copies.cuh).
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     using Base = CopyingWarp<SharedMemory<Tile>, kProblems>;
     using Base::problem_, Base::smem_, Base::lane_;
+    using Plan = Planner<Tile, kProblems, kPass>;
 
   public:
     __device__ __forceinline__ Producer(const Problem& problem, const Maps& maps, SharedMemory<Tile>& shared)
-        : Base(problem, shared, shared.key_patch), maps_(maps), of_pair_(shared.pair) {}
+        : Base(problem, shared, shared.key_patch), maps_(maps), prepared_(problem) {}
 
     __device__ __forceinline__ void run(int items, const Workers& workers) {
         if (lane_ == 0) ptx::prefetch(&maps_.k), ptx::prefetch(&maps_.v);
-        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
-        // In a ring it waits for all of its batch (await_batch)
-        const bool waits =
-            in_order<kPass>(problem_) || (takes_parts<Tile, kProblems, kPass>() && problem_.parts.each > 1);
-        // Not all blocks need be at work yet, in pairs, or beside prepare: then none has an item beforehand
-        const bool beside = problem_.prepared, takes_all = Tile::kPaired || waits || beside;
-        bool prepared = !beside;
-        const int before = takes_all ? 0 : workers.count;  // that no block takes from the queue
-        const int first = takes_all || workers.index < 0 ? taken() + before : workers.index;
-        for (int index = uniform(first); index < items;) {
-            const Item item = item_of<Tile, kProblems, kPass>(problem_, index, workers);
-            const auto await_prepared = [&] {
-                if (!prepared) prepared = await_heads(problem_, item.sequence.index, item.head, item.heads);
-            };
-            if (item.tiles == 0) await_prepared();  // who counts it knows that dQ's buffer was cleared
-            publish(smem_, plan_, item);
-            if (item.tiles > 0) await_prepared(), load_item(item);
-            // With turns an item is taken late, when it can begin: behind a long one it would wait, and with it all that
-            // follow
-            if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
-            if constexpr (Tile::kRing) await_batch(index);
-            if constexpr (can_count_items<Tile, kPass>())  // and leaves its SM to finish_beside
-                if (static_cast<int>(blockIdx.x) < problem_.leaving_blocks && index >= problem_.leaving_item) break;
-            const int next = taken() + before;
-            index = uniform(next);
+        if constexpr (plans_ahead<kPass>()) {
+            each_item<Tile>(smem_, [&](const Item& item) { load_item(item); });
+        } else {
+            for (Plan plan(problem_, smem_, items, workers);; plan.take_next()) {
+                const Item item = plan.say_item();
+                if (item.tiles < 0) return;
+                if (item.tiles > 0) load_item(item);
+                if (kPass == Pass::kTurns && tiles_ > 0) await_copies(tiles_ - 1);
+            }
         }
-        Item none{};
-        none.tiles = -1;
-        publish(smem_, plan_, none);
     }
 
   private:
-    /// In lane 0, how many items were taken from the queue before this one.
-    __device__ __forceinline__ int taken() {
-        if (lane_ > 0) return 0;
-        const auto take = [&] { return static_cast<int>(atomicAdd(&problem_.queue->taken, 1u)); };
-        if constexpr (Tile::kPaired) return of_pair_.next(take);
-        else return take();
-    }
-
-    /// In a ring: waits until all items of the batch of item number `index` are taken, each by a block of its own. Those of
-    /// batches before were taken before, so that blocks are free for the rest.
-    __device__ __forceinline__ void await_batch(int index) const {
-        const ForwardParams& p = problem_.forward;
-        const int all = RingOrder::of<Tile::kKeys>(problem_).taken_with(index, static_cast<int>(p.heads_k * p.batch));
-        if (lane_ == 0)
-            while (ptx::load_acquire(&problem_.queue->taken) < static_cast<unsigned>(all)) {
-            }
-    }
-
     /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
     __device__ __forceinline__ void load_item(const Item& item) {
+        prepared_.await(item);
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
         const RowsCopy own{smem_.k[keys_.stage]};
         Slot& slot = smem_.key_slot[keys_.stage];
@@ -138,6 +102,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
                 ptx::bulk_load(&facts, from, bytes, full);
             }
             if (then_values && i == 0) load_values(item);
+            if (plans_ahead<kPass>() && lane_ == 0 && first + i == max(item.tiles - kTilesAhead, 0))
+                ptx::barrier_arrive(&smem_.take_next);
         }
     }
     /// Waits until copies of a tile's Q and dO were asked for.
@@ -192,8 +158,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     static constexpr bool kFolds = folds_facts<Tile, kProblems>();
 
     const Maps& maps_;
-    std::conditional_t<Tile::kPaired, PairedItems<decltype(SharedMemory<Tile>::pair)>, Nothing> of_pair_;
-    RingPlace<Tile::kPlans> plan_;
+    Prepared prepared_;
     RingPlace<Tile::kKeyStages> keys_;
     RingPlace<Tile::kValueStages> values_;
     unsigned tiles_ = 0;    // whose facts were asked for
@@ -202,10 +167,11 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
 // ---- Warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-/// How many warps of warpgroup 0 follow the plan: that of Q and dO, two if blocks take turns, one if items are counted.
+/// How many warps of warpgroup 0 follow the plan: that of Q and dO, the producer if another one plans, two if blocks take
+/// turns, one if items are counted.
 template <class Tile, Pass kPass>
 __device__ __forceinline__ unsigned plan_followers(const Problem& problem) {
-    return kPass == Pass::kTurns ? 3 : counts_items<Tile, kPass>(problem) ? 2 : 1;
+    return kPass == Pass::kTurns ? 3 : 1 + plans_ahead<kPass>() + counts_items<Tile, kPass>(problem);
 }
 
 /// Prepares the barriers of what it copies, but for the slots.
@@ -214,6 +180,7 @@ __device__ __forceinline__ void prepare_copies(SharedMemory<Tile>& smem) {
     for (ptx::Barrier* const patch : {&smem.key_patch, &smem.query_patch}) ptx::barrier_init(patch, 1);
     for (auto& barrier : smem.facts_full) ptx::barrier_init(&barrier, 1);
     for (auto& barrier : smem.under_way) ptx::barrier_init(&barrier, 1);
+    ptx::barrier_init(&smem.take_next, 1);
 }
 
 template <class Tile, Problems kProblems, Pass kPass>
@@ -222,8 +189,10 @@ __device__ __forceinline__ void serve(const Problem& problem, const Maps& maps, 
     if (threadIdx.x < 32) Producer<Tile, kProblems, kPass>(problem, maps, smem).run(items, workers);
     else if (threadIdx.x < 64) QueryCopies<Tile, kProblems>(problem, maps, smem).run();
     else if constexpr (kPass == Pass::kTurns) keep_turns(problem, smem);
-    else if constexpr (can_count_items<Tile, kPass>()) {
-        if (threadIdx.x < 96 && problem.added) count_items(problem, smem);
+    else if constexpr (plans_ahead<kPass>()) {
+        if (threadIdx.x >= 96) Planner<Tile, kProblems, kPass>(problem, smem, items, workers).run();
+        else if constexpr (can_count_items<Tile, kPass>())
+            if (problem.added) count_items(problem, smem);
     }
 }
 
