@@ -361,6 +361,21 @@ def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
 
 
+@pytest.mark.parametrize("d", [72, 128])
+@pytest.mark.parametrize("rows_of_heads_interleave", [False, True])
+def test_facts_where_other_heads_come(d: int, rows_of_heads_interleave: bool) -> None:
+    """L and D lie at the end of dq's memory, which holds one head after the other, or one batch entry after the other.
+    Heads become dq as they are complete."""
+    case = Case(140, 140, Mask(True), heads=(4, 2), batch=9)
+    assert has_grid("finish_beside", case, d, 4)
+    given, expected = solved(case, d, d, torch.bfloat16)
+    if rows_of_heads_interleave:
+        q, dout, out = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (given.q, given.dout, given.out))
+        given = given._replace(q=q, dout=dout, out=out)
+    for seed in range(3):
+        judge(compute(given, case.mask, sm_count=4, seed=seed), expected, torch.bfloat16)
+
+
 def test_who_finishes_beside_products() -> None:
     """Sums above d = 64, up to 128, whose items have no parts, where rows are prepared beside products."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
@@ -734,6 +749,42 @@ def test_turns_in_a_ring(d: int, case: Case, sm_count: int) -> None:
     bits += [compute(given, sm_count=sm_count, seed=seed, deterministic=True) for seed in (1, 2)]
     judge(bits[0], expected, torch.float16)
     assert all(torch.equal(a, b) for other in bits[1:] for a, b in zip(bits[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "sm_count"),
+    [
+        (Case(400, 400, Mask(True), (4, 4)), 2),  # two groups of two heads
+        (Case(410, 410, Mask(True), (10, 5)), 2),  # and one head that is left
+        (Case(300, 300, Mask("bottom_right"), (8, 4), batch=2), 3),
+        (Case(130, 130, Mask(True), (8, 8), batch=2), 4),
+        (Case(200, 200, Mask(True), (11, 11), batch=3), 8),  # eleven heads in groups of four
+    ],
+)
+@pytest.mark.parametrize("d", [64, 96, 128])
+def test_turns_under_a_causal_mask(d: int, case: Case, sm_count: int) -> None:
+    """As in a ring, but items have fewer tiles the later their keys are."""
+    given, expected = solved(case, d, d - 8, torch.float16)
+    names = launches(case, d, PLAIN, True, sm_count=sm_count)
+    assert len(names) == 3
+    assert not any("two_passes" in name for name in names)
+    bits = [compute(given, case.mask, sm_count, seed, deterministic=True) for seed in range(3)]
+    judge(bits[0], expected, torch.float16)
+    assert all(torch.equal(a, b) for other in bits[1:] for a, b in zip(bits[0], other, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "sm_count"),
+    [
+        (Case(200, 200, Mask(True), (14, 14), batch=3), 10),  # five heads would begin together
+        (Case(400, 400, Mask(True), (3, 3)), 2),  # few items
+        (Case(400, 401, Mask(True), (4, 4)), 2),
+        (Case(400, 400, Mask(window=(100, 0)), (4, 4)), 2),
+    ],
+)
+def test_who_takes_no_turns_under_a_mask(case: Case, sm_count: int) -> None:
+    """Two passes where many heads would begin together, where items are few, and under other masks."""
+    assert any("two_passes" in name for name in launches(case, 64, PLAIN, True, sm_count=sm_count))
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])

@@ -128,8 +128,9 @@ struct Problem : BackwardParams {
     float terms_scale = 1.f;
     KeyExtent* extents = nullptr;  // of each group of rows; only with key ranges
     ItemParts parts{};
-    int more_groups = 0;   // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
-    int ring_batches = 1;  // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
+    int more_groups = 0;     // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
+    int ring_batches = 1;    // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
+    int heads_together = 0;  // whose items come by turns, if blocks take turns under a causal mask
     // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared, of all
     // heads, and then of each
     unsigned* prepared = nullptr;
@@ -491,13 +492,31 @@ __global__ void __launch_bounds__(kRowThreads) find_extents(const __grid_constan
 constexpr std::int64_t facts_bytes(bool terms) {
     return terms ? std::int64_t{sizeof(RowTerms)} / 8 : std::int64_t{sizeof(RowPair)} / 2;
 }
-/// Whether the facts lie in dq's memory, which finish overwrites after their last use: if finish writes all of dq, and
-/// the facts fit.
-inline bool facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
+/// dq's memory: regions one behind the other, each with the rows of a head or of a batch entry.
+struct DqMemory {
+    std::int64_t bytes, regions;  // no regions: strides of another order
+
+    explicit DqMemory(const BackwardParams& params) {
+        const ForwardParams& p = params.forward;
+        const Rows& dq = params.dq;
+        const std::int64_t head = p.seqlen_q * p.head_dim, all = p.heads_q * head;
+        const bool by_head = dq.row == p.head_dim && dq.head == head;
+        bytes = p.batch * all * (p.out_dtype == DType::kFloat32 ? 4 : 2);
+        regions = dq.batch != all ? 0 : by_head ? p.batch * p.heads_q : p.batch;
+    }
+};
+/// Where the facts lie in dq's memory, if they fit. At its beginning if finish overwrites it after their last use. At its end
+/// if heads become dq one after the other: those of most heads then lie where heads behind them come (finish_beside.cuh), if
+/// there are enough regions. Negative: they have memory of their own.
+inline std::int64_t facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
+    constexpr std::int64_t kLeastRegions = 8;  // the last one has to wait for all heads
     const ForwardParams& p = params.forward;
-    const std::int64_t element = p.out_dtype == DType::kFloat32 ? 4 : 2;
-    return by == DqBy::kSums && !p.sequences.cu_seqlens_q && params.shared.stage == BackwardStage::kAll &&
-           row_groups(p) * kRowGroup * facts_bytes(terms) <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * element;
+    const bool sums = by == DqBy::kSums, heads = by == DqBy::kHeads;
+    if (!(sums || heads) || p.sequences.cu_seqlens_q || params.shared.stage != BackwardStage::kAll) return -1;
+    const DqMemory dq(params);
+    const std::int64_t free = dq.bytes - row_groups(p) * kRowGroup * facts_bytes(terms);
+    if (free < 0 || (heads && dq.regions < kLeastRegions)) return -1;
+    return sums ? 0 : free;
 }
 
 /// Bytes of Problem::extents.
@@ -509,7 +528,7 @@ inline std::int64_t extents_bytes(const ForwardParams& p) {
 inline std::int64_t workspace_bytes(const BackwardParams& params, bool converted, DqBy by, bool terms = false) {
     const std::int64_t groups = row_groups(params.forward);
     const std::int64_t dq = by == DqBy::kQueries ? 0 : params.forward.head_dim * std::int64_t{sizeof(float)};
-    const std::int64_t facts = facts_in_dq(params, by, terms) ? 0 : facts_bytes(terms);
+    const std::int64_t facts = facts_in_dq(params, by, terms) < 0 ? facts_bytes(terms) : 0;
     const std::int64_t bytes = groups * kRowGroup * (dq + facts) + extents_bytes(params.forward);
     return converted ? converted_bytes(params) + bytes + groups * std::int64_t{sizeof(QueryScales)} : bytes;
 }
@@ -521,7 +540,7 @@ inline Problem problem_of(const BackwardParams& params, DqBy by, bool terms = fa
     auto* extents = reinterpret_cast<KeyExtent*>(scales + (params.exponents.dout ? groups : 0));
     const bool has_ranges = params.forward.key_ranges.data;
     void* facts = extents + (has_ranges ? groups : 0);
-    if (facts_in_dq(params, by, terms)) facts = params.dq.data;
+    if (const auto at = facts_in_dq(params, by, terms); at >= 0) facts = static_cast<char*>(params.dq.data) + at;
     Problem problem{params, terms ? nullptr : static_cast<RowPair*>(facts), by == DqBy::kQueries ? nullptr : dq_rows,
                     params.exponents.dout ? scales : nullptr};
     problem.dq_by = by;

@@ -508,8 +508,8 @@ FAULTS = [
     Fault(
         name="bwd-facts-in-dq-of-packed-sequences",
         path=ROWS,
-        old="return by == DqBy::kSums && !p.sequences.cu_seqlens_q &&",
-        new="return by == DqBy::kSums &&",
+        old="if (!(sums || heads) || p.sequences.cu_seqlens_q ||",
+        new="if (!(sums || heads) ||",
         why="L and D of packed sequences lie in dq's memory, beyond its end and in rows that nobody writes again",
         kernels=SM75,
     ),

@@ -288,8 +288,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-two-passes-facts-in-dq",
         path=ROWS,
-        old="    return by == DqBy::kSums && !p",
-        new="    return by != DqBy::kTurns && !p",
+        old="const bool sums = by == DqBy::kSums, heads",
+        new="const bool sums = by != DqBy::kTurns, heads",
         why="dq is written over L and D that other blocks still read",
         kernels=KERNEL,
         tests=("bwd_sm90",),

@@ -102,7 +102,8 @@ struct KeyTile {
 /// beginning or end cuts begin near it.
 ///
 /// In a ring (turns.cuh) the heads of a group come one after the other: all blocks of a batch are at the same head, whose
-/// rows the L2 cache holds.
+/// rows the L2 cache holds. So they do under a causal mask if blocks take turns, where items walk up or down from their
+/// first or last tile (StaircaseOrder).
 ///
 /// If the additions have another order (turns.cuh), start is first. With a band that is bounded on the right (causal) it
 /// runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest queries, is the
@@ -124,9 +125,9 @@ template <Pass kPass>
 __device__ __forceinline__ bool in_order(const Problem& problem) {
     return kPass == Pass::kTurns && problem.deterministic;
 }
-template <Pass kPass>
+template <class Tile, Pass kPass>
 __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
-    return in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
+    return !Tile::kRing && in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
 /// Whether an instance works on items in parts. The code for that costs time even where there are none, so plain problems
@@ -162,14 +163,22 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     auto place = static_cast<unsigned>(part.item);
     const bool ordered = in_order<kPass>(problem);
     const auto ring = RingOrder::of<kKeys>(problem);
-    if (Tile::kRing) place = static_cast<unsigned>(ring.place(part.item, static_cast<int>(p.heads_k * p.batch)));
-    else if (ordered) place = interleaved<kKeys, kPacked>(p, place);
+    const auto stairs = StaircaseOrder::of<kKeys>(problem);
+    bool backwards = runs_backwards<Tile, kPass>(problem);
+    if constexpr (Tile::kRing) {
+        const int all_heads = static_cast<int>(p.heads_k * p.batch);
+        if (stairs.used()) {
+            const auto at = stairs.place(index, all_heads);
+            place = static_cast<unsigned>(at.item), backwards = at.down;
+        } else {
+            place = static_cast<unsigned>(ring.place(index, all_heads));
+        }
+    } else if (ordered) place = interleaved<kKeys, kPacked>(p, place);
     else if (!kPacked && (p.band.left < kUnbounded || p.band.right < kUnbounded))
         place = mixed_keys<kKeys>(p, place, static_cast<unsigned>(workers.count) / Tile::kBlocks);
     OwnedTile own = owned_keys<kKeys, kPacked>(p, place);
     const Sequence& s = own.sequence;
-    const bool backwards = runs_backwards<kPass>(problem);
-    if (backwards && own.first_row >= 0 && own.rows > 0) {
+    if (!Tile::kRing && backwards && own.first_row >= 0 && own.rows > 0) {
         const int rows = own.first_row + own.rows, tiles = (rows + kKeys - 1) / kKeys;
         own.first_row = (tiles - 1) * kKeys - own.first_row;
         own.rows = rows - own.first_row;
@@ -198,7 +207,7 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     const bool follows = hides_left != hides_right && 2 * nth >= blocks;
     const bool down = backwards || (together && up == follows);
     int turned = 0;
-    if (Tile::kRing) turned = ring.first_tile(block, tiles);
+    if (Tile::kRing) turned = stairs.used() ? 0 : ring.first_tile(block, tiles);
     else if (together)
         turned = cut_begin || cut_end ? min(nth / heads, tiles - 1) : (last / kStep + block / heads) % tiles;
     else if (turns) turned = static_cast<int>(static_cast<std::int64_t>(tiles) * block / blocks);

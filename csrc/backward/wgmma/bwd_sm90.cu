@@ -85,13 +85,31 @@ std::int64_t ring_batches(const BackwardParams& params, const DeviceFacts& devic
     return best;
 }
 
-/// Up to d = 128, two passes for few keys, and in deterministic calls unless blocks take turns in a ring. Above it there is no
+/// How many heads' items come by turns in deterministic calls under a causal mask whose blocks take turns
+/// (backward/wgmma/order.cuh): as many as begin together. 0: two passes take no longer, in short sequences, of which many
+/// would begin together, and where items are so few that many blocks rest at the end.
+std::int64_t heads_together(const BackwardParams& params, const DeviceFacts& device) {
+    const ForwardParams& p = params.forward;
+    const bool square = p.seqlen_q == p.seqlen_k && p.band.left >= kUnbounded && p.band.right < kUnbounded;
+    if (!square || problems_of(params, /*converted=*/false) != Problems::kPlain) return 0;
+    constexpr std::int64_t kLeastRounds = 8, kFewest = 2, kMost = 4;
+    const std::int64_t keys = choose_shape(kShapes, p.dtype, Pass::kTurns, params, device).facts.bc;  // of an item
+    const std::int64_t items = (p.seqlen_k + keys - 1) / keys, blocks = std::max(device.sm_count, 1);
+    if (p.heads_k * p.batch * items < kLeastRounds * blocks || blocks / items > kMost) return 0;
+    return std::max(blocks / items, kFewest);
+}
+/// Whether blocks take turns up to d = 128.
+bool takes_ordered_turns(const BackwardParams& p, const DeviceFacts& device) {
+    return ring_batches(p, device) > 0 || heads_together(p, device) > 0;
+}
+
+/// Up to d = 128, two passes for few keys, and in deterministic calls unless blocks take turns. Above it there is no
 /// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an order
 /// anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
     if (is_shared(p)) return DqBy::kSums;
     if (!is_wide(p)) {
-        const bool passes = has_few_keys(p, device) || (p.deterministic && ring_batches(p, device) == 0);
+        const bool passes = has_few_keys(p, device) || (p.deterministic && !takes_ordered_turns(p, device));
         return passes ? DqBy::kQueries : DqBy::kSums;
     }
     if (!p.deterministic && (p.forward.key_ranges.data || !has_slow_memory(device))) return DqBy::kSums;
@@ -162,7 +180,7 @@ PartsWords words_of(const Parts& parts, const Shape& shape) {
 /// Where they lie in dq's memory: behind L and D, which finish overwrites after their last use; 0 if there is no room.
 std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const PartsWords& words) {
     const ForwardParams& p = params.forward;
-    if (!facts_in_dq(params, DqBy::kSums, shape.takes_terms)) return 0;
+    if (facts_in_dq(params, DqBy::kSums, shape.takes_terms) < 0) return 0;
     const std::int64_t facts = row_groups(p) * kRowGroup * facts_bytes(shape.takes_terms);
     return facts + words.bytes() <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * 2 ? facts : 0;
 }
@@ -343,7 +361,10 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
                          reinterpret_cast<unsigned*>(sums + words.sums)};
     }
     problem.multiprocessors = std::max(device.sm_count, 1);
-    if (shape.pass == Pass::kTurns && !is_wide(p)) problem.ring_batches = static_cast<int>(ring_batches(p, device));
+    if (shape.pass == Pass::kTurns && !is_wide(p)) {
+        problem.ring_batches = static_cast<int>(ring_batches(p, device));
+        problem.heads_together = static_cast<int>(heads_together(p, device));
+    }
     if (problem.extents) launch_rows(find_extents<Sm90>, problem, stream);
     if (beside.blocks > 0 || stage == BackwardStage::kAdd)
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
@@ -366,7 +387,8 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
         LaunchConfig config{dim3(static_cast<unsigned>(problem.multiprocessors)), dim3(wgmma::kFinishThreads),
                             int{sizeof(wgmma::FinishMemory)}};
         config.programmatic = true;
-        launch(wgmma::finish_beside<T>, config, stream, problem, shape.facts.bc);
+        launch(wgmma::finish_beside<T>, config, stream, problem, shape.facts.bc,
+               wgmma::FactsInDq::of(p, shape.takes_terms));
     } else if (stage == BackwardStage::kAll && dq_by == DqBy::kSums) {
         launch_rows(finish<Sm90, T>, problem, stream);
     }

@@ -46,6 +46,33 @@ inline double finished_bytes(const ForwardParams& p) {
     return static_cast<double>(finished_parts(p)) * kFinishedRows * static_cast<double>(p.head_dim) * (4 + 2);
 }
 
+/// Where L and D lie in dq's memory: at its end (facts_in_dq). So a region of dq is not written before heads are complete
+/// whose L and D lie there. But for the last regions, these are heads long before.
+struct FactsInDq {
+    std::int64_t begin = 0, of_head = 0;  // bytes before the first ones; of a query head's
+    std::int64_t region = 0;              // bytes of a region of dq; 0: they do not lie in dq's memory
+    int heads = 1;                        // query heads of a region
+
+    static FactsInDq of(const BackwardParams& params, bool terms) {
+        const ForwardParams& p = params.forward;
+        const std::int64_t begin = facts_in_dq(params, DqBy::kHeads, terms);
+        if (begin < 0) return {};
+        const DqMemory dq(params);
+        const std::int64_t all_heads = p.batch * p.heads_q;
+        return {begin, (dq.bytes - begin) / all_heads, dq.bytes / dq.regions, static_cast<int>(all_heads / dq.regions)};
+    }
+    /// The query heads, of all, whose L and D lie in the region of one of them.
+    struct Heads {
+        unsigned first, end;
+    };
+    __device__ __forceinline__ Heads where(unsigned head) const {
+        const std::int64_t from = head / static_cast<unsigned>(heads) * region - begin, to = from + region;
+        if (region == 0 || to <= 0) return {0, 0};
+        return {static_cast<unsigned>(max(from, std::int64_t{0}) / of_head),
+                static_cast<unsigned>((to + of_head - 1) / of_head)};
+    }
+};
+
 /// The products' part: counts the block's items in Problem::added, each when all of its dQ has been added: with the first
 /// tile of the next one, or at the end. A whole warp, one lane of which works.
 ///
@@ -99,21 +126,32 @@ struct FinishMemory {
 
 /// Takes parts of all heads, one for each of the other warps at a time, and asks for copies when their heads are complete.
 /// `item_keys`: keys of an item. A whole warp.
-__device__ __forceinline__ void take_parts(const Problem& problem, FinishMemory& smem, int item_keys) {
+__device__ __forceinline__ void take_parts(const Problem& problem, FinishMemory& smem, int item_keys,
+                                           const FactsInDq& facts) {
     const ForwardParams& p = problem.forward;
     const auto lane = threadIdx.x % 32;
     const auto items = static_cast<unsigned>((p.seqlen_k + item_keys - 1) / item_keys);  // of a head
     const auto of_head = static_cast<unsigned>(finished_parts_of_head(p)),
                all = static_cast<unsigned>(finished_parts(p));
     const auto words = static_cast<unsigned>(kFinishedRows * p.head_dim);  // of a part
-    unsigned first = 0;
+    const auto group = static_cast<unsigned>(p.heads_q / p.heads_k);
+    const auto await = [&](unsigned head) {
+        while (ptx::load_acquire(problem.added + head) != items) {
+        }
+    };
+    unsigned first = 0, complete = 0;  // heads before that one were awaited, if their facts lie in dq
     for (RingPlace<FinishMemory::kStages> place; first < all; place.advance()) {
         first = uniform(lane == 0 ? atomicAdd(&problem.queue->finished, unsigned{kFinishers}) : 0u);
         if (lane >= kFinishers) continue;
         const unsigned part = first + lane;
-        if (part < all)
-            while (ptx::load_acquire(problem.added + part / of_head) != items) {
+        if (part < all) {
+            await(part / of_head);
+            const auto others = facts.where(part / (of_head / group));
+            if (others.end > others.first) {
+                const unsigned end = (others.end - 1) / group + 1;
+                for (complete = max(complete, others.first / group); complete < end; ++complete) await(complete);
             }
+        }
         Slot& slot = smem.slot[place.stage][lane];
         ptx::barrier_wait(&slot.empty, place.parity ^ 1);
         smem.part[place.stage][lane] = part;
@@ -157,7 +195,7 @@ __device__ __forceinline__ void finish_part(const Problem& problem, unsigned par
 // The queue and the counts are there: the grid that made them was complete before the products began.
 template <class T>
 __global__ void __launch_bounds__(kFinishThreads, 1)
-    finish_beside(const __grid_constant__ Problem problem, int item_keys) {
+    finish_beside(const __grid_constant__ Problem problem, int item_keys, const __grid_constant__ FactsInDq facts) {
     auto& smem = shared_memory<FinishMemory>();
     const unsigned warp = threadIdx.x / 32;
     if (threadIdx.x == 0) {
@@ -166,7 +204,7 @@ __global__ void __launch_bounds__(kFinishThreads, 1)
     }
     __syncthreads();
     if (warp == kFinishers) {
-        take_parts(problem, smem, item_keys);
+        take_parts(problem, smem, item_keys, facts);
     } else {
         const auto all = static_cast<unsigned>(finished_parts(problem.forward));
         for (RingPlace<FinishMemory::kStages> place;; place.advance()) {

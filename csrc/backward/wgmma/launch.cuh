@@ -40,7 +40,7 @@ void launch_tile(const Problem& problem, Stream stream) {
     const unsigned workers = std::max(static_cast<unsigned>(problem.multiprocessors) / Tile::kBlocks, 1u);
     const dim3 grid(std::min(items, workers) * Tile::kBlocks);
     LaunchConfig config{grid, dim3(Tile::kThreads), sizeof(SharedMemory<Tile>), Tile::kBlocks};
-    config.cooperative = Tile::kRing;
+    config.cooperative = Tile::kRing && problem.heads_together == 0;  // blocks of a ring wait for all others
     config.programmatic = problem.prepared != nullptr;
     launch(kKernel, config, stream, problem, maps_of<Tile>(problem), static_cast<int>(items));
 }

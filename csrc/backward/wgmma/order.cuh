@@ -74,6 +74,34 @@ struct RingOrder {
     }
 };
 
+/// The order of items whose blocks take turns under a causal mask. The items of some heads come by turns: in every second
+/// group of heads from the last keys on, which the fewest queries see, in the others from the first keys on. The former walk
+/// up from their first tile of queries, the latter down from the last. So the blocks of a group, which begin together, are
+/// done one after the other, the last keys' first; those of the next group begin in that order, and are done together. An
+/// item comes to a tile when the one before it there, which was taken before it, has left it by as many tiles as an item has
+/// keys.
+struct StaircaseOrder {
+    int items, together;  // of a head; how many heads come by turns
+
+    template <int kKeys>
+    __device__ __forceinline__ static StaircaseOrder of(const Problem& problem) {
+        return {static_cast<int>((problem.forward.seqlen_k + kKeys - 1) / kKeys), problem.heads_together};
+    }
+    __device__ __forceinline__ bool used() const { return together > 0; }
+
+    /// Which of the items of `heads` comes as number `index`: of all heads, one head after the other. Whether it walks down.
+    struct Place {
+        int item;
+        bool down;
+    };
+    __device__ __forceinline__ Place place(int index, int heads) const {
+        const int group = index / (items * together), first = group * together;
+        const int at = index - first * items, here = min(together, heads - first), nth = at / here;
+        const bool down = group % 2 > 0;
+        return {(first + at % here) * items + (down ? nth : items - 1 - nth), down};
+    }
+};
+
 // The orders of items of dense problems with a band, `tiles` of each head, the longest item of keys first. Heads come one
 // after the other for the L2 cache; some come together, so that blocks finish together.
 

@@ -83,7 +83,8 @@ class Planner {
         return item;
     }
     __device__ __forceinline__ void take_next() {
-        if constexpr (Tile::kRing) await_batch();
+        if constexpr (Tile::kRing)
+            if (!StaircaseOrder::of<Tile::kKeys>(problem_).used()) await_batch();
         bool leaves = false;  // its SM to finish_beside
         if constexpr (can_count_items<Tile, kPass>())
             leaves = static_cast<int>(blockIdx.x) < problem_.leaving_blocks && index_ >= problem_.leaving_item;

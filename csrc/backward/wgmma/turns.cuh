@@ -15,8 +15,9 @@
 // done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
 // packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
-// In a ring, up to d = 128, the order is that in which items come to the tile (RingOrder, order.cuh), and all add to a
-// cleared buffer. There an item waits for others of its batch that were taken after it too. So all blocks have to be at
+// Up to d = 128 the order is that in which items come to the tile, and all add to a cleared buffer. Under a causal mask it
+// is that of StaircaseOrder (order.cuh), in which an item waits for those alone that were taken before it. Without a mask it
+// is a ring's (RingOrder). There an item waits for others of its batch that were taken after it too. So all blocks have to be at
 // work (a cooperative launch), and a block takes no second item of a batch (the producer).
 //
 // Roles: two more warps of warpgroup 0 walk through the plan. `AwaitTurns` takes numbers, reads the
@@ -44,14 +45,15 @@ template <class Tile>
 __device__ __forceinline__ Turn turn_of(const Problem& problem, const Item& item, const QueryPlace& at) {
     const int group = static_cast<int>(q_scale_index(problem.forward, item.sequence, at.head)) + at.row / kRowGroup;
     const int own = item.first_key / Tile::kKeys;
-    if constexpr (Tile::kRing) {
+    if (Tile::kRing && !StaircaseOrder::of<Tile::kKeys>(problem).used()) {
         const auto ring = RingOrder::of<Tile::kKeys>(problem);
         const int before = ring.before(own, at.row / Tile::kQueries, item.rows);
         return {group, static_cast<unsigned>(before), static_cast<unsigned>(ring.items - 1)};
     } else {
         const int last_query = min(at.row + Tile::kQueries, item.sequence.seqlen_q) - 1;
         const int first = item.mask.begin(at.row) / Tile::kKeys, last = (item.mask.end(last_query) - 1) / Tile::kKeys;
-        return {group, static_cast<unsigned>(runs_backwards<Pass::kTurns>(problem) ? last - own : own - first),
+        const bool last_first = Tile::kRing ? item.step > 0 : runs_backwards<Tile, Pass::kTurns>(problem);
+        return {group, static_cast<unsigned>(last_first ? last - own : own - first),
                 static_cast<unsigned>(last - first)};
     }
 }
