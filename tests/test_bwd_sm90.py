@@ -342,6 +342,25 @@ def test_few_equal_items_beside_prepare(d: int) -> None:
     check(case, d, dtype=torch.bfloat16, sm_count=6)
 
 
+@pytest.mark.parametrize("d", [72, 128])
+@pytest.mark.parametrize(
+    ("case", "grids"),
+    [
+        (Case(300, 300, Mask(True), heads=(6, 6)), 2),  # two heads have the first six items
+        (Case(310, 300, Mask("bottom_right"), heads=(12, 6)), 2),  # three heads, whose items come by turns
+        (Case(300, 300, Mask(window=(200, None)), heads=(6, 6)), 2),
+        (Case(300, 300, Mask(True), heads=(5, 5)), 0),  # items of all heads but one come by turns
+        (Case(300, 300, Mask(window=(100, 10)), heads=(6, 6)), 0),
+    ],
+)
+def test_few_items_beside_prepare(d: int, case: Case, grids: int) -> None:
+    """On six SMs. Rows of the heads that have the first items are prepared before."""
+    names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
+    assert sum("prepare_beside" in name for name in names) == grids
+    assert any("finish_beside" in name for name in names) == (grids > 0)
+    check(case, d, dtype=torch.bfloat16, sm_count=6)
+
+
 @pytest.mark.parametrize("d", [72, 96, 128])
 @pytest.mark.parametrize(
     ("case", "sm_count"),
@@ -384,14 +403,14 @@ def test_who_finishes_beside_products() -> None:
     assert not has_grid("finish_beside", many, 72, 2, slow=True)  # two passes
     assert not has_grid("finish_beside", many, 64, 2)
     assert not has_grid("finish_beside", many, 192, 2)
-    assert not has_grid("finish_beside", many._replace(batch=1), 72, 2)
+    assert not has_grid("finish_beside", many._replace(heads=(2, 1), batch=1), 72, 2)  # three items
     assert not has_grid("finish_beside", Case(960, 4200, heads=(2, 1)), 128, 4)  # in parts
     assert has_grid("finish_beside", Case(300, 1000, heads=(8, 2)), 72, 6)  # few equal items
 
 
 def test_who_begins_beside_prepare() -> None:
-    """Not where items are few, unless they are equal and leave SMs idle in the last round, or where late blocks cost a
-    round, or blocks take turns."""
+    """Not where items are few, unless they are equal and leave SMs idle in the last round, or heads become dq one by
+    one, nor where late blocks cost a round, or blocks take turns."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert begins_beside_prepare(many, 64, 2)
     assert begins_beside_prepare(many, 64, 2, deterministic=True)  # two passes

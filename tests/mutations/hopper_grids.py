@@ -141,8 +141,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-beside-with-few-items",
         path=LAUNCH,
-        old="items < kLeastRounds * workers) return {};",
-        new="items < workers) return {};",
+        old="items < kLeastRounds * workers) return behind_first_items(",
+        new="items < workers) return behind_first_items(",
         why="blocks that begin late have nothing left to do, and others wait for all heads",
         kernels=KERNEL,
         tests=("beside",),

@@ -205,8 +205,20 @@ Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t m
     if (ahead >= row_parts || wgmma::prepared_bytes(p, row_parts - ahead) > most_bytes) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
-/// Nobody where blocks take turns, where products take so long that it hardly counts, where items are few, or in pairs so
-/// short that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally
+/// Where items of different lengths are few: as beside many, but all SMs prepare the heads of the first items ahead, for which
+/// blocks would wait long. It takes no longer if heads become dq one by one too.
+Beside behind_first_items(const ForwardParams& p, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
+    constexpr std::int64_t kLeastRounds = 2;  // of items
+    const bool window = p.band.left < kUnbounded && p.band.right < kUnbounded;
+    if (!shape.counts_items || window || p.key_ranges.data || items_of(p, shape) < kLeastRounds * workers) return {};
+    const std::int64_t heads = p.batch * p.heads_k, of_head = items_of(p, shape) / heads;
+    const std::int64_t first =
+        wgmma::heads_of_first_items(p, static_cast<unsigned>(of_head), static_cast<unsigned>(workers));
+    if (first == heads) return {};
+    return {static_cast<int>(blocks), static_cast<unsigned>(wgmma::parts_of_all(p) / heads * first)};
+}
+/// Nobody where blocks take turns, where products take so long that it hardly counts, where items are very few, or in pairs
+/// so short that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally
 /// long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are
 /// done, since blocks do not keep one pace.
 Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
@@ -221,7 +233,8 @@ Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceF
     const bool equal = has_equal_items(p) && dq_of(params, device) != DqBy::kQueries;
     if (equal && items < kLeastEqualRounds * workers)
         return is_wide(params) ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
-    if (blocks == 0 || items < kLeastRounds * workers) return {};
+    if (blocks == 0) return {};
+    if (items < kLeastRounds * workers) return behind_first_items(p, shape, blocks, workers);
     if (!equal) return {static_cast<int>(blocks)};
 
     const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)),
@@ -252,7 +265,7 @@ Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
     const Beside beside = beside_of(p, shape, device);
     const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items;
-    const bool idle = beside.ahead > 0;  // in the last round, but not with parts
+    const bool idle = beside.ahead > 0;  // equal items: in the last round, but not with parts
     double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
     if (idle) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
     const Parts parts = parts_of(p, shape, device, bytes / kAtOnce / kBytesOfTile);

@@ -110,17 +110,26 @@ __device__ __forceinline__ unsigned by_turns(unsigned index, unsigned first, uns
     const unsigned at = index - first * tiles;
     return (first + at % mixed) * tiles + at / mixed;
 }
+/// How many heads have about `count` items.
+__host__ __device__ inline unsigned heads_of_items(unsigned count, unsigned heads, unsigned tiles) {
+    const unsigned of_items = (count + tiles - 1) / tiles;
+    return of_items < heads ? of_items : heads;
+}
 /// At the end all heads of about the `last` items together.
 __device__ __forceinline__ unsigned mixed_at_the_end(unsigned index, unsigned heads, unsigned tiles, unsigned last) {
-    const unsigned mixed = min(heads, (last + tiles - 1) / tiles), first = heads - mixed;
+    const unsigned mixed = heads_of_items(last, heads, tiles), first = heads - mixed;
     return index < first * tiles ? index : by_turns(index, first, mixed, tiles);
+}
+/// How many batches of about `together` items all items make.
+__host__ __device__ inline unsigned batches_of_items(unsigned items, unsigned together) {
+    const unsigned batches = (items + together * 3 / 5) / together;
+    return batches > 0 ? batches : 1;
 }
 /// Batches of about `together` items, whose heads come together: as many in each, but for one. All blocks are then at work
 /// on the same tiles of queries of a batch (Item).
 __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned heads, unsigned tiles,
                                                      unsigned together) {
-    const std::uint64_t batches = max((heads * tiles + together * 3 / 5) / together, 1u),
-                        batch = index / tiles * batches / heads;
+    const std::uint64_t batches = batches_of_items(heads * tiles, together), batch = index / tiles * batches / heads;
     const auto begin = [&](std::uint64_t n) { return static_cast<unsigned>((n * heads + batches - 1) / batches); };
     const unsigned first = begin(batch);
     return by_turns(index, first, begin(batch + 1) - first, tiles);
@@ -138,8 +147,10 @@ struct MostSeen {
     __device__ __forceinline__ bool hides_right(int seqlen_k) const { return of_first < seqlen_k - 1; }
 };
 
-/// Of items of kKeys keys, for `blocks` that work on one each: about two items a block are mixed. Windows, where many items of
-/// a head are equally long and each has tiles of its own, in no batches.
+/// For `blocks` that work on an item each: about two a block are mixed.
+__host__ __device__ inline unsigned mixed_items(unsigned blocks) { return 2 * blocks; }
+
+/// Of items of kKeys keys. Windows, where many items of a head are equally long and each has tiles of its own, in no batches.
 template <int kKeys>
 __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned index, unsigned blocks) {
     const int seqlen_k = static_cast<int>(p.seqlen_k);
@@ -147,15 +158,28 @@ __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned 
     const TileOrder order(seqlen_k, kKeys, most.of_last, most.of_first);
     const bool window = most.hides_left() && most.hides_right(seqlen_k) && 4 * order.longest() >= order.tiles;
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch), tiles = static_cast<unsigned>(order.tiles);
-    const unsigned at = p.heads_q > p.heads_k && !window ? mixed_in_batches(index, heads, tiles, 2 * blocks)
-                                                         : mixed_at_the_end(index, heads, tiles, 2 * blocks);
+    const unsigned mixed = mixed_items(blocks);
+    const unsigned at = p.heads_q > p.heads_k && !window ? mixed_in_batches(index, heads, tiles, mixed)
+                                                         : mixed_at_the_end(index, heads, tiles, mixed);
     return at / tiles * tiles + static_cast<unsigned>(order.tile(static_cast<int>(at % tiles)));
 }
 /// Of items of kQueries queries, as many; a head's are in the order of q_tile.
 template <int kQueries>
 __device__ __forceinline__ unsigned mixed_queries(const ForwardParams& p, unsigned index, unsigned blocks) {
     return mixed_at_the_end(index, static_cast<unsigned>(p.heads_q * p.batch),
-                            static_cast<unsigned>((p.seqlen_q + kQueries - 1) / kQueries), 2 * blocks);
+                            static_cast<unsigned>((p.seqlen_q + kQueries - 1) / kQueries), mixed_items(blocks));
+}
+
+/// How many heads have the first items of keys, one for each of `blocks`, where the band is bounded on one side.
+inline unsigned heads_of_first_items(const ForwardParams& p, unsigned tiles, unsigned blocks) {
+    const auto heads = static_cast<unsigned>(p.heads_k * p.batch);
+    const unsigned mixed = mixed_items(blocks);
+    if (p.heads_q > p.heads_k) {
+        const unsigned batches = batches_of_items(heads * tiles, mixed);
+        return (heads + batches - 1) / batches;
+    }
+    const unsigned in_order = heads - heads_of_items(mixed, heads, tiles), first = heads_of_items(blocks, heads, tiles);
+    return first <= in_order ? first : heads;
 }
 
 }  // namespace flash_wmma::backward::wgmma
