@@ -385,7 +385,7 @@ def test_finish_beside_products(d: int, case: Case, sm_count: int) -> None:
 def test_facts_where_other_heads_come(d: int, rows_of_heads_interleave: bool) -> None:
     """L and D lie at the end of dq's memory, which holds one head after the other, or one batch entry after the other.
     Heads become dq as they are complete."""
-    case = Case(140, 140, Mask(True), heads=(4, 2), batch=9)
+    case = Case(140, 140, Mask(True), heads=(4, 2), batch=16)
     assert has_grid("finish_beside", case, d, 4)
     given, expected = solved(case, d, d, torch.bfloat16)
     if rows_of_heads_interleave:

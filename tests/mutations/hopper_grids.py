@@ -123,8 +123,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-finish-over-facts",
         path=FINISH,
-        old="complete < end; ++complete) await(complete);",
-        new="complete < end; ++complete) continue;",
+        old="head < end; head += 32) await(head);",
+        new="head < end; head += 32) continue;",
         why="dq is written over L and D of heads whose items still read them",
         kernels=KERNEL,
         tests=("facts_where",),

@@ -134,24 +134,25 @@ __device__ __forceinline__ void take_parts(const Problem& problem, FinishMemory&
     const auto of_head = static_cast<unsigned>(finished_parts_of_head(p)),
                all = static_cast<unsigned>(finished_parts(p));
     const auto words = static_cast<unsigned>(kFinishedRows * p.head_dim);  // of a part
-    const auto group = static_cast<unsigned>(p.heads_q / p.heads_k);
+    const auto group = static_cast<unsigned>(p.heads_q / p.heads_k), of_query_head = of_head / group;
     const auto await = [&](unsigned head) {
         while (ptx::load_acquire(problem.added + head) != items) {
         }
     };
-    unsigned first = 0, complete = 0;  // heads before that one were awaited, if their facts lie in dq
+    unsigned first = 0, complete = 0;  // up to which head those were awaited whose facts lie in dq
     for (RingPlace<FinishMemory::kStages> place; first < all; place.advance()) {
         first = uniform(lane == 0 ? atomicAdd(&problem.queue->finished, unsigned{kFinishers}) : 0u);
+        if (first < all) {  // all lanes together, since facts of many heads may lie in a region
+            const unsigned last = min(first + kFinishers, all) - 1;
+            const unsigned begin = facts.where(first / of_query_head).first / group,
+                           end = (facts.where(last / of_query_head).end + group - 1) / group;
+            for (unsigned head = max(complete, begin) + lane; head < end; head += 32) await(head);
+            complete = max(complete, end);
+            __syncwarp();  // what one lane knows of a head, all do
+        }
         if (lane >= kFinishers) continue;
         const unsigned part = first + lane;
-        if (part < all) {
-            await(part / of_head);
-            const auto others = facts.where(part / (of_head / group));
-            if (others.end > others.first) {
-                const unsigned end = (others.end - 1) / group + 1;
-                for (complete = max(complete, others.first / group); complete < end; ++complete) await(complete);
-            }
-        }
+        if (part < all) await(part / of_head);
         Slot& slot = smem.slot[place.stage][lane];
         ptx::barrier_wait(&slot.empty, place.parity ^ 1);
         smem.part[place.stage][lane] = part;
