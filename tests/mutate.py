@@ -194,7 +194,12 @@ class Check(NamedTuple):
 
 
 def files(names: Sequence[str]) -> list[str]:
-    return [f"tests/test_{name}.py" for name in names if (ROOT / "tests" / f"test_{name}.py").exists()]
+    """The files of tests that have these names: a name without a file would let a fault run all tests."""
+    found = [f"tests/test_{name}.py" for name in names]
+    for file in found:
+        if not (ROOT / file).exists():
+            raise ValueError(f"no file {file}")
+    return found
 
 
 def kernel_check(kernel: str, first: str = "", of_fault: Sequence[str] = ()) -> Check:

@@ -485,6 +485,7 @@ def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -
     ("heads", "nq", "nk", "d", "causal"),
     [
         *[((16, 2), 4096, 4096, 128, True), ((32, 8), 8192, 8192, 128, True)],
+        *[((16, 16), 8192, 8192, 128, True), ((40, 20), 4200, 4200, 64, True)],  # by turns
         *[((16, 2), 4096, 4096, 128, False), ((32, 8), 8192, 8192, 64, False), ((16, 16), 256, 8192, 128, False)],
         ((2, 2), 2000, 17000, 96, False),  # more items of a head than blocks
     ],
@@ -492,8 +493,7 @@ def test_deterministic_is_the_same_to_the_bit(backward_target: BackwardTarget) -
 def test_deterministic_with_many_blocks(
     heads: tuple[int, int], nq: int, nk: int, d: int, causal: bool, dtype: torch.dtype
 ) -> None:
-    """Under a causal mask blocks that are far ahead of others, and others that wait for them; without one all wait for
-    each other."""
+    """Without a mask all blocks wait for each other. Under a causal mask some follow others, or none waits."""
     shapes = [(2, h, n, d) for h, n in ((heads[0], nq), (heads[1], nk), (heads[1], nk))]
     leaves = [torch.randn(shape, device="cuda", dtype=dtype, requires_grad=True) for shape in shapes]
     out = flash_wmma.forward(*leaves, causal=causal, deterministic=True)
@@ -530,17 +530,30 @@ def test_many_items_without_queries(d: int) -> None:
         (256, (5, 16, 16, 1300), False),
         (64, (4, 32, 4, 4096), True),
         (128, (4, 16, 2, 4096), True),
+        (128, (32, 8, 4, 2048), False),
+        (96, (1, 16, 16, 4096), True),
     ],
 )
+@pytest.mark.parametrize("rows_of_heads_interleave", [False, True])
 def test_products_wait_for_what_is_prepared(
-    d: int, shape: tuple[int, int, int, int], few: bool, causal: bool, deterministic: bool
+    d: int,
+    shape: tuple[int, int, int, int],
+    few: bool,
+    causal: bool,
+    deterministic: bool,
+    rows_of_heads_interleave: bool,
 ) -> None:
     """Where blocks prepare rows beside products, memory holds NaN until they have. `bwd_sm90` does so with so many
-    items on 132 multiprocessors, unless blocks take turns, and with few of them if these are equal."""
+    items on 132 multiprocessors, unless blocks take turns, and with few of them if these are equal, or heads become dq
+    one by one. L and D lie in dq's memory, but where the rows of heads interleave in that of few batch entries."""
     batch, hq, hk, length = shape
-    leaves = [
-        torch.randn(batch, h, length, d, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (hq, hk, hk)
-    ]
+    leaves = []
+    for h in (hq, hk, hk):
+        if rows_of_heads_interleave:
+            leaf = torch.randn(batch, length, h, d, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+        else:
+            leaf = torch.randn(batch, h, length, d, device="cuda", dtype=torch.bfloat16)
+        leaves.append(leaf.requires_grad_())
     dout = torch.randn_like(leaves[0])
 
     def of_kernel(name: str) -> Tensor:
@@ -548,14 +561,14 @@ def test_products_wait_for_what_is_prepared(
 
     expected = torch.autograd.grad(of_kernel("bwd_sm80"), leaves, dout)
     out = of_kernel("bwd_sm90")
-    beside = not deterministic and not (few and causal)
+    beside = not deterministic and not (few and causal and hk < hq)
     if beside and torch.cuda.get_device_properties(0).multi_processor_count == 132:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             torch.autograd.grad(out, leaves, dout, retain_graph=True)
             torch.cuda.synchronize()
         grids = " ".join(event.name for event in profile.events())
         assert "prepare_beside" in grids
-        assert d != 128 or "finish_beside" in grids
+        assert d not in (96, 128) or "finish_beside" in grids
     for _ in range(10):
         with poisoned_memory():
             got = torch.autograd.grad(out, leaves, dout, retain_graph=True)

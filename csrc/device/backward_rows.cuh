@@ -509,7 +509,7 @@ struct DqMemory {
 /// if heads become dq one after the other: those of most heads then lie where heads behind them come (finish_beside.cuh), if
 /// there are enough regions. Negative: they have memory of their own.
 inline std::int64_t facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
-    constexpr std::int64_t kLeastRegions = 16;  // the last one has to wait for all heads
+    constexpr std::int64_t kLeastRegions = 32;  // the last one has to wait for all heads
     const ForwardParams& p = params.forward;
     const bool sums = by == DqBy::kSums, heads = by == DqBy::kHeads;
     if (!(sums || heads) || p.sequences.cu_seqlens_q || params.shared.stage != BackwardStage::kAll) return -1;

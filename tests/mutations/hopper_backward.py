@@ -204,7 +204,7 @@ FAULTS = [
         new="",
         why="blocks that share an item add to what was in memory",
         kernels=KERNEL,
-        tests=("equal_items",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-shared-rows-by-two-passes",
@@ -286,7 +286,7 @@ FAULTS = [
         new="shape, parts",
         why="parts are taken for items of their own",
         kernels=KERNEL,
-        tests=("items_in_parts",),
+        tests=("bwd_sm90",),
     ),
     # ------------------------------------------------------------------------------------- dK and dV by the copy engine
     Fault(
@@ -570,7 +570,7 @@ FAULTS = [
         path=PRODUCER,
         old="first + i == max(item.tiles - kTilesAhead, 0)",
         new="i == max(item.tiles - kTilesAhead, 0)",
-        why="behind an item of more than 40 tiles no item is taken: a hang",
+        why="behind an item of 40 tiles or more no item is taken: a hang",
         kernels=KERNEL,
     ),
     Fault(

@@ -19,7 +19,7 @@ FAULTS = [
         new="static_cast<int>(part) % of_group / 2 * all;",
         why="every second part has the rows of the one before",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-sum-of-another-row",
@@ -28,7 +28,7 @@ FAULTS = [
         new="sum[u], lane / kLanes * kLanes);",
         why="a lane that owns a row takes the sum of the row that it helped to add up",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-dq-not-cleared",
@@ -37,7 +37,7 @@ FAULTS = [
         new="    if (false) {\n        auto* const dq",
         why="blocks add to what was in memory",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-the-last-row-alone",
@@ -46,7 +46,7 @@ FAULTS = [
         new="i < min(rows - 1, all);",
         why="a part of one row has no D",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-head-of-another-entry",
@@ -55,7 +55,7 @@ FAULTS = [
         new="row_of<const T>(problem.dout, 0,",
         why="D has dO of another batch entry",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-in-another-order",
@@ -64,7 +64,7 @@ FAULTS = [
         new="                for (int e = 0; e < 8; ++e) sum[u] = fmaf(a[e], b[e], sum[u]);\n",
         why="D's last bits depend on which grid prepares, and so on the number of multiprocessors",
         kernels=KERNEL,
-        tests=("test_deterministic",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-part-of-another-warp",
@@ -73,7 +73,7 @@ FAULTS = [
         new="problem.dq_rows + std::int64_t{first} * words",
         why="all parts that are taken together have the rows of the first",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-too-few-parts",
@@ -82,7 +82,7 @@ FAULTS = [
         new="return finished_parts_of_head(p) * p.heads_k;",
         why="dq of other batch entries than the first is not written",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-rows-that-do-not-exist",
@@ -91,7 +91,7 @@ FAULTS = [
         new="problem.dq.row, kFinishedRows,",
         why="rows behind a head's last one are written",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-place-not-awaited",
@@ -100,7 +100,7 @@ FAULTS = [
         new="        smem.part",
         why="a copy overwrites rows that a warp reads",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-counts-what-is-not-begun",
@@ -109,7 +109,7 @@ FAULTS = [
         new="                head_before = head, ++items;\n                count_before();\n",
         why="items without tiles fill the plan, so that the next one, with whose first tile dQ is added, never comes",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-leaves-with-an-item",
@@ -118,7 +118,7 @@ FAULTS = [
         new="        if (leaves) taken();\n        index_ = leaves ? items_ : uniform(taken() + before_);\n",
         why="a block that takes no more items has taken one",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-over-facts",
@@ -127,7 +127,8 @@ FAULTS = [
         new="head < end; head += 32) continue;",
         why="dq is written over L and D of heads whose items still read them",
         kernels=KERNEL,
-        tests=("facts_where",),
+        survives="the emulator runs one grid at a time; test_products_wait_for_what_is_prepared is for a GPU",
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-finish-facts-of-the-region-before",
@@ -136,7 +137,17 @@ FAULTS = [
         new="to = from;",
         why="as before, but for the first head whose L and D lie there",
         kernels=KERNEL,
-        tests=("facts_where",),
+        survives="the emulator runs one grid at a time; test_products_wait_for_what_is_prepared is for a GPU",
+        tests=("bwd_sm90",),
+    ),
+    Fault(
+        name="bwd-sm90-facts-never-in-dq-of-heads",
+        path=ROWS,
+        old="if (free < 0 || (heads && dq.regions < kLeastRegions)) return -1;",
+        new="if (free < 0 || heads) return -1;",
+        why="backward takes more memory",
+        kernels=KERNEL,
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-with-few-items",
@@ -145,7 +156,7 @@ FAULTS = [
         new="items < workers) return behind_first_items(",
         why="blocks that begin late have nothing left to do, and others wait for all heads",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-late-blocks-not-counted",
@@ -154,7 +165,7 @@ FAULTS = [
         new="(workers - late) * beside + late * beside;",
         why="equal items take a round more",
         kernels=KERNEL,
-        tests=("beside",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-ahead-not-prepared",
@@ -163,7 +174,7 @@ FAULTS = [
         new="",
         why="the first items wait for heads that nobody prepares",
         kernels=KERNEL,
-        tests=("few_equal_items",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-beside-ahead-twice",
@@ -172,7 +183,7 @@ FAULTS = [
         new="prepare_parts(beside.blocks, 0, static",
         why="more parts of a head are counted than it has, and dQ is cleared while others add to it",
         kernels=KERNEL,
-        tests=("few_equal_items",),
+        tests=("bwd_sm90",),
     ),
     Fault(
         name="bwd-sm90-added-counts-not-cleared",
@@ -181,6 +192,6 @@ FAULTS = [
         new="",
         why="a head's items are counted from what memory held",
         kernels=KERNEL,
-        tests=("finish_beside",),
+        tests=("bwd_sm90",),
     ),
 ]

@@ -31,14 +31,14 @@ struct TileShape {
     bool folds_facts = false;   ///< L and D into the products, in plain problems (query_facts.cuh)
     int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
-    bool ring = false;          ///< blocks take turns at dQ in a ring (turns.cuh)
+    bool ring = false;          ///< blocks take turns at dQ, in a ring or on stairs (turns.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
     bool paired = false;        ///< two blocks share an item, 64 keys each (pair.cuh), and shared memory is short
     int barriers_at = 0;        ///< the offset of the barriers in shared memory, if not right behind what is there
 };
 
 /// The blocks that begin with a pass over items, and the number of this one among them; negative: it comes later. Each of
-/// them has its first item beforehand, unless all are taken from the queue (Producer); the others are taken from it.
+/// them has its first item beforehand, unless all are taken from the queue (Planner); the others are taken from it.
 struct Workers {
     int index, count;
 
@@ -102,8 +102,8 @@ struct KeyTile {
 /// beginning or end cuts begin near it.
 ///
 /// In a ring (turns.cuh) the heads of a group come one after the other: all blocks of a batch are at the same head, whose
-/// rows the L2 cache holds. So they do under a causal mask if blocks take turns, where items walk up or down from their
-/// first or last tile (StaircaseOrder).
+/// rows the L2 cache holds. Under a causal mask, if blocks take turns, the heads of a group come so too, and items walk up
+/// from their first tile or down from their last (StaircaseOrder).
 ///
 /// If the additions have another order (turns.cuh), start is first. With a band that is bounded on the right (causal) it
 /// runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest queries, is the

@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "backward/wgmma/finish_beside.cuh"
+#include "backward/wgmma/order.cuh"
 #include "backward/wgmma/parts.cuh"
 #include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/shapes.h"
@@ -86,11 +87,11 @@ std::int64_t ring_batches(const BackwardParams& params, const DeviceFacts& devic
 }
 
 /// How many heads' items come by turns in deterministic calls under a causal mask whose blocks take turns
-/// (backward/wgmma/order.cuh): as many as begin together. 0: two passes take no longer, in short sequences, of which many
-/// would begin together, and where items are so few that many blocks rest at the end.
+/// (backward/wgmma/order.cuh): as many as begin together. 0: two passes take no longer. That is so where more than kMost heads
+/// would begin together, as in short sequences. It is so where blocks have few items, since many rest at the end.
 std::int64_t heads_together(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
-    const bool square = p.seqlen_q == p.seqlen_k && p.band.left >= kUnbounded && p.band.right < kUnbounded;
+    const bool square = p.seqlen_q == p.seqlen_k && p.band.left >= kUnbounded && p.band.right == 0;
     if (!square || problems_of(params, /*converted=*/false) != Problems::kPlain) return 0;
     constexpr std::int64_t kLeastRounds = 8, kFewest = 2, kMost = 4;
     const std::int64_t keys = choose_shape(kShapes, p.dtype, Pass::kTurns, params, device).facts.bc;  // of an item
@@ -206,7 +207,7 @@ Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t m
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
 /// Where items of different lengths are few: as beside many, but all SMs prepare the heads of the first items ahead, for which
-/// blocks would wait long. It takes no longer if heads become dq one by one too.
+/// blocks would wait long. Only where heads become dq one by one too: rows prepared beside products alone gain nothing.
 Beside behind_first_items(const ForwardParams& p, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
     constexpr std::int64_t kLeastRounds = 2;  // of items
     const bool window = p.band.left < kUnbounded && p.band.right < kUnbounded;
@@ -265,12 +266,12 @@ Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const DqBy by = dq_of(p, device);
     const Beside beside = beside_of(p, shape, device);
     const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items;
-    const bool idle = beside.ahead > 0;  // equal items: in the last round, but not with parts
+    const bool ahead = beside.ahead > 0;  // of equal items: SMs idle in the last round do the rest, but not with parts
     double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
-    if (idle) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
+    if (ahead) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
     const Parts parts = parts_of(p, shape, device, bytes / kAtOnce / kBytesOfTile);
     if (parts.each == 1) return {shape, parts, beside, heads ? DqBy::kHeads : by};
-    return {shape_of(p, device, /*takes_parts=*/true), parts, idle ? Beside{} : beside, by};
+    return {shape_of(p, device, /*takes_parts=*/true), parts, ahead ? Beside{} : beside, by};
 }
 
 /// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on their SMs

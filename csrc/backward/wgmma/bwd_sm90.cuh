@@ -6,9 +6,9 @@
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 says what the next item is (planner.cuh); the producer copies its K and V and what is to be
-// known of its tiles of queries (producer.cuh); another copies Q and dO of these (copies.cuh); a fourth may count items whose
-// dQ has been added (finish_beside.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T
+// Roles: one warp of warpgroup 0 says what the next item is (planner.cuh; in some passes the producer does); the producer
+// copies its K and V and what is to be known of its tiles of queries (producer.cuh); another copies Q and dO of these
+// (copies.cuh); a fourth may count items whose dQ has been added (finish_beside.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T
 // have keys as rows, so that P and dS go from the accumulators to the first operand of dV and dK in registers. dS also goes
 // to shared memory, for dQ. dK and dV leave through shared memory, while the next item begins (staged_rows.cuh).
 //

@@ -46,8 +46,8 @@ inline double finished_bytes(const ForwardParams& p) {
     return static_cast<double>(finished_parts(p)) * kFinishedRows * static_cast<double>(p.head_dim) * (4 + 2);
 }
 
-/// Where L and D lie in dq's memory: at its end (facts_in_dq). So a region of dq is not written before heads are complete
-/// whose L and D lie there. But for the last regions, these are heads long before.
+/// Where L and D lie in dq's memory: at its end (facts_in_dq). A region of dq is written when all heads are complete whose L
+/// and D lie there. These are earlier heads, except in the last regions.
 struct FactsInDq {
     std::int64_t begin = 0, of_head = 0;  // bytes before the first ones; of a query head's
     std::int64_t region = 0;              // bytes of a region of dq; 0: they do not lie in dq's memory

@@ -77,9 +77,9 @@ struct RingOrder {
 /// The order of items whose blocks take turns under a causal mask. The items of some heads come by turns: in every second
 /// group of heads from the last keys on, which the fewest queries see, in the others from the first keys on. The former walk
 /// up from their first tile of queries, the latter down from the last. So the blocks of a group, which begin together, are
-/// done one after the other, the last keys' first; those of the next group begin in that order, and are done together. An
-/// item comes to a tile when the one before it there, which was taken before it, has left it by as many tiles as an item has
-/// keys.
+/// done one after the other, the last keys' first; those of the next group begin in that order, and are done together. The
+/// item before it at a tile was taken before it, and is ahead of it by the tiles that an item's keys fill: two at d = 128, one
+/// at d = 64.
 struct StaircaseOrder {
     int items, together;  // of a head; how many heads come by turns
 

@@ -7,9 +7,7 @@
 #include <type_traits>
 
 #include "backward/wgmma/block.cuh"
-#include "backward/wgmma/finish_beside.cuh"
 #include "backward/wgmma/prepare_beside.cuh"
-#include "device/constants.cuh"
 #include "device/nothing.cuh"
 #include "device/pipeline.cuh"
 
@@ -28,9 +26,9 @@ class Prepared {
     bool all_;
 };
 
-/// Whether a warp of its own says what the items are. In a pass over own keys the producer does: without additions to dQ it
-/// takes no longer to find them out than a tile. And if blocks take turns: an item is then taken late, when it can begin.
-/// Behind a long one it would wait, and with it all that follow.
+/// Whether a warp of its own says what the items are, and not the producer: only where dQ is added without turns. Without
+/// additions to dQ the producer finds an item out in less than a tile's time. With turns an item is taken late, when it can
+/// begin: behind a long one it would wait, and so would all that follow it.
 template <Pass kPass>
 constexpr bool plans_ahead() {
     return kPass == Pass::kFused;

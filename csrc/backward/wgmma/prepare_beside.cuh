@@ -1,6 +1,6 @@
 // prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of
-// the products begin on the other SMs at once: a block waits for the heads of its item (Producer). One grid after the
-// other, prepare would leave the tensor cores idle, and products HBM. Where items are few and equal, all SMs prepare the
+// the products begin on the other SMs at once: a block waits for the heads of its item (Prepared, planner.cuh). One grid
+// after the other, prepare would leave the tensor cores idle, and products HBM. Where items are few, all SMs prepare the
 // heads of the first ones before, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of

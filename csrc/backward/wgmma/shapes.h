@@ -8,7 +8,7 @@ namespace flash_wmma::backward {
 
 std::vector<Shape> sm90_half_shapes();
 std::vector<Shape> sm90_bf16_shapes();
-std::vector<Shape> sm90_half_ring();  // blocks take turns in a ring
+std::vector<Shape> sm90_half_ring();  // blocks take turns, in a ring or on stairs
 std::vector<Shape> sm90_bf16_ring();
 std::vector<Shape> sm90_wide_half_shapes();  // d above 128
 std::vector<Shape> sm90_wide_bf16_shapes();

@@ -15,10 +15,10 @@
 // done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
 // packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
-// Up to d = 128 the order is that in which items come to the tile, and all add to a cleared buffer. Under a causal mask it
-// is that of StaircaseOrder (order.cuh), in which an item waits for those alone that were taken before it. Without a mask it
-// is a ring's (RingOrder). There an item waits for others of its batch that were taken after it too. So all blocks have to be at
-// work (a cooperative launch), and a block takes no second item of a batch (the producer).
+// Up to d = 128 the order is that in which items come to the tile, and all add to a cleared buffer. Under a causal mask
+// it is that of StaircaseOrder (order.cuh), in which an item waits for those alone that were taken before it. Without a
+// mask it is a ring's (RingOrder). There an item waits for others of its batch that were taken after it too. So all blocks
+// have to be at work (a cooperative launch), and a block takes no second item of a batch (Planner::await_batch).
 //
 // Roles: two more warps of warpgroup 0 walk through the plan. `AwaitTurns` takes numbers, reads the
 // counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes it

@@ -1,4 +1,4 @@
-// bwd_sm90 without additions to dQ, for short sequences, and for deterministic calls whose blocks take no turns in a ring: a
+// bwd_sm90 without additions to dQ, for short sequences, and for deterministic calls whose blocks take no turns: a
 // pass over own keys, which computes dK and dV (bwd_sm90.cuh, Pass::kKeys), and one over own queries, which computes dQ
 // (queries.cuh), in blocks of one grid.
 //

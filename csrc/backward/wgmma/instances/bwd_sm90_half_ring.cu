@@ -1,4 +1,4 @@
-// The half instances of bwd_sm90 whose blocks take turns in a ring.
+// The half instances of bwd_sm90 whose blocks take turns, in a ring or on stairs.
 // architectures: 9.0a
 #include "backward/wgmma/bwd_sm90.cuh"
 
