@@ -183,7 +183,7 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
     const ForwardParams& p = params.forward;
     if (facts_in_dq(params, DqBy::kSums, shape.takes_terms) < 0) return 0;
     const std::int64_t facts = row_groups(p) * kRowGroup * facts_bytes(shape.takes_terms);
-    return facts + words.bytes() <= p.batch * p.heads_q * p.seqlen_q * p.head_dim * 2 ? facts : 0;
+    return facts + words.bytes() <= DqMemory(params).bytes ? facts : 0;
 }
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }

@@ -26,8 +26,8 @@ class Prepared {
     bool all_;
 };
 
-/// Whether a warp of its own says what the items are, and not the producer: only where dQ is added without turns. Without
-/// additions to dQ the producer finds an item out in less than a tile's time. With turns an item is taken late, when it can
+/// Whether a warp of its own says what the items are, and not the producer: only where dQ is added without turns. Two
+/// passes, whose items no additions to dQ delay, took longer so (docs/tuning/hopper_backward.md). With turns an item is taken late, when it can
 /// begin: behind a long one it would wait, and so would all that follow it.
 template <Pass kPass>
 constexpr bool plans_ahead() {

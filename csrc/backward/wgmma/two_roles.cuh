@@ -1,9 +1,9 @@
 // bwd_sm90 for d above 128, where dK and dV of 64 keys fit no warpgroup's registers together: two consumers with
 // different products.
 //
-// As in bwd_sm90.cuh, blocks are persistent and take items from a queue, and warpgroup 0 has two warps that copy and
-// one that plans, or two that keep turns. A block has 64 keys of an item; it walks the item in tiles of 64 queries. Both consumers work on all 64
-// keys:
+// As in bwd_sm90.cuh, blocks are persistent and take items from a queue, and warpgroup 0 has two warps that copy and one
+// that plans, or two that keep turns. A block has 64 keys of an item; it walks the item in tiles of 64 queries. Both
+// consumers work on all 64 keys:
 //     Scores: S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D);  dK += dS^T Q;
 //     Values: dV += P^T dO;  dQ += dS K.
 //
