@@ -28,10 +28,15 @@ struct Shape {
     bool counts_items = false;  ///< whose dQ has been added (backward/wgmma/finish_beside.cuh)
 };
 
-/// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v and
-/// fits the device, of those that take parts if so asked. Instances for converted inputs take no others.
+/// What a call asks of an instance that others with the same tile and problems lack.
+struct Needs {
+    bool parts = false, counts = false;  // Shape::takes_parts, counts_items
+};
+
+/// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v, fits the
+/// device and has what is needed. Instances for converted inputs take no others.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const BackwardParams& p,
-                                 const DeviceFacts& device, bool takes_parts = false) {
+                                 const DeviceFacts& device, const Needs& needs = {}) {
     const int d = std::max(p.forward.head_dim, p.forward.head_dim_v);
     const bool converted = p.forward.dtype != dtype;
     const Problems problems = problems_of(p, converted);
@@ -39,7 +44,8 @@ inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, 
         const Instance& tile = shape.facts;
         if (tile.dtype == dtype && tile.head_dim >= d && shape.pass == pass && includes(shape.problems, problems) &&
             includes(shape.problems, Problems::kConverted) == converted && tile.min_arch <= device.arch &&
-            fits(tile, shape.resident, device) && (shape.takes_parts || !takes_parts))
+            fits(tile, shape.resident, device) && (shape.takes_parts || !needs.parts) &&
+            (shape.counts_items || !needs.counts))
             return shape;
     }
     throw std::runtime_error("flash_wmma: no tile of this kernel fits the device");

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -122,10 +122,10 @@ def compute(
     return [*gradients, dbias] if additive(modification) else gradients
 
 
-def launches(
+def profiled(
     case: Case, d: int, modification: Modification = PLAIN, deterministic: bool = False, **emulated: int
-) -> list[str]:
-    """The names of a call's grids, in their order, on such a device."""
+) -> list[dict[str, Any]]:
+    """A call's grids, in their order, on such a device: their names and counts."""
     (hq, hk), b = case.heads, case.batch
     q, k = torch.randn(b, hq, case.nq, d).half(), torch.randn(b, hk, case.nk, d).half()
     with alone(), flash_wmma.emulator.settings(mode="checked", counters=True, **emulated):
@@ -137,7 +137,15 @@ def launches(
             deterministic=deterministic,
             kernel_name="bwd_sm90",
         )
-        return [launch["kernel"] for launch in json.loads(take_profile())]
+        grids: list[dict[str, Any]] = json.loads(take_profile())
+        return grids
+
+
+def launches(
+    case: Case, d: int, modification: Modification = PLAIN, deterministic: bool = False, **emulated: int
+) -> list[str]:
+    """The names of a call's grids, in their order, on such a device."""
+    return [grid["kernel"] for grid in profiled(case, d, modification, deterministic, **emulated)]
 
 
 def has_grid(grid: str, case: Case, d: int, sm_count: int, deterministic: bool = False, slow: bool = False) -> bool:
@@ -310,11 +318,14 @@ def test_items_in_parts(d: int, dv: int, sm_count: int) -> None:
     [
         Case(300, 300, Mask(True), heads=(4, 2), batch=2),
         Case(257, 200, Mask("bottom_right", (90, 0)), heads=(6, 3), batch=2),
+        Case(250, 230, Mask(True), heads=(8, 2), batch=2),
+        Case(230, 250, Mask(window=(130, None)), heads=(9, 3), batch=2),
     ],
     ids=str,
 )
 def test_prepare_beside_products(d: int, slow: bool, case: Case) -> None:
-    """Rows are enough for two parts of each warp that prepares, and the last part of a head has few rows or none."""
+    """Rows are enough for two parts of each warp that prepares, and the last part of a head has few rows or none. Rows
+    of heads that share keys come together, from the last ones or from the first, 64 or 128 at a time."""
     if d == 256:  # pairs, of which each row has to see more keys
         case = case._replace(nk=1100, mask=Mask("bottom_right"), batch=1)
     assert begins_beside_prepare(case, d, sm_count=2, slow=slow)
@@ -339,6 +350,8 @@ def test_few_equal_items_beside_prepare(d: int) -> None:
     case = Case(300, 1000, heads=(8, 2))
     names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
     assert sum("prepare_beside" in name for name in names) == 2
+    assert any("finish_beside" in name for name in names)
+    assert any(f"TileShape{{{d}, " in name for name in names)
     check(case, d, dtype=torch.bfloat16, sm_count=6)
 
 
@@ -347,18 +360,45 @@ def test_few_equal_items_beside_prepare(d: int) -> None:
     ("case", "grids"),
     [
         (Case(300, 300, Mask(True), heads=(6, 6)), 2),  # two heads have the first six items
-        (Case(310, 300, Mask("bottom_right"), heads=(12, 6)), 2),  # three heads, whose items come by turns
+        (Case(310, 300, Mask("bottom_right"), heads=(12, 6)), 1),  # rows come in the order of the products
         (Case(300, 300, Mask(window=(200, None)), heads=(6, 6)), 2),
         (Case(300, 300, Mask(True), heads=(5, 5)), 0),  # items of all heads but one come by turns
         (Case(300, 300, Mask(window=(100, 10)), heads=(6, 6)), 0),
     ],
 )
 def test_few_items_beside_prepare(d: int, case: Case, grids: int) -> None:
-    """On six SMs. Rows of the heads that have the first items are prepared before."""
+    """On six SMs. Rows of the heads that have the first items are prepared before, unless heads share keys."""
     names = launches(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
     assert sum("prepare_beside" in name for name in names) == grids
     assert any("finish_beside" in name for name in names) == (grids > 0)
     check(case, d, dtype=torch.bfloat16, sm_count=6)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(310, 300, Mask("bottom_right"), heads=(12, 6)),
+        Case(500, 300, Mask(window=(300, None)), heads=(10, 5)),
+        Case(200, 200, Mask(True), heads=(16, 8)),
+    ],
+    ids=str,
+)
+def test_few_grouped_items_beside_prepare(case: Case) -> None:
+    """Up to d = 64, where heads do not become dq one by one unless items are equally long."""
+    names = launches(case, 64, sm_count=6, memory_bus=memory_bus(slow=False))
+    assert sum("prepare_beside" in name for name in names) == 1
+    assert not any("finish_beside" in name for name in names)
+    check(case, 64, dtype=torch.bfloat16, sm_count=6)
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("case", [Case(130, 130), Case(300, 300, Mask(True), heads=(4, 2), batch=2)], ids=str)
+def test_additions_fill_sectors(d: int, case: Case) -> None:
+    """dQ's buffer begins with a cache line, whatever comes before it in the workspace: the queue, or counts too."""
+    (counts,) = [grid["counts"] for grid in profiled(case, d, sm_count=2) if "::backward<" in grid["kernel"]]
+    additions = max((count for count in counts if count["what"] == "atomic"), key=lambda count: int(count["lanes"]))
+    assert additions["lanes"] == 32 * additions["instructions"]
+    assert additions["sectors"] == 16 * additions["instructions"]  # of 32 bytes, where a lane has 16 at a time
 
 
 @pytest.mark.parametrize("d", [72, 96, 128])
@@ -402,7 +442,8 @@ def test_facts_where_other_heads_come(d: int, rows_of_heads_interleave: bool) ->
 
 
 def test_who_finishes_beside_products() -> None:
-    """Sums above d = 64, up to 128, whose items have no parts, where rows are prepared beside products."""
+    """Sums up to d = 128 whose items have no parts, where rows are prepared beside products: few equal items, and above
+    d = 64 others too."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert has_grid("finish_beside", many, 72, 2)
     assert not has_grid("finish_beside", many, 72, 2, deterministic=True)
@@ -411,12 +452,15 @@ def test_who_finishes_beside_products() -> None:
     assert not has_grid("finish_beside", many, 192, 2)
     assert not has_grid("finish_beside", many._replace(heads=(2, 1), batch=1), 72, 2)  # three items
     assert not has_grid("finish_beside", Case(960, 4200, heads=(2, 1)), 128, 4)  # in parts
-    assert has_grid("finish_beside", Case(300, 1000, heads=(8, 2)), 72, 6)  # few equal items
+    few = Case(300, 1000, heads=(8, 2))  # and equal
+    assert has_grid("finish_beside", few, 72, 6)
+    assert has_grid("finish_beside", few, 64, 6)
+    assert not has_grid("finish_beside", few, 64, 4)
 
 
 def test_who_begins_beside_prepare() -> None:
     """Not where blocks take turns, or late blocks cost a round, or items are few. Few equal items may: they leave SMs
-    idle in the last round. So may few others, where heads become dq one by one."""
+    idle in the last round. So may few others, where heads share keys or become dq one by one."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert begins_beside_prepare(many, 64, 2)
     assert begins_beside_prepare(many, 64, 2, deterministic=True)  # two passes
@@ -430,9 +474,11 @@ def test_who_begins_beside_prepare() -> None:
     assert not begins_beside_prepare(few, 64, 4)  # all have an item in the last round
     assert not begins_beside_prepare(few._replace(nk=500), 64, 6)  # the first items need all heads
     assert not begins_beside_prepare(Case(300, 500, heads=(32, 8)), 64, 6)  # an item is over before
-    assert not begins_beside_prepare(Case(2304, 200, heads=(16, 16)), 64, 31)  # in parts
+    assert not begins_beside_prepare(Case(4608, 200, heads=(16, 16)), 64, 31)  # in parts
     assert not begins_beside_prepare(few, 192, 6)
-    assert not begins_beside_prepare(many._replace(nk=100), 64, 2)
+    assert begins_beside_prepare(many._replace(nk=100), 64, 2)
+    assert not begins_beside_prepare(many._replace(nk=100, heads=(8, 1), batch=3), 64, 2)  # a round and a half
+    assert not begins_beside_prepare(many._replace(nk=100, heads=(7, 7), batch=1), 64, 2)
     assert not begins_beside_prepare(many, 192, 2, deterministic=True)
     assert begins_beside_prepare(many, 192, 2)
     assert not begins_beside_prepare(many, 256, 2)

@@ -132,13 +132,24 @@ struct Problem : BackwardParams {
     int ring_batches = 1;    // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
     int heads_together = 0;  // whose items come by turns, if blocks take turns under a causal mask
     // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared, of all
-    // heads, and then of each
+    // heads, and then of each stretch of rows (prepared_groups)
     unsigned* prepared = nullptr;
     // Only with DqBy::kHeads: how many items have added all of their dQ, of each head of keys; and how many blocks take no
     // more items behind one of that number or a later one
     unsigned* added = nullptr;
     int leaving_blocks = 0, leaving_item = 0;
 };
+/// Of rows that are prepared beside products: how many groups of a head make a stretch that has a count. All, unless query
+/// heads share keys: there a block comes to the same rows of several heads before it comes to the next ones.
+inline __host__ __device__ std::int64_t prepared_groups(const ForwardParams& p) {
+    const std::int64_t of_head = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
+    return p.heads_q == p.heads_k ? of_head : of_head % 2 ? 1 : 2;
+}
+/// Counts of Problem::prepared: of all heads, and of each stretch.
+inline __host__ __device__ std::int64_t prepared_counts(const ForwardParams& p) {
+    const std::int64_t of_head = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
+    return of_head == 0 ? 1 : 1 + p.batch * p.heads_q * (of_head / prepared_groups(p));
+}
 /// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
 __device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
     const ForwardParams& p = problem.forward;
@@ -307,7 +318,7 @@ __device__ __forceinline__ void clear_parts(const Problem& problem, unsigned ind
          i += std::int64_t{gridDim.x} * kRowThreads)
         problem.parts.sums[i] = 0.f;
 }
-/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets the counts of heads to 0.
+/// Of dense problems: makes the queue, clears the sums and counts of parts, and sets other counts to 0.
 template <class Machine>
 __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_constant__ Problem problem) {
     const int tid = static_cast<int>(threadIdx.x);
@@ -317,7 +328,7 @@ __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_consta
             for (std::int64_t i = tid; i < count; i += kRowThreads) counts[i] = 0;
     };
     if (blockIdx.x == 0 && tid == 0) *problem.queue = {};
-    clear(problem.prepared, 1 + p.batch * p.heads_q);
+    clear(problem.prepared, prepared_counts(p));
     clear(problem.added, p.batch * p.heads_k);
     clear_parts(problem, blockIdx.x);
 }

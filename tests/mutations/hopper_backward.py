@@ -282,7 +282,7 @@ FAULTS = [
     Fault(
         name="bwd-sm90-parts-by-an-instance-without",
         path=LAUNCH,
-        old="shape_of(p, device, /*takes_parts=*/true), parts",
+        old="shape_of(p, device, {.parts = true}), parts",
         new="shape, parts",
         why="parts are taken for items of their own",
         kernels=KERNEL,
@@ -568,8 +568,8 @@ FAULTS = [
     Fault(
         name="bwd-sm90-next-item-by-the-tile-of-a-batch",
         path=PRODUCER,
-        old="first + i == max(item.tiles - kTilesAhead, 0)",
-        new="i == max(item.tiles - kTilesAhead, 0)",
+        old="max(item.tiles - kTilesAhead, 0) - first;",
+        new="max(item.tiles - kTilesAhead, 0);",
         why="behind an item of 40 tiles or more no item is taken: a hang",
         kernels=KERNEL,
     ),

@@ -32,6 +32,7 @@ struct TileShape {
     int tiles_told = 64;        ///< places for TileFacts: 64, or 8 where shared memory is short
     bool stages_rows = false;   ///< dK and dV leave through shared memory (staged_rows.cuh)
     bool ring = false;          ///< blocks take turns at dQ, in a ring or on stairs (turns.cuh)
+    bool counts_items = false;  ///< whose dQ has been added (finish_beside.cuh)
     bool two_roles = false;     ///< both consumers have the same 64 keys and different products (two_roles.cuh)
     bool paired = false;        ///< two blocks share an item, 64 keys each (pair.cuh), and shared memory is short
     int barriers_at = 0;        ///< the offset of the barriers in shared memory, if not right behind what is there
@@ -56,7 +57,8 @@ struct Tile {
     static constexpr int kDsStages = kShape.ds_stages, kConsumers = kShape.consumers;
     static constexpr bool kLooksAhead = kQueries == 64;  // L in registers a tile ahead, where there are any
     static constexpr bool kStoresFirst = kShape.stores_first, kTwoRoles = kShape.two_roles, kPaired = kShape.paired,
-                          kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows, kRing = kShape.ring;
+                          kFoldsFacts = kShape.folds_facts, kStagesRows = kShape.stages_rows, kRing = kShape.ring,
+                          kCountsItems = kShape.counts_items;
     static constexpr int kBarriersAt = kShape.barriers_at;
     static constexpr int kKeyStages = kShape.key_stages, kValueStages = kShape.value_stages;
     static constexpr int kPlans = 3;      // items that are known
@@ -76,6 +78,7 @@ struct Tile {
         (kLaunchRegisters * (kConsumers + 1) - kProducerRegisters) / kConsumers / 8 * 8;
     static constexpr int kPanels = (kD + 63) / 64, kQueryPanels = kQueries / 64;  // of 64 columns
     static_assert(!kPaired || (kTwoRoles && kPanels % 2 == 0));
+    static_assert(!kCountsItems || !kTwoRoles);
     // dQ of a tile, if the consumers share it: 64 queries and all columns each, or all queries and 64 columns
     static constexpr bool kSharesQueries = kQueryPanels == kConsumers;
     static constexpr int kDqColumns = kSharesQueries ? kD : 64;
@@ -138,10 +141,10 @@ constexpr bool takes_parts() {
 }
 
 /// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs what it
-/// gains (docs/tuning/hopper_backward.md).
+/// gains (docs/tuning/hopper_backward.md), unless items are few: these have an instance of their own.
 template <class Tile, Pass kPass>
 constexpr bool can_count_items() {
-    return !Tile::kTwoRoles && kPass == Pass::kFused && Tile::kD > 64;
+    return kPass == Pass::kFused && Tile::kCountsItems;
 }
 /// Whether it does so in this call.
 template <class Tile, Pass kPass>

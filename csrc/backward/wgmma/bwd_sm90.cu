@@ -126,8 +126,8 @@ Pass pass_of(const BackwardParams& p, const DeviceFacts& device) {
     if (takes_turns(p, device)) return Pass::kTurns;
     return dq_of(p, device) == DqBy::kQueries ? Pass::kKeys : Pass::kFused;
 }
-const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device, bool takes_parts = false) {
-    return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device, takes_parts);
+const Shape& shape_of(const BackwardParams& p, const DeviceFacts& device, const Needs& needs = {}) {
+    return choose_shape(kShapes, p.forward.dtype, pass_of(p, device), p, device, needs);
 }
 
 /// Items of all heads; tiles of queries that an item without a band has, of all heads that share its keys.
@@ -188,12 +188,23 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh): so many blocks, and not the first `ahead` parts
-/// of rows, which all SMs prepare before. No blocks: products begin behind prepare.
+/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh), and in which order: so many blocks, and not the
+/// first `ahead` parts of rows, which all SMs prepare before. No blocks: products begin behind prepare.
 struct Beside {
     int blocks = 0;
     unsigned ahead = 0;
+    wgmma::PrepareOrder order{};
 };
+/// Where query heads share keys and items come in batches, all blocks walk through the rows of a batch's heads together, first
+/// from the last rows on, or from the first ones if the band hides keys on the left.
+wgmma::PrepareOrder prepare_order(const BackwardParams& params, const Shape& shape, std::int64_t workers) {
+    const ForwardParams& p = params.forward;
+    const bool left = p.band.left < kUnbounded, right = p.band.right < kUnbounded;
+    if (shape.pass != Pass::kFused || p.heads_q == p.heads_k || left == right) return {};
+    const auto items = static_cast<unsigned>(items_of(p, shape) / (p.batch * p.heads_k));  // of a head of keys
+    const unsigned heads = wgmma::heads_of_first_items(p, items, static_cast<unsigned>(workers));
+    return {heads * static_cast<unsigned>(p.heads_q / p.heads_k), right};
+}
 /// Where equal items are few: by some of the SMs that lack an item in the last round. They have time until the other SMs are
 /// done with their first items, whose heads are prepared ahead.
 Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t most, std::int64_t workers) {
@@ -206,12 +217,17 @@ Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t m
     if (ahead >= row_parts || wgmma::prepared_bytes(p, row_parts - ahead) > most_bytes) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
-/// Where items of different lengths are few: as beside many, but all SMs prepare the heads of the first items ahead, for which
-/// blocks would wait long. Only where heads become dq one by one too: rows prepared beside products alone gain nothing.
-Beside behind_first_items(const ForwardParams& p, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
+/// Where items of different lengths are few. Either rows come in the order in which products come to them; or it is as beside
+/// many items, but all SMs prepare the heads of the first items ahead, for which blocks would wait long. The latter only where
+/// heads become dq one by one too: else it gains nothing.
+Beside behind_first_items(const BackwardParams& params, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
+    const ForwardParams& p = params.forward;
     constexpr std::int64_t kLeastRounds = 2;  // of items
     const bool window = p.band.left < kUnbounded && p.band.right < kUnbounded;
-    if (!shape.counts_items || window || p.key_ranges.data || items_of(p, shape) < kLeastRounds * workers) return {};
+    if (window || p.key_ranges.data || items_of(p, shape) < kLeastRounds * workers) return {};
+    const wgmma::PrepareOrder order = prepare_order(params, shape, workers);
+    if (order.heads > 1) return {static_cast<int>(blocks), 0, order};
+    if (!shape.counts_items) return {};
     const std::int64_t heads = p.batch * p.heads_k, of_head = items_of(p, shape) / heads;
     const std::int64_t first =
         wgmma::heads_of_first_items(p, static_cast<unsigned>(of_head), static_cast<unsigned>(workers));
@@ -235,8 +251,8 @@ Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceF
     if (equal && items < kLeastEqualRounds * workers)
         return is_wide(params) ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
     if (blocks == 0) return {};
-    if (items < kLeastRounds * workers) return behind_first_items(p, shape, blocks, workers);
-    if (!equal) return {static_cast<int>(blocks)};
+    if (items < kLeastRounds * workers) return behind_first_items(params, shape, blocks, workers);
+    if (!equal) return {static_cast<int>(blocks), 0, prepare_order(params, shape, workers)};
 
     const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)),
                  bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p));
@@ -260,18 +276,21 @@ struct Choice {
     DqBy dq_by;
 };
 /// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
-/// (backward/wgmma/finish_beside.cuh), if the instance counts items.
+/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does.
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
-    const Shape& shape = shape_of(p, device);
+    const Shape& first = shape_of(p, device);
     const DqBy by = dq_of(p, device);
-    const Beside beside = beside_of(p, shape, device);
+    const Beside beside = beside_of(p, first, device);
+    const bool few_equal = beside.ahead > 0 && has_equal_items(p.forward);
+    const bool plain = problems_of(p, /*converted=*/false) == Problems::kPlain;
+    const Shape& shape = few_equal && plain ? shape_of(p, device, {.counts = true}) : first;
     const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items;
-    const bool ahead = beside.ahead > 0;  // of equal items: SMs idle in the last round do the rest, but not with parts
     double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
-    if (ahead) bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
+    if (few_equal)  // SMs idle in the last round do the rest, but not with parts
+        bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
     const Parts parts = parts_of(p, shape, device, bytes / kAtOnce / kBytesOfTile);
     if (parts.each == 1) return {shape, parts, beside, heads ? DqBy::kHeads : by};
-    return {shape_of(p, device, /*takes_parts=*/true), parts, ahead ? Beside{} : beside, by};
+    return {shape_of(p, device, {.parts = true}), parts, few_equal ? Beside{} : beside, by};
 }
 
 /// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on their SMs
@@ -290,21 +309,25 @@ void let_blocks_leave(Problem& problem, const Shape& shape) {
     problem.leaving_item = static_cast<int>(std::max(before, 0.));
 }
 
-/// The queue comes first, then how much is prepared and added, and then the turns or what belongs to parts, aligned as what
-/// follows has to be.
-constexpr std::int64_t kUnit = 16;
+/// The queue comes first, then how much is prepared and added, and then the turns or what belongs to parts, each aligned as it
+/// has to be. Behind all of these comes dQ's buffer, to which a warp adds 512 bytes at a time: four cache lines, or else parts of
+/// five.
+constexpr std::int64_t kUnit = 16, kCacheLine = 128;
 static_assert(sizeof(Queue) <= kUnit);
-constexpr std::int64_t aligned(std::int64_t bytes) { return (bytes + kUnit - 1) / kUnit * kUnit; }
-/// Counts of Problem::prepared, which is there if blocks prepare beside the products; of Problem::added.
-std::int64_t prepared_counts(const ForwardParams& p, const Choice& choice) {
-    return choice.beside.blocks > 0 ? 1 + p.batch * p.heads_q : 0;
+constexpr std::int64_t aligned(std::int64_t bytes, std::int64_t unit = kUnit) {
+    return (bytes + unit - 1) / unit * unit;
 }
-std::int64_t added_counts(const ForwardParams& p, const Choice& choice) {
+/// Counts of Problem::prepared, which is there if blocks prepare beside the products; of Problem::added.
+std::int64_t counts_of_prepared(const ForwardParams& p, const Choice& choice) {
+    return choice.beside.blocks > 0 ? prepared_counts(p) : 0;
+}
+std::int64_t counts_of_added(const ForwardParams& p, const Choice& choice) {
     return choice.dq_by == DqBy::kHeads ? p.batch * p.heads_k : 0;
 }
 /// Bytes of the queue and of both.
 std::int64_t bytes_before_turns(const ForwardParams& p, const Choice& choice) {
-    return kUnit + aligned((prepared_counts(p, choice) + added_counts(p, choice)) * std::int64_t{sizeof(unsigned)});
+    return kUnit +
+           aligned((counts_of_prepared(p, choice) + counts_of_added(p, choice)) * std::int64_t{sizeof(unsigned)});
 }
 std::int64_t counters_bytes(const BackwardParams& p, const Choice& choice) {
     const PartsWords parts = words_of(choice.parts, choice.shape);
@@ -312,7 +335,7 @@ std::int64_t counters_bytes(const BackwardParams& p, const Choice& choice) {
                                     ? row_groups(p.forward) * std::int64_t{sizeof(TurnCount)}
                                 : parts_in_dq(p, choice.shape, parts) > 0 ? 0
                                                                           : parts.bytes();
-    return bytes_before_turns(p.forward, choice) + aligned(counts);
+    return aligned(bytes_before_turns(p.forward, choice) + counts, kCacheLine);
 }
 
 std::int64_t workspace_bytes(const BackwardParams& p, const DeviceFacts& device) {
@@ -364,7 +387,7 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
     problem.queue = reinterpret_cast<Queue*>(counters);
     auto* const counts = reinterpret_cast<unsigned*>(counters + kUnit);
     if (beside.blocks > 0) problem.prepared = counts;
-    if (dq_by == DqBy::kHeads) problem.added = counts + prepared_counts(p.forward, choice);
+    if (dq_by == DqBy::kHeads) problem.added = counts + counts_of_prepared(p.forward, choice);
     char* const turns = counters + bytes_before_turns(p.forward, choice);
     if (shape.pass == Pass::kTurns) problem.turns = reinterpret_cast<TurnCount*>(turns);
     if (parts.each > 1) {  // and no turns
@@ -384,16 +407,16 @@ void launch_of(const BackwardParams& p, const DeviceFacts& device, Stream stream
         launch(prepare_items<Sm90>, {dim3(problem.parts.words > 0 ? problem.multiprocessors : 1), dim3(kRowThreads)},
                stream, problem);
     else prepare_rows();
-    const auto prepare_parts = [&](int blocks, unsigned begin, unsigned end) {
+    const auto prepare_parts = [&](int blocks, const wgmma::PrepareOrder& order, unsigned begin, unsigned end) {
         if (begin == end) return;
         LaunchConfig config{dim3(static_cast<unsigned>(blocks)), dim3(wgmma::kPrepareThreads),
                             int{sizeof(wgmma::PrepareBesideMemory)}};
         config.programmatic = true;
-        launch(wgmma::prepare_beside<T>, config, stream, problem, begin, end);
+        launch(wgmma::prepare_beside<T>, config, stream, problem, order, begin, end);
     };
     if (beside.blocks > 0) {
-        prepare_parts(problem.multiprocessors, 0, beside.ahead);
-        prepare_parts(beside.blocks, beside.ahead, static_cast<unsigned>(wgmma::parts_of_all(p.forward)));
+        prepare_parts(problem.multiprocessors, beside.order, 0, beside.ahead);
+        prepare_parts(beside.blocks, beside.order, beside.ahead, static_cast<unsigned>(wgmma::parts_of_all(p.forward)));
     }
     if (dq_by == DqBy::kHeads) let_blocks_leave(problem, shape);
     shape.launch(problem, stream);

@@ -451,9 +451,28 @@ Shape shape() {
 /// The shapes that ship (docs/tuning/hopper_backward.md).
 inline constexpr TileShape kShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true, .stages_rows = true},
-    {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true},
+    {.d = 96,
+     .queries = 64,
+     .value_stages = 1,
+     .stores_first = true,
+     .folds_facts = true,
+     .stages_rows = true,
+     .counts_items = true},
+    {.d = 128,
+     .queries = 64,
+     .value_stages = 1,
+     .stores_first = true,
+     .folds_facts = true,
+     .stages_rows = true,
+     .counts_items = true},
 };
+constexpr TileShape counting(TileShape shape) {
+    shape.counts_items = true;
+    return shape;
+}
+/// Of plain problems: with one more for few items. It has to come behind its like, and before the next d, since the first one
+/// that fits is taken (choose_shape).
+inline constexpr TileShape kPlainShapes[] = {kShapes[0], counting(kShapes[0]), kShapes[1], kShapes[2]};
 constexpr TileShape in_ring(TileShape shape) {
     shape.ring = true;
     return shape;
@@ -463,7 +482,7 @@ inline constexpr TileShape kRingShapes[] = {in_ring(kShapes[0]), in_ring(kShapes
 /// Of general problems.
 inline constexpr TileShape kGeneralShapes[] = {
     {.d = 64, .queries = 128, .stores_first = true},
-    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4, .tiles_told = 8},
+    {.d = 128, .queries = 64, .value_stages = 1, .ds_stages = 4, .tiles_told = 8, .counts_items = true},
 };
 template <class T, Problems kProblems, Pass kPass, const auto& kRows = kShapes>
 std::vector<Shape> shapes() {

@@ -13,13 +13,17 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// Whether the heads of items are prepared, which a warp waits for if rows are prepared beside products.
+/// Whether rows of items are prepared, which a warp waits for if that is done beside products.
 class Prepared {
   public:
     __device__ __forceinline__ explicit Prepared(const Problem& problem) : problem_(problem), all_(!problem.prepared) {}
     __device__ __forceinline__ void await(const Item& item) {
         if (!all_) all_ = await_heads(problem_, item.sequence.index, item.head, item.heads);
     }
+    /// Whether an item's rows are awaited tile by tile: those of heads that share keys come together (PrepareOrder).
+    __device__ __forceinline__ bool comes_by_rows(const Item& item) const { return !all_ && item.heads > 1; }
+    /// Behind await_rows.
+    __device__ __forceinline__ void share() { all_ = share_prepared(problem_); }
 
   private:
     const Problem& problem_;

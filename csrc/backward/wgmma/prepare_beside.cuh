@@ -1,13 +1,13 @@
-// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, and blocks of
-// the products begin on the other SMs at once: a block waits for the heads of its item (Prepared, planner.cuh). One grid
-// after the other, prepare would leave the tensor cores idle, and products HBM. Where items are few, all SMs prepare the
-// heads of the first ones before, by a grid of the same kernel.
+// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare rows in the order in which products come to
+// them (PrepareOrder), and blocks of the products begin on the other SMs at once: a block waits for the rows of its item
+// (Prepared, planner.cuh). One grid after the other, prepare would leave the tensor cores idle, and products HBM. Where items
+// are few and heads share no keys, all SMs prepare the heads of the first ones before, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
 // some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
 // and D.
 //
-// Roles: the last warp counts parts of heads when they are prepared. What it counts has to be written before: only this
+// Roles: the last warp counts parts of heads, or of stretches of their rows, when they are prepared. What it counts has to be written before: only this
 // warp waits for that.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
@@ -45,6 +45,10 @@ inline __host__ __device__ std::int64_t parts_of_head(const ForwardParams& p) {
 inline __host__ __device__ std::int64_t parts_of_all(const ForwardParams& p) {
     return parts_of_head(p) * p.batch * p.heads_q;
 }
+/// Parts of a stretch of rows that has a count.
+inline __host__ __device__ unsigned parts_of_stretch(const ForwardParams& p) {
+    return static_cast<unsigned>(prepared_groups(p) * (kRowGroup / rows_of_part(p)));
+}
 /// The blocks that prepare beside products, a sixth of the SMs; 0: each of their warps would have fewer than two parts,
 /// or there are too many.
 inline int prepare_blocks(const ForwardParams& p, const DeviceFacts& device) {
@@ -59,20 +63,51 @@ inline double prepared_bytes(const ForwardParams& p, std::int64_t parts) {
     return static_cast<double>(parts * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
 }
 
-/// Waits until the heads `first` to `first + heads - 1` of a batch entry are prepared. Returns whether all heads were.
-/// A thread that is ordered behind this warp may then read L and D of these heads, or ask for copies of them, and add
-/// to their dQ. A whole warp.
-__device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
+/// The order in which parts are prepared, that in which products come to their rows: one head after the other, or some heads
+/// together, a stretch of rows of each and then the next, from the last rows or from the first ones.
+struct PrepareOrder {
+    unsigned heads = 1;  // query heads that come together
+    bool last_first = false;
+
+    /// Which part comes as number `index`.
+    __device__ __forceinline__ unsigned part(const ForwardParams& p, unsigned index) const {
+        if (heads == 1) return index;
+        const auto of_head = static_cast<unsigned>(parts_of_head(p)), of_stretch = parts_of_stretch(p);
+        const unsigned all = static_cast<unsigned>(p.batch * p.heads_q), stretches = of_head / of_stretch;
+        const unsigned first = index / (heads * of_head) * heads, together = min(heads, all - first);
+        const unsigned at = index - first * of_head, nth = at / (together * of_stretch);
+        const unsigned within = at - nth * together * of_stretch;
+        const unsigned stretch = last_first ? stretches - 1 - nth : nth;
+        return (first + within / of_stretch) * of_head + stretch * of_stretch + within % of_stretch;
+    }
+};
+
+/// Waits until rows are prepared, of query head number `head` of all, from `first` to before `end`. One lane.
+__device__ __forceinline__ void await_rows(const Problem& problem, int head, int first, int end) {
     const ForwardParams& p = problem.forward;
-    const auto of_head = static_cast<unsigned>(parts_of_head(p)), all = static_cast<unsigned>(parts_of_all(p));
-    const unsigned* const counts = problem.prepared + 1 + (batch * p.heads_q + first);
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads; i += 32)
-        while (ptx::load_acquire(counts + i) != of_head) {
+    const auto parts = static_cast<unsigned>(parts_of_stretch(p));
+    const int rows = static_cast<int>(parts) * rows_of_part(p);
+    const unsigned* const counts = problem.prepared + 1 + head * (parts_of_head(p) / parts);
+    for (int i = first / rows; i * rows < end; ++i)
+        while (ptx::load_acquire(counts + i) != parts) {
         }
+}
+/// Behind await_rows of some lanes. A thread that is ordered behind this warp may then read L and D of these rows, or ask for
+/// copies of them, and add to their dQ. Returns whether all heads are prepared. A whole warp.
+__device__ __forceinline__ bool share_prepared(const Problem& problem) {
+    const auto all = static_cast<unsigned>(parts_of_all(problem.forward));
     const unsigned prepared = __shfl_sync(kWarpMask, ptx::load_acquire(problem.prepared), 0);  // the same for all lanes
     __syncwarp();  // what one lane knows of a head, all do
     ptx::fence_proxy_async_global();
     return prepared == all;
+}
+/// Both for the query heads `first` to `first + heads - 1` of a batch entry.
+__device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
+    const ForwardParams& p = problem.forward;
+    const int before = batch * static_cast<int>(p.heads_q) + first;
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads; i += 32)
+        await_rows(problem, before + i, 0, static_cast<int>(p.seqlen_q));
+    return share_prepared(problem);
 }
 
 /// Part number `part` of all heads' rows. A whole warp; T is the type of o.
@@ -133,10 +168,10 @@ struct PrepareBesideMemory {
     Slot slot[kRounds];  // full when all parts of a round are prepared, empty when they are counted
 };
 
-/// Prepares parts `begin` to `end - 1` of all heads' rows.
+/// Prepares the parts that come as numbers `begin` to `end - 1`.
 template <class T>
 __global__ void __launch_bounds__(kPrepareThreads, 1)
-    prepare_beside(const __grid_constant__ Problem problem, unsigned begin, unsigned end) {
+    prepare_beside(const __grid_constant__ Problem problem, PrepareOrder order, unsigned begin, unsigned end) {
     // In this order: the products' grid begins when all blocks have come here, does not wait, and finds the queue, the
     // counts and the sums of parts that the grids before have made
     ptx::wait_for_previous_grids();
@@ -148,13 +183,13 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
         ptx::barrier_init_fence();
     }
     __syncthreads();
-    const auto of_head = static_cast<unsigned>(parts_of_head(problem.forward));
+    const auto of_stretch = parts_of_stretch(problem.forward);
     RingPlace<PrepareBesideMemory::kRounds> round;
     for (unsigned first = begin + blockIdx.x; first < end; first += gridDim.x * kPreparers, round.advance()) {
         Slot& slot = smem.slot[round.stage];
         if (warp < kPreparers) {
             const unsigned part = first + gridDim.x * warp;
-            if (part < end) prepare_part<T>(problem, part);
+            if (part < end) prepare_part<T>(problem, order.part(problem.forward, part));
             __syncwarp();
             if (lane > 0) continue;
             ptx::barrier_wait(&slot.empty, round.parity ^ 1);
@@ -163,7 +198,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 1)
             ptx::barrier_wait(&slot.full, round.parity);
             const unsigned part = first + gridDim.x * lane;  // of the warp of that number
             const bool prepared = lane < kPreparers && part < end;
-            if (prepared) ptx::add_release(problem.prepared + 1 + part / of_head, 1);
+            if (prepared) ptx::add_release(problem.prepared + 1 + order.part(problem.forward, part) / of_stretch, 1);
             const auto count = static_cast<unsigned>(__popc(__ballot_sync(kWarpMask, prepared)));
             if (lane > 0) continue;
             ptx::add_release(problem.prepared, count);

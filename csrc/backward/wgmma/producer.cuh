@@ -40,9 +40,11 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     }
 
   private:
-    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it.
+    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it. While rows of heads
+    /// that share keys are prepared, they are awaited for some tiles at a time.
     __device__ __forceinline__ void load_item(const Item& item) {
-        prepared_.await(item);
+        const bool by_rows = prepared_.comes_by_rows(item);
+        if (!by_rows) prepared_.await(item);
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
         const RowsCopy own{smem_.k[keys_.stage]};
         Slot& slot = smem_.key_slot[keys_.stage];
@@ -55,24 +57,38 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         }
         keys_.advance();
         if constexpr (!kValuesLate) load_values(item);
-        for (int first = 0; first < item.tiles; first += Tile::kTilesAtOnce)
-            load_facts(item, first, kValuesLate && first == 0);
+        constexpr int kAwaited = Tile::kTilesAtOnce < 8 ? Tile::kTilesAtOnce : 8;  // about a tile of each head
+        const int at_once = by_rows ? kAwaited : Tile::kTilesAtOnce;
+        for (int first = 0; first < item.tiles; first += at_once) {
+            if (by_rows) await_rows(item, first, kAwaited);
+            load_facts(item, first, at_once, kValuesLate && first == 0);
+        }
+    }
+    /// Waits until the rows of `count` tiles are prepared, each lane for those of one.
+    __device__ __forceinline__ void await_rows(const Item& item, int first, int count) {
+        const int tile = first + lane_;
+        if (lane_ < count && tile < item.tiles) {
+            const QueryPlace at = QueryPlace::of<Tile>(item, tile);
+            const int head = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + at.head;
+            wgmma::await_rows(problem_, head, at.row, min(at.row + Tile::kQueries, item.sequence.seqlen_q));
+        }
+        prepared_.share();
     }
     __device__ __forceinline__ void load_values(const Item& item) {
         load_keys(maps_.v, smem_.value_slot[values_.stage], values_.parity, item, RowsCopy{smem_.v[values_.stage]});
         values_.advance();
     }
 
-    /// What is to be known of kTilesAtOnce tiles of queries, from the item's tile `first` on. Each lane finds it out of one
+    /// What is to be known of `at_once` tiles of queries, from the item's tile `first` on. Each lane finds it out of one
     /// tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
     ///
     /// The place of L and D is empty when the copies of the tile two before were asked for: the tile four before, which
     /// was there, has left Q's place to these. When this begins, copies of the tile three before the first were asked for,
     /// so that the tile five before is done, whose dQ is late by one more; or in a pair, where dO leaves early, the tile six
     /// before.
-    __device__ __forceinline__ void load_facts(const Item& item, int first, bool then_values) {
+    __device__ __forceinline__ void load_facts(const Item& item, int first, int at_once, bool then_values) {
         const Sequence& sequence = item.sequence;
-        const int count = min(Tile::kTilesAtOnce, item.tiles - first), own = min(lane_, count - 1);
+        const int count = min(at_once, item.tiles - first), own = min(lane_, count - 1);
         const QueryPlace at = QueryPlace::of<Tile>(item, first + own);
         const int group = static_cast<int>(first_group(problem_, sequence, at.head)) + at.row / kRowGroup;
         const int existing = min(Tile::kQueries, sequence.seqlen_q - at.row);
@@ -84,6 +100,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         group_before_ = last;
         const unsigned ends = __ballot_sync(kWarpMask, rows < Tile::kQueries);
         const void* const from = facts_from(sequence, at, group);
+        const int takes_next = max(item.tiles - kTilesAhead, 0) - first;  // with which tile of these
 #pragma unroll 1
         for (int i = 0; i < count; ++i, ++tiles_) {
             __syncwarp();  // no lane misses a phase
@@ -102,8 +119,7 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
                 ptx::bulk_load(&facts, from, bytes, full);
             }
             if (then_values && i == 0) load_values(item);
-            if (plans_ahead<kPass>() && lane_ == 0 && first + i == max(item.tiles - kTilesAhead, 0))
-                ptx::barrier_arrive(&smem_.take_next);
+            if (plans_ahead<kPass>() && lane_ == 0 && i == takes_next) ptx::barrier_arrive(&smem_.take_next);
         }
     }
     /// Waits until copies of a tile's Q and dO were asked for.

@@ -4,7 +4,7 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_bf16_shapes() {
-    return join({wgmma::shapes<bf16, Problems::kPlain, Pass::kFused>(),
+    return join({wgmma::shapes<bf16, Problems::kPlain, Pass::kFused, wgmma::kPlainShapes>(),
                  wgmma::shapes<bf16, Problems::kPacked, Pass::kFused>()});
 }
 }  // namespace flash_wmma::backward

@@ -4,7 +4,7 @@
 
 namespace flash_wmma::backward {
 std::vector<Shape> sm90_half_shapes() {
-    return join({wgmma::shapes<half, Problems::kPlain, Pass::kFused>(),
+    return join({wgmma::shapes<half, Problems::kPlain, Pass::kFused, wgmma::kPlainShapes>(),
                  wgmma::shapes<half, Problems::kPacked, Pass::kFused>()});
 }
 }  // namespace flash_wmma::backward
