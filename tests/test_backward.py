@@ -579,6 +579,26 @@ def test_products_wait_for_what_is_prepared(
             assert (a - b).abs().max() <= 0.03 * b.abs().max()
 
 
+@pytest.mark.skipif(not (on_gpu() and torch.cuda.get_device_capability() == (9, 0)), reason="no Hopper GPU")
+def test_rows_that_no_item_comes_to() -> None:
+    """Most rows see no key, and are prepared when the products have ended. Then their heads become dq."""
+    batch, hq, hk, nq, nk, d = 2, 32, 8, 32768, 2944, 128
+    shapes = ((batch, hq, nq, d), (batch, hk, nk, d), (batch, hk, nk, d))
+    leaves = [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+    dout = torch.randn_like(leaves[0])
+
+    def of_kernel(name: str) -> Tensor:
+        return flash_wmma.forward(*leaves, causal="bottom_right", backward_kernel=name)
+
+    expected = torch.autograd.grad(of_kernel("bwd_sm80"), leaves, dout)
+    out = of_kernel("bwd_sm90")
+    for _ in range(3):
+        with poisoned_memory():
+            got = torch.autograd.grad(out, leaves, dout, retain_graph=True)
+        for a, b in zip(got, expected, strict=True):
+            assert (a - b).abs().max() <= 0.03 * b.abs().max()
+
+
 def test_large_and_small_rows(backward_target: BackwardTarget) -> None:
     """Scores far apart: the recomputed weights neither overflow nor vanish."""
     kernel, dtype = backward_target

@@ -394,7 +394,7 @@ def test_few_grouped_items_beside_prepare(case: Case) -> None:
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("case", [Case(130, 130), Case(300, 300, Mask(True), heads=(4, 2), batch=2)], ids=str)
 def test_additions_fill_sectors(d: int, case: Case) -> None:
-    """dQ's buffer begins with a cache line, whatever comes before it in the workspace: the queue, or counts too."""
+    """dQ's buffer begins with a sector at least, whatever comes before it: the queue, or counts too."""
     (counts,) = [grid["counts"] for grid in profiled(case, d, sm_count=2) if "::backward<" in grid["kernel"]]
     additions = max((count for count in counts if count["what"] == "atomic"), key=lambda count: int(count["lanes"]))
     assert additions["lanes"] == 32 * additions["instructions"]

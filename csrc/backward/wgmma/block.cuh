@@ -141,7 +141,7 @@ constexpr bool takes_parts() {
 }
 
 /// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs what it
-/// gains (docs/tuning/hopper_backward.md), unless items are few: these have an instance of their own.
+/// gains (docs/tuning/hopper_backward.md), unless items are few and equal: these have an instance of their own.
 template <class Tile, Pass kPass>
 constexpr bool can_count_items() {
     return kPass == Pass::kFused && Tile::kCountsItems;

@@ -196,11 +196,12 @@ struct Beside {
     wgmma::PrepareOrder order{};
 };
 /// Where query heads share keys and items come in batches, all blocks walk through the rows of a batch's heads together, first
-/// from the last rows on, or from the first ones if the band hides keys on the left.
+/// from the last rows on, or from the first ones if the band hides keys on the left. Batches of heads may differ by one from
+/// those of items (mixed_in_batches). Above d = 128 one head after the other: no other order was measured there.
 wgmma::PrepareOrder prepare_order(const BackwardParams& params, const Shape& shape, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     const bool left = p.band.left < kUnbounded, right = p.band.right < kUnbounded;
-    if (shape.pass != Pass::kFused || p.heads_q == p.heads_k || left == right) return {};
+    if (is_wide(params) || shape.pass != Pass::kFused || p.heads_q == p.heads_k || left == right) return {};
     const auto items = static_cast<unsigned>(items_of(p, shape) / (p.batch * p.heads_k));  // of a head of keys
     const unsigned heads = wgmma::heads_of_first_items(p, items, static_cast<unsigned>(workers));
     return {heads * static_cast<unsigned>(p.heads_q / p.heads_k), right};

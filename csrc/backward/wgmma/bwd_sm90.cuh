@@ -470,8 +470,8 @@ constexpr TileShape counting(TileShape shape) {
     shape.counts_items = true;
     return shape;
 }
-/// Of plain problems: with one more for few items. It has to come behind its like, and before the next d, since the first one
-/// that fits is taken (choose_shape).
+/// Of plain problems: with one more for few equal items. It has to come behind its like, and before the next d, since the first
+/// one that fits is taken (choose_shape).
 inline constexpr TileShape kPlainShapes[] = {kShapes[0], counting(kShapes[0]), kShapes[1], kShapes[2]};
 constexpr TileShape in_ring(TileShape shape) {
     shape.ring = true;

@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "backward/wgmma/block.cuh"
+#include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/store_rows.cuh"
 #include "device/backward_rows.cuh"
 #include "device/constants.cuh"
@@ -139,6 +140,7 @@ __device__ __forceinline__ void take_parts(const Problem& problem, FinishMemory&
         while (ptx::load_acquire(problem.added + head) != items) {
         }
     };
+    await_all_rows(problem);  // also those that no item comes to: their dQ is cleared, and their L and D lie in dq
     unsigned first = 0, complete = 0;  // up to which head those were awaited whose facts lie in dq
     for (RingPlace<FinishMemory::kStages> place; first < all; place.advance()) {
         first = uniform(lane == 0 ? atomicAdd(&problem.queue->finished, unsigned{kFinishers}) : 0u);

@@ -7,28 +7,10 @@
 #include <type_traits>
 
 #include "backward/wgmma/block.cuh"
-#include "backward/wgmma/prepare_beside.cuh"
 #include "device/nothing.cuh"
 #include "device/pipeline.cuh"
 
 namespace flash_wmma::backward::wgmma {
-
-/// Whether rows of items are prepared, which a warp waits for if that is done beside products.
-class Prepared {
-  public:
-    __device__ __forceinline__ explicit Prepared(const Problem& problem) : problem_(problem), all_(!problem.prepared) {}
-    __device__ __forceinline__ void await(const Item& item) {
-        if (!all_) all_ = await_heads(problem_, item.sequence.index, item.head, item.heads);
-    }
-    /// Whether an item's rows are awaited tile by tile: those of heads that share keys come together (PrepareOrder).
-    __device__ __forceinline__ bool comes_by_rows(const Item& item) const { return !all_ && item.heads > 1; }
-    /// Behind await_rows.
-    __device__ __forceinline__ void share() { all_ = share_prepared(problem_); }
-
-  private:
-    const Problem& problem_;
-    bool all_;
-};
 
 /// Whether a warp of its own says what the items are, and not the producer: only where dQ is added without turns. Two
 /// passes, whose items no additions to dQ delay, took longer so (docs/tuning/hopper_backward.md). With turns an item is taken late, when it can
@@ -53,8 +35,7 @@ class Planner {
           workers_(workers),
           lane_(static_cast<int>(threadIdx.x) % 32),
           items_(items),
-          of_pair_(shared.pair),
-          prepared_(problem) {
+          of_pair_(shared.pair) {
         // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
         // In a ring it waits for all of its batch (await_batch)
         const bool waits =
@@ -80,7 +61,6 @@ class Planner {
         Item item{};
         if (index_ < items_) item = item_of<Tile, kProblems, kPass>(problem_, index_, workers_);
         else item.tiles = -1;
-        if (item.tiles == 0) prepared_.await(item);  // who counts it knows that dQ's buffer was cleared
         publish(smem_, place_, item);
         return item;
     }
@@ -119,7 +99,6 @@ class Planner {
     int before_;  // items that no block takes from the queue
     int index_;   // of the item that was taken last
     std::conditional_t<Tile::kPaired, PairedItems<decltype(SharedMemory<Tile>::pair)>, Nothing> of_pair_;
-    Prepared prepared_;
     RingPlace<Tile::kPlans> place_;
 };
 

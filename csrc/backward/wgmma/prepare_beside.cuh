@@ -1,14 +1,15 @@
-// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare rows in the order in which products come to
-// them (PrepareOrder), and blocks of the products begin on the other SMs at once: a block waits for the rows of its item
-// (Prepared, planner.cuh). One grid after the other, prepare would leave the tensor cores idle, and products HBM. Where items
-// are few and heads share no keys, all SMs prepare the heads of the first ones before, by a grid of the same kernel.
+// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, or rows of some
+// heads in the order in which products come to them (PrepareOrder). Blocks of the products begin on the other SMs at once: a
+// block waits for the rows of its item (Prepared, producer.cuh). One grid after the other, prepare would leave the tensor
+// cores idle, and products HBM. Where items are few, all SMs may prepare the heads of the first ones before, by a grid of the
+// same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
 // some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
 // and D.
 //
-// Roles: the last warp counts parts of heads, or of stretches of their rows, when they are prepared. What it counts has to be written before: only this
-// warp waits for that.
+// Roles: the last warp counts parts of heads, or of stretches of their rows, when they are prepared. What it counts has to be
+// written before: only this warp waits for that.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
 #pragma once
@@ -101,13 +102,22 @@ __device__ __forceinline__ bool share_prepared(const Problem& problem) {
     ptx::fence_proxy_async_global();
     return prepared == all;
 }
-/// Both for the query heads `first` to `first + heads - 1` of a batch entry.
-__device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
+/// Both for all rows of `heads` query heads from number `first` of all on. Their counts are neighbours.
+__device__ __forceinline__ bool await_heads(const Problem& problem, int first, int heads) {
     const ForwardParams& p = problem.forward;
-    const int before = batch * static_cast<int>(p.heads_q) + first;
-    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads; i += 32)
-        await_rows(problem, before + i, 0, static_cast<int>(p.seqlen_q));
+    const unsigned parts = parts_of_stretch(p);
+    const int of_head = static_cast<int>(parts_of_head(p) / parts);
+    const unsigned* const counts = problem.prepared + 1 + std::int64_t{first} * of_head;
+    for (int i = static_cast<int>(threadIdx.x) % 32; i < heads * of_head; i += 32)
+        while (ptx::load_acquire(counts + i) != parts) {
+        }
     return share_prepared(problem);
+}
+/// Waits until all rows are prepared. One lane.
+__device__ __forceinline__ void await_all_rows(const Problem& problem) {
+    const auto all = static_cast<unsigned>(parts_of_all(problem.forward));
+    while (ptx::load_acquire(problem.prepared) != all) {
+    }
 }
 
 /// Part number `part` of all heads' rows. A whole warp; T is the type of o.

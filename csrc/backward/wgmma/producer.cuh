@@ -8,10 +8,38 @@
 #include "backward/wgmma/copies.cuh"
 #include "backward/wgmma/finish_beside.cuh"
 #include "backward/wgmma/planner.cuh"
+#include "backward/wgmma/prepare_beside.cuh"
 #include "backward/wgmma/turns.cuh"
 #include "device/constants.cuh"
 
 namespace flash_wmma::backward::wgmma {
+
+/// Whether rows are prepared, which a warp waits for if that is done beside products.
+class Prepared {
+  public:
+    __device__ __forceinline__ explicit Prepared(const Problem& problem) : problem_(problem), all_(!problem.prepared) {}
+    __device__ __forceinline__ bool all() const { return all_; }
+    /// All rows of an item's heads.
+    __device__ __forceinline__ void await_heads(const Item& item) {
+        const int first = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + item.head;
+        all_ = wgmma::await_heads(problem_, first, item.heads);
+    }
+    /// The rows of so many of an item's tiles, from tile number `first` on. Each lane waits for those of one.
+    template <class Tile>
+    __device__ __forceinline__ void await_tiles(const Item& item, int first, int count) {
+        const int lane = static_cast<int>(threadIdx.x) % 32;
+        if (lane < min(count, item.tiles - first)) {
+            const QueryPlace at = QueryPlace::of<Tile>(item, first + lane);
+            const int head = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + at.head;
+            await_rows(problem_, head, at.row, min(at.row + Tile::kQueries, item.sequence.seqlen_q));
+        }
+        all_ = share_prepared(problem_);
+    }
+
+  private:
+    const Problem& problem_;
+    bool all_;
+};
 
 /// One warp: copies K and V of each item, and L and D of its tiles, each as soon as its place is empty. Another one copies Q
 /// and dO (copies.cuh).
@@ -40,12 +68,12 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     }
 
   private:
-    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it. While rows of heads
-    /// that share keys are prepared, they are awaited for some tiles at a time.
+    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it. Where heads share keys,
+    /// rows that are prepared meanwhile are awaited for some tiles at a time.
     __device__ __forceinline__ void load_item(const Item& item) {
-        const bool by_rows = prepared_.comes_by_rows(item);
-        if (!by_rows) prepared_.await(item);
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
+        const bool by_tiles = !Tile::kTwoRoles && !prepared_.all() && item.heads > 1;
+        if (!by_tiles && !prepared_.all()) prepared_.await_heads(item);
         const RowsCopy own{smem_.k[keys_.stage]};
         Slot& slot = smem_.key_slot[keys_.stage];
         if constexpr (Tile::kPaired) {
@@ -58,21 +86,11 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         keys_.advance();
         if constexpr (!kValuesLate) load_values(item);
         constexpr int kAwaited = Tile::kTilesAtOnce < 8 ? Tile::kTilesAtOnce : 8;  // about a tile of each head
-        const int at_once = by_rows ? kAwaited : Tile::kTilesAtOnce;
+        const int at_once = by_tiles ? kAwaited : Tile::kTilesAtOnce;
         for (int first = 0; first < item.tiles; first += at_once) {
-            if (by_rows) await_rows(item, first, kAwaited);
+            if (by_tiles && !prepared_.all()) prepared_.template await_tiles<Tile>(item, first, kAwaited);
             load_facts(item, first, at_once, kValuesLate && first == 0);
         }
-    }
-    /// Waits until the rows of `count` tiles are prepared, each lane for those of one.
-    __device__ __forceinline__ void await_rows(const Item& item, int first, int count) {
-        const int tile = first + lane_;
-        if (lane_ < count && tile < item.tiles) {
-            const QueryPlace at = QueryPlace::of<Tile>(item, tile);
-            const int head = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + at.head;
-            wgmma::await_rows(problem_, head, at.row, min(at.row + Tile::kQueries, item.sequence.seqlen_q));
-        }
-        prepared_.share();
     }
     __device__ __forceinline__ void load_values(const Item& item) {
         load_keys(maps_.v, smem_.value_slot[values_.stage], values_.parity, item, RowsCopy{smem_.v[values_.stage]});
