@@ -139,17 +139,6 @@ struct Problem : BackwardParams {
     unsigned* added = nullptr;
     int leaving_blocks = 0, leaving_item = 0;
 };
-/// Of rows that are prepared beside products: how many groups of a head make a stretch that has a count. All, unless query
-/// heads share keys: there a block comes to the same rows of several heads before it comes to the next ones.
-inline __host__ __device__ std::int64_t prepared_groups(const ForwardParams& p) {
-    const std::int64_t of_head = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
-    return p.heads_q == p.heads_k ? of_head : of_head % 2 ? 1 : 2;
-}
-/// Counts of Problem::prepared: of all heads, and of each stretch.
-inline __host__ __device__ std::int64_t prepared_counts(const ForwardParams& p) {
-    const std::int64_t of_head = (p.seqlen_q + kRowGroup - 1) / kRowGroup;
-    return of_head == 0 ? 1 : 1 + p.batch * p.heads_q * (of_head / prepared_groups(p));
-}
 /// The first group of rows of a sequence's head, in dQ's buffer and among the facts.
 __device__ __forceinline__ std::int64_t first_group(const Problem& problem, const Sequence& sequence, int head) {
     const ForwardParams& p = problem.forward;
@@ -196,11 +185,26 @@ __device__ __forceinline__ void store_facts(const Problem& problem, std::int64_t
     }
 }
 
+/// Groups of rows of a head, where sequences are not packed.
+inline __host__ __device__ std::int64_t groups_of_head(const ForwardParams& p) {
+    return (p.seqlen_q + kRowGroup - 1) / kRowGroup;
+}
 /// Groups of rows of all heads.
 inline std::int64_t row_groups(const ForwardParams& p) {
     const Sequences& s = p.sequences;
-    return p.heads_q * (s.cu_seqlens_q ? packed_tiles(s.total_q, p.batch, kRowGroup)
-                                       : (p.seqlen_q + kRowGroup - 1) / kRowGroup * p.batch);
+    return p.heads_q * (s.cu_seqlens_q ? packed_tiles(s.total_q, p.batch, kRowGroup) : groups_of_head(p) * p.batch);
+}
+
+/// Of rows that are prepared beside products: how many groups of a head make a stretch that has a count. All, unless query
+/// heads share keys: there a block comes to the same rows of several heads before it comes to the next ones.
+inline __host__ __device__ std::int64_t prepared_groups(const ForwardParams& p) {
+    const std::int64_t of_head = groups_of_head(p);
+    return p.heads_q == p.heads_k ? of_head : of_head % 2 ? 1 : 2;
+}
+/// Counts of Problem::prepared: of all heads, and of each stretch.
+inline __host__ __device__ std::int64_t prepared_counts(const ForwardParams& p) {
+    const std::int64_t of_head = groups_of_head(p);
+    return of_head == 0 ? 1 : 1 + p.batch * p.heads_q * (of_head / prepared_groups(p));
 }
 
 /// Facts of rows 0 and 1 of a sequence's head.
@@ -270,7 +274,7 @@ __device__ inline RowGroup row_group(const ForwardParams& p, unsigned index) {
             packed_tile(s.cu_seqlens_q, p.batch, s.total_q, kRowGroup, static_cast<int>(index % tiles));
         return {sequence(p, found.sequence), static_cast<int>(index / tiles), found.tile * kRowGroup};
     }
-    const auto tiles = static_cast<unsigned>((p.seqlen_q + kRowGroup - 1) / kRowGroup);
+    const auto tiles = static_cast<unsigned>(groups_of_head(p));
     const unsigned slice = index / tiles;
     return {sequence(p, static_cast<int>(slice / heads)), static_cast<int>(slice % heads),
             static_cast<int>(index % tiles) * kRowGroup};

@@ -448,28 +448,18 @@ Shape shape() {
     return shape_of_tile<Tile, kProblems, kPass, backward<Tile, kProblems, kPass>>();
 }
 
-/// The shapes that ship (docs/tuning/hopper_backward.md).
-inline constexpr TileShape kShapes[] = {
-    {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true, .stages_rows = true},
-    {.d = 96,
-     .queries = 64,
-     .value_stages = 1,
-     .stores_first = true,
-     .folds_facts = true,
-     .stages_rows = true,
-     .counts_items = true},
-    {.d = 128,
-     .queries = 64,
-     .value_stages = 1,
-     .stores_first = true,
-     .folds_facts = true,
-     .stages_rows = true,
-     .counts_items = true},
-};
 constexpr TileShape counting(TileShape shape) {
     shape.counts_items = true;
     return shape;
 }
+/// The shapes that ship (docs/tuning/hopper_backward.md).
+inline constexpr TileShape kShapes[] = {
+    {.d = 64, .queries = 128, .stores_first = true, .folds_facts = true, .stages_rows = true},
+    counting(
+        {.d = 96, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true}),
+    counting(
+        {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true}),
+};
 /// Of plain problems: with one more for few equal items. It has to come behind its like, and before the next d, since the first
 /// one that fits is taken (choose_shape).
 inline constexpr TileShape kPlainShapes[] = {kShapes[0], counting(kShapes[0]), kShapes[1], kShapes[2]};

@@ -4,7 +4,8 @@
 //
 // Algorithm: what finish does (device/backward_rows.cuh), of dense problems. The products count items, each for its head of
 // keys, when all of its dQ has been added (count_items). Parts of 16 rows of dQ's buffer have an order, that of the heads.
-// A block takes one for each of its warps, waits until their heads have the counts of all items, and brings the parts to dq.
+// A block waits until all rows are prepared. Then it takes a part for each of its warps, waits until their heads have the
+// counts of all items, and brings the parts to dq.
 //
 // Roles: a lane of the last warp for each of the others takes that warp's parts, waits for their heads, and asks for copies
 // to shared memory, some parts ahead. Memory answers late while the products add to dQ, so much has to be under way.
@@ -36,7 +37,7 @@ inline constexpr int kFinishers = 9, kFinishThreads = 32 * (kFinishers + 1);
 inline constexpr int kFinishedRows = 16, kFinishedColumns = 128;
 /// Parts of the rows of a head of keys; of all heads.
 inline __host__ __device__ std::int64_t finished_parts_of_head(const ForwardParams& p) {
-    return (p.seqlen_q + kRowGroup - 1) / kRowGroup * (kRowGroup / kFinishedRows) * (p.heads_q / p.heads_k);
+    return groups_of_head(p) * (kRowGroup / kFinishedRows) * (p.heads_q / p.heads_k);
 }
 inline __host__ __device__ std::int64_t finished_parts(const ForwardParams& p) {
     return finished_parts_of_head(p) * p.batch * p.heads_k;

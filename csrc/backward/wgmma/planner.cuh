@@ -13,8 +13,8 @@
 namespace flash_wmma::backward::wgmma {
 
 /// Whether a warp of its own says what the items are, and not the producer: only where dQ is added without turns. Two
-/// passes, whose items no additions to dQ delay, took longer so (docs/tuning/hopper_backward.md). With turns an item is taken late, when it can
-/// begin: behind a long one it would wait, and so would all that follow it.
+/// passes, whose items no additions to dQ delay, took longer so (docs/tuning/hopper_backward.md). With turns an item is
+/// taken late, when it can begin: behind a long one it would wait, and so would all that follow it.
 template <Pass kPass>
 constexpr bool plans_ahead() {
     return kPass == Pass::kFused;

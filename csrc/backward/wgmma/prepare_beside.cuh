@@ -41,7 +41,7 @@ inline constexpr int kPreparers = kPrepareThreads / 32 - 1;
 inline __host__ __device__ int rows_of_part(const ForwardParams& p) { return p.head_dim > 64 ? 16 : 32; }
 /// Parts of a head's rows, those included that fill up its last group; of all heads.
 inline __host__ __device__ std::int64_t parts_of_head(const ForwardParams& p) {
-    return (p.seqlen_q + kRowGroup - 1) / kRowGroup * (kRowGroup / rows_of_part(p));
+    return groups_of_head(p) * (kRowGroup / rows_of_part(p));
 }
 inline __host__ __device__ std::int64_t parts_of_all(const ForwardParams& p) {
     return parts_of_head(p) * p.batch * p.heads_q;
@@ -83,12 +83,17 @@ struct PrepareOrder {
     }
 };
 
-/// Waits until rows are prepared, of query head number `head` of all, from `first` to before `end`. One lane.
-__device__ __forceinline__ void await_rows(const Problem& problem, int head, int first, int end) {
+/// The counts of a head's stretches, behind which come those of the next head.
+__device__ __forceinline__ const unsigned* prepared_of(const Problem& problem, int batch, int head) {
+    const ForwardParams& p = problem.forward;
+    return problem.prepared + 1 + (batch * p.heads_q + head) * (parts_of_head(p) / parts_of_stretch(p));
+}
+/// Waits until a query head's rows are prepared, from row `first` to before row `end`. One lane.
+__device__ __forceinline__ void await_rows(const Problem& problem, int batch, int head, int first, int end) {
     const ForwardParams& p = problem.forward;
     const auto parts = static_cast<unsigned>(parts_of_stretch(p));
     const int rows = static_cast<int>(parts) * rows_of_part(p);
-    const unsigned* const counts = problem.prepared + 1 + head * (parts_of_head(p) / parts);
+    const unsigned* const counts = prepared_of(problem, batch, head);
     for (int i = first / rows; i * rows < end; ++i)
         while (ptx::load_acquire(counts + i) != parts) {
         }
@@ -102,12 +107,12 @@ __device__ __forceinline__ bool share_prepared(const Problem& problem) {
     ptx::fence_proxy_async_global();
     return prepared == all;
 }
-/// Both for all rows of `heads` query heads from number `first` of all on. Their counts are neighbours.
-__device__ __forceinline__ bool await_heads(const Problem& problem, int first, int heads) {
+/// Both for all rows of the query heads `first` to `first + heads - 1` of a batch entry.
+__device__ __forceinline__ bool await_heads(const Problem& problem, int batch, int first, int heads) {
     const ForwardParams& p = problem.forward;
     const unsigned parts = parts_of_stretch(p);
     const int of_head = static_cast<int>(parts_of_head(p) / parts);
-    const unsigned* const counts = problem.prepared + 1 + std::int64_t{first} * of_head;
+    const unsigned* const counts = prepared_of(problem, batch, first);
     for (int i = static_cast<int>(threadIdx.x) % 32; i < heads * of_head; i += 32)
         while (ptx::load_acquire(counts + i) != parts) {
         }

@@ -21,8 +21,7 @@ class Prepared {
     __device__ __forceinline__ bool all() const { return all_; }
     /// All rows of an item's heads.
     __device__ __forceinline__ void await_heads(const Item& item) {
-        const int first = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + item.head;
-        all_ = wgmma::await_heads(problem_, first, item.heads);
+        all_ = wgmma::await_heads(problem_, item.sequence.index, item.head, item.heads);
     }
     /// The rows of so many of an item's tiles, from tile number `first` on. Each lane waits for those of one.
     template <class Tile>
@@ -30,8 +29,8 @@ class Prepared {
         const int lane = static_cast<int>(threadIdx.x) % 32;
         if (lane < min(count, item.tiles - first)) {
             const QueryPlace at = QueryPlace::of<Tile>(item, first + lane);
-            const int head = item.sequence.index * static_cast<int>(problem_.forward.heads_q) + at.head;
-            await_rows(problem_, head, at.row, min(at.row + Tile::kQueries, item.sequence.seqlen_q));
+            const Sequence& of = item.sequence;
+            await_rows(problem_, of.index, at.head, at.row, min(at.row + Tile::kQueries, of.seqlen_q));
         }
         all_ = share_prepared(problem_);
     }

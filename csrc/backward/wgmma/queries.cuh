@@ -142,9 +142,7 @@ class QueriesProducer : CopyingWarp<QueriesMemory<Tile>, kProblems> {
         bool prepared = !problem_.prepared;
         for (int index = uniform(first); index < items;) {
             const QueriesItem item = queries_item<Tile, kProblems>(problem_, index);
-            if (!prepared)
-                prepared = await_heads(problem_,
-                                       item.sequence.index * static_cast<int>(problem_.forward.heads_q) + item.head, 1);
+            if (!prepared) prepared = await_heads(problem_, item.sequence.index, item.head, 1);
             publish(smem_, plan_, item);
             for (int n = 0; n < item.tiles; ++n) copy(item, item.last - n * Tile::kStream);
             index = uniform(taken()) + workers.count;
