@@ -355,6 +355,53 @@ def test_few_equal_items_beside_prepare(d: int) -> None:
     check(case, d, dtype=torch.bfloat16, sm_count=6)
 
 
+def prepared_parts(grid: dict[str, Any]) -> int:
+    """How many parts of rows a grid of prepare_beside counts: a lane each, in one atomic instruction of its code."""
+    return max(count["lanes"] for count in grid["counts"] if count["what"] == "atomic")
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("case", "sm_count", "heads", "finishes"),
+    [
+        (Case(700, 1000, heads=(8, 2)), 6, 4, True),
+        (Case(700, 700, Mask(True), heads=(12, 3)), 10, 12, False),  # all heads come together
+        (Case(700, 700, Mask(window=(0, None)), heads=(12, 3)), 10, 12, False),
+    ],
+    ids=["equal items", "causal", "reverse causal"],
+)
+def test_first_rows_are_prepared_ahead(d: int, case: Case, sm_count: int, heads: int, finishes: bool) -> None:
+    """Where heads share keys and items are few: 512 rows of the first items' heads by all SMs, the others by one of
+    those that lack an item in the last round. Heads that come together are complete at the end."""
+    grids = profiled(case, d, sm_count=sm_count, memory_bus=memory_bus(slow=False))
+    ahead, others = (grid for grid in grids if "prepare_beside" in grid["kernel"])
+    rows_of_part = 32 if d == 64 else 16
+    assert prepared_parts(ahead) == heads * 512 // rows_of_part
+    assert prepared_parts(others) == (case.heads[0] * 704 - heads * 512) // rows_of_part
+    assert ahead["grid"] == [sm_count, 1, 1] and others["grid"] == [1, 1, 1]
+    assert any("finish_beside" in grid["kernel"] for grid in grids) == finishes
+    check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
+@pytest.mark.parametrize(
+    ("d", "sm_count", "ahead", "finishes"),
+    [
+        (64, 12, True, False),  # one of two blocks has time for all other rows
+        (64, 6, False, False),  # one has not
+        (128, 12, False, False),  # all heads come together
+        (128, 6, False, True),
+    ],
+)
+def test_few_grouped_items_of_two_rounds(d: int, sm_count: int, ahead: bool, finishes: bool) -> None:
+    """Where no heads become dq one by one, no more blocks prepare than have to, if they are in time."""
+    case = Case(600, 700, Mask(True), heads=(8, 4))
+    grids = profiled(case, d, sm_count=sm_count, memory_bus=memory_bus(slow=False))
+    blocks = [grid["grid"][0] for grid in grids if "prepare_beside" in grid["kernel"]]
+    assert blocks == ([sm_count, 1] if ahead else [sm_count // 6])
+    assert any("finish_beside" in grid["kernel"] for grid in grids) == finishes
+    check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
+
+
 @pytest.mark.parametrize("d", [72, 128])
 @pytest.mark.parametrize(
     ("case", "grids"),

@@ -454,6 +454,23 @@ def test_splits_of_every_head_dim(target: Target, d: int, size: int) -> None:
                 check_each(target, q, cache, run(target, q, cache))
 
 
+@pytest.mark.parametrize("heads", [20, 40])
+def test_tiles_of_an_a100(heads: int) -> None:
+    """Its multiprocessor does not hold two blocks with an H200's tiles for more than 16 rows."""
+    (kernel,) = (kernel for kernel in flash_wmma.kernels() if kernel.name == "mma_sm80")
+    cpu = dataclasses.replace(kernel, device="cpu"), torch.float16
+    cache = paged(cpu, (150, 3, 260), 16, heads=1, d=128)
+    q = queries(cpu, 3, heads, 1, 128)
+    names = []
+    for arch in (80, 90):
+        with _runtime.alone(), flash_wmma.emulator.settings(counters=True, arch=arch, sm_count=3):
+            _runtime.take_profile()
+            result = run(cpu, q, cache)
+            names.append(json.loads(_runtime.take_profile())[0]["kernel"])
+        check_each(cpu, q, cache, result)
+    assert names[0] != names[1]
+
+
 @needs(CACHE, splits, natural)
 def test_one_long_sequence_among_many(target: Target) -> None:
     """More sequences than a warp has lanes, one of which has most of the keys."""

@@ -1,6 +1,7 @@
 // bwd_sm90: the choice among its instances, and its row in the registry.
 // architectures: 9.0a
 #include <algorithm>
+#include <cmath>
 
 #include "backward/wgmma/finish_beside.cuh"
 #include "backward/wgmma/order.cuh"
@@ -138,6 +139,12 @@ std::int64_t tiles_of(const ForwardParams& p, const Shape& shape) {
     return (p.seqlen_q + shape.facts.br - 1) / shape.facts.br * (p.heads_q / p.heads_k);
 }
 
+/// Tiles of queries that an item has on average, by the band.
+double mean_tiles_of(const ForwardParams& p, const Shape& shape) {
+    return static_cast<double>(tiles_of(p, shape)) * static_cast<double>(visible_keys(p)) /
+           static_cast<double>(p.seqlen_k);
+}
+
 /// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us.
 constexpr double kBytesOfTile = 144e3;
 /// How many SMs take all of HBM's bandwidth so.
@@ -195,39 +202,68 @@ struct Beside {
     unsigned ahead = 0;
     wgmma::PrepareOrder order{};
 };
-/// Where query heads share keys and items come in batches, all blocks walk through the rows of a batch's heads together, first
-/// from the last rows on, or from the first ones if the band hides keys on the left. Batches of heads may differ by one from
-/// those of items (mixed_in_batches). Above d = 128 one head after the other: no other order was measured there.
+/// Where query heads share keys, all blocks walk through the rows of some heads together, from the last rows on, or from the
+/// first ones if the band hides keys on the left alone. Batches of heads may differ by one from those of items
+/// (mixed_in_batches). Above d = 128 one head after the other: no other order was measured there.
 wgmma::PrepareOrder prepare_order(const BackwardParams& params, const Shape& shape, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     const bool left = p.band.left < kUnbounded, right = p.band.right < kUnbounded;
-    if (is_wide(params) || shape.pass != Pass::kFused || p.heads_q == p.heads_k || left == right) return {};
+    if (is_wide(params) || shape.pass != Pass::kFused || p.heads_q == p.heads_k) return {};
+    if ((left && right) || (p.key_ranges.data && !left && !right)) return {};              // an item's rows are its own
     const auto items = static_cast<unsigned>(items_of(p, shape) / (p.batch * p.heads_k));  // of a head of keys
     const unsigned heads = wgmma::heads_of_first_items(p, items, static_cast<unsigned>(workers));
-    return {heads * static_cast<unsigned>(p.heads_q / p.heads_k), right};
+    return {heads * static_cast<unsigned>(p.heads_q / p.heads_k), !left};
 }
-/// Where equal items are few: by some of the SMs that lack an item in the last round. They have time until the other SMs are
-/// done with their first items, whose heads are prepared ahead.
-Beside by_idle_blocks(const ForwardParams& p, const Shape& shape, std::int64_t most, std::int64_t workers) {
-    constexpr double kShare = 0.9;  // of an item's time
+/// The parts that hold the first rows in such an order: what the first items wait for.
+std::int64_t first_parts(const ForwardParams& p, const wgmma::PrepareOrder& order) {
+    constexpr std::int64_t kRows = 512;  // of a head
+    return order.heads * std::min(kRows / wgmma::rows_of_part(p), wgmma::parts_of_head(p));
+}
+/// How many blocks prepare all other rows by the time that an item takes.
+std::int64_t blocks_in_time(const ForwardParams& p, const Shape& shape, std::int64_t ahead) {
+    constexpr double kShare = 0.9;  // of that time
+    const double bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p) - ahead);
+    return static_cast<std::int64_t>(
+        std::ceil(bytes / (kShare * kBytesOfTile * std::max(mean_tiles_of(p, shape), 1.))));
+}
+/// Where items are few: by some of the SMs that lack an item in the last round. They have time until the other SMs are done
+/// with their first items. What these wait for is prepared ahead: where heads share keys, the rows that come first, if there
+/// is time for all others; else, if items are equal, all rows of their heads.
+Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int64_t most, std::int64_t workers) {
+    const ForwardParams& p = params.forward;
     const std::int64_t items = items_of(p, shape), blocks = std::min((workers - items % workers) % workers, most);
     if (items < workers || blocks == 0) return {};
-    const std::int64_t heads = p.batch * p.heads_k, of_head = items / heads, row_parts = wgmma::parts_of_all(p);
-    const std::int64_t ahead = (workers - blocks + of_head - 1) / of_head * (row_parts / heads);
-    const double most_bytes = kShare * kBytesOfTile * static_cast<double>(tiles_of(p, shape) * blocks);
-    if (ahead >= row_parts || wgmma::prepared_bytes(p, row_parts - ahead) > most_bytes) return {};
+    const std::int64_t row_parts = wgmma::parts_of_all(p);
+    const auto in_time = [&](std::int64_t ahead) {
+        return ahead < row_parts && blocks_in_time(p, shape, ahead) <= blocks;
+    };
+    const std::int64_t first = workers - blocks;  // blocks that begin with an item
+    const wgmma::PrepareOrder order = prepare_order(params, shape, has_equal_items(p) ? first : workers);
+    if (const std::int64_t ahead = first_parts(p, order); order.heads > 1 && in_time(ahead))
+        return {static_cast<int>(blocks), static_cast<unsigned>(ahead), order};
+    const std::int64_t heads = p.batch * p.heads_k, of_head = items / heads;
+    const std::int64_t ahead = (first + of_head - 1) / of_head * (row_parts / heads);
+    if (!has_equal_items(p) || !in_time(ahead)) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
 /// Where items of different lengths are few. Either rows come in the order in which products come to them; or it is as beside
 /// many items, but all SMs prepare the heads of the first items ahead, for which blocks would wait long. The latter only where
-/// heads become dq one by one too: else it gains nothing.
+/// heads become dq one by one too: else it gains nothing. Where they do not, rows in order are prepared by no more blocks than
+/// need be, if these are in time, since late blocks keep items waiting for their second round.
 Beside behind_first_items(const BackwardParams& params, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
     const ForwardParams& p = params.forward;
-    constexpr std::int64_t kLeastRounds = 2;  // of items
+    constexpr std::int64_t kLeastRounds = 2;  // of items, unless idle SMs prepare
     const bool window = p.band.left < kUnbounded && p.band.right < kUnbounded;
-    if (window || p.key_ranges.data || items_of(p, shape) < kLeastRounds * workers) return {};
+    if (window || p.key_ranges.data) return {};
     const wgmma::PrepareOrder order = prepare_order(params, shape, workers);
-    if (order.heads > 1) return {static_cast<int>(blocks), 0, order};
+    if (items_of(p, shape) < kLeastRounds * workers)
+        return order.heads > 1 ? by_idle_blocks(params, shape, blocks, workers) : Beside{};
+    if (order.heads > 1) {
+        const std::int64_t ahead = first_parts(p, order), fewest = blocks_in_time(p, shape, ahead);
+        if (shape.counts_items || ahead == wgmma::parts_of_all(p) || fewest > blocks)
+            return {static_cast<int>(blocks), 0, order};
+        return {static_cast<int>(fewest), static_cast<unsigned>(ahead), order};
+    }
     if (!shape.counts_items) return {};
     const std::int64_t heads = p.batch * p.heads_k, of_head = items_of(p, shape) / heads;
     const std::int64_t first =
@@ -250,7 +286,7 @@ Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceF
     const std::int64_t items = items_of(p, shape);
     const bool equal = has_equal_items(p) && dq_of(params, device) != DqBy::kQueries;
     if (equal && items < kLeastEqualRounds * workers)
-        return is_wide(params) ? Beside{} : by_idle_blocks(p, shape, blocks, workers);
+        return is_wide(params) ? Beside{} : by_idle_blocks(params, shape, blocks, workers);
     if (blocks == 0) return {};
     if (items < kLeastRounds * workers) return behind_first_items(params, shape, blocks, workers);
     if (!equal) return {static_cast<int>(blocks), 0, prepare_order(params, shape, workers)};
@@ -277,7 +313,8 @@ struct Choice {
     DqBy dq_by;
 };
 /// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
-/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does.
+/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does. Items of
+/// different lengths whose heads all come together complete none before the end.
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& first = shape_of(p, device);
     const DqBy by = dq_of(p, device);
@@ -285,7 +322,9 @@ Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const bool few_equal = beside.ahead > 0 && has_equal_items(p.forward);
     const bool plain = problems_of(p, /*converted=*/false) == Problems::kPlain;
     const Shape& shape = few_equal && plain ? shape_of(p, device, {.counts = true}) : first;
-    const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items;
+    const bool together = !has_equal_items(p.forward) && p.forward.heads_q > p.forward.heads_k &&
+                          beside.order.heads == p.forward.batch * p.forward.heads_q;
+    const bool heads = by == DqBy::kSums && beside.blocks > 0 && shape.counts_items && !together;
     double bytes = heads ? wgmma::finished_bytes(p.forward) : 0;
     if (few_equal)  // SMs idle in the last round do the rest, but not with parts
         bytes += wgmma::prepared_bytes(p.forward, wgmma::parts_of_all(p.forward) - beside.ahead);
@@ -301,10 +340,8 @@ void let_blocks_leave(Problem& problem, const Shape& shape) {
     constexpr int kShare = 8;
     const int leaving = std::min(std::max(problem.multiprocessors / kShare, 1), problem.multiprocessors - 1);
     if (has_equal_items(p) || leaving == 0) return;
-    const double tiles = static_cast<double>(tiles_of(p, shape)) * static_cast<double>(visible_keys(p)) /
-                         static_cast<double>(p.seqlen_k);  // of an item
-    const double meanwhile =
-        wgmma::finished_bytes(p) / leaving / (kBytesOfTile * std::max(tiles, 1.));  // items of a block
+    const double meanwhile = wgmma::finished_bytes(p) / leaving /
+                             (kBytesOfTile * std::max(mean_tiles_of(p, shape), 1.));  // items of a block
     const double before = static_cast<double>(items_of(p, shape)) - meanwhile * (problem.multiprocessors - leaving);
     problem.leaving_blocks = leaving;
     problem.leaving_item = static_cast<int>(std::max(before, 0.));

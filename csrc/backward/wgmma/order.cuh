@@ -170,9 +170,11 @@ __device__ __forceinline__ unsigned mixed_queries(const ForwardParams& p, unsign
                             static_cast<unsigned>((p.seqlen_q + kQueries - 1) / kQueries), mixed_items(blocks));
 }
 
-/// How many heads have the first items of keys, one for each of `blocks`, where the band is bounded on one side.
+/// How many heads have the first items of keys, one for each of `blocks`, where the band is bounded on one side, or on none:
+/// then heads come one after the other.
 inline unsigned heads_of_first_items(const ForwardParams& p, unsigned tiles, unsigned blocks) {
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch);
+    if (p.band.left >= kUnbounded && p.band.right >= kUnbounded) return heads_of_items(blocks, heads, tiles);
     const unsigned mixed = mixed_items(blocks);
     if (p.heads_q > p.heads_k) {
         const unsigned batches = batches_of_items(heads * tiles, mixed);

@@ -1,8 +1,8 @@
 // prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, or rows of some
 // heads in the order in which products come to them (PrepareOrder). Blocks of the products begin on the other SMs at once: a
 // block waits for the rows of its item (Prepared, producer.cuh). One grid after the other, prepare would leave the tensor
-// cores idle, and products HBM. Where items are few, all SMs may prepare the heads of the first ones before, by a grid of the
-// same kernel.
+// cores idle, and products HBM. Where items are few, all SMs may prepare the heads of the first ones before, or the first
+// rows of these, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
 // some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L

@@ -50,20 +50,22 @@ struct Tile {
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // in shared memory
-    // With keys of their own, warps load Q by way of the stage that is not yet in use
-    static constexpr bool kQInLastStage = kKeyWarps > 1 && !kQSharesRing;
+    static constexpr bool kQInLastStage = false;  // Q comes by way of the ring's stage that is not yet in use
     static constexpr bool kCached = false;  // K and V lie in a key/value cache, and grouped heads share the Q tile
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
     static_assert(kScaleRows % kGroupKeys == 0 && kScaleRows % kWarpRows == 0);
     static_assert(kKeyWarps == 1 || (kGroupWarps == 1 && kQSteps == kSteps && kD % (8 * kKeyWarps) == 0));
-    static_assert(!kQInLastStage || (kStages > 1 && kGroupKeys >= kWarpRows));
 };
 
 /// The same for a key/value cache.
 template <class Architecture, class Scalar, TileShape kShape>
 struct CachedTile : Tile<Architecture, Scalar, kShape> {
     static constexpr bool kCached = true;
+    static constexpr bool kKeepsQ = CachedTile::kQSteps == CachedTile::kSteps;  // in registers
+    static constexpr bool kQFitsStage = CachedTile::kStages > 1 && CachedTile::kBr <= CachedTile::kGroupKeys;
+    static constexpr bool kQInLastStage = kKeepsQ && kQFitsStage && !CachedTile::kQSharesRing;
+    static_assert(CachedTile::kKeyWarps == 1 || kQInLastStage || CachedTile::kQSharesRing);
     static_assert(CachedTile::kRowTiles == 1 && CachedTile::kColumns == CachedTile::kD);  // device/key_parts.cuh
 };
 
@@ -93,7 +95,10 @@ struct SharedTiles {
     };
     struct InLastStage {
         Stage ring[Tile::kStages];
-        __device__ __forceinline__ QRows& q_rows(int) { return reinterpret_cast<QRows&>(ring[Tile::kStages - 1].k); }
+        static_assert(!Tile::kQInLastStage || sizeof(QRows) * Tile::kRowWarps <= sizeof(KeyRows));
+        __device__ __forceinline__ QRows& q_rows(int row_warp) {
+            return reinterpret_cast<QRows*>(&ring[Tile::kStages - 1].k)[row_warp];
+        }
     };
     using QAndRing =
         std::conditional_t<Tile::kQSharesRing, Together, std::conditional_t<Tile::kQInLastStage, InLastStage, Apart>>;

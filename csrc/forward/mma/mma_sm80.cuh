@@ -51,8 +51,10 @@ inline constexpr TableRow kSm80GeneralRows[] = {
 
 /// The shapes for key/value caches. Where at most 16 rows share a key, as in a decode step, each warp has keys of its
 /// own. Two warps have up to 32 rows, as with a few queries a sequence; more rows share a tile of 64. All keep 64 KiB
-/// or more of copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB.
+/// or more of copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB. The larger tiles of d = 128
+/// for more than 16 rows are for SMs that hold two.
 inline constexpr Pays kFewRows{.rows = 16}, kSomeRows{.rows = 32};
+inline constexpr Pays kHoldsTwo{.resident = 2}, kSomeRowsHoldsTwo{.resident = 2, .rows = 32};
 inline constexpr TableRow kSm80CachedRows[] = {
     {{.d = 32, .row_warps = 1, .keys = 128, .stages = 4, .q_steps = 2, .blocks_per_sm = 3, .key_warps = 4}, kFewRows},
     {{.d = 32, .row_warps = 2, .keys = 64, .stages = 4, .q_steps = 2, .blocks_per_sm = 5}, kSomeRows},
@@ -61,10 +63,12 @@ inline constexpr TableRow kSm80CachedRows[] = {
     {{.d = 64, .row_warps = 2, .keys = 64, .stages = 4, .q_steps = 4, .blocks_per_sm = 3}, kSomeRows},
     {{.d = 64, .keys = 64, .stages = 4, .q_steps = 4, .blocks_per_sm = 2}},
     {{.d = 96, .row_warps = 1, .keys = 64, .stages = 3, .q_steps = 6, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
-    {{.d = 96, .row_warps = 2, .keys = 32, .stages = 4, .q_steps = 6, .blocks_per_sm = 3}, kSomeRows},
-    {{.d = 96, .keys = 32, .stages = 4, .q_steps = 6, .blocks_per_sm = 2}},
+    {{.d = 96, .row_warps = 2, .keys = 64, .stages = 3, .q_steps = 6, .blocks_per_sm = 3}, kSomeRows},
+    {{.d = 96, .keys = 64, .stages = 3, .q_steps = 6, .blocks_per_sm = 2}},
     {{.d = 128, .row_warps = 1, .keys = 64, .stages = 3, .q_steps = 8, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
+    {{.d = 128, .row_warps = 2, .keys = 64, .stages = 3, .q_steps = 8, .blocks_per_sm = 2}, kSomeRowsHoldsTwo},
     {{.d = 128, .row_warps = 2, .keys = 32, .stages = 4, .q_steps = 8, .blocks_per_sm = 3}, kSomeRows},
+    {{.d = 128, .keys = 64, .stages = 3, .q_steps = 8, .blocks_per_sm = 2}, kHoldsTwo},
     {{.d = 128, .keys = 32, .stages = 4, .q_steps = 8, .blocks_per_sm = 2}},
     {{.d = 192, .row_warps = 1, .keys = 64, .stages = 2, .q_steps = 12, .blocks_per_sm = 2, .key_warps = 4}, kFewRows},
     {{.d = 192, .row_warps = 2, .keys = 32, .stages = 3, .q_steps = 12, .blocks_per_sm = 2}, kSomeRows},
