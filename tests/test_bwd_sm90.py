@@ -364,7 +364,7 @@ def prepared_parts(grid: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("case", "sm_count", "heads", "finishes"),
     [
-        (Case(700, 1000, heads=(8, 2)), 6, 4, True),
+        (Case(700, 640, heads=(6, 2)), 6, 3, True),
         (Case(700, 700, Mask(True), heads=(12, 3)), 10, 12, False),  # all heads come together
         (Case(700, 700, Mask(window=(0, None)), heads=(12, 3)), 10, 12, False),
     ],
@@ -383,17 +383,30 @@ def test_first_rows_are_prepared_ahead(d: int, case: Case, sm_count: int, heads:
     check(case, d, dtype=torch.bfloat16, sm_count=sm_count)
 
 
+@pytest.mark.parametrize("d", [64, 128])
+def test_first_heads_are_prepared_ahead(d: int) -> None:
+    """Where items are equal and heads do not share keys: the first of two heads. One of the two multiprocessors that
+    lack an item in the last round prepares the other."""
+    case = Case(1000, 640, heads=(2, 2))
+    grids = profiled(case, d, sm_count=6, memory_bus=memory_bus(slow=False))
+    parts = [prepared_parts(grid) for grid in grids if "prepare_beside" in grid["kernel"]]
+    assert parts == 2 * [1024 // (32 if d == 64 else 16)]
+    assert any("finish_beside" in grid["kernel"] for grid in grids)
+    check(case, d, dtype=torch.bfloat16, sm_count=6)
+
+
 @pytest.mark.parametrize(
     ("d", "sm_count", "ahead", "finishes"),
     [
         (64, 12, True, False),  # one of two blocks has time for all other rows
-        (64, 6, False, False),  # one has not
+        (64, 8, False, False),  # the only one has not
         (128, 12, False, False),  # all heads come together
-        (128, 6, False, True),
+        (128, 8, False, True),  # heads become dq one by one
     ],
 )
 def test_few_grouped_items_of_two_rounds(d: int, sm_count: int, ahead: bool, finishes: bool) -> None:
-    """Where no heads become dq one by one, no more blocks prepare than have to, if they are in time."""
+    """Up to d = 64 no more blocks prepare than have to, if they are in time. Above it a sixth of the multiprocessors
+    does, with nothing ahead."""
     case = Case(600, 700, Mask(True), heads=(8, 4))
     grids = profiled(case, d, sm_count=sm_count, memory_bus=memory_bus(slow=False))
     blocks = [grid["grid"][0] for grid in grids if "prepare_beside" in grid["kernel"]]
@@ -490,7 +503,7 @@ def test_facts_where_other_heads_come(d: int, rows_of_heads_interleave: bool) ->
 
 def test_who_finishes_beside_products() -> None:
     """Sums up to d = 128 whose items have no parts, where rows are prepared beside products: few equal items, and above
-    d = 64 others too."""
+    d = 64 others too, unless all heads come together."""
     many = Case(300, 300, Mask(True), heads=(4, 2), batch=2)
     assert has_grid("finish_beside", many, 72, 2)
     assert not has_grid("finish_beside", many, 72, 2, deterministic=True)
@@ -524,7 +537,7 @@ def test_who_begins_beside_prepare() -> None:
     assert not begins_beside_prepare(Case(4608, 200, heads=(16, 16)), 64, 31)  # in parts
     assert not begins_beside_prepare(few, 192, 6)
     assert begins_beside_prepare(many._replace(nk=100), 64, 2)
-    assert not begins_beside_prepare(many._replace(nk=100, heads=(8, 1), batch=3), 64, 2)  # a round and a half
+    assert not begins_beside_prepare(many._replace(nk=100, heads=(8, 1), batch=3), 64, 2)  # all rows come first
     assert not begins_beside_prepare(many._replace(nk=100, heads=(7, 7), batch=1), 64, 2)
     assert not begins_beside_prepare(many, 192, 2, deterministic=True)
     assert begins_beside_prepare(many, 192, 2)

@@ -454,21 +454,22 @@ def test_splits_of_every_head_dim(target: Target, d: int, size: int) -> None:
                 check_each(target, q, cache, run(target, q, cache))
 
 
-@pytest.mark.parametrize("heads", [20, 40])
-def test_tiles_of_an_a100(heads: int) -> None:
-    """Its multiprocessor does not hold two blocks with an H200's tiles for more than 16 rows."""
+@pytest.mark.parametrize(("heads", "kib"), [(20, 64), (40, 80)])
+def test_tiles_of_an_a100(heads: int, kib: int) -> None:
+    """Its multiprocessor does not hold two blocks with an H200's tiles for more than 16 rows. Its own have half as many
+    keys: as many as 32 rows, so that Q has no place of its own, and fewer than 64."""
     (kernel,) = (kernel for kernel in flash_wmma.kernels() if kernel.name == "mma_sm80")
     cpu = dataclasses.replace(kernel, device="cpu"), torch.float16
     cache = paged(cpu, (150, 3, 260), 16, heads=1, d=128)
     q = queries(cpu, 3, heads, 1, 128)
-    names = []
+    sizes = []
     for arch in (80, 90):
         with _runtime.alone(), flash_wmma.emulator.settings(counters=True, arch=arch, sm_count=3):
             _runtime.take_profile()
             result = run(cpu, q, cache)
-            names.append(json.loads(_runtime.take_profile())[0]["kernel"])
+            sizes.append(json.loads(_runtime.take_profile())[0]["smem_bytes"])
         check_each(cpu, q, cache, result)
-    assert names[0] != names[1]
+    assert sizes == [kib * 1024, 96 * 1024]
 
 
 @needs(CACHE, splits, natural)

@@ -219,16 +219,16 @@ std::int64_t first_parts(const ForwardParams& p, const wgmma::PrepareOrder& orde
     constexpr std::int64_t kRows = 512;  // of a head
     return order.heads * std::min(kRows / wgmma::rows_of_part(p), wgmma::parts_of_head(p));
 }
-/// How many blocks prepare all other rows by the time that an item takes.
+/// How many blocks it takes to prepare all other rows within an item's time.
 std::int64_t blocks_in_time(const ForwardParams& p, const Shape& shape, std::int64_t ahead) {
     constexpr double kShare = 0.9;  // of that time
     const double bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p) - ahead);
     return static_cast<std::int64_t>(
         std::ceil(bytes / (kShare * kBytesOfTile * std::max(mean_tiles_of(p, shape), 1.))));
 }
-/// Where items are few: by some of the SMs that lack an item in the last round. They have time until the other SMs are done
-/// with their first items. What these wait for is prepared ahead: where heads share keys, the rows that come first, if there
-/// is time for all others; else, if items are equal, all rows of their heads.
+/// Where items are few, some of the SMs that lack an item in the last round prepare. They have time until the other SMs are done
+/// with their first items. Where heads share keys, the rows that come first are prepared ahead, if the others are in time.
+/// Otherwise all rows of the first items' heads are, if items are equal.
 Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int64_t most, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     const std::int64_t items = items_of(p, shape), blocks = std::min((workers - items % workers) % workers, most);
@@ -238,6 +238,7 @@ Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int
         return ahead < row_parts && blocks_in_time(p, shape, ahead) <= blocks;
     };
     const std::int64_t first = workers - blocks;  // blocks that begin with an item
+    // With a band, batches of heads depend on all blocks (mixed_keys)
     const wgmma::PrepareOrder order = prepare_order(params, shape, has_equal_items(p) ? first : workers);
     if (const std::int64_t ahead = first_parts(p, order); order.heads > 1 && in_time(ahead))
         return {static_cast<int>(blocks), static_cast<unsigned>(ahead), order};
@@ -246,10 +247,10 @@ Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int
     if (!has_equal_items(p) || !in_time(ahead)) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
-/// Where items of different lengths are few. Either rows come in the order in which products come to them; or it is as beside
-/// many items, but all SMs prepare the heads of the first items ahead, for which blocks would wait long. The latter only where
-/// heads become dq one by one too: else it gains nothing. Where they do not, rows in order are prepared by no more blocks than
-/// need be, if these are in time, since late blocks keep items waiting for their second round.
+/// Where items of different lengths are few. Where heads share keys, rows come in the order in which products come to them.
+/// Below two rounds idle SMs prepare them. Up to d = 64 no more blocks prepare than have to, behind the first rows, if they are
+/// in time: a block that prepares takes its first item late. Elsewhere all do, with nothing ahead. Where heads do not share
+/// keys, all SMs prepare the heads of the first items ahead, if heads become dq one by one: else it gains nothing.
 Beside behind_first_items(const BackwardParams& params, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     constexpr std::int64_t kLeastRounds = 2;  // of items, unless idle SMs prepare
@@ -260,8 +261,9 @@ Beside behind_first_items(const BackwardParams& params, const Shape& shape, std:
         return order.heads > 1 ? by_idle_blocks(params, shape, blocks, workers) : Beside{};
     if (order.heads > 1) {
         const std::int64_t ahead = first_parts(p, order), fewest = blocks_in_time(p, shape, ahead);
-        if (shape.counts_items || ahead == wgmma::parts_of_all(p) || fewest > blocks)
-            return {static_cast<int>(blocks), 0, order};
+        const bool in_time = ahead < wgmma::parts_of_all(p) && fewest <= blocks;
+        const bool gains = !shape.counts_items;  // up to d = 64
+        if (!gains || !in_time) return {static_cast<int>(blocks), 0, order};
         return {static_cast<int>(fewest), static_cast<unsigned>(ahead), order};
     }
     if (!shape.counts_items) return {};
@@ -313,8 +315,9 @@ struct Choice {
     DqBy dq_by;
 };
 /// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
-/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does. Items of
-/// different lengths whose heads all come together complete none before the end.
+/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does.
+/// Where heads share keys and all come in one batch, items of different lengths complete no head before the end: finish comes
+/// behind.
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& first = shape_of(p, device);
     const DqBy by = dq_of(p, device);

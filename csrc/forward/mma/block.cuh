@@ -50,7 +50,7 @@ struct Tile {
     static constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // tiles that copies run ahead
     static constexpr bool kAlternates = kStages == 1 && !Machine::kThroughRegisters;
     static constexpr bool kQSharesRing = kQSteps == kSteps && Machine::kThroughRegisters;  // in shared memory
-    static constexpr bool kQInLastStage = false;  // Q comes by way of the ring's stage that is not yet in use
+    static constexpr bool kQInLastStage = false;  // whether Q comes by way of the stage that is not yet in use
     static constexpr bool kCached = false;  // K and V lie in a key/value cache, and grouped heads share the Q tile
     static_assert(kQSteps <= kSteps);
     static_assert(kWarpColumns % 16 == 0 && kWarpKeys % 16 == 0 && kRowWarps <= 15);
@@ -95,7 +95,6 @@ struct SharedTiles {
     };
     struct InLastStage {
         Stage ring[Tile::kStages];
-        static_assert(!Tile::kQInLastStage || sizeof(QRows) * Tile::kRowWarps <= sizeof(KeyRows));
         __device__ __forceinline__ QRows& q_rows(int row_warp) {
             return reinterpret_cast<QRows*>(&ring[Tile::kStages - 1].k)[row_warp];
         }
