@@ -168,7 +168,7 @@ FAULTS = [
         tests=("bwd_sm90",),
     ),
     Fault(
-        name="bwd-sm90-beside-all-rows-ahead",
+        name="bwd-sm90-beside-more-rows-ahead",
         path=LAUNCH,
         old="constexpr std::int64_t kRows = 512;",
         new="constexpr std::int64_t kRows = 1024;",

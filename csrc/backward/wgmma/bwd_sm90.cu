@@ -139,14 +139,14 @@ std::int64_t tiles_of(const ForwardParams& p, const Shape& shape) {
     return (p.seqlen_q + shape.facts.br - 1) / shape.facts.br * (p.heads_q / p.heads_k);
 }
 
-/// Tiles of queries that an item has on average, by the band.
-double mean_tiles_of(const ForwardParams& p, const Shape& shape) {
-    return static_cast<double>(tiles_of(p, shape)) * static_cast<double>(visible_keys(p)) /
-           static_cast<double>(p.seqlen_k);
-}
-
 /// Bytes that an SM prepares, or brings to dq, while a block works on a tile of queries: 60 GB/s for 2.4 us.
 constexpr double kBytesOfTile = 144e3;
+/// The same for an item, which has as many tiles as its heads' items have on average, by the band.
+double bytes_of_item(const ForwardParams& p, const Shape& shape) {
+    const double tiles = static_cast<double>(tiles_of(p, shape)) * static_cast<double>(visible_keys(p)) /
+                         static_cast<double>(p.seqlen_k);
+    return kBytesOfTile * std::max(tiles, 1.);
+}
 /// How many SMs take all of HBM's bandwidth so.
 constexpr double kAtOnce = 60;
 
@@ -223,8 +223,7 @@ std::int64_t first_parts(const ForwardParams& p, const wgmma::PrepareOrder& orde
 std::int64_t blocks_in_time(const ForwardParams& p, const Shape& shape, std::int64_t ahead) {
     constexpr double kShare = 0.9;  // of that time
     const double bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p) - ahead);
-    return static_cast<std::int64_t>(
-        std::ceil(bytes / (kShare * kBytesOfTile * std::max(mean_tiles_of(p, shape), 1.))));
+    return static_cast<std::int64_t>(std::ceil(bytes / (kShare * bytes_of_item(p, shape))));
 }
 /// Where items are few, some of the SMs that lack an item in the last round prepare. They have time until the other SMs are done
 /// with their first items. Where heads share keys, the rows that come first are prepared ahead, if the others are in time.
@@ -293,8 +292,7 @@ Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceF
     if (items < kLeastRounds * workers) return behind_first_items(params, shape, blocks, workers);
     if (!equal) return {static_cast<int>(blocks), 0, prepare_order(params, shape, workers)};
 
-    const double item = kBytesOfTile * static_cast<double>(tiles_of(p, shape)),
-                 bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p));
+    const double item = bytes_of_item(p, shape), bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p));
     const double delay = bytes / static_cast<double>(blocks) / item;  // in rounds, like what follows
     const std::int64_t late = (blocks + shape.blocks - 1) / shape.blocks, rounds = (items + workers - 1) / workers;
     std::int64_t beside = rounds;
@@ -343,8 +341,7 @@ void let_blocks_leave(Problem& problem, const Shape& shape) {
     constexpr int kShare = 8;
     const int leaving = std::min(std::max(problem.multiprocessors / kShare, 1), problem.multiprocessors - 1);
     if (has_equal_items(p) || leaving == 0) return;
-    const double meanwhile = wgmma::finished_bytes(p) / leaving /
-                             (kBytesOfTile * std::max(mean_tiles_of(p, shape), 1.));  // items of a block
+    const double meanwhile = wgmma::finished_bytes(p) / leaving / bytes_of_item(p, shape);  // items of a block
     const double before = static_cast<double>(items_of(p, shape)) - meanwhile * (problem.multiprocessors - leaving);
     problem.leaving_blocks = leaving;
     problem.leaving_item = static_cast<int>(std::max(before, 0.));
