@@ -285,18 +285,19 @@ def test_number_of_threads_changes_nothing() -> None:
         assert torch.equal(lse, results[0][1])
 
 
-SHARED = {  # shapes of the scores and of a bias that is broadcast over what the tasks share out
-    "batch": ((15, 3, 150, 150), (1, 3, 1, 1)),
-    "head": ((2, 8, 250, 250), (2, 1, 1, 1)),
-    "key": ((1, 2, 120, 4096), (1, 2, 1, 1)),
+SHARED = {  # shapes of the scores, heads of keys, and shapes of a bias that is broadcast over what the tasks share out
+    "batch": ((30, 2, 300, 300), 1, (1, 2, 1, 1)),
+    "head": ((2, 8, 250, 250), 8, (2, 1, 1, 1)),
+    "key": ((1, 2, 120, 4096), 2, (1, 2, 1, 1)),
 }
 
 
 @pytest.mark.parametrize("over", SHARED)
 def test_number_of_threads_changes_no_gradient(over: str) -> None:
-    """That of a bias neither, though all tasks add to the same number. (Two threads do so at once in most calls.)"""
-    (b, h, nq, nk), shape = SHARED[over]
-    q, k, v, dout = (normal((b, h, n, 8), seed=s) for n, s in ((nq, 1), (nk, 2), (nk, 3), (nq, 4)))
+    """That of a bias neither, though all tasks that come one behind the other add to the same numbers."""
+    (b, h, nq, nk), hk, shape = SHARED[over]
+    q, dout = (normal((b, h, nq, 8), seed=s) for s in (1, 4))
+    k, v = (normal((b, hk, nk, 8), seed=s) for s in (2, 3))
     bias = normal(shape, seed=5)
     out, lse = ops.forward(q, k, v, attn_bias=bias)
     before = torch.get_num_threads()
