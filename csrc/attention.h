@@ -156,8 +156,8 @@ struct ForwardParams {
     const float* sinks;  ///< (Hq) logits of a key without value; null: none. Backward finds them in lse
     float softcap;       ///< 0: none
     Dropout dropout;
-    /// With lse's strides; null: not asked for. Backward: of BackwardParams::statistics. Forward: given to a kernel that
-    /// tells them (Kernel::tells), which then stores every row, -inf and 0 where it sees no key.
+    /// With lse's strides; null: not asked for. Backward: of BackwardParams::statistics. Forward: given to a kernel
+    /// that tells them (Kernel::tells), which then stores every row, -inf and 0 where it sees no key.
     float *entropy, *row_max;
     Partials partials;
     bool batch_invariant;  ///< tiles and splits from (Nq, Nk, d, device) alone
@@ -170,15 +170,15 @@ struct ForwardParams {
     KeyRanges key_ranges;
 };
 
-/// Forward with tangents: out and lse, and by what they move if q, k and v move by dq, dk and dv. With x and P = exp(x -
-/// lse) as above
+/// Forward with tangents: out and lse, and by what they move if q, k and v move by dq, dk and dv. With x and
+/// P = exp(x - lse) as above
 ///     T = scale * (dQ K^T + Q dK^T)    dlse_i = sum_j P T    dO = P dV + (P * (T - dlse_i)) V
 /// Where the band hides the key, T counts as 0. A row without a visible key gets 0. The sinks do not move, but have
 /// their share of lse. Dense, without changes of the scores.
 struct TangentParams {
     ForwardParams forward;  ///< as the ops give them to a forward kernel; its workspace is null
-    /// In the shapes and the type of q, k, v, readable like them. Null data: the tensor does not move. None is null, or all
-    /// but one of dq and dk.
+    /// In the shapes and the type of q, k, v, readable like them. Null data: the tensor does not move. None is null, or
+    /// all but one of dq and dk.
     Rows dq, dk, dv;
     Rows dout;        ///< in the shape and the type of o
     float* dlse;      ///< with lse's strides
@@ -203,8 +203,9 @@ struct Statistics {
     float* column_sum;         ///< a number for each key; null: not asked for
 };
 
-/// What a launch does of several with the same queries and different keys, whose dq is one sum: kBegin finds what is to be
-/// known of the queries, each kAdd computes the gradients of its keys and adds to the sum, kEnd brings the sum to dq.
+/// What a launch does of several with the same queries and different keys, whose dq is one sum: kBegin finds what is to
+/// be known of the queries, each kAdd computes the gradients of its keys and adds to the sum, kEnd brings the sum to
+/// dq.
 enum class BackwardStage { kAll, kBegin, kAdd, kEnd };
 
 /// The queries of such launches.
@@ -245,8 +246,8 @@ struct BackwardParams {
     float* dslopes;                    ///< for each key the sum over queries; zeroed by the ops; null: not asked for
     std::int64_t key_batch, key_head;  ///< strides of numbers for each key, (B, Hq, Nk) or packed (Hq, total_k), fp32
     Statistics statistics;
-    /// What a stage neither reads nor writes may be null: in kBegin q, k, v, dq, dk, dv; in kAdd o, lse, dlse, dq; in kEnd
-    /// all but dq.
+    /// What a stage neither reads nor writes may be null: in kBegin q, k, v, dq, dk, dv; in kAdd o, lse, dlse, dq; in
+    /// kEnd all but dq.
     SharedQueries shared;
 };
 

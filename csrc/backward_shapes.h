@@ -33,8 +33,8 @@ struct Needs {
     bool parts = false, counts = false;  // Shape::takes_parts, counts_items
 };
 
-/// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v, fits the
-/// device and has what is needed. Instances for converted inputs take no others.
+/// The first shape in the table for this pass, these problems and this dtype of the products that holds d and d_v, fits
+/// the device and has what is needed. Instances for converted inputs take no others.
 inline const Shape& choose_shape(const std::vector<Shape>& shapes, DType dtype, Pass pass, const BackwardParams& p,
                                  const DeviceFacts& device, const Needs& needs = {}) {
     const int d = std::max(p.forward.head_dim, p.forward.head_dim_v);

@@ -96,8 +96,8 @@ struct Kernel : KernelFacts {
     bool (*tells)(const Params&, const DeviceFacts&) = nullptr;
     /// Forward: null, if it has nothing for tangents.
     const TangentKernel* tangents = nullptr;
-    /// Forward: whether these params may have ForwardParams::merges, or an o of float32 and an lse of any strides; null:
-    /// never.
+    /// Forward: whether these params may have ForwardParams::merges, or an o of float32 and an lse of any strides;
+    /// null: never.
     bool (*merges)(const Params&, const DeviceFacts&) = nullptr;
     /// Backward: bytes of SharedQueries::memory of launches that begin with these params, 0 if they are better not in
     /// stages; null: never. Params of kAdd have the dtype, d, d_v and scale of kBegin's and a band at most.

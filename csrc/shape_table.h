@@ -51,8 +51,8 @@ bool reads(const std::vector<Shape>& shapes, DType dtype) {
     return false;
 }
 
-/// How many blocks with so many bytes of shared memory an SM holds. From Ampere on a block takes 1 KiB more, and an SM has
-/// as much more than a block may opt in to.
+/// How many blocks with so many bytes of shared memory an SM holds. From Ampere on a block takes 1 KiB more, and an SM
+/// has as much more than a block may opt in to.
 inline int blocks_held(int smem_bytes, const DeviceFacts& device) {
     const int reserved = device.arch >= 80 ? 1024 : 0;
     return (device.smem_optin + reserved) / std::max(smem_bytes + reserved, 1);

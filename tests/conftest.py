@@ -77,6 +77,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--quick", action="store_const", dest="part", const=QUICK, help=f"--part={QUICK.number}/{QUICK.of}"
     )
     parser.addoption("--kernel", action="append", default=[], help="test that kernel alone; may be repeated")
+    parser.addoption("--first", metavar="TEST", help="that test before all others, if it is among them")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -288,7 +289,8 @@ def emulated_cases(kernel: flash_wmma.Kernel, dtype: torch.dtype | None) -> int:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of each test's cases, a few spread over the list are run for an emulated kernel and dtype;
-    ``--every-combination``: all. None of them is one that is marked `long`. ``--part``: some of these."""
+    ``--every-combination``: all. None of them is one that is marked `long`. ``--part``: some of these. ``--first``: the
+    test that comes first."""
     cases: dict[tuple[Path, str, str, torch.dtype | None, int], list[pytest.Item]] = {}
     for item in items:
         kernel, dtype = target_of(case_of(item))
@@ -302,7 +304,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= {item for item in same if item not in chosen or item.get_closest_marker("long")}
     left_out.update(other_parts([item for item in items if item not in left_out], config.getoption("--part")))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
-    items[:] = [item for item in items if item not in left_out]
+    first = config.getoption("--first")
+    items[:] = sorted((item for item in items if item not in left_out), key=lambda item: item.nodeid != first)
 
 
 def other_parts(items: list[pytest.Item], part: Part) -> Iterator[pytest.Item]:

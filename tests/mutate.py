@@ -7,13 +7,14 @@ python tests/mutate.py --sample 10            ten that are known to be caught, o
 python tests/mutate.py --list                 their names and places, nothing is run
 
 Each fault is put into a copy of the repository. What it changes is compiled there: the kernels for the emulator,
-libflash_wmma.so where C++ of the host changed. Then the tests that concern the file run, up to the first that fails. A
-fault that a compiler refuses by a static assertion counts as caught; one that does not compile otherwise is an error,
-and so is one whose place is not in the file exactly once.
+libflash_wmma.so where C++ of the host changed. Then the tests that concern the file run, up to the first that fails.
+The one that noticed the fault when it was recorded comes first. A fault that a compiler refuses by a static assertion
+counts as caught; one that does not compile otherwise is an error, and so is one whose place is not in the file exactly
+once.
 
-The results lie in build/mutations.json; docs/data/mutations.json is a copy, made by --record. A fault that was caught
-is not tried again as long as its text and the code around its place stay as they are (--again: it is). The exit status
-is 1 if a fault survives whose record gives no reason for that.
+The results lie in build/mutations.json; --record brings docs/data/mutations.json up to date with them. A fault that was
+caught is not tried again as long as its text and the code around its place stay as they are (--again: it is). The exit
+status is 1 if a fault survives whose record gives no reason for that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -214,10 +215,23 @@ def kernel_check(kernel: str, first: str = "", of_fault: Sequence[str] = ()) -> 
     return Check((*tests, "--kernel", kernel, "-k", names), kernel)
 
 
+@functools.cache
+def recorded() -> dict[str, dict[str, str | float]]:
+    """What docs/data/mutations.json knows of each fault."""
+    rows: dict[str, dict[str, str | float]] = json.loads(RECORD.read_text())
+    return rows
+
+
+def noticed_by(fault: Fault) -> str:
+    """The test that noticed the fault when it was recorded; empty if there is none."""
+    test, _, _ = str(recorded().get(fault.name, {}).get("by", "")).partition(" - ")  # pytest's own words
+    return test if test.startswith("tests/") else ""
+
+
 def checks(fault: Fault) -> Iterator[Check]:
     """The tests that concern a fault, the likeliest first."""
     kernels = list(fault.kernels) or (kernels_with(ROOT / fault.path) if is_device_code(fault) else [])
-    for kernel in kernels:
+    for kernel in sorted(kernels, key=lambda name: name not in noticed_by(fault)):
         yield kernel_check(kernel, FIRST.get(fault.path, ""), fault.tests)
     if not kernels:
         of_file = next(tests for beginning, tests in TESTS.items() if fault.path.startswith(beginning))
@@ -276,9 +290,13 @@ class Tree:
                 if path.suffix in (".py", ".cu", ".cuh", ".h", ".cpp", ".inl") and name not in wanted:
                     path.unlink()
 
-    def run(self, *command: str, timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
+    def run(
+        self, *command: str, timeout: float = TIMEOUT, environment: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Python with a command line, and variables besides those of the copy."""
+        variables = {**self.environment, **(environment or {})}
         return subprocess.run(
-            [sys.executable, *command], cwd=self.folder, env=self.environment, timeout=timeout, check=False,
+            [sys.executable, *command], cwd=self.folder, env=variables, timeout=timeout, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -291,6 +309,11 @@ class Tree:
         """A kernel for the checked emulator. The compiler's messages if it fails."""
         code = f"from flash_wmma.emulator import kernel_library; kernel_library({kernel!r}, 'checked')"
         done = self.run("-c", code, timeout=3600)
+        return done.stdout if done.returncode else ""
+
+    def compile_all(self) -> str:
+        """The same of all kernels, which pytest would wait for, where libflash_wmma.so has none."""
+        done = self.run("-m", "flash_wmma.emulator", "build", "--mode", "checked", timeout=3600)
         return done.stdout if done.returncode else ""
 
     def verdict(self, fault: Fault) -> Verdict:
@@ -306,15 +329,20 @@ class Tree:
         return found._replace(seconds=round(time.perf_counter() - start, 1))
 
     def search(self, fault: Fault) -> Verdict:
-        if self.host and (said := self.build()):
+        emulates = not fault.path.startswith("csrc/cpu/")
+        if self.host and (said := self.build() or (self.compile_all() if emulates else "")):
             return uncompiled(said)
+        environment = {} if emulates else {"FLASH_WMMA_GXX": "none"}
         ran = []
+        first = ("--first", noticed_by(fault)) if noticed_by(fault) else ()
         for check in checks(fault):
             if check.kernel and (said := self.compile(check.kernel)):
                 return uncompiled(said)
             try:
                 done = self.run(
-                    "-m", "pytest", "-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider", *check.arguments
+                    *("-m", "pytest", "-x", "-q", "-rfE", "--color=no", "-p", "no:cacheprovider"),
+                    *(*first, *check.arguments),
+                    environment=environment,
                 )
             except subprocess.TimeoutExpired as hang:
                 return Verdict("caught", f"a hang: {' '.join(check.arguments)}", log=str(hang.stdout))
@@ -420,7 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--only", action="append", default=[], metavar="NAME", help="that fault; may be repeated")
     parser.add_argument("--path", default="", help="faults in files that begin so")
     parser.add_argument("--sample", type=int, metavar="N", help="N that are known to be caught, others each day")
-    parser.add_argument("--record", action="store_true", help="write what is known to docs/data, and run nothing")
+    parser.add_argument("--record", action="store_true", help="bring docs/data up to date, and run nothing")
     parser.add_argument("--again", action="store_true", help="also those that are known to be caught")
     parser.add_argument("--list", action="store_true", help="print the faults, and run nothing")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="at a time")
@@ -446,8 +474,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if options.sample is not None:
         today = random.Random(datetime.date.today().toordinal())
-        known = json.loads(RECORD.read_text())
-        caught = [fault for fault in faults if known.get(fault.name, {}).get("outcome") == "caught"]
+        caught = [fault for fault in faults if recorded().get(fault.name, {}).get("outcome") == "caught"]
         faults = today.sample(caught, min(options.sample, len(caught)))
 
     results = Results()
@@ -461,15 +488,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def record(faults: Sequence[Fault], results: Results) -> None:
-    """Writes docs/data/mutations.json: what became of each fault that was tried as it is now."""
-    known = {fault.name: results.known.get(fault.name, {}) for fault in faults}
-    rows = {
-        fault.name: {"path": fault.path, **{key: known[fault.name][key] for key in ("outcome", "by", "seconds")}}
-        for fault in faults
-        if known[fault.name].get("digest") == digest(fault)
-    }
+    """Writes to docs/data/mutations.json what became of each fault that was tried as it is now. Other rows stay, unless
+    their fault is no more."""
+    known = dict(recorded())
+    tried = [fault for fault in faults if results.known.get(fault.name, {}).get("digest") == digest(fault)]
+    for fault in tried:
+        result = results.known[fault.name]
+        known[fault.name] = {"path": fault.path, **{key: result[key] for key in ("outcome", "by", "seconds")}}
+    rows = {fault.name: known[fault.name] for fault in all_faults() if fault.name in known}
     RECORD.write_text(json.dumps(rows, indent=1) + "\n")
-    print(f"{len(rows)} of {len(faults)} faults were tried as they are now: {RECORD.relative_to(ROOT)}")
+    print(f"{len(tried)} faults were tried as they are now; {RECORD.relative_to(ROOT)} has {len(rows)}")
 
 
 def summary(faults: Sequence[Fault], results: Results) -> int:

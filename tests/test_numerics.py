@@ -253,6 +253,15 @@ def test_float32_range_differs_from_tile_to_tile(kernel: flash_wmma.Kernel, whic
         verify((kernel, torch.float32), q, k, v, Mask("top_left"))
 
 
+@needs(range_of_float32)
+@pytest.mark.parametrize("which", "qkv")
+def test_float32_one_large_row_in_a_tile(kernel: flash_wmma.Kernel, which: str) -> None:
+    """The last of 64 rows: those of d = 128 are more than a pass over them keeps."""
+    tensors = {name: normal((1, 2, 128, 128), device=kernel.device, seed=s) for s, name in enumerate("qkv")}
+    tensors[which][:, :, 63::64] *= 64
+    verify((kernel, torch.float32), *tensors.values())
+
+
 @needs(lambda kernel: range_of_float32(kernel) and "window" in kernel.features)
 def test_float32_values_outside_a_window(kernel: flash_wmma.Kernel) -> None:
     """No row sees the first 64 keys, of whose tile others are seen: how large their values are changes nothing."""

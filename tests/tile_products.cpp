@@ -1,5 +1,5 @@
-// Checks csrc/cpu/tile_products.inl with tile registers in memory in place of AMX's: products by themselves, and attention
-// with its gradients against fp32 arithmetic. Exit status 1: a result is wrong.
+// Checks csrc/cpu/tile_products.inl with tile registers in memory in place of AMX's: products by themselves, and
+// attention with its gradients against fp32 arithmetic. Exit status 1: a result is wrong.
 #include <cmath>
 #include <cstdint>
 #include <cstdio>

@@ -121,8 +121,8 @@ constexpr float kExp2Nearest[] = {0x1.62e42ap-1f, 0x1.ebf9bcp-3f, 0x1.c6b752p-5f
 constexpr float kExp2Floor[] = {0x1.62e4bap-1f, 0x1.ebdb56p-3f, 0x1.c91ce6p-5f, 0x1.277856p-7f,
                                 0x1.e974fap-10f};  // 0 <= f <= 1
 
-/// 2^x for x <= 0, and for larger x where a maximum lags (Avx512); 0 below 2^-126 (a subnormal weight would stall the FMA
-/// units); NaN for NaN.
+/// 2^x for x <= 0, and for larger x where a maximum lags (Avx512); 0 below 2^-126 (a subnormal weight would stall the
+/// FMA units); NaN for NaN.
 template <class Isa>
 inline typename Isa::Vec exp2(typename Isa::Vec x) {
     typename Isa::Vec fraction;

@@ -456,7 +456,7 @@ void finish_query(const BackwardParams& params, std::int64_t head, std::int64_t 
     store_scaled<Isa>(scratch, p.scale, params.dq, p.out_dtype, head, row, p.head_dim);
 }
 
-// ---- A compute unit ---------------------------------------------------------------------------------------------------
+// ---- A compute unit -------------------------------------------------------------------------------------------------
 
 // Isa::kPairs: bf16 is multiplied as bf16 (pairs.inl). All else is multiplied as fp32.
 

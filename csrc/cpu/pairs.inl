@@ -1,28 +1,28 @@
-// Attention of bf16 inputs by an instruction that multiplies bf16 in pairs: c += a[0] b[0] + a[1] b[1], products exact and
-// sums in fp32. On AMX it works on tiles (attention_amx.cpp), on AVX512-BF16 on vectors (attention_avx512_bf16.cpp). The
-// algorithms are those of attention.inl and backward.inl, with other products:
+// Attention of bf16 inputs by an instruction that multiplies bf16 in pairs: c += a[0] b[0] + a[1] b[1], products exact
+// and sums in fp32. On AMX it works on tiles (attention_amx.cpp), on AVX512-BF16 on vectors
+// (attention_avx512_bf16.cpp). The algorithms are those of attention.inl and backward.inl, with other products:
 //
 //     forward, a tile of Bc keys:     S^T = K Q^T         O^T += V^T P^T
 //     backward, a tile of Bc keys:    S = Q K^T           dP = dO V^T
 //                                     dV^T += dO^T P      dK^T += Q^T dS      dQ += dS K
 //
-// In C[m][n] += A[m][k] B[k][n] the rows of A lie as they are, bf16 with k along the row, and B lies in pairs: word n of
-// row k / 2 has B[k][n] and B[k + 1][n]. So K, Q and dO are A as they lie, but for zeros behind them. V^T, Q^T and dO^T are
-// transposed, and pairs of K and V are made, once for each tile. P^T, P and dS are B, whose pairs are of neighbouring rows
-// of what was computed.
+// In C[m][n] += A[m][k] B[k][n] the rows of A lie as they are, bf16 with k along the row, and B lies in pairs: word n
+// of row k / 2 has B[k][n] and B[k + 1][n]. So K, Q and dO are A as they lie, but for zeros behind them. V^T, Q^T and
+// dO^T are transposed, and pairs of K and V are made, once for each tile. P^T, P and dS are B, whose pairs are of
+// neighbouring rows of what was computed.
 //
-// Weights and dS are fp32 and go in as two numbers, the nearest bf16 and that of what is left: 16 bits, and two products.
-// So results are as near to the truth as those of fp32 arithmetic, whose last rounding to bf16 is a hundred times as
-// large, but that the instruction takes subnormal numbers for 0.
+// Weights and dS are fp32 and go in as two numbers, the nearest bf16 and that of what is left: 16 bits, and two
+// products. So results are as near to the truth as those of fp32 arithmetic, whose last rounding to bf16 is a hundred
+// times as large, but that the instruction takes subnormal numbers for 0.
 //
-// Where V has a NaN or inf, weights of 0 have to hide it: such a key's value is 0 in V^T, and its product with the weights is
-// added by itself. So rows that do not see it keep their bits.
+// Where V has a NaN or inf, weights of 0 have to hide it: such a key's value is 0 in V^T, and its product with the
+// weights is added by itself. So rows that do not see it keep their bits.
 //
-// A lagged maximum: O keeps its scale while scores rise by less than a factor of 2^4, so that it is seldom rescaled in a
-// pass of its own. It may overflow as early as with 16 times as many keys.
+// A lagged maximum: O keeps its scale while scores rise by less than a factor of 2^4, so that it is seldom rescaled in
+// a pass of its own. It may overflow as early as with 16 times as many keys.
 //
-// Bound: with AMX, loads and stores of tiles, some 1.3 for each product of 16 cycles (docs/benchmarks.md); with vectors, the
-// products.
+// Bound: with AMX, loads and stores of tiles, some 1.3 for each product of 16 cycles (docs/benchmarks.md); with
+// vectors, the products.
 #pragma once
 
 #include "cpu/avx512.inl"
@@ -33,8 +33,9 @@ namespace {
 constexpr int kTile = 16;       // rows of A and C, and words of a row of B and C
 constexpr int kTileDepth = 32;  // k of a step
 
-/// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. Blocks lie side by
-/// side. From a row to the next, and from a part to the next, distances count elements: fp32, bf16, and words of a pair.
+/// C += A B for blocks of kTile x kTile, `steps` times kTileDepth of k, for each of `parts` of A or B. Blocks lie side
+/// by side. From a row to the next, and from a part to the next, distances count elements: fp32, bf16, and words of a
+/// pair.
 ///
 /// What is split lies in A or in B; the other one's `part` is 0.
 struct PairProduct {
@@ -96,8 +97,8 @@ struct Split {
 /// Words of the pairs (x, y), both high parts.
 inline __m512i paired(__m512i x, __m512i y) { return _mm512_or_si512(_mm512_srli_epi32(x, 16), y); }
 
-/// Makes of each two rows of fp32 a row of their high numbers in pairs, and behind it one of their low ones: `rows` rows of
-/// `vectors` vectors, and zeros up to a multiple of kTileDepth rows.
+/// Makes of each two rows of fp32 a row of their high numbers in pairs, and behind it one of their low ones: `rows`
+/// rows of `vectors` vectors, and zeros up to a multiple of kTileDepth rows.
 inline void split_into_pairs(float* x, int rows, int vectors) {
     const std::int64_t width = vectors * kTile;
     for (int r = 0; r < rows; r += 2)

@@ -42,9 +42,9 @@ struct alignas(16) RowPair {
     float minus_lse[2], minus_delta[2];
 };
 
-/// The same of eight adjacent rows as terms of products (backward/wgmma/query_facts.cuh): -L over terms_scale, and -D. A
-/// row's first three elements add up to it, the others are 0. Nothing is infinite here: -inf is a number so large that P
-/// is 0.
+/// The same of eight adjacent rows as terms of products (backward/wgmma/query_facts.cuh): -L over terms_scale, and -D.
+/// A row's first three elements add up to it, the others are 0. Nothing is infinite here: -inf is a number so large
+/// that P is 0.
 struct alignas(16) RowTerms {
     bf16 minus_lse[8][8], minus_delta[8][8];
 };
@@ -90,8 +90,8 @@ struct TurnCount {
     unsigned taken, done;
 };
 
-/// Which items of a kernel with a queue are worked on in parts (backward/wgmma/parts.cuh): those behind the first `whole`,
-/// in `each` parts. prepare, or prepare_items, clears the sums and counts.
+/// Which items of a kernel with a queue are worked on in parts (backward/wgmma/parts.cuh): those behind the first
+/// `whole`, in `each` parts. prepare, or prepare_items, clears the sums and counts.
 struct ItemParts {
     int whole = 0, each = 1;  // 1: none
     float* sums = nullptr;
@@ -131,11 +131,11 @@ struct Problem : BackwardParams {
     int more_groups = 0;     // of rows that a head has in dQ's buffer beside its own, of other launches (SharedQueries)
     int ring_batches = 1;    // of a head's items, if their blocks take turns in a ring (backward/wgmma/order.cuh)
     int heads_together = 0;  // whose items come by turns, if blocks take turns under a causal mask
-    // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared, of all
-    // heads, and then of each stretch of rows (prepared_groups)
+    // Only if products begin beside prepare (backward/wgmma/prepare_beside.cuh): how many parts of rows are prepared,
+    // of all heads, and then of each stretch of rows (prepared_groups)
     unsigned* prepared = nullptr;
-    // Only with DqBy::kHeads: how many items have added all of their dQ, of each head of keys; and how many blocks take no
-    // more items behind one of that number or a later one
+    // Only with DqBy::kHeads: how many items have added all of their dQ, of each head of keys; and how many blocks take
+    // no more items behind one of that number or a later one
     unsigned* added = nullptr;
     int leaving_blocks = 0, leaving_item = 0;
 };
@@ -195,8 +195,8 @@ inline std::int64_t row_groups(const ForwardParams& p) {
     return p.heads_q * (s.cu_seqlens_q ? packed_tiles(s.total_q, p.batch, kRowGroup) : groups_of_head(p) * p.batch);
 }
 
-/// Of rows that are prepared beside products: how many groups of a head make a stretch that has a count. All, unless query
-/// heads share keys: there a block comes to the same rows of several heads before it comes to the next ones.
+/// Of rows that are prepared beside products: how many groups of a head make a stretch that has a count. All, unless
+/// query heads share keys: there a block comes to the same rows of several heads before it comes to the next ones.
 inline __host__ __device__ std::int64_t prepared_groups(const ForwardParams& p) {
     const std::int64_t of_head = groups_of_head(p);
     return p.heads_q == p.heads_k ? of_head : of_head % 2 ? 1 : 2;
@@ -337,8 +337,8 @@ __global__ void __launch_bounds__(kRowThreads) prepare_items(const __grid_consta
     clear_parts(problem, blockIdx.x);
 }
 
-// Blocks go from the last group of rows to the first: what prepare leaves in the L2 cache is what products begin with, and
-// what products leave there is what finish begins with.
+// Blocks go from the last group of rows to the first: what prepare leaves in the L2 cache is what products begin with,
+// and what products leave there is what finish begins with.
 //
 // prepare and finish are templates of the Machine too, so that they are compiled for the architectures of the kernel
 // between them: the order of dQ's buffer depends on the architecture. T is the type of o and of the gradients.
@@ -520,9 +520,9 @@ struct DqMemory {
         regions = dq.batch != all ? 0 : by_head ? p.batch * p.heads_q : p.batch;
     }
 };
-/// Where the facts lie in dq's memory, if they fit. At its beginning if finish overwrites it after their last use. At its end
-/// if heads become dq one after the other: those of most heads then lie where heads behind them come (finish_beside.cuh), if
-/// there are enough regions. Negative: they have memory of their own.
+/// Where the facts lie in dq's memory, if they fit. At its beginning if finish overwrites it after their last use. At
+/// its end if heads become dq one after the other: those of most heads then lie where heads behind them come
+/// (finish_beside.cuh), if there are enough regions. Negative: they have memory of their own.
 inline std::int64_t facts_in_dq(const BackwardParams& params, DqBy by, bool terms) {
     constexpr std::int64_t kLeastRegions = 32;  // the last one has to wait for all heads
     const ForwardParams& p = params.forward;

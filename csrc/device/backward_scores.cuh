@@ -8,8 +8,8 @@
 
 namespace flash_wmma::backward {
 
-/// Where scores of a warp lie: its kWarpRows own rows from `own` on, kStep streamed rows from `stream` on. Tile::Place: a
-/// lane's place in the accumulators, row() and column().
+/// Where scores of a warp lie: its kWarpRows own rows from `own` on, kStep streamed rows from `stream` on. Tile::Place:
+/// a lane's place in the accumulators, row() and column().
 template <class Tile, bool kOwnsKeys>
 struct ScorePlace {
     int own, stream;

@@ -1,5 +1,5 @@
-// Division by a number that the host knows and a kernel's first instructions need: a product and a shift, where a division
-// takes some 20 instructions, each of which waits for the one before.
+// Division by a number that the host knows and a kernel's first instructions need: a product and a shift, where a
+// division takes some 20 instructions, each of which waits for the one before.
 #pragma once
 
 #include <bit>
@@ -8,8 +8,9 @@
 
 namespace flash_wmma {
 
-/// Divides numbers below 2^31. With l = ceil(log2 d), the multiplier is the least integer above 2^(31 + l) / d: too large by
-/// at most 1, so that the quotient's error is below n / 2^(31 + l) < 1 / d (Granlund and Montgomery 1994, theorem 4.2).
+/// Divides numbers below 2^31. With l = ceil(log2 d), the multiplier is the least integer above 2^(31 + l) / d: too
+/// large by at most 1, so that the quotient's error is below n / 2^(31 + l) < 1 / d (Granlund and Montgomery 1994,
+/// theorem 4.2).
 class Divisor {
   public:
     Divisor() = default;

@@ -57,8 +57,8 @@ __device__ inline CachedEntries cached_entries(const ForwardParams& p, int index
             read(s.leftpad, index, s.leftpad && !behind), read(s.seqused_k, index, !behind)};
 }
 
-/// Sequence `index` of a cache and its queries, dense or packed; first_k is the row of its key 0. Index p.batch stands for
-/// the packed rows behind the last sequence, which see no key.
+/// Sequence `index` of a cache and its queries, dense or packed; first_k is the row of its key 0. Index p.batch stands
+/// for the packed rows behind the last sequence, which see no key.
 __device__ inline Sequence cached_sequence(const ForwardParams& p, int index, const CachedEntries& entries) {
     const Sequences& s = p.sequences;
     const bool behind = index == p.batch;

@@ -145,8 +145,8 @@ struct MergedVector {
 
     static constexpr int kAtOnce = 8;  // parts
 
-    /// Of `parts` parts, at least 1, those of numbers first, first + step, ...; first < step. Part 0 lies at `begin`, part i at
-    /// `others` + i * stride floats. `parts` and `step` are the same in a whole warp, which calls this.
+    /// Of `parts` parts, at least 1, those of numbers first, first + step, ...; first < step. Part 0 lies at `begin`,
+    /// part i at `others` + i * stride floats. `parts` and `step` are the same in a whole warp, which calls this.
     __device__ __forceinline__ MergedVector(int first, int step, int parts, PartVector begin, PartVector others,
                                             int stride) {
         for (int from = 0; from < parts; from += kAtOnce * step) {

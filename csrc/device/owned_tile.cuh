@@ -48,8 +48,8 @@ __device__ OwnedTile owned_keys(const ForwardParams& p, unsigned block_index = b
     return {rows, head * group, head, tile * Own, seqlen_k - tile * Own};
 }
 
-/// The grid for owned_keys<own>, of that many heads. Throws std::runtime_error if the problem has more tiles than a grid
-/// holds.
+/// The grid for owned_keys<own>, of that many heads. Throws std::runtime_error if the problem has more tiles than a
+/// grid holds.
 inline dim3 owned_keys_grid(const ForwardParams& p, int own, std::int64_t heads) {
     const Sequences& s = p.sequences;
     const std::int64_t tiles =

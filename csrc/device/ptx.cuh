@@ -17,7 +17,8 @@ __device__ __forceinline__ float ex2(float x) {
     return y;
 }
 
-/// log2(x), error 2^-22.6 (relative, but absolute from 1/2 to 2); denormal inputs are taken as zero (lg2.approx.ftz.f32).
+/// log2(x), error 2^-22.6 (relative, but absolute from 1/2 to 2); denormal inputs are taken as zero
+/// (lg2.approx.ftz.f32).
 __device__ __forceinline__ float lg2(float x) {
     float y;
     asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -104,8 +105,8 @@ __device__ __forceinline__ void ldmatrix_x2_trans(std::uint32_t (&r)[2], const v
                  : "memory");
 }
 
-/// Waits at named barrier `id` (1 to 15; 0 is that of __syncthreads, and of all threads) until `threads` threads, a multiple of 32, have arrived,
-/// this one among them (bar.sync).
+/// Waits at named barrier `id` (1 to 15; 0 is that of __syncthreads, and of all threads) until `threads` threads, a
+/// multiple of 32, have arrived, this one among them (bar.sync).
 __device__ __forceinline__ void named_barrier_sync(int id, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

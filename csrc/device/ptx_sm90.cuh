@@ -76,8 +76,8 @@ __device__ __forceinline__ void stmatrix_x4(void* shared_row, const std::uint32_
 /// fence (fence.proxy.async).
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-/// The same of global memory: what this thread wrote there, or knows that others wrote, comes before what copies read that it
-/// then asks for.
+/// The same of global memory: what this thread wrote there, or knows that others wrote, comes before what copies read
+/// that it then asks for.
 __device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- Tensor copies --------------------------------------------------------------------------------------------------
@@ -151,16 +151,16 @@ __device__ __forceinline__ std::uint32_t shared_address_in(const void* shared, u
 }  // namespace detail
 
 /// Arrives at the barrier of block `rank` that lies where `barrier` lies in this block, in a launch with clusters: who
-/// waits there may overwrite what products that this thread has waited for have read, and loads whose values it has used.
-/// The arrival may overtake a load that was merely issued. Writes are not ordered: a release in the cluster waits for all
-/// of them, those to global memory too. That block has not ended (mapa, mbarrier.arrive).
+/// waits there may overwrite what products that this thread has waited for have read, and loads whose values it has
+/// used. The arrival may overtake a load that was merely issued. Writes are not ordered: a release in the cluster waits
+/// for all of them, those to global memory too. That block has not ended (mapa, mbarrier.arrive).
 __device__ __forceinline__ void barrier_arrive_at(Barrier* barrier, unsigned rank) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(detail::shared_address_in(barrier, rank))
                  : "memory");
 }
-/// Copies `bytes` adjacent bytes, a multiple of 16, of this block's shared memory to where `to` lies in block `rank`, which
-/// has not ended; both addresses are 16-byte aligned. They count for the phase of that block's barrier that lies where
-/// `barrier` lies in this block. One thread; reads asynchronously, and has read when that phase is over
+/// Copies `bytes` adjacent bytes, a multiple of 16, of this block's shared memory to where `to` lies in block `rank`,
+/// which has not ended; both addresses are 16-byte aligned. They count for the phase of that block's barrier that lies
+/// where `barrier` lies in this block. One thread; reads asynchronously, and has read when that phase is over
 /// (cp.async.bulk.shared::cluster.shared::cta).
 __device__ __forceinline__ void bulk_send(void* to, const void* from, unsigned bytes, Barrier* barrier, unsigned rank) {
     asm volatile("cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
@@ -184,8 +184,8 @@ enum class Major { K, N, K8 };
 template <Major kMajor>
 class SharedMatrix {
   public:
-    /// From the first row of a panel, or of a group, on. `distance`: between panels (Major::N) or groups (Major::K8), in
-    /// bytes.
+    /// From the first row of a panel, or of a group, on. `distance`: between panels (Major::N) or groups (Major::K8),
+    /// in bytes.
     __device__ __forceinline__ explicit SharedMatrix(const void* first, int distance = 16)
         : low_((detail::shared_address(first) & kAddress) >> 4 |
                (kMajor == Major::K8 ? 0 : static_cast<unsigned>(distance) >> 4 << 16)),

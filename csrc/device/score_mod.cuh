@@ -82,8 +82,8 @@ class ScoreMod<true> {
 
     /// The same for products in any arrangement: each(f) calls f(i, n) for all of them, x(i, n) is the product of
     /// query(i, n) and key(i, n), and slope(i, n) becomes the derivative of the score by the scaled product, if there
-    /// is a softcap. A query past the end of its sequence gets no bias: a NaN or an infinity would reach the gradients of
-    /// the keys.
+    /// is a softcap. A query past the end of its sequence gets no bias: a NaN or an infinity would reach the gradients
+    /// of the keys.
     template <class Each, class X, class Slope, class Query, class Key>
     __device__ __forceinline__ void apply_each(Each each, X x, Slope slope, float scale, Query query, Key key) const {
         if (p.softcap != 0.f) {

@@ -1,5 +1,5 @@
-// What a block of a statistics kernel works on at a time (attention.h): a tile of own rows, and the tiles of rows that they see or
-// that see them.
+// What a block of a statistics kernel works on at a time (attention.h): a tile of own rows, and the tiles of rows that
+// they see or that see them.
 #pragma once
 
 #include "device/owned_tile.cuh"

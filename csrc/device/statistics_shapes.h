@@ -1,5 +1,5 @@
-// A backward kernel's compiled shapes for the statistics (BackwardParams::statistics), what they are given, and the choice
-// among them.
+// A backward kernel's compiled shapes for the statistics (BackwardParams::statistics), what they are given, and the
+// choice among them.
 #pragma once
 
 #include <stdexcept>
@@ -17,8 +17,8 @@ struct StatisticsShape {
     void (*columns)(const Problem&, Stream);  ///< column_sum
 };
 
-/// The problem of the two passes. `extents`: extents_bytes of the workspace. With key ranges this launches find_extents,
-/// which fills them.
+/// The problem of the two passes. `extents`: extents_bytes of the workspace. With key ranges this launches
+/// find_extents, which fills them.
 template <class Machine>
 Problem problem_of_scores(const BackwardParams& p, void* extents, Stream stream) {
     Problem problem{p, nullptr, nullptr};

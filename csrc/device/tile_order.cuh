@@ -1,8 +1,9 @@
-// The order in which the tiles of a head are worked on where a band leaves them different work: the longest first, so that
-// blocks finish together.
+// The order in which the tiles of a head are worked on where a band leaves them different work: the longest first, so
+// that blocks finish together.
 //
-// How many keys a band shows a row grows from the first row on, stays the same for a while, and falls towards the last one:
-// it stays the same where both bounds lie within the sequence, or neither. Of keys and the rows that see them likewise.
+// How many keys a band shows a row grows from the first row on, stays the same for a while, and falls towards the last
+// one: it stays the same where both bounds lie within the sequence, or neither. Of keys and the rows that see them
+// likewise.
 #pragma once
 
 namespace flash_wmma {
@@ -12,7 +13,8 @@ struct TileOrder {
     int tiles, first, end;
 
     TileOrder() = default;
-    /// Of `count` rows or keys in tiles of `own`; `one` and `other`, in either order, are where the most work begins and ends.
+    /// Of `count` rows or keys in tiles of `own`; `one` and `other`, in either order, are where the most work begins
+    /// and ends.
     __host__ __device__ TileOrder(int count, int own, int one, int other) : tiles((count + own - 1) / own) {
         const int last = count - 1, low = one < other ? one : other, high = one < other ? other : one;
         first = (low < 0 ? 0 : low < last ? low : last) / own;

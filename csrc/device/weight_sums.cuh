@@ -23,7 +23,8 @@ __device__ __forceinline__ float lse_of(const ForwardParams& p, const Sequence& 
 /// -L in log2 units. -inf of a query that sees no key, so that its P is 0.
 __device__ __forceinline__ float minus_lse_of(float lse) { return lse == -INFINITY ? lse : -kLog2e * lse; }
 
-/// The sums of a warp's Rows own rows, each over a lane's columns. kModified: scores may have a softcap, a bias or ALiBi.
+/// The sums of a warp's Rows own rows, each over a lane's columns. kModified: scores may have a softcap, a bias or
+/// ALiBi.
 template <int Rows, bool kOwnsKeys, bool kModified>
 class WeightSums {
   public:
@@ -88,8 +89,8 @@ class WeightSums {
     }
 
   private:
-    /// Streamed queries behind the sequence's end have no weights. Their scores may be NaN: what lies there may be infinite,
-    /// and zeros there may be multiplied with a key that is.
+    /// Streamed queries behind the sequence's end have no weights. Their scores may be NaN: what lies there may be
+    /// infinite, and zeros there may be multiplied with a key that is.
     template <int Columns, class Place>
     __device__ __forceinline__ void hide_behind(RegisterTile<Rows, Columns>& weights, const Place& place) const {
         weights.each([&](float& x, int i, int column) {

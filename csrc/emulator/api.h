@@ -31,8 +31,8 @@ void flash_wmma_emulator_configure(const flash_wmma::emulator::Config* config);
 /// The buffers of the following launches. None: bounds of global memory are not checked.
 void flash_wmma_emulator_buffers(const flash_wmma::emulator::Buffer* buffers, std::size_t count);
 
-/// What the grid before the next launch has yet to write, if that launch is programmatic: `bytes` bytes of `from` to `to`.
-/// In each block, or cluster, they land when one of its lanes first waits for that grid. `from` is copied now.
+/// What the grid before the next launch has yet to write, if that launch is programmatic: `bytes` bytes of `from` to
+/// `to`. In each block, or cluster, they land when one of its lanes first waits for that grid. `from` is copied now.
 void flash_wmma_emulator_write_late(void* to, const void* from, std::size_t bytes);
 
 /// Counters of the launches since the last call, as JSON; valid until the next call. Lines are those of the source.

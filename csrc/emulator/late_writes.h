@@ -1,6 +1,6 @@
-// What the grid before a launch has yet to write when the launch begins: a programmatic launch may see it only once it has
-// waited for that grid. A kernel that reads too early computes with what was there before, in every block (or cluster), as
-// far as it reads before any lane of the block has waited. The launch itself writes nothing there.
+// What the grid before a launch has yet to write when the launch begins: a programmatic launch may see it only once it
+// has waited for that grid. A kernel that reads too early computes with what was there before, in every block (or
+// cluster), as far as it reads before any lane of the block has waited. The launch itself writes nothing there.
 #pragma once
 
 #include <cstddef>

@@ -445,8 +445,8 @@ int Worker::visit(const Visit& visit, int predicate) {
     return me.barrier_result;
 }
 
-/// The warp has come to the barrier. If threads are counted, an unfinished warp counts as a whole one. Warps may come to
-/// the cluster's barrier at different lines.
+/// The warp has come to the barrier. If threads are counted, an unfinished warp counts as a whole one. Warps may come
+/// to the cluster's barrier at different lines.
 void Worker::arrive(Warp& warp) {
     const Visit& visit = warp.visit;
     Block& block = blocks[static_cast<std::size_t>(warp.block)];

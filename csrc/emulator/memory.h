@@ -16,8 +16,8 @@
 // An arrival at a barrier of another block orders what was read before it alone.
 //
 // Clusters of blocks are in order only where a counter in global memory says so: what a lane knows when it adds to the
-// counter with release is known to each lane that reads the sum, or a later one, with acquire. For this a clock also has
-// epochs of warps of other clusters.
+// counter with release is known to each lane that reads the sum, or a later one, with acquire. For this a clock also
+// has epochs of warps of other clusters.
 #pragma once
 
 #include <algorithm>
@@ -227,7 +227,8 @@ class GlobalMemory {
     };
 
     void set(const Buffer* buffers, std::size_t count);
-    /// Forgets accesses of earlier launches: a launch waits for the launches before it. `blocks`, `warps`: of a cluster.
+    /// Forgets accesses of earlier launches: a launch waits for the launches before it. `blocks`, `warps`: of a
+    /// cluster.
     void begin_launch(bool checks, int blocks, int warps);
     /// The number in the grid of warp 0 of a block's cluster (Clock::counted).
     int first_warp(std::uint32_t block) const { return static_cast<int>(block / blocks_) * warps_; }

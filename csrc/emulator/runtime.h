@@ -144,8 +144,8 @@ void bulk_load(void* shared, const void* global, unsigned bytes, void* barrier, 
 /// Reads when it lands.
 void bulk_send(void* to, const void* from, unsigned bytes, void* barrier, unsigned rank, Site site, const void* pc);
 
-/// Copies the box from shared memory to these coordinates. Its group reads and writes when a wait lets it pass, the last
-/// legal moment.
+/// Copies the box from shared memory to these coordinates. Its group reads and writes when a wait lets it pass, the
+/// last legal moment.
 void tensor_store(const TensorMap& map, const void* shared, const int* coordinates, Site site, const void* pc);
 void store_commit();
 void store_wait_read(int pending_groups);

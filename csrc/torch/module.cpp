@@ -122,8 +122,8 @@ DeviceFacts device_of(const py::tuple& facts) {
 
 /// {"kernel": name or None, "instance": its facts or None, "reasons": {name: why it is not taken}, "tells": whether the
 /// kernel tells statistics of the rows besides, "tangents": whether it has tangents in one pass}. `problem` is the
-/// forward problem of `params`; a kernel sees its head dims rounded up to multiples of 8, and where to tell the statistics
-/// of `wanted` if it tells them.
+/// forward problem of `params`; a kernel sees its head dims rounded up to multiples of 8, and where to tell the
+/// statistics of `wanted` if it tells them.
 template <class Params>
 py::dict answer(const std::string& name, Params& params, ForwardParams& problem, const DeviceFacts& device,
                 const std::set<std::string>& wanted = {}) {

@@ -32,20 +32,20 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? alibi_slopes=None, Tensor? key_ranges=None, float softcap=0., Tensor? sinks=None, "
         "Tensor? rng_state=None, float dropout_p=0., Tensor? dropout_origin=None, bool batch_invariant=False, "
         "str kernel_name=\"auto\") -> Tensor lse");
-    // forward of a dense problem that writes an out, of float32, and an lse which are there, of any strides. merges: they
-    // hold attention over other keys, and become that over all; out is of q's type or float32. False, and they are as
-    // they were: the kernel cannot do that; then forward and merge_parts do it.
+    // forward of a dense problem that writes an out, of float32, and an lse which are there, of any strides. merges:
+    // they hold attention over other keys, and become that over all; out is of q's type or float32. False, and they are
+    // as they were: the kernel cannot do that; then forward and merge_parts do it.
     m.def(
         "forward_merged(Tensor(a!) out, Tensor(b!) lse, Tensor q, Tensor k, Tensor v, bool merges, float? scale=None, "
         "SymInt window_left=-1, SymInt window_right=-1, bool bottom_right=False, str kernel_name=\"auto\") -> bool");
-    // forward of a dense problem, with row_max and entropy of `statistics`; `wanted`: some of "max entropy", the other is
-    // empty. They come from the kernel of forward if it tells them, else from a pass of their own.
+    // forward of a dense problem, with row_max and entropy of `statistics`; `wanted`: some of "max entropy", the other
+    // is empty. They come from the kernel of forward if it tells them, else from a pass of their own.
     m.def(
         "forward_with_statistics(Tensor q, Tensor k, Tensor v, str wanted, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? sinks=None, bool batch_invariant=False, "
         "str kernel_name=\"auto\") -> (Tensor out, Tensor lse, Tensor row_max, Tensor entropy)");
-    // forward of a dense problem with its tangents, given those of q, k and v (none: zeros), in one pass; the sinks do not
-    // move. takes_tangents: whether the kernel of forward does that. If not, it is made of other ops (_tangent.py).
+    // forward of a dense problem with its tangents, given those of q, k and v (none: zeros), in one pass; the sinks do
+    // not move. takes_tangents: whether the kernel of forward does that. If not, it is made of other ops (_tangent.py).
     m.def(
         "takes_tangents(Tensor q, Tensor k, Tensor v, float? scale=None, SymInt window_left=-1, "
         "SymInt window_right=-1, bool bottom_right=False, Tensor? sinks=None, bool batch_invariant=False, "
@@ -81,9 +81,9 @@ OPS(FLASH_WMMA_NAMESPACE, m) {
         "Tensor? page_table, Tensor? cu_seqlens_k, Tensor? q=None, Tensor? cu_seqlens_q=None, "
         "Tensor? rotary_cos=None, Tensor? rotary_sin=None, Tensor? rotary_seqlens=None, bool queries_advance=False, "
         "bool interleaved=False) -> (Tensor q, Tensor seqlens)");
-    // Attention over a part of the keys, merged in place into that over others: out (B, H, N, d_v) and lse (B, H, N), or
-    // packed (N, H, d_v) and (H, N); out in float32 or in the part's dtype. rows: which rows of out the part's are, each
-    // at most once, int64.
+    // Attention over a part of the keys, merged in place into that over others: out (B, H, N, d_v) and lse (B, H, N),
+    // or packed (N, H, d_v) and (H, N); out in float32 or in the part's dtype. rows: which rows of out the part's are,
+    // each at most once, int64.
     m.def("merge_parts(Tensor(a!) out, Tensor(b!) lse, Tensor part_out, Tensor part_lse, Tensor? rows=None) -> ()");
     m.def(
         "backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "

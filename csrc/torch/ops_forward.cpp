@@ -10,7 +10,8 @@ struct Told {
     bool done = false;  ///< whether the kernel told them
 };
 
-/// Has the kernel write out and lse. `told`: what else it writes. `strides`: those of a dense lse that is not contiguous.
+/// Has the kernel write out and lse. `told`: what else it writes. `strides`: those of a dense lse that is not
+/// contiguous.
 template <std::size_t kDim>
 void launch(CheckedCall& call, const Target& target, const KernelInfo& kernel, const Written<kDim>& out,
             const Tensor& lse, const Told* told, const int64_t* strides = nullptr) {

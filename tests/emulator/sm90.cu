@@ -146,8 +146,8 @@ const Entry kProductPanels("product_half_96_registers_n", run_product<half, 96, 
 const Entry kProductWideAlongN("product_bf16_256_registers_n", run_product<bf16, 256, Left::kRegisters, Major::N>);
 const Entry kProductRegistersK("product_bf16_128_registers_k", run_product<bf16, 128, Left::kRegisters, Major::K>);
 
-/// d[thread][i] = the product of A, 64 x 16 as registers, and the transpose of B, N rows of 8, twice side by side. Groups
-/// of 8 rows are two groups apart.
+/// d[thread][i] = the product of A, 64 x 16 as registers, and the transpose of B, N rows of 8, twice side by side.
+/// Groups of 8 rows are two groups apart.
 template <int N>
 struct ShortRows {
     alignas(16) std::uint16_t groups[N / 8][2][8][8];

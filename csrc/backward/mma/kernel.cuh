@@ -103,8 +103,8 @@ __device__ __forceinline__ PairScales follow_units(Gradient<Tile>& d_first, Grad
     return PairScales(problem.forward.scale * kLog2e, of_q, of_k);
 }
 
-/// Adds the terms of the statistics' gradients, times `unit`, to dP - D, of the columns from `column` on of P. A dropped
-/// weight's P is negative, and so is what it multiplies.
+/// Adds the terms of the statistics' gradients, times `unit`, to dP - D, of the columns from `column` on of P. A
+/// dropped weight's P is negative, and so is what it multiplies.
 template <class Tile, bool kOwnsKeys>
 __device__ __forceinline__ void add_terms(ScoresPart<Tile>& ds, const Scores<Tile>& p, int column,
                                           const ScorePlace<Tile, kOwnsKeys>& place, const WeightTerms& terms,
@@ -173,8 +173,8 @@ __device__ __forceinline__ void store_gradients(const Problem& problem, const Ow
 }
 
 /// In plain problems the compiler knows that a block's bounds are the same in every thread, which saves registers.
-/// Converted inputs (scales.cuh), and the gradients of statistics and of slopes, have instances of their own, so that no
-/// other instance keeps exponents or sums in registers.
+/// Converted inputs (scales.cuh), and the gradients of statistics and of slopes, have instances of their own, so that
+/// no other instance keeps exponents or sums in registers.
 // spills: sm_75 sm_80 sm_90: tiles at the register limit keep loop-invariant values (bounds, addresses) in local
 // memory, as a rule 10 to 50 loads a streamed tile, at d = 256 up to 115, against some thousand instructions.
 template <class Tile, Problems kProblems, Pass kPass>
@@ -235,8 +235,8 @@ __global__ void __launch_bounds__(Tile::kThreads, Tile::kBlocksPerSm)
         const float scale = p.scale * kLog2e;
         [[maybe_unused]] const bool drops = kGeneral && p.dropout.rng_state;
         [[maybe_unused]] DropoutState dropout;
-        // Of own queries not in registers of the warp: of the tile for d = 64 ptxas (CUDA 13.0, sm_90) then made a loop whose
-        // weights were those of another state
+        // Of own queries not in registers of the warp: of the tile for d = 64 ptxas (CUDA 13.0, sm_90) then made a loop
+        // whose weights were those of another state
         if (drops) dropout = kOwnsKeys ? dropout_state(p.dropout) : DropoutState(p.dropout);
         [[maybe_unused]] std::conditional_t<kTerms, SlopesGradient<Tile>, Nothing> slopes_gradient;
         int slot = 0;

@@ -5,10 +5,9 @@
 //     S = 2^(q_i + k_j) Q K^T          dP - D = 2^(dout_i + v_j) dO V^T - D          stored dS = dS * 2^-e_ij.
 // dS has to fit half: P is at most 1, |dP| at most the product of the norms of its rows, so that
 //     e_ij = max(dout_norm_i + v_norm_j, log2 |D|_i) - 14        gives |stored dS| <= 2^15.
-// The statistics' gradients add up to T = |dentropy| / e + |dcolumn_sum| to it. With max(|D|, T) for |D|, |stored dS| is
-// at most 3 * 2^14.
-// dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j; their accumulators' units
-// follow these exponents.
+// The statistics' gradients add up to T = |dentropy| / e + |dcolumn_sum| to it. With max(|D|, T) for |D|, |stored dS|
+// is at most 3 * 2^14. dV, dK and dQ are sums of tiles with the exponents dout_i, e_ij + q_i and e_ij + k_j; their
+// accumulators' units follow these exponents.
 #pragma once
 
 #include "device/backward_rows.cuh"

@@ -11,8 +11,8 @@
 // Bound: at d = 64 products, exponentials and issue slots alike, above that the products. For 128 scores an SM of sm_80
 // takes 8 cycles of products at d = 64, 16 at d = 128, and 8 of exponentials. It issues four instructions a cycle, so
 // that an instruction a score is a cycle. In sm_80's code a score that is visible and not changed takes 7.9 of them for
-// rows and 5.3 for columns at d = 64, 9.2 and 6.6 at d = 128, the products among them (columns: as counted before visible
-// weights were added where they are made).
+// rows and 5.3 for columns at d = 64, 9.2 and 6.6 at d = 128, the products among them (columns: as counted before
+// visible weights were added where they are made).
 #pragma once
 
 #include <launch.h>

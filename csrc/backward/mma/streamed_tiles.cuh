@@ -1,4 +1,5 @@
-// The copies of the tiles of a block of kernel.cuh, two_roles.cuh or three_roles.cuh, own and streamed, to shared memory.
+// The copies of the tiles of a block of kernel.cuh, two_roles.cuh or three_roles.cuh, own and streamed, to shared
+// memory.
 #pragma once
 
 #include <ptx.cuh>

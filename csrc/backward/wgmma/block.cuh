@@ -38,8 +38,8 @@ struct TileShape {
     int barriers_at = 0;        ///< the offset of the barriers in shared memory, if not right behind what is there
 };
 
-/// The blocks that begin with a pass over items, and the number of this one among them; negative: it comes later. Each of
-/// them has its first item beforehand, unless all are taken from the queue (Planner); the others are taken from it.
+/// The blocks that begin with a pass over items, and the number of this one among them; negative: it comes later. Each
+/// of them has its first item beforehand, unless all are taken from the queue (Planner); the others are taken from it.
 struct Workers {
     int index, count;
 
@@ -68,7 +68,8 @@ struct Tile {
     static constexpr int kWarpKeys = 16, kGroupKeys = 64, kGroupThreads = 128;
     static constexpr int kKeys = kTwoRoles ? kGroupKeys : kGroupKeys * kConsumers;
     static constexpr int kBlocks = kPaired ? 2 : 1, kItemKeys = kKeys * kBlocks;  // of an item
-    // dO comes and goes whole and with Q, or in a pair by itself: in halves by columns, for which there are three places
+    // dO comes and goes whole and with Q, or in a pair by itself: in halves by columns, for which there are three
+    // places
     static constexpr bool kHalvesDout = kPaired;
     static constexpr int kDoutParts = kHalvesDout ? 2 : 1, kDoutPlaces = kHalvesDout ? 3 : kStages;
     static constexpr int kThreads = kGroupThreads * (kConsumers + 1);
@@ -91,26 +92,26 @@ struct KeyTile {
     int batch, head, row, rows;  // the first row in the tensors, and how many exist from it on: none if not positive
 };
 
-/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them (in a pair: some of both
-/// blocks' keys), in the order start, start + step, ..., last, first, ... So blocks of a head begin at different tiles, and
-/// their additions to dQ do not meet. Keys and queries count from the sequence's first.
+/// What a block works on at a time: a tile of keys, and the tiles of queries that see some of them (in a pair: some of
+/// both blocks' keys), in the order start, start + step, ..., last, first, ... So blocks of a head begin at different
+/// tiles, and their additions to dQ do not meet. Keys and queries count from the sequence's first.
 ///
 /// If several query heads share the keys, each tile is worked on in all of them, from start_head on. Blocks begin at
-/// different heads of the same tile or of neighbouring ones. So what one block reads and adds to is in the L2 cache for the
-/// others. Under a causal mask the items of the first half of a head's keys, which are long, walk down from the last tile.
-/// Those of the second half come after them and walk up: a block that had n tiles of the longest item's takes one that is n
-/// tiles shorter than it, and begins where the others of its half have come to. Where the band hides keys on the left alone,
-/// it is the same from the last keys and the first tile on. Where it hides keys on both sides (a window), items have n
-/// different tiles each: all begin at tiles of neighbouring numbers modulo n, and walk down; those that the sequence's
-/// beginning or end cuts begin near it.
+/// different heads of the same tile or of neighbouring ones. So what one block reads and adds to is in the L2 cache for
+/// the others. Under a causal mask the items of the first half of a head's keys, which are long, walk down from the
+/// last tile. Those of the second half come after them and walk up: a block that had n tiles of the longest item's
+/// takes one that is n tiles shorter than it, and begins where the others of its half have come to. Where the band
+/// hides keys on the left alone, it is the same from the last keys and the first tile on. Where it hides keys on both
+/// sides (a window), items have n different tiles each: all begin at tiles of neighbouring numbers modulo n, and walk
+/// down; those that the sequence's beginning or end cuts begin near it.
 ///
-/// In a ring (turns.cuh) the heads of a group come one after the other: all blocks of a batch are at the same head, whose
-/// rows the L2 cache holds. Under a causal mask, if blocks take turns, the heads of a group come so too, and items walk up
-/// from their first tile or down from their last (StaircaseOrder).
+/// In a ring (turns.cuh) the heads of a group come one after the other: all blocks of a batch are at the same head,
+/// whose rows the L2 cache holds. Under a causal mask, if blocks take turns, the heads of a group come so too, and
+/// items walk up from their first tile or down from their last (StaircaseOrder).
 ///
-/// If the additions have another order (turns.cuh), start is first. With a band that is bounded on the right (causal) it
-/// runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest queries, is the
-/// sequence's first item. Otherwise a block would wait at its first tile for all items before.
+/// If the additions have another order (turns.cuh), start is first. With a band that is bounded on the right (causal)
+/// it runs backwards: first is then the last tile of queries, and the last tile of keys, which has the fewest queries,
+/// is the sequence's first item. Otherwise a block would wait at its first tile for all items before.
 struct Item {
     Sequence sequence;
     KeyTile keys;
@@ -133,15 +134,15 @@ __device__ __forceinline__ bool runs_backwards(const Problem& problem) {
     return !Tile::kRing && in_order<kPass>(problem) && problem.forward.band.right < kUnbounded;
 }
 
-/// Whether an instance works on items in parts. The code for that costs time even where there are none, so plain problems
-/// whose items go in parts are left to the instance for packed sequences (docs/tuning/hopper_backward.md).
+/// Whether an instance works on items in parts. The code for that costs time even where there are none, so plain
+/// problems whose items go in parts are left to the instance for packed sequences (docs/tuning/hopper_backward.md).
 template <class Tile, Problems kProblems, Pass kPass>
 constexpr bool takes_parts() {
     return !Tile::kTwoRoles && kPass == Pass::kFused && kProblems != Problems::kPlain;
 }
 
-/// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs what it
-/// gains (docs/tuning/hopper_backward.md), unless items are few and equal: these have an instance of their own.
+/// Whether an instance can tell which heads' dQ is complete (finish_beside.cuh). Up to d = 64 the code for it costs
+/// what it gains (docs/tuning/hopper_backward.md), unless items are few and equal: these have an instance of their own.
 template <class Tile, Pass kPass>
 constexpr bool can_count_items() {
     return kPass == Pass::kFused && Tile::kCountsItems;
@@ -188,8 +189,8 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
     }
     const BandMask mask(p.band, s.seqlen_q, s.seqlen_k);
     const int end_key = min(own.first_row + kKeys, s.seqlen_k);
-    // Whose turn it is follows from the band alone (turns.cuh): there items have all tiles that it shows, and ranges may
-    // hide all keys of an item from all queries of a tile
+    // Whose turn it is follows from the band alone (turns.cuh): there items have all tiles that it shows, and ranges
+    // may hide all keys of an item from all queries of a tile
     constexpr bool kRanged = includes(kProblems, Problems::kModified) && kPass != Pass::kTurns;
     const auto [begin, end] =
         queries_that_see(query_mask<kRanged>(problem, s, own.head), own.head, own.first_row, end_key - 1, s.seqlen_q);
@@ -242,8 +243,8 @@ __device__ __forceinline__ Item item_of(const Problem& problem, int index, const
             part.part == problem.parts.each - 1};
 }
 
-/// How much of a block's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, in a pair, and
-/// in turns.
+/// How much of a block's keys a tile's queries see. kNone by key ranges alone: between tiles that see some, in a pair,
+/// and in turns.
 enum class Seen : unsigned char { kAll, kSome, kNone };
 
 /// What the consumers are told of a tile of queries.
@@ -297,8 +298,8 @@ constexpr bool folds_facts() {
     return Tile::kFoldsFacts && !includes(kProblems, Problems::kModified) && !includes(kProblems, Problems::kDropped);
 }
 
-/// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where ptxas
-/// finds too few registers, as in general problems.
+/// Whether an item's first tile has code of its own (bwd_sm90.cuh), so that V comes behind its Q and dO: not where
+/// ptxas finds too few registers, as in general problems.
 template <class Tile, Problems kProblems>
 constexpr bool first_tile_apart() {
     return !Tile::kTwoRoles && !includes(kProblems, Problems::kModified);

@@ -42,9 +42,9 @@ std::int64_t visible_keys(const ForwardParams& p) {
     };
     return (of_row(0) + 2 * of_row(p.seqlen_q / 2) + of_row(p.seqlen_q - 1)) / 4;
 }
-/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it, where
-/// memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores, of which
-/// there are twice as many.
+/// Up to how many keys of a row two products more take no longer than passes over dQ's buffer and additions to it,
+/// where memory is slow (docs/tuning/hopper_backward.md): fewer where exponentials take long, or what changes scores,
+/// of which there are twice as many.
 std::int64_t most_keys_of_two_passes(const BackwardParams& p) {
     const std::int64_t d = largest_head_dim(p);
     if (p.forward.key_ranges.data) return 0;
@@ -65,11 +65,11 @@ bool has_equal_items(const ForwardParams& p) {
     return p.band.left >= kUnbounded && p.band.right >= kUnbounded && !p.key_ranges.data && is_dense(p);
 }
 
-/// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh). 0: two
-/// passes take no longer, which they do unless nearly all blocks are at work.
+/// In how many batches items of deterministic calls come whose blocks take turns in a ring (backward/wgmma/order.cuh).
+/// 0: two passes take no longer, which they do unless nearly all blocks are at work.
 ///
-/// The blocks of a batch wait for each other, so each has to fit the device. A batch takes a round, and several that fit at
-/// once, of different heads, share one.
+/// The blocks of a batch wait for each other, so each has to fit the device. A batch takes a round, and several that
+/// fit at once, of different heads, share one.
 std::int64_t ring_batches(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     if (!has_equal_items(p) || problems_of(params, /*converted=*/false) != Problems::kPlain) return 0;
@@ -88,8 +88,9 @@ std::int64_t ring_batches(const BackwardParams& params, const DeviceFacts& devic
 }
 
 /// How many heads' items come by turns in deterministic calls under a causal mask whose blocks take turns
-/// (backward/wgmma/order.cuh): as many as begin together. 0: two passes take no longer. That is so where more than kMost heads
-/// would begin together, as in short sequences. It is so where blocks have few items, since many rest at the end.
+/// (backward/wgmma/order.cuh): as many as begin together. 0: two passes take no longer. That is so where more than
+/// kMost heads would begin together, as in short sequences. It is so where blocks have few items, since many rest at
+/// the end.
 std::int64_t heads_together(const BackwardParams& params, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     const bool square = p.seqlen_q == p.seqlen_k && p.band.left >= kUnbounded && p.band.right == 0;
@@ -106,8 +107,9 @@ bool takes_ordered_turns(const BackwardParams& p, const DeviceFacts& device) {
 }
 
 /// Up to d = 128, two passes for few keys, and in deterministic calls unless blocks take turns. Above it there is no
-/// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an order
-/// anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its keys.
+/// second pass. There blocks take turns at dQ, and write dq, in short sequences: in deterministic calls, which have an
+/// order anyway, and in others if memory is slow. With turns an item has also those tiles whose ranges leave out its
+/// keys.
 DqBy dq_of(const BackwardParams& p, const DeviceFacts& device) {
     if (is_shared(p)) return DqBy::kSums;
     if (!is_wide(p)) {
@@ -150,10 +152,10 @@ double bytes_of_item(const ForwardParams& p, const Shape& shape) {
 /// How many SMs take all of HBM's bandwidth so.
 constexpr double kAtOnce = 60;
 
-/// Which items go in parts: those of the last round of blocks, if the call ends earlier so, where all items take equally
-/// long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain problems
-/// are then run by an instance that takes up to kLonger more time for all items (docs/tuning/hopper_backward.md). `lost`:
-/// what else the call takes longer with parts, in the time of a tile.
+/// Which items go in parts: those of the last round of blocks, if the call ends earlier so, where all items take
+/// equally long. A part lasts as long as its tiles and some kMore more: it begins, and brings dK and dV together. Plain
+/// problems are then run by an instance that takes up to kLonger more time for all items
+/// (docs/tuning/hopper_backward.md). `lost`: what else the call takes longer with parts, in the time of a tile.
 struct Parts {
     std::int64_t whole, split;
     int each;
@@ -195,15 +197,15 @@ std::int64_t parts_in_dq(const BackwardParams& params, const Shape& shape, const
 
 const Instance& choose(const BackwardParams& p, const DeviceFacts& device) { return shape_of(p, device).facts; }
 
-/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh), and in which order: so many blocks, and not the
-/// first `ahead` parts of rows, which all SMs prepare before. No blocks: products begin behind prepare.
+/// Who prepares rows beside the products (backward/wgmma/prepare_beside.cuh), and in which order: so many blocks, and
+/// not the first `ahead` parts of rows, which all SMs prepare before. No blocks: products begin behind prepare.
 struct Beside {
     int blocks = 0;
     unsigned ahead = 0;
     wgmma::PrepareOrder order{};
 };
-/// Where query heads share keys, all blocks walk through the rows of some heads together, from the last rows on, or from the
-/// first ones if the band hides keys on the left alone. Batches of heads may differ by one from those of items
+/// Where query heads share keys, all blocks walk through the rows of some heads together, from the last rows on, or
+/// from the first ones if the band hides keys on the left alone. Batches of heads may differ by one from those of items
 /// (mixed_in_batches). Above d = 128 one head after the other: no other order was measured there.
 wgmma::PrepareOrder prepare_order(const BackwardParams& params, const Shape& shape, std::int64_t workers) {
     const ForwardParams& p = params.forward;
@@ -225,9 +227,9 @@ std::int64_t blocks_in_time(const ForwardParams& p, const Shape& shape, std::int
     const double bytes = wgmma::prepared_bytes(p, wgmma::parts_of_all(p) - ahead);
     return static_cast<std::int64_t>(std::ceil(bytes / (kShare * bytes_of_item(p, shape))));
 }
-/// Where items are few, some of the SMs that lack an item in the last round prepare. They have time until the other SMs are done
-/// with their first items. Where heads share keys, the rows that come first are prepared ahead, if the others are in time.
-/// Otherwise all rows of the first items' heads are, if items are equal.
+/// Where items are few, some of the SMs that lack an item in the last round prepare. They have time until the other SMs
+/// are done with their first items. Where heads share keys, the rows that come first are prepared ahead, if the others
+/// are in time. Otherwise all rows of the first items' heads are, if items are equal.
 Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int64_t most, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     const std::int64_t items = items_of(p, shape), blocks = std::min((workers - items % workers) % workers, most);
@@ -246,10 +248,11 @@ Beside by_idle_blocks(const BackwardParams& params, const Shape& shape, std::int
     if (!has_equal_items(p) || !in_time(ahead)) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(ahead)};
 }
-/// Where items of different lengths are few. Where heads share keys, rows come in the order in which products come to them.
-/// Below two rounds idle SMs prepare them. Up to d = 64 no more blocks prepare than have to, behind the first rows, if they are
-/// in time: a block that prepares takes its first item late. Elsewhere all do, with nothing ahead. Where heads do not share
-/// keys, all SMs prepare the heads of the first items ahead, if heads become dq one by one: else it gains nothing.
+/// Where items of different lengths are few. Where heads share keys, rows come in the order in which products come to
+/// them. Below two rounds idle SMs prepare them. Up to d = 64 no more blocks prepare than have to, behind the first
+/// rows, if they are in time: a block that prepares takes its first item late. Elsewhere all do, with nothing ahead.
+/// Where heads do not share keys, all SMs prepare the heads of the first items ahead, if heads become dq one by one:
+/// else it gains nothing.
 Beside behind_first_items(const BackwardParams& params, const Shape& shape, std::int64_t blocks, std::int64_t workers) {
     const ForwardParams& p = params.forward;
     constexpr std::int64_t kLeastRounds = 2;  // of items, unless idle SMs prepare
@@ -272,10 +275,10 @@ Beside behind_first_items(const BackwardParams& params, const Shape& shape, std:
     if (first == heads) return {};
     return {static_cast<int>(blocks), static_cast<unsigned>(wgmma::parts_of_all(p) / heads * first)};
 }
-/// Nobody where blocks take turns, where products take so long that it hardly counts, where items are very few, or in pairs
-/// so short that they wait for what is prepared. The blocks that prepare begin with items late. Where all items take equally
-/// long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 % of the items are
-/// done, since blocks do not keep one pace.
+/// Nobody where blocks take turns, where products take so long that it hardly counts, where items are very few, or in
+/// pairs so short that they wait for what is prepared. The blocks that prepare begin with items late. Where all items
+/// take equally long, that may cost a round, so rounds are counted, in bytes that an SM prepares meanwhile: until 98 %
+/// of the items are done, since blocks do not keep one pace.
 Beside beside_of(const BackwardParams& params, const Shape& shape, const DeviceFacts& device) {
     const ForwardParams& p = params.forward;
     constexpr std::int64_t kMostKeys = 6000, kLeastKeysOfPairs = 600;  // that a row sees
@@ -312,10 +315,10 @@ struct Choice {
     Beside beside;
     DqBy dq_by;
 };
-/// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by head
-/// (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that does.
-/// Where heads share keys and all come in one batch, items of different lengths complete no head before the end: finish comes
-/// behind.
+/// Where rows are prepared beside products, sums of heads whose items none shares in parts are brought to dq head by
+/// head (backward/wgmma/finish_beside.cuh), if the instance counts items. Few equal items that are plain have one that
+/// does. Where heads share keys and all come in one batch, items of different lengths complete no head before the end:
+/// finish comes behind.
 Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     const Shape& first = shape_of(p, device);
     const DqBy by = dq_of(p, device);
@@ -334,8 +337,8 @@ Choice choice_of(const BackwardParams& p, const DeviceFacts& device) {
     return {shape_of(p, device, {.parts = true}), parts, few_equal ? Beside{} : beside, by};
 }
 
-/// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on their SMs
-/// by the time that the others are done. Equal items end unevenly by themselves.
+/// With DqBy::kHeads: behind which item an eighth of the blocks take no more, so that dq of complete heads comes on
+/// their SMs by the time that the others are done. Equal items end unevenly by themselves.
 void let_blocks_leave(Problem& problem, const Shape& shape) {
     const ForwardParams& p = problem.forward;
     constexpr int kShare = 8;
@@ -347,9 +350,9 @@ void let_blocks_leave(Problem& problem, const Shape& shape) {
     problem.leaving_item = static_cast<int>(std::max(before, 0.));
 }
 
-/// The queue comes first, then how much is prepared and added, and then the turns or what belongs to parts, each aligned as it
-/// has to be. Behind all of these comes dQ's buffer, to which a warp adds 512 bytes at a time: four cache lines, or else parts of
-/// five.
+/// The queue comes first, then how much is prepared and added, and then the turns or what belongs to parts, each
+/// aligned as it has to be. Behind all of these comes dQ's buffer, to which a warp adds 512 bytes at a time: four cache
+/// lines, or else parts of five.
 constexpr std::int64_t kUnit = 16, kCacheLine = 128;
 static_assert(sizeof(Queue) <= kUnit);
 constexpr std::int64_t aligned(std::int64_t bytes, std::int64_t unit = kUnit) {
@@ -391,8 +394,8 @@ Problem problem_alone(const BackwardParams& p, const Choice& choice) {
     params.workspace = static_cast<char*>(p.workspace) + counters_bytes(p, choice);
     return problem_of(params, choice.dq_by, choice.shape.takes_terms);
 }
-/// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and how
-/// many more a head has.
+/// dQ's buffer and the facts as the launches lay them out that share them: where the first of this one's rows are, and
+/// how many more a head has.
 Problem problem_shared(const BackwardParams& p, const Shape& shape) {
     const bool adds = p.shared.stage == BackwardStage::kAdd;
     BackwardParams all = p;
@@ -488,8 +491,8 @@ void launch_bwd_sm90(const BackwardParams& p, const DeviceFacts& device, Stream 
     else launch_of<bf16>(p, device, stream);
 }
 
-/// In order and above d = 128, bwd_sm80's two passes take no longer; in short sequences of yet shorter ranges its smaller
-/// tiles leave out more (docs/tuning/hopper_backward.md).
+/// In order and above d = 128, bwd_sm80's two passes take no longer; in short sequences of yet shorter ranges its
+/// smaller tiles leave out more (docs/tuning/hopper_backward.md).
 bool yields(const BackwardParams& p, const DeviceFacts&) {
     if (p.statistics.wanted) return false;  // a kernel of its own, which was not compared with bwd_sm80's in ranges
     return (p.deterministic && is_wide(p)) || (p.forward.key_ranges.data && p.forward.seqlen_k <= 512);

@@ -6,30 +6,31 @@
 //     S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D)
 //     dV += P^T dO;  dK += dS^T Q;  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 says what the next item is (planner.cuh; in some passes the producer does); the producer
-// copies its K and V and what is to be known of its tiles of queries (producer.cuh); another copies Q and dO of these
-// (copies.cuh); a fourth may count items whose dQ has been added (finish_beside.cuh). Each of two consumer warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T
-// have keys as rows, so that P and dS go from the accumulators to the first operand of dV and dK in registers. dS also goes
-// to shared memory, for dQ. dK and dV leave through shared memory, while the next item begins (staged_rows.cuh).
+// Roles: one warp of warpgroup 0 says what the next item is (planner.cuh; in some passes the producer does); the
+// producer copies its K and V and what is to be known of its tiles of queries (producer.cuh); another copies Q and dO
+// of these (copies.cuh); a fourth may count items whose dQ has been added (finish_beside.cuh). Each of two consumer
+// warpgroups owns 64 keys, each of its warps 16 of them. S^T and dP^T have keys as rows, so that P and dS go from the
+// accumulators to the first operand of dV and dK in registers. dS also goes to shared memory, for dQ. dK and dV leave
+// through shared memory, while the next item begins (staged_rows.cuh).
 //
 // dQ, one tile late: while a consumer works on a tile, it computes its part of dQ of the tile before, whose dS both
 // consumers have stored in the meantime. So no consumer waits for the other as a rule, and dQ's additions run beside
 // the products of dV and dK. The additions go from the accumulators, in the order of the registers, to the fp32 buffer
 // (device/backward_rows.cuh).
 //
-// Shared memory: rings of K and V of items, of tiles of Q and dO, of L and D, of what else is to be known of these tiles
-// (the mask, where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one that says
-// it is empty.
+// Shared memory: rings of K and V of items, of tiles of Q and dO, of L and D, of what else is to be known of these
+// tiles (the mask, where dQ goes), of tiles of dS, and of items. Each place has a barrier that says it is full and one
+// that says it is empty.
 //
 // The additions to dQ keep the load and store unit busy: what comes behind them waits, in every warp of the SM. So
 // warpgroup 0 needs hardly any local memory for a tile. And L and D are not loaded, but terms of the products
-// (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if there are registers for
-// it. And dS is stored before the products that follow it, or their operands' reads slow it.
+// (query_facts.cuh); where they cannot be, L of the next tile is loaded before the additions, if there are registers
+// for it. And dS is stored before the products that follow it, or their operands' reads slow it.
 //
 // Blocks may take turns at dQ: turns.cuh. d above 128: two_roles.cuh. Without dQ, which another pass computes
-// (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a band, in
-// instances of their own: score_changes.cuh. Rows that are prepared meanwhile, and heads that become dq: prepare_beside.cuh,
-// finish_beside.cuh.
+// (Pass::kKeys): two_passes.cuh. Items that several blocks share: parts.cuh. What changes or hides scores beyond a
+// band, in instances of their own: score_changes.cuh. Rows that are prepared meanwhile, and heads that become dq:
+// prepare_beside.cuh, finish_beside.cuh.
 //
 // Bound: tensor cores, shared memory and, at d = 64, dQ's additions (32 KB a tile, half of its time): docs/tuning.
 #pragma once
@@ -161,8 +162,8 @@ class Consumer : ConsumerWarp<Tile> {
         this->multiply_rows(s_, smem_.k[item % Tile::kKeyStages], smem_.q[tile % Tile::kStages], facts_.kFolded);
     }
 
-    /// P of a tile whose S was issued, and its dP. `last` of the item. kBegins: the item's first, whose V may not be there
-    /// yet.
+    /// P of a tile whose S was issued, and its dP. `last` of the item. kBegins: the item's first, whose V may not be
+    /// there yet.
     template <bool kBegins>
     __device__ __forceinline__ Weighed weigh_tile(const Item& work, unsigned places, bool last) {
         const unsigned tile = places % 64, item = places >> 6 & 3;
@@ -299,7 +300,8 @@ class Consumer : ConsumerWarp<Tile> {
     __device__ __forceinline__ int first_row() const { return Tile::kSharesQueries ? 64 * group_ : 0; }
     __device__ __forceinline__ int first_column() const { return Tile::kSharesQueries ? 0 : 64 * group_; }
 
-    /// Adds dQ of tile n - 1 to the buffer: in its turn, if blocks take turns. Before the first tile: no rows, and 0 times K.
+    /// Adds dQ of tile n - 1 to the buffer: in its turn, if blocks take turns. Before the first tile: no rows, and 0
+    /// times K.
     __device__ __forceinline__ void bring_late_dq(int rows, unsigned n) {
         const auto add = [&] {
             const int columns = static_cast<int>(problem_.forward.head_dim) - first_column();
@@ -419,10 +421,10 @@ __device__ __forceinline__ void prepare_block(const Problem& problem, SharedMemo
     if constexpr (kPass == Pass::kTurns) prepare_turns(smem, kWarps);
 }
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over tiles
-// has no access to local memory in plain problems; an item's first tile and its end have some 30 there. With dropout the
-// loop has up to 34, in general problems some 350, many of them where one feature is at work.
-// ptxas: C7519: it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory. The consumers' loop over
+// tiles has no access to local memory in plain problems; an item's first tile and its end have some 30 there. With
+// dropout the loop has up to 34, in general problems some 350, many of them where one feature is at work. ptxas: C7519:
+// it fences before dP's products behind the wait for V, and before dK's behind the store of dS.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {
@@ -460,8 +462,8 @@ inline constexpr TileShape kShapes[] = {
     counting(
         {.d = 128, .queries = 64, .value_stages = 1, .stores_first = true, .folds_facts = true, .stages_rows = true}),
 };
-/// Of plain problems: with one more for few equal items. It has to come behind its like, and before the next d, since the first
-/// one that fits is taken (choose_shape).
+/// Of plain problems: with one more for few equal items. It has to come behind its like, and before the next d, since
+/// the first one that fits is taken (choose_shape).
 inline constexpr TileShape kPlainShapes[] = {kShapes[0], counting(kShapes[0]), kShapes[1], kShapes[2]};
 constexpr TileShape in_ring(TileShape shape) {
     shape.ring = true;

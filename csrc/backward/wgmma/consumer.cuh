@@ -129,8 +129,8 @@ class ConsumerWarp {
 
     // ---- P and dS ---------------------------------------------------------------------------------------------------
 
-    /// Issues own rows of `keys` times `queries`, transposed. `adds`: to what is there. kParts: `queries` are one of that
-    /// many parts of the columns.
+    /// Issues own rows of `keys` times `queries`, transposed. `adds`: to what is there. kParts: `queries` are one of
+    /// that many parts of the columns.
     template <int kParts = 1, class KeyRows, class QueryRows>
     __device__ __forceinline__ void multiply_rows(Scores& product, const KeyRows& keys, const QueryRows& queries,
                                                   bool adds, int part = 0) const {
@@ -253,7 +253,8 @@ class ConsumerWarp {
 
     // ---- dK and dV --------------------------------------------------------------------------------------------------
 
-    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`. `adds`: to what is there.
+    /// Issues gradient += weights * queries: dV += P^T dO, or dK += dS^T Q. Unless `left_out`. `adds`: to what is
+    /// there.
     template <class QueryRows>
     __device__ __forceinline__ void multiply_weights(Gradient& gradient, const Weights& weights,
                                                      const QueryRows& queries, bool adds, bool left_out = false) const {

@@ -1,9 +1,9 @@
-// Copies of tiles to shared memory: what the warps that copy share (of the pass over own queries too, queries.cuh), and the
-// one that copies Q and dO.
+// Copies of tiles to shared memory: what the warps that copy share (of the pass over own queries too, queries.cuh), and
+// the one that copies Q and dO.
 //
 // Q and dO have few places, so the time from when a place is empty to when the next tile is there is on the way of the
-// products. The warp has nothing else to do, and all that it needs of an item in registers: an access to local or shared
-// memory waits behind the additions to dQ and all else in the queue of the SM's load and store unit
+// products. The warp has nothing else to do, and all that it needs of an item in registers: an access to local or
+// shared memory waits behind the additions to dQ and all else in the queue of the SM's load and store unit
 // (docs/tuning/hopper_backward.md).
 #pragma once
 

@@ -1,14 +1,15 @@
-// dQ of bwd_sm90's heads becomes dq head by head, on SMs that have no more items, while products of the last heads go on:
-// a grid behind the products, whose blocks begin as SMs become free. With one grid after the other, the tensor cores would
-// wait for the last items, and then for HBM.
+// dQ of bwd_sm90's heads becomes dq head by head, on SMs that have no more items, while products of the last heads go
+// on: a grid behind the products, whose blocks begin as SMs become free. With one grid after the other, the tensor
+// cores would wait for the last items, and then for HBM.
 //
-// Algorithm: what finish does (device/backward_rows.cuh), of dense problems. The products count items, each for its head of
-// keys, when all of its dQ has been added (count_items). Parts of 16 rows of dQ's buffer have an order, that of the heads.
-// A block waits until all rows are prepared. Then it takes a part for each of its warps, waits until their heads have the
-// counts of all items, and brings the parts to dq.
+// Algorithm: what finish does (device/backward_rows.cuh), of dense problems. The products count items, each for its
+// head of keys, when all of its dQ has been added (count_items). Parts of 16 rows of dQ's buffer have an order, that of
+// the heads. A block waits until all rows are prepared. Then it takes a part for each of its warps, waits until their
+// heads have the counts of all items, and brings the parts to dq.
 //
-// Roles: a lane of the last warp for each of the others takes that warp's parts, waits for their heads, and asks for copies
-// to shared memory, some parts ahead. Memory answers late while the products add to dQ, so much has to be under way.
+// Roles: a lane of the last warp for each of the others takes that warp's parts, waits for their heads, and asks for
+// copies to shared memory, some parts ahead. Memory answers late while the products add to dQ, so much has to be under
+// way.
 //
 // Bound: what is under way of an SM at a time, and at the end HBM.
 #pragma once
@@ -48,8 +49,8 @@ inline double finished_bytes(const ForwardParams& p) {
     return static_cast<double>(finished_parts(p)) * kFinishedRows * static_cast<double>(p.head_dim) * (4 + 2);
 }
 
-/// Where L and D lie in dq's memory: at its end (facts_in_dq). A region of dq is written when all heads are complete whose L
-/// and D lie there. These are earlier heads, except in the last regions.
+/// Where L and D lie in dq's memory: at its end (facts_in_dq). A region of dq is written when all heads are complete
+/// whose L and D lie there. These are earlier heads, except in the last regions.
 struct FactsInDq {
     std::int64_t begin = 0, of_head = 0;  // bytes before the first ones; of a query head's
     std::int64_t region = 0;              // bytes of a region of dq; 0: they do not lie in dq's memory
@@ -75,13 +76,13 @@ struct FactsInDq {
     }
 };
 
-/// The products' part: counts the block's items in Problem::added, each when all of its dQ has been added: with the first
-/// tile of the next one, or at the end. A whole warp, one lane of which works.
+/// The products' part: counts the block's items in Problem::added, each when all of its dQ has been added: with the
+/// first tile of the next one, or at the end. A whole warp, one lane of which works.
 ///
 /// The place of an item with tiles in the plan is given back when the one before it is counted, that of an item without
 /// tiles at once. So consumers come to what this lane waits for, whatever follows. Items with tiles have kAddedBarriers
-/// barriers by turns. Consumers come to the next phase of a barrier only with an item that was published behind places which
-/// this lane gave back after it had seen the phase before.
+/// barriers by turns. Consumers come to the next phase of a barrier only with an item that was published behind places
+/// which this lane gave back after it had seen the phase before.
 template <class Tile>
 __device__ __forceinline__ void count_items(const Problem& problem, SharedMemory<Tile>& smem) {
     const auto count = [&](int head) { ptx::add_release(problem.added + head, 1); };
@@ -126,8 +127,8 @@ struct FinishMemory {
     Slot slot[kStages][kFinishers];
 };
 
-/// Takes parts of all heads, one for each of the other warps at a time, and asks for copies when their heads are complete.
-/// `item_keys`: keys of an item. A whole warp.
+/// Takes parts of all heads, one for each of the other warps at a time, and asks for copies when their heads are
+/// complete. `item_keys`: keys of an item. A whole warp.
 __device__ __forceinline__ void take_parts(const Problem& problem, FinishMemory& smem, int item_keys,
                                            const FactsInDq& facts) {
     const ForwardParams& p = problem.forward;

@@ -13,8 +13,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// The order of items of kKeys keys if the additions have one: the items of kInterleavedHeads heads by turns. An item follows
-/// the one before in its head at a distance of a tile or two, and blocks ask for items faster than that.
+/// The order of items of kKeys keys if the additions have one: the items of kInterleavedHeads heads by turns. An item
+/// follows the one before in its head at a distance of a tile or two, and blocks ask for items faster than that.
 template <int kKeys, bool kPacked>
 __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned index) {
     constexpr unsigned kInterleavedHeads = 4;
@@ -27,11 +27,11 @@ __device__ __forceinline__ unsigned interleaved(const ForwardParams& p, unsigned
     return (first + at % together) * tiles + at / together;
 }
 
-/// The order of items whose blocks take turns in a ring (turns.cuh): without a band, so that all have all tiles of queries. The
-/// items of a head come in batches: first the first batch of each head, then the second one of each. Those of a batch are at
-/// work together. They begin at tiles that are as far from each other as can be, and all go round at the same pace. A tile
-/// takes them in the order in which they come by: the one that began there or just before it first, the one behind that next,
-/// and so on. So an item comes to a tile when the one before has long left it.
+/// The order of items whose blocks take turns in a ring (turns.cuh): without a band, so that all have all tiles of
+/// queries. The items of a head come in batches: first the first batch of each head, then the second one of each. Those
+/// of a batch are at work together. They begin at tiles that are as far from each other as can be, and all go round at
+/// the same pace. A tile takes them in the order in which they come by: the one that began there or just before it
+/// first, the one behind that next, and so on. So an item comes to a tile when the one before has long left it.
 struct RingOrder {
     int items, batches;  // of a head
 
@@ -74,12 +74,12 @@ struct RingOrder {
     }
 };
 
-/// The order of items whose blocks take turns under a causal mask. The items of some heads come by turns: in every second
-/// group of heads from the last keys on, which the fewest queries see, in the others from the first keys on. The former walk
-/// up from their first tile of queries, the latter down from the last. So the blocks of a group, which begin together, are
-/// done one after the other, the last keys' first; those of the next group begin in that order, and are done together. The
-/// item before it at a tile was taken before it, and is ahead of it by the tiles that an item's keys fill: two at d = 128, one
-/// at d = 64.
+/// The order of items whose blocks take turns under a causal mask. The items of some heads come by turns: in every
+/// second group of heads from the last keys on, which the fewest queries see, in the others from the first keys on. The
+/// former walk up from their first tile of queries, the latter down from the last. So the blocks of a group, which
+/// begin together, are done one after the other, the last keys' first; those of the next group begin in that order, and
+/// are done together. The item before it at a tile was taken before it, and is ahead of it by the tiles that an item's
+/// keys fill: two at d = 128, one at d = 64.
 struct StaircaseOrder {
     int items, together;  // of a head; how many heads come by turns
 
@@ -89,7 +89,8 @@ struct StaircaseOrder {
     }
     __device__ __forceinline__ bool used() const { return together > 0; }
 
-    /// Which of the items of `heads` comes as number `index`: of all heads, one head after the other. Whether it walks down.
+    /// Which of the items of `heads` comes as number `index`: of all heads, one head after the other. Whether it walks
+    /// down.
     struct Place {
         int item;
         bool down;
@@ -102,8 +103,8 @@ struct StaircaseOrder {
     }
 };
 
-// The orders of items of dense problems with a band, `tiles` of each head, the longest item of keys first. Heads come one
-// after the other for the L2 cache; some come together, so that blocks finish together.
+// The orders of items of dense problems with a band, `tiles` of each head, the longest item of keys first. Heads come
+// one after the other for the L2 cache; some come together, so that blocks finish together.
 
 /// Of `mixed` heads from head `first` on: one item of each by turns.
 __device__ __forceinline__ unsigned by_turns(unsigned index, unsigned first, unsigned mixed, unsigned tiles) {
@@ -125,8 +126,8 @@ __host__ __device__ inline unsigned batches_of_items(unsigned items, unsigned to
     const unsigned batches = (items + together * 3 / 5) / together;
     return batches > 0 ? batches : 1;
 }
-/// Batches of about `together` items, whose heads come together: as many in each, but for one. All blocks are then at work
-/// on the same tiles of queries of a batch (Item).
+/// Batches of about `together` items, whose heads come together: as many in each, but for one. All blocks are then at
+/// work on the same tiles of queries of a batch (Item).
 __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned heads, unsigned tiles,
                                                      unsigned together) {
     const std::uint64_t batches = batches_of_items(heads * tiles, together), batch = index / tiles * batches / heads;
@@ -135,8 +136,8 @@ __device__ __forceinline__ unsigned mixed_in_batches(unsigned index, unsigned he
     return by_turns(index, first, begin(batch + 1) - first, tiles);
 }
 
-/// The first key that the last query sees, and the last one that the first query sees, if they exist: those between them, in
-/// either order, are seen by the most queries.
+/// The first key that the last query sees, and the last one that the first query sees, if they exist: those between
+/// them, in either order, are seen by the most queries.
 struct MostSeen {
     int of_last, of_first;
 
@@ -150,7 +151,8 @@ struct MostSeen {
 /// For `blocks` that work on an item each: about two a block are mixed.
 __host__ __device__ inline unsigned mixed_items(unsigned blocks) { return 2 * blocks; }
 
-/// Of items of kKeys keys. Windows, where many items of a head are equally long and each has tiles of its own, in no batches.
+/// Of items of kKeys keys. Windows, where many items of a head are equally long and each has tiles of its own, in no
+/// batches.
 template <int kKeys>
 __device__ __forceinline__ unsigned mixed_keys(const ForwardParams& p, unsigned index, unsigned blocks) {
     const int seqlen_k = static_cast<int>(p.seqlen_k);
@@ -170,8 +172,8 @@ __device__ __forceinline__ unsigned mixed_queries(const ForwardParams& p, unsign
                             static_cast<unsigned>((p.seqlen_q + kQueries - 1) / kQueries), mixed_items(blocks));
 }
 
-/// How many heads have the first items of keys, one for each of `blocks`, where the band is bounded on one side, or on none:
-/// then heads come one after the other.
+/// How many heads have the first items of keys, one for each of `blocks`, where the band is bounded on one side, or on
+/// none: then heads come one after the other.
 inline unsigned heads_of_first_items(const ForwardParams& p, unsigned tiles, unsigned blocks) {
     const auto heads = static_cast<unsigned>(p.heads_k * p.batch);
     if (p.band.left >= kUnbounded && p.band.right >= kUnbounded) return heads_of_items(blocks, heads, tiles);

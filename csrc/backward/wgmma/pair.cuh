@@ -1,8 +1,9 @@
-// Two blocks of a cluster that share an item (two_roles.cuh): each has half of its keys and all of its tiles of queries.
+// Two blocks of a cluster that share an item (two_roles.cuh): each has half of its keys and all of its tiles of
+// queries.
 //
-// Each sends dS of a tile to the other, by the copy engine, and computes half of the columns of the tile's dQ from dS and
-// K of both. So a tile's additions to dQ's buffer are those of one block, for twice the keys. The first block takes items
-// from the queue, and tells the second.
+// Each sends dS of a tile to the other, by the copy engine, and computes half of the columns of the tile's dQ from dS
+// and K of both. So a tile's additions to dQ's buffer are those of one block, for twice the keys. The first block takes
+// items from the queue, and tells the second.
 #pragma once
 
 #include <launch.h>
@@ -58,8 +59,8 @@ class PairedItems {
             ptx::bulk_send(&told, &telling, sizeof(told), &slot.full, peer_rank());
             return item;
         }
-        // An arrival at another block may overtake a load that was issued before it. So the number before, which has been
-        // worked with, is given back here, and not where it was loaded
+        // An arrival at another block may overtake a load that was issued before it. So the number before, which has
+        // been worked with, is given back here, and not where it was loaded
         if (!first) ptx::barrier_arrive_at(&memory_.told_slot[(place + Memory::kItems - 1) % Memory::kItems].empty, 0);
         ptx::barrier_arrive_expect(&slot.full, sizeof(told));
         ptx::barrier_wait(&slot.full, parity);

@@ -1,6 +1,6 @@
-// Items of bwd_sm90 in parts. Items that take equally long, as without a mask, end together, and the last round of blocks may
-// lack many: it takes as long as if it were whole. So the items of that round are worked on in parts, each with a share of the
-// tiles of queries, by blocks of their own.
+// Items of bwd_sm90 in parts. Items that take equally long, as without a mask, end together, and the last round of
+// blocks may lack many: it takes as long as if it were whole. So the items of that round are worked on in parts, each
+// with a share of the tiles of queries, by blocks of their own.
 //
 // All parts but an item's last add their dK and dV to sums in global memory, which `prepare` or `prepare_items` has
 // cleared; the last one, which some block takes after them, waits until they have done so, and adds the sums to its

@@ -21,7 +21,8 @@ constexpr bool plans_ahead() {
 }
 
 /// How many tiles before an item's last one the next is then taken: to find out what it is takes as long as four behind
-/// additions to dQ (docs/tuning/hopper_backward.md). Much earlier, a block might take one that others would begin before.
+/// additions to dQ (docs/tuning/hopper_backward.md). Much earlier, a block might take one that others would begin
+/// before.
 inline constexpr int kTilesAhead = 8;
 
 /// Takes items from the queue, and says what they are. A whole warp.
@@ -36,8 +37,8 @@ class Planner {
           lane_(static_cast<int>(threadIdx.x) % 32),
           items_(items),
           of_pair_(shared.pair) {
-        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at work.
-        // In a ring it waits for all of its batch (await_batch)
+        // An item waits for those alone that were taken before, if there is an order, or parts: by blocks that are at
+        // work. In a ring it waits for all of its batch (await_batch)
         const bool waits =
             in_order<kPass>(problem_) || (takes_parts<Tile, kProblems, kPass>() && problem_.parts.each > 1);
         // Not all blocks need be at work yet, in pairs, or beside prepare: then none has an item beforehand

@@ -1,15 +1,15 @@
-// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, or rows of some
-// heads in the order in which products come to them (PrepareOrder). Blocks of the products begin on the other SMs at once: a
-// block waits for the rows of its item (Prepared, producer.cuh). One grid after the other, prepare would leave the tensor
-// cores idle, and products HBM. Where items are few, all SMs may prepare the heads of the first ones before, or the first
-// rows of these, by a grid of the same kernel.
+// prepare beside the products of bwd_sm90. Few blocks, with an SM each, prepare one head after the other, or rows of
+// some heads in the order in which products come to them (PrepareOrder). Blocks of the products begin on the other SMs
+// at once: a block waits for the rows of its item (Prepared, producer.cuh). One grid after the other, prepare would
+// leave the tensor cores idle, and products HBM. Where items are few, all SMs may prepare the heads of the first ones
+// before, or the first rows of these, by a grid of the same kernel.
 //
 // Algorithm: what prepare does (device/backward_rows.cuh), of dense problems without conversion. A warp takes a part of
-// some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores L
-// and D.
+// some rows at a time, and waits for no other: it clears dQ's buffer, adds up O dO in the order of prepare, and stores
+// L and D.
 //
-// Roles: the last warp counts parts of heads, or of stretches of their rows, when they are prepared. What it counts has to be
-// written before: only this warp waits for that.
+// Roles: the last warp counts parts of heads, or of stretches of their rows, when they are prepared. What it counts has
+// to be written before: only this warp waits for that.
 //
 // Bound: what an SM reads and writes at a time, some 60 GB/s.
 #pragma once
@@ -64,8 +64,8 @@ inline double prepared_bytes(const ForwardParams& p, std::int64_t parts) {
     return static_cast<double>(parts * rows_of_part(p)) * (2. * 2 * p.head_dim_v + 4. * p.head_dim);
 }
 
-/// The order in which parts are prepared, that in which products come to their rows: one head after the other, or some heads
-/// together, a stretch of rows of each and then the next, from the last rows or from the first ones.
+/// The order in which parts are prepared, that in which products come to their rows: one head after the other, or some
+/// heads together, a stretch of rows of each and then the next, from the last rows or from the first ones.
 struct PrepareOrder {
     unsigned heads = 1;  // query heads that come together
     bool last_first = false;
@@ -98,8 +98,8 @@ __device__ __forceinline__ void await_rows(const Problem& problem, int batch, in
         while (ptx::load_acquire(counts + i) != parts) {
         }
 }
-/// Behind await_rows of some lanes. A thread that is ordered behind this warp may then read L and D of these rows, or ask for
-/// copies of them, and add to their dQ. Returns whether all heads are prepared. A whole warp.
+/// Behind await_rows of some lanes. A thread that is ordered behind this warp may then read L and D of these rows, or
+/// ask for copies of them, and add to their dQ. Returns whether all heads are prepared. A whole warp.
 __device__ __forceinline__ bool share_prepared(const Problem& problem) {
     const auto all = static_cast<unsigned>(parts_of_all(problem.forward));
     const unsigned prepared = __shfl_sync(kWarpMask, ptx::load_acquire(problem.prepared), 0);  // the same for all lanes

@@ -40,8 +40,8 @@ class Prepared {
     bool all_;
 };
 
-/// One warp: copies K and V of each item, and L and D of its tiles, each as soon as its place is empty. Another one copies Q
-/// and dO (copies.cuh).
+/// One warp: copies K and V of each item, and L and D of its tiles, each as soon as its place is empty. Another one
+/// copies Q and dO (copies.cuh).
 template <class Tile, Problems kProblems, Pass kPass>
 class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     using Base = CopyingWarp<SharedMemory<Tile>, kProblems>;
@@ -67,8 +67,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
     }
 
   private:
-    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it. Where heads share keys,
-    /// rows that are prepared meanwhile are awaited for some tiles at a time.
+    /// Issues an item's copies. If there is one place for V, L and D of the first tile do not wait for it. Where heads
+    /// share keys, rows that are prepared meanwhile are awaited for some tiles at a time.
     __device__ __forceinline__ void load_item(const Item& item) {
         constexpr bool kValuesLate = Tile::kValueStages == 1 && first_tile_apart<Tile, kProblems>();
         const bool by_tiles = !Tile::kTwoRoles && !prepared_.all() && item.heads > 1;
@@ -96,13 +96,13 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
         values_.advance();
     }
 
-    /// What is to be known of `at_once` tiles of queries, from the item's tile `first` on. Each lane finds it out of one
-    /// tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
+    /// What is to be known of `at_once` tiles of queries, from the item's tile `first` on. Each lane finds it out of
+    /// one tile: what the lanes then do tile by tile is on the way of the products, and needs few registers.
     ///
     /// The place of L and D is empty when the copies of the tile two before were asked for: the tile four before, which
-    /// was there, has left Q's place to these. When this begins, copies of the tile three before the first were asked for,
-    /// so that the tile five before is done, whose dQ is late by one more; or in a pair, where dO leaves early, the tile six
-    /// before.
+    /// was there, has left Q's place to these. When this begins, copies of the tile three before the first were asked
+    /// for, so that the tile five before is done, whose dQ is late by one more; or in a pair, where dO leaves early,
+    /// the tile six before.
     __device__ __forceinline__ void load_facts(const Item& item, int first, int at_once, bool then_values) {
         const Sequence& sequence = item.sequence;
         const int count = min(at_once, item.tiles - first), own = min(lane_, count - 1);
@@ -200,8 +200,8 @@ class Producer : CopyingWarp<SharedMemory<Tile>, kProblems> {
 
 // ---- Warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-/// How many warps of warpgroup 0 follow the plan: that of Q and dO, the producer if another one plans, two if blocks take
-/// turns, one if items are counted.
+/// How many warps of warpgroup 0 follow the plan: that of Q and dO, the producer if another one plans, two if blocks
+/// take turns, one if items are counted.
 template <class Tile, Pass kPass>
 __device__ __forceinline__ unsigned plan_followers(const Problem& problem) {
     return kPass == Pass::kTurns ? 3 : 1 + plans_ahead<kPass>() + counts_items<Tile, kPass>(problem);

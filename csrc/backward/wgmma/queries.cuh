@@ -1,17 +1,17 @@
 // bwd_sm90's pass over own queries: dQ without additions, beside a pass that computes dK and dV (two_passes.cuh).
 //
-// Algorithm: as in backward/mma/kernel.cuh, Pass::kQueries. Blocks are persistent and take items from a queue. An item is
-// 128 queries of a head; the block streams over the tiles of keys that they see, from the last to the first:
+// Algorithm: as in backward/mma/kernel.cuh, Pass::kQueries. Blocks are persistent and take items from a queue. An item
+// is 128 queries of a head; the block streams over the tiles of keys that they see, from the last to the first:
 //     S = Q K^T;  P = exp2(S * scale - L);  dP = dO V^T;  dS = P (dP - D);  dQ += dS K.
 //
-// Roles: one warp of warpgroup 0 says what the next item is, and copies its K and V; another copies its Q and dO. Each of
-// two consumer warpgroups owns 64 queries, each of its warps 16 of them, with their L and D in registers. S and dP have
-// queries as rows, so that dS goes from the accumulators to the first operand of dQ in registers. S of the next tile is
-// issued behind dQ of this one, so that the tensor cores have something to do while the warps compute. dQ leaves through
-// shared memory, by the copy engine.
+// Roles: one warp of warpgroup 0 says what the next item is, and copies its K and V; another copies its Q and dO. Each
+// of two consumer warpgroups owns 64 queries, each of its warps 16 of them, with their L and D in registers. S and dP
+// have queries as rows, so that dS goes from the accumulators to the first operand of dQ in registers. S of the next
+// tile is issued behind dQ of this one, so that the tensor cores have something to do while the warps compute. dQ
+// leaves through shared memory, by the copy engine.
 //
-// Shared memory: rings of tiles of K and of V, one item's Q and dO, which come back as soon as a warpgroup has multiplied
-// its last tile, and dQ on its way out.
+// Shared memory: rings of tiles of K and of V, one item's Q and dO, which come back as soon as a warpgroup has
+// multiplied its last tile, and dQ on its way out.
 //
 // Bound: tensor cores. A tile of 128 queries and 128 keys is 1,536 cycles of theirs at d = 64 and 3,072 at d = 128, and
 // 1,024 of exponentials.
@@ -67,8 +67,9 @@ struct QueriesTile {
     };
 };
 
-/// 128 queries of a head and the tiles of keys that they see: the last one begins at `last`, and `tiles` lie side by side.
-/// tiles = 0: they see no key; negative: there are no more items. Queries and keys count from the sequence's first.
+/// 128 queries of a head and the tiles of keys that they see: the last one begins at `last`, and `tiles` lie side by
+/// side. tiles = 0: they see no key; negative: there are no more items. Queries and keys count from the sequence's
+/// first.
 struct QueriesItem {
     Sequence sequence;
     int head, head_k;
@@ -171,7 +172,8 @@ class QueriesProducer : CopyingWarp<QueriesMemory<Tile>, kProblems> {
     RingPlace<Tile::kStages> at_;
 };
 
-/// The warp that copies Q and dO of each item. Rows behind a sequence's end are as good as any: nothing of them is stored.
+/// The warp that copies Q and dO of each item. Rows behind a sequence's end are as good as any: nothing of them is
+/// stored.
 template <class Tile, Problems kProblems>
 class OwnCopies : CopyingWarp<QueriesMemory<Tile>, kProblems> {
     using Base = CopyingWarp<QueriesMemory<Tile>, kProblems>;

@@ -6,9 +6,9 @@
 //
 // Folded into the products: S and dP begin with one more step of 16 k, whose first operand is ones in registers, and
 // whose second is -L / scale and -D, each as three bf16 that add up to it (RowTerms). Nothing is loaded, no register
-// holds L or D, and nothing is subtracted afterwards. At d = 128 the loads cost 7 to 8 %, and the terms are 2 of 42 steps
-// (docs/tuning/hopper_backward.md). For plain problems: what changes scores comes between the product and L, and dropout
-// between the product and D.
+// holds L or D, and nothing is subtracted afterwards. At d = 128 the loads cost 7 to 8 %, and the terms are 2 of 42
+// steps (docs/tuning/hopper_backward.md). For plain problems: what changes scores comes between the product and L, and
+// dropout between the product and D.
 #pragma once
 
 #include <ptx_sm90.cuh>

@@ -2,7 +2,8 @@
 // and the softmax, key ranges behind it, and on the way back the bias's gradient and the soft cap's derivative.
 //
 // Biases and ranges come from global memory, element by element, beside the products. The derivative of the soft cap
-// waits for dS in half precision, packed: the registers do not hold it in fp32, and dS is rounded as coarsely behind it.
+// waits for dS in half precision, packed: the registers do not hold it in fp32, and dS is rounded as coarsely behind
+// it.
 #pragma once
 
 #include <cuda_fp16.h>

@@ -17,8 +17,8 @@
 
 namespace flash_wmma::backward::wgmma {
 
-/// A warp's 16 rows of the 64 columns from `first_column` on, times `factor`, to the rows from `first_row` on of a panel
-/// with the 128-byte swizzle.
+/// A warp's 16 rows of the 64 columns from `first_column` on, times `factor`, to the rows from `first_row` on of a
+/// panel with the 128-byte swizzle.
 template <class T, int Columns>
 __device__ __forceinline__ void stage_rows(T* panel, int first_row, const RegisterTile<16, Columns>& gradient,
                                            int first_column, float factor, int lane) {

@@ -5,18 +5,19 @@
 // Every number belongs to one block, which adds it up in one order: the result is the same in every run.
 //
 // Roles: in warpgroup 0 one warp has rows copied, one tells the items, one brings L of the queries, one is idle. A
-// consumer warpgroup has 64 own rows, and each of its warps 16 of them. It multiplies them with streamed tiles and adds up
-// what it finds in registers (weight_sums.cuh). It passes by the tiles that its rows see nothing of.
+// consumer warpgroup has 64 own rows, and each of its warps 16 of them. It multiplies them with streamed tiles and adds
+// up what it finds in registers (weight_sums.cuh). It passes by the tiles that its rows see nothing of.
 //
 // Two shapes for a head dim. Column sums of products that nothing changes take streamed tiles of 64 rows, and a
-// warpgroup multiplies one beside the exponentials of the other. All else takes tiles of 128 rows, one product at a time:
-// there a score takes more instructions, of which a larger tile saves some, and the consumers' products and sums overlap.
+// warpgroup multiplies one beside the exponentials of the other. All else takes tiles of 128 rows, one product at a
+// time: there a score takes more instructions, of which a larger tile saves some, and the consumers' products and sums
+// overlap.
 //
 // Blocks are persistent where band and lengths alone say what an item's work is. They take items by turns, with a band
 // the longest of all heads first. Packed sequences and key ranges have a block for each item.
 //
-// Bound: for 128 scores an SM is busy with exponentials for 8 cycles and with products for 4 at d = 64, for 8 at d = 128,
-// for 16 at d = 256. Maxima alone take no exponentials.
+// Bound: for 128 scores an SM is busy with exponentials for 8 cycles and with products for 4 at d = 64, for 8 at d =
+// 128, for 16 at d = 256. Maxima alone take no exponentials.
 #pragma once
 
 #include <launch.h>
@@ -183,8 +184,8 @@ class StatisticsProducer {
     /// How many of the warps follow the plan.
     static constexpr unsigned kFollowers = 2;
 
-    /// Called by a warp. Persistent blocks take the pass's items by fixed turns. With a band the longest of all heads come
-    /// first: order.cuh mixes the heads of two items for each block, so it is told of a block for each item.
+    /// Called by a warp. Persistent blocks take the pass's items by fixed turns. With a band the longest of all heads
+    /// come first: order.cuh mixes the heads of two items for each block, so it is told of a block for each item.
     __device__ __forceinline__ void plan(unsigned items) {
         const ForwardParams& p = problem_.forward;
         const bool orders = gridDim.x < items && (p.band.left < kUnbounded || p.band.right < kUnbounded);
@@ -387,7 +388,8 @@ __device__ __forceinline__ void consume(const Problem& problem, StatisticsMemory
     });
 }
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; consumers none in their loops.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; consumers none in their
+// loops.
 template <class Tile, bool kOwnsKeys, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     statistics(const __grid_constant__ Problem problem, const __grid_constant__ StatisticsMaps maps, unsigned items) {

@@ -12,18 +12,19 @@
 //
 // If the additions have an order, so that the same inputs give the same bits (deterministic=True), an item's number is
 // its place among the items that see the tile, in the order in which blocks took them, and it waits until as many are
-// done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer. If
-// packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
+// done. It waits for items that were taken before it alone. In long sequences all items then add to a cleared buffer.
+// If packed lengths decrease, which callers must not ask for, some of them are never found, and nobody waits.
 //
 // Up to d = 128 the order is that in which items come to the tile, and all add to a cleared buffer. Under a causal mask
 // it is that of StaircaseOrder (order.cuh), in which an item waits for those alone that were taken before it. Without a
-// mask it is a ring's (RingOrder). There an item waits for others of its batch that were taken after it too. So all blocks
-// have to be at work (a cooperative launch), and a block takes no second item of a batch (Planner::await_batch).
+// mask it is a ring's (RingOrder). There an item waits for others of its batch that were taken after it too. So all
+// blocks have to be at work (a cooperative launch), and a block takes no second item of a batch (Planner::await_batch).
 //
 // Roles: two more warps of warpgroup 0 walk through the plan. `AwaitTurns` takes numbers, reads the
-// counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes it
-// visible to all blocks and counts. So no consumer waits for global memory, and the block may be late by a tile without
-// making others wait. The producer has no part in it: what it does for a tile is on the way of the tile's copies.
+// counts until it is the block's turn, and tells the consumers what to do; when they have done it, `pass_turns` makes
+// it visible to all blocks and counts. So no consumer waits for global memory, and the block may be late by a tile
+// without making others wait. The producer has no part in it: what it does for a tile is on the way of the tile's
+// copies.
 #pragma once
 
 #include <launch.h>
@@ -58,7 +59,8 @@ __device__ __forceinline__ Turn turn_of(const Problem& problem, const Item& item
     }
 }
 
-/// A warp, each of whose lanes knows a tile: so counts of up to 32 tiles are read at once, most of them before their turn.
+/// A warp, each of whose lanes knows a tile: so counts of up to 32 tiles are read at once, most of them before their
+/// turn.
 template <class Tile>
 class AwaitTurns {
   public:

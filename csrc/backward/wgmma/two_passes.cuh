@@ -39,10 +39,10 @@ union TwoPassesMemory {
     QueriesMemory<Queries> queries;
 };
 
-// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item of either pass in local memory, and consumers some
-// of an item's, of a tile what dropout or changed scores need: about 150 to 240 bytes in plain problems, to 700 with packed
-// sequences and dropout, 700 and 1150 in general ones.
-// ptxas: C7519: it fences before dP's products behind the wait for V, and before S of the next tile behind that for K.
+// spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item of either pass in local memory, and consumers
+// some of an item's, of a tile what dropout or changed scores need: about 150 to 240 bytes in plain problems, to 700
+// with packed sequences and dropout, 700 and 1150 in general ones. ptxas: C7519: it fences before dP's products behind
+// the wait for V, and before S of the next tile behind that for K.
 template <class Keys, class Queries, Problems kProblems>
 __global__ void __launch_bounds__(Keys::kThreads, 1)
     two_passes(const __grid_constant__ Problem problem, const __grid_constant__ TwoPassesMaps maps,
@@ -93,7 +93,8 @@ void launch_two_passes(const Problem& problem, Stream stream) {
     const unsigned key_items = owned_keys_grid(p, Keys::kItemKeys).x, query_items = assignment_grid(p, Queries::kOwn).x;
     if (key_items + query_items == 0) return;
     const unsigned blocks = std::min(key_items + query_items, static_cast<unsigned>(problem.multiprocessors));
-    // Four products against three. If items of keys are few, all begin at once: where query heads share keys each is long
+    // Four products against three. If items of keys are few, all begin at once: where query heads share keys each is
+    // long
     const unsigned key_blocks = std::min(key_items, key_items < 4 * blocks ? blocks : (4 * blocks + 3) / 7);
     LaunchConfig config{dim3(blocks), dim3(Keys::kThreads), sizeof(TwoPassesMemory<Keys, Queries>)};
     config.programmatic = problem.prepared != nullptr;

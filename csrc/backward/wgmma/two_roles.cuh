@@ -1,26 +1,26 @@
 // bwd_sm90 for d above 128, where dK and dV of 64 keys fit no warpgroup's registers together: two consumers with
 // different products.
 //
-// As in bwd_sm90.cuh, blocks are persistent and take items from a queue, and warpgroup 0 has two warps that copy and one
-// that plans, or two that keep turns. A block has 64 keys of an item; it walks the item in tiles of 64 queries. Both
-// consumers work on all 64 keys:
+// As in bwd_sm90.cuh, blocks are persistent and take items from a queue, and warpgroup 0 has two warps that copy and
+// one that plans, or two that keep turns. A block has 64 keys of an item; it walks the item in tiles of 64 queries.
+// Both consumers work on all 64 keys:
 //     Scores: S^T = K Q^T;  P = exp2(S * scale - L);  dP^T = V dO^T;  dS = P (dP - D);  dK += dS^T Q;
 //     Values: dV += P^T dO;  dQ += dS K.
 //
 // P^T and dS^T go from Scores to Values through rings in shared memory, 64 x 64 each. dS^T is an operand of dK in the
 // registers of Scores.
 //
-// The additions of dQ to the fp32 buffer (device/backward_rows.cuh) bind a block that works by itself: 256 d bytes a tile
-// at about 17.5 bytes a cycle and SM. So where shared memory has room, two blocks share an item of 128 keys (pair.cuh):
-// each has dS of both, and adds half of dQ's columns.
+// The additions of dQ to the fp32 buffer (device/backward_rows.cuh) bind a block that works by itself: 256 d bytes a
+// tile at about 17.5 bytes a cycle and SM. So where shared memory has room, two blocks share an item of 128 keys
+// (pair.cuh): each has dS of both, and adds half of dQ's columns.
 //
-// dQ in parts of 64 columns, of which neighbouring ones have registers of their own: the additions of a part, which read
-// their registers late, run beside the product of the next. The last part of a tile is added beside products of the next
-// tile.
+// dQ in parts of 64 columns, of which neighbouring ones have registers of their own: the additions of a part, which
+// read their registers late, run beside the product of the next. The last part of a tile is added beside products of
+// the next tile.
 //
 // Shared memory: K and V of one item, each copied when its readers are done with the item before. Tiles of Q and dO
-// with their L and D, and P and dS, in rings of two. In a pair P and dS have one place, as have the other block's dS and
-// half of the columns of its K; dO comes in halves of its columns, for which there are three places.
+// with their L and D, and P and dS, in rings of two. In a pair P and dS have one place, as have the other block's dS
+// and half of the columns of its K; dO comes in halves of its columns, for which there are three places.
 //
 // Bound: dQ's additions, or in a pair the tensor cores (docs/tuning/hopper_backward.md).
 #pragma once
@@ -70,8 +70,8 @@ class TwoRolesWarp : protected ConsumerWarp<Tile> {
     __device__ __forceinline__ TwoRolesWarp(const Problem& problem, SharedMemory<Tile>& shared)
         : Base(problem, 0), smem_(shared) {}
 
-    /// on_item(work, item, first, end), with the item's number, its first tile's and that behind its last; it releases K
-    /// last. unseen(keys): no query sees them.
+    /// on_item(work, item, first, end), with the item's number, its first tile's and that behind its last; it releases
+    /// K last. unseen(keys): no query sees them.
     template <class OnItem, class Unseen>
     __device__ __forceinline__ void each_item(OnItem on_item, Unseen unseen) {
         unsigned tile = 0, item = 0;  // how many there were; items: those with tiles
@@ -385,7 +385,8 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
         ptx::wgmma_commit();
     }
 
-    /// Brings a part of dQ of a tile to where it goes: in turns 0 of an unseen tile. `to`: this lane's place in the buffer.
+    /// Brings a part of dQ of a tile to where it goes: in turns 0 of an unseen tile. `to`: this lane's place in the
+    /// buffer.
     template <int kPart>
     __device__ __forceinline__ void bring_part(float* to, unsigned tile) {
         auto& dq = dq_[kPart % kSets];
@@ -410,9 +411,9 @@ class ValuesConsumer : TwoRolesWarp<Tile> {
 // A call by turns has no pairs: an item's turns are those of one block.
 //
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory; Scores does so with a few
-// words once an item at d = 256. The loops over tiles have none, but in general problems 78 loads and stores, in Scores.
-// ptxas: C7519: it fences before dP's products where L and D are terms, and about products that general problems by turns
-// may leave out.
+// words once an item at d = 256. The loops over tiles have none, but in general problems 78 loads and stores, in
+// Scores. ptxas: C7519: it fences before dP's products where L and D are terms, and about products that general
+// problems by turns may leave out.
 template <class Tile, Problems kProblems, Pass kPass>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     backward_in_roles(const __grid_constant__ Problem problem, const __grid_constant__ Maps maps, int items) {

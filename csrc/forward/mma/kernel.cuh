@@ -213,9 +213,9 @@ struct Weigher {
     }
 };
 
-/// One item: a Q tile with the keys that `narrow` leaves of those it sees. wait(copies) comes before the first copy. Then
-/// nothing is done unless goes_on(), which comes when the first copies are under way: it may need what is on its way since
-/// wait(). finish(work, m, l, o, unit's exponent) takes what a warp has.
+/// One item: a Q tile with the keys that `narrow` leaves of those it sees. wait(copies) comes before the first copy.
+/// Then nothing is done unless goes_on(), which comes when the first copies are under way: it may need what is on its
+/// way since wait(). finish(work, m, l, o, unit's exponent) takes what a warp has.
 template <class Tile, Problems kProblems, class Narrow, class Wait, class GoesOn, class Finish>
 __device__ __forceinline__ void attend(const ForwardParams& p, const typename Work<Tile>::Assigned& assigned,
                                        Smem<Tile>& smem, const Thread<Tile>& thread, Narrow narrow, Wait wait,

@@ -40,8 +40,8 @@ struct KeyValueCopies {
     }
 };
 
-/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages, but where
-/// registers have room for one tile alone, and L2 is asked for the next.
+/// The same from a key/value cache. Rows are looked up a tile ahead, so that no copy waits for the table of pages, but
+/// where registers have room for one tile alone, and L2 is asked for the next.
 template <class Tile>
 struct KeyValueCopies<Tile, true> {
     using Map = CachedCopyMap<Tile, Tile::kGroupKeys>;
@@ -57,8 +57,8 @@ struct KeyValueCopies<Tile, true> {
         look_up();
     }
 
-    /// Asks the L2 cache for the rows that the first copies bring, beside the grids before: what these still write is in L2
-    /// too. Nothing is asked for if L2 may hold K and V as it is.
+    /// Asks the L2 cache for the rows that the first copies bring, beside the grids before: what these still write is
+    /// in L2 too. Nothing is asked for if L2 may hold K and V as it is.
     __device__ __forceinline__ void fetch_ahead() const {
         constexpr int kLines = (Tile::kD * kBytes + kLine - 1) / kLine;
         const int tiles = k_.passes_by ? min(Tile::kAhead, work_.tiles) : 0, lane = static_cast<int>(threadIdx.x) % 32;
@@ -126,8 +126,8 @@ struct KeyValueCopies<Tile, true> {
     __device__ __forceinline__ static void fetch(const typename Tile::T* row, int line, int columns) {
         if (line * kLine < columns * kBytes) ptx::prefetch_line(row + line * kLine / kBytes);
     }
-    /// Asks for this lane's row of the next tile, if the block works on it and L2 does not hold it as it is: registers have
-    /// room for one tile alone.
+    /// Asks for this lane's row of the next tile, if the block works on it and L2 does not hold it as it is: registers
+    /// have room for one tile alone.
     __device__ __forceinline__ void fetch_next() const {
         if (!k_.passes_by || place_.row < 0 || key_ < work_.first_tile * Tile::kBc) return;
 #pragma unroll

@@ -51,8 +51,8 @@ inline constexpr TableRow kSm80GeneralRows[] = {
 
 /// The shapes for key/value caches. Where at most 16 rows share a key, as in a decode step, each warp has keys of its
 /// own. Two warps have up to 32 rows, as with a few queries a sequence; more rows share a tile of 64. All keep 64 KiB
-/// or more of copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB. The larger tiles of d = 128
-/// for more than 16 rows are for SMs that hold two such blocks.
+/// or more of copies under way on an SM with 227 KiB of shared memory, and a block fits in 99 KiB. The larger tiles of
+/// d = 128 for more than 16 rows are for SMs that hold two such blocks.
 inline constexpr Pays kFewRows{.rows = 16}, kSomeRows{.rows = 32};
 inline constexpr Pays kHoldsTwo{.resident = 2}, kSomeRowsHoldsTwo{.resident = 2, .rows = 32};
 inline constexpr TableRow kSm80CachedRows[] = {

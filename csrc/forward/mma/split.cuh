@@ -14,8 +14,8 @@
 // `batch_invariant`: parts are units of kUnitKeys keys, counted from an item's first tile, whoever computes them. There
 // are no records: the number of an item says where its parts are.
 //
-// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy: beside the grid before where
-// grids overlap. The second grid reads a record and then all parts at once.
+// Bound: latency. Each warp of a block reads all lengths, 32 at a time, before the first copy: beside the grid before
+// where grids overlap. The second grid reads a record and then all parts at once.
 #pragma once
 
 #include <launch.h>
@@ -57,8 +57,8 @@ constexpr int kMostLanes = 8;      // with more, too many blocks for an SM besid
 constexpr int kLeastBlocks = 90;   // percent of what there could be: memory binds, and does not need the last SMs
 constexpr int kTeamBytes = 4096;   // that a team reads of a key, or of its value
 
-/// Whether the first grid leaves room for kMergeBeside blocks of the second on an SM: where few rows share a key, and grids may
-/// overlap. A second grid without room would keep the next call's blocks out.
+/// Whether the first grid leaves room for kMergeBeside blocks of the second on an SM: where few rows share a key, and
+/// grids may overlap. A second grid without room would keep the next call's blocks out.
 template <class Tile>
 inline constexpr bool kLeavesRoom = Tile::kKeyWarps > 1 && Tile::kD <= 128 && !Tile::Machine::kThroughRegisters;
 
@@ -378,9 +378,9 @@ class Runs : public Items<Tile> {
 
 /// What a block works on, one run of units within an item after the other. Called by whole warps.
 ///
-/// The plan is made beside the grids before, from the lengths as they then are, unless there are so many sequences that it
-/// would have to read a length twice. Once those grids are complete, the lengths are read again, and if they are others, the
-/// plan is made again.
+/// The plan is made beside the grids before, from the lengths as they then are, unless there are so many sequences that
+/// it would have to read a length twice. Once those grids are complete, the lengths are read again, and if they are
+/// others, the plan is made again.
 template <class Tile>
 class Walk {
   public:
@@ -400,8 +400,8 @@ class Walk {
             record<Tile>(p_, split_, block()).parts = 0;
         return found;
     }
-    /// Waits for the grids before, behind fetch_ahead() if they may still run. To be called in each run before anything but
-    /// lengths is read.
+    /// Waits for the grids before, behind fetch_ahead() if they may still run. To be called in each run before anything
+    /// but lengths is read.
     template <class FetchAhead>
     __device__ void wait(FetchAhead fetch_ahead) {
         if (waited_) return;
@@ -410,8 +410,8 @@ class Walk {
         waited_ = true;
         if (early_) again_ = lengths_.again(p_);
     }
-    /// False: the plan does not hold, and next() makes it again. To be asked of each run, behind wait(), before anything is
-    /// written.
+    /// False: the plan does not hold, and next() makes it again. To be asked of each run, behind wait(), before
+    /// anything is written.
     __device__ bool holds() {
         begun_ = !early_ || __all_sync(kWarpMask, lengths_.same(again_));
         early_ = false, lengths_ = again_ = {};  // else they would stay in registers
@@ -511,8 +511,8 @@ class Walk {
 };
 
 /// The second grid: 2^lanes_shift lanes of a warp merge four columns of a row of an item, whose parts lie at the
-/// record, or in the item's places. A block has one slice of an item, or several: as many as the launch says, since behind a
-/// bound that ptxas does not take for the same in all threads it loads O later.
+/// record, or in the item's places. A block has one slice of an item, or several: as many as the launch says, since
+/// behind a bound that ptxas does not take for the same in all threads it loads O later.
 template <class Tile>
 __global__ void __launch_bounds__(kMergeThreads, kMergeBlocks)
     merge(const __grid_constant__ ForwardParams p, const __grid_constant__ Split split) {

@@ -77,8 +77,8 @@ inline constexpr bool kTells = includes(kProblems, Problems::kMaxima) || include
 template <Problems kProblems>
 inline constexpr bool kMerges = kProblems == Problems::kMerged;
 
-/// Whether an instance's blocks may take parts. Those for other than plain problems, with statistics or without, merged or
-/// not, take whole items.
+/// Whether an instance's blocks may take parts. Those for other than plain problems, with statistics or without, merged
+/// or not, take whole items.
 template <class Tile, Problems kProblems>
 inline constexpr bool kTakesParts =
     Tile::kSplits && (kProblems == Problems::kPlain || kTells<kProblems> || kMerges<kProblems>);

@@ -89,8 +89,8 @@ inline bool ends_with_short_items(const ForwardParams& p, int br, int rest) {
     const std::int64_t shorter = p.batch * p.heads_q * order_of(p, br).shorter();
     return shorter == 0 || rest <= shorter;  // 0: by a mask or ranges
 }
-/// The split that finishes first: none, or into as many parts as fit one or two rounds. If the last items are short, all
-/// items are split or none is; with a queue none.
+/// The split that finishes first: none, or into as many parts as fit one or two rounds. If the last items are short,
+/// all items are split or none is; with a queue none.
 inline Split split_of(const ForwardParams& p, const DeviceFacts& device, const Shape& shape) {
     constexpr int kKeys = 512, kRounds = 2;  // of a part at least, of parts at most
     const std::int64_t items = items_of(p, shape.facts.br);

@@ -126,8 +126,8 @@ class ScoreChanges {
     }
 
     /// P = exp2(score - m) of the tile asked for, in place of its products; returns this lane's part of the sums over
-    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too large
-    /// for the polynomial that was tried.
+    /// the rows. Where a hidden key's product, or m, is infinite or NaN, so is the sum, and where a product is too
+    /// large for the polynomial that was tried.
     __device__ __forceinline__ PerRow weigh(Scores& s, int key, const PerRow& m) {
         const Bias& bias = p_.bias;
         const bool adds = kAll && bias.data && bias.dtype != DType::kBool;

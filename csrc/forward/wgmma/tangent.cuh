@@ -12,8 +12,8 @@
 // tangent_softmax.cuh has m and c, and the sink. A sink's own tangent is not the kernel's. Where q or k alone moves,
 // the products with the tangents of the others are left out (Moves).
 //
-// Roles, as in wgmma_sm90.cuh: warpgroup 0 plans and produces, one warp each; a consumer warpgroup owns 64 rows, each of
-// its warps 16 of them. S, T, P, R, O and N are in registers. Dense problems, any band; items are whole.
+// Roles, as in wgmma_sm90.cuh: warpgroup 0 plans and produces, one warp each; a consumer warpgroup owns 64 rows, each
+// of its warps 16 of them. S, T, P, R, O and N are in registers. Dense problems, any band; items are whole.
 //
 // Order of a consumer: beside T it makes P; beside O += P V and N += P dV it makes R; then come S of the next tile and
 // N += R V, and when these are done T of the next. So at most O and N, S and T, and P as an operand are held at a time,
@@ -21,12 +21,12 @@
 // beside what the other computes. Where m rises, which all of the consumer's warps then know, c moves: N needs O and T
 // before the products with V.
 //
-// Shared memory: Q with dQ of the block's rows, and rings of K with dK and of V with dV, as panels of 64 columns with the
-// 128-byte swizzle.
+// Shared memory: Q with dQ of the block's rows, and rings of K with dK and of V with dV, as panels of 64 columns with
+// the 128-byte swizzle.
 //
-// Bound, as counted and not yet timed: the tensor cores. There are six products of depth d where forward has two. Beside
-// them a scheduler issues instructions in half of the cycles at d = 64, in a third at d = 128, and exponentials take a
-// third and a sixth. S and T read both operands from shared memory: with 64 keys (d = 128) that takes its whole
+// Bound, as counted and not yet timed: the tensor cores. There are six products of depth d where forward has two.
+// Beside them a scheduler issues instructions in half of the cycles at d = 64, in a third at d = 128, and exponentials
+// take a third and a sixth. S and T read both operands from shared memory: with 64 keys (d = 128) that takes its whole
 // bandwidth while they run, with 96 five sixths.
 #pragma once
 
@@ -42,8 +42,8 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-// spills: sm_90a: at d = 128 warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers
-// at their limit, which read one value of it in the loop over tiles.
+// spills: sm_90a: at d = 128 warpgroup 0, with few registers, keeps parts of an item in local memory, and so do
+// consumers at their limit, which read one value of it in the loop over tiles.
 template <class Tile>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward_with_tangents(const __grid_constant__ TangentParams p, const __grid_constant__ TangentMaps maps,

@@ -37,7 +37,8 @@ struct TangentTile {
     static_assert(kD % 64 == 0 && kBc % 16 == 0);
 };
 
-/// Rows of a tensor, and of its tangent if it moves: panels of 64 columns with the 128-byte swizzle. They come together.
+/// Rows of a tensor, and of its tangent if it moves: panels of 64 columns with the 128-byte swizzle. They come
+/// together.
 template <class T, int kPanels, int kRows, bool kMove>
 struct alignas(1024) RowsWithTangent {
     T panel[kPanels][kRows * 64], moved[kPanels][kRows * 64];

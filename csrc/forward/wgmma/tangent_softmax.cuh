@@ -1,15 +1,15 @@
 // The online softmax of a warp's 16 rows, and what their tangents need of it.
 //
 // With T the scores' tangents, and P = exp2(S - m) with a maximum m that may lag behind (device/lagged_softmax.cuh), a
-// row keeps l = sum of P and its moment, the sum of P (T - c). The row's constant c is the weighted mean of T, as of the
-// last tile with which m rose: so no later weights are much larger than those that made it. In exact arithmetic c cancels
-// out of all results; in the second product's type P (T - c) rounds, and overflows, by what T differs from c, not by what
-// the row's tangents have in common.
+// row keeps l = sum of P and its moment, the sum of P (T - c). The row's constant c is the weighted mean of T, as of
+// the last tile with which m rose: so no later weights are much larger than those that made it. In exact arithmetic c
+// cancels out of all results; in the second product's type P (T - c) rounds, and overflows, by what T differs from c,
+// not by what the row's tangents have in common.
 //
 // m rises when a tile's scores pass it by more than 2^kLag in weights: then l, the moment and the accumulators are
 // rescaled, and otherwise not, since accumulators are many beside a tile's scores. c moves with it: a change of c by x
-// takes x l from the moment, and x O from N. kLag is small, since P is a factor of P (T - c). Every tile takes the maximum
-// of its scores: products bind here, and instructions are to spare.
+// takes x l from the moment, and x O from N. kLag is small, since P is a factor of P (T - c). Every tile takes the
+// maximum of its scores: products bind here, and instructions are to spare.
 #pragma once
 
 #include <ptx.cuh>
@@ -32,8 +32,8 @@ class TangentSoftmax {
         moment_.each([&](int i, float& x) { x = centre_[i] = 0.f; });
     }
 
-    /// P in place of a tile's products, which `factor` brings to log2 units. hide() makes the scores of hidden keys -inf.
-    /// Calls rescale(i, x) for every row of the accumulators that is to be multiplied by x.
+    /// P in place of a tile's products, which `factor` brings to log2 units. hide() makes the scores of hidden keys
+    /// -inf. Calls rescale(i, x) for every row of the accumulators that is to be multiplied by x.
     template <int Keys, class Hide, class Rescale>
     __device__ __forceinline__ void weigh(RegisterTile<16, Keys>& s, float factor, Hide hide, Rescale rescale) {
         hide();
@@ -62,8 +62,8 @@ class TangentSoftmax {
     /// Whether m rose with the last tile: recentre() comes before the tile's products with V.
     __device__ __forceinline__ bool raised() const { return raised_; }
 
-    /// Takes c anew, given the products of T, which `scale` completes, and P. Calls take(i, x) for every row of N that is
-    /// to lose x O.
+    /// Takes c anew, given the products of T, which `scale` completes, and P. Calls take(i, x) for every row of N that
+    /// is to lose x O.
     template <int Keys, class Take>
     __device__ __forceinline__ void recentre(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p, float scale,
                                              bool hides, Take take) {
@@ -81,8 +81,8 @@ class TangentSoftmax {
         });
     }
 
-    /// P (T - c) in place of the products of T, which `scale` completes, given P. `hides`: some keys are hidden, whose T
-    /// may be anything.
+    /// P (T - c) in place of the products of T, which `scale` completes, given P. `hides`: some keys are hidden, whose
+    /// T may be anything.
     template <int Keys>
     __device__ __forceinline__ void move(RegisterTile<16, Keys>& t, const RegisterTile<16, Keys>& p, float scale,
                                          bool hides) {

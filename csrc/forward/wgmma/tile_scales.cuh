@@ -9,11 +9,11 @@
 
 namespace flash_wmma::wgmma_sm90 {
 
-/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Each run of a tile has a factor of its
-/// own for its products. A tile of two runs has the larger one of V's exponents, and the weights of the other run are
-/// multiplied by what lies between. If they lie far apart, the tile has that of its second run, and goes to that of its first
-/// one: in the order of tiles, in which with a causal mask the rows that do not see the one yet see the other. All values are
-/// the same in the whole warpgroup.
+/// A group's 64 rows share Q's exponent, and a run of kScaleRows keys those of K and V. Each run of a tile has a factor
+/// of its own for its products. A tile of two runs has the larger one of V's exponents, and the weights of the other
+/// run are multiplied by what lies between. If they lie far apart, the tile has that of its second run, and goes to
+/// that of its first one: in the order of tiles, in which with a causal mask the rows that do not see the one yet see
+/// the other. All values are the same in the whole warpgroup.
 template <int kKeys>
 class TileScales {
   public:
@@ -46,7 +46,8 @@ class TileScales {
         for (int i = 0; i < kRuns; ++i) product_[i] = ptx::ex2(q_exponent_) * ptx::ex2(k_exponent(run + i));
         value_ = unit_.step(v);
     }
-    /// Whether V's exponents of the tile's two runs lie so far apart that weights times what lies between would underflow.
+    /// Whether V's exponents of the tile's two runs lie so far apart that weights times what lies between would
+    /// underflow.
     __device__ __forceinline__ bool far() const {
         constexpr float kMost = 4.f;
         return kRuns == 2 && fabsf(v_apart_) > kMost;

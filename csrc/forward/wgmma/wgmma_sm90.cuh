@@ -319,7 +319,8 @@ class Consumer {
     static constexpr bool kConverted = includes(kProblems, Problems::kConverted);
     static constexpr bool kHasRuns = kConverted && Tile::kBc > kScaleRows;  // of keys with exponents of their own
     static constexpr bool kDrops = Changes<kProblems>::kDrops;
-    // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of keys
+    // Whether the first P V sets O, which else has what it is added to: zeros, attention over other keys, or a run of
+    // keys
     static constexpr bool kSetsO = Tile::kSetsO && !kMerges<kProblems> && !kHasRuns;
     // Where V's runs lie far apart, a tile's V is waited for before its K is released
     static_assert(!kHasRuns || Tile::kStages > 1);
@@ -486,8 +487,8 @@ class Consumer {
                 s_, rows.mask, [&](int i) { return rows.first_query + row() + 8 * i; }, key + column(), left, right);
     }
 
-    /// Whether a tile's products, but for their scale, are its scores or near them. With a cap of up to kMost they differ
-    /// by less than 1 in log2 units.
+    /// Whether a tile's products, but for their scale, are its scores or near them. With a cap of up to kMost they
+    /// differ by less than 1 in log2 units.
     __device__ __forceinline__ bool has_about_scores() {
         constexpr float kMost = 1e4f;
         if constexpr (kChanges) return !kConverted && changes_.look_near(s_) && p_.softcap <= kMost;
@@ -560,7 +561,8 @@ class Consumer {
         });
     }
 
-    /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves (an int, as `done` is).
+    /// A plain tile of two runs: P of each by exponents of its own. Returns whether the old m serves (an int, as `done`
+    /// is).
     __device__ __forceinline__ int weigh_by_run() {
         PerRow sums[2];
 #pragma unroll
@@ -586,8 +588,8 @@ class Consumer {
         }
         return 1;
     }
-    /// After the exact path: brings P, which has been summed, to V's exponents of its two runs. Where they lie far apart,
-    /// the second run's part of P V is added here, without the warpgroup, and O goes to the first run's unit.
+    /// After the exact path: brings P, which has been summed, to V's exponents of its two runs. Where they lie far
+    /// apart, the second run's part of P V is added here, without the warpgroup, and O goes to the first run's unit.
     __device__ __forceinline__ void even_runs(int key) {
         if (!scales_.far()) return scales_.even_weights(s_);
         pack_weights();
@@ -662,8 +664,8 @@ class Consumer {
         for (int at = lane_ % 2 * kLineBytes; at < p_.head_dim_v * element; at += 2 * kLineBytes)
             ptx::prefetch_line(row + at);
     }
-    /// The rows begin with attention over other keys. Relative to m the others' weights sum to 2^kRoom. So the weights of
-    /// as many new keys are no subnormal numbers of half precision.
+    /// The rows begin with attention over other keys. Relative to m the others' weights sum to 2^kRoom. So the weights
+    /// of as many new keys are no subnormal numbers of half precision.
     template <class Stored>
     __device__ __forceinline__ void take_others(const Rows& rows, float factor) {
         constexpr float kRoom = 8.f;
@@ -837,9 +839,9 @@ class Consumer {
 /// kPlain: the compiler knows that an item's bounds are the same in every thread. kGeneral: packed sequences, also with
 /// a softcap. kPackedDropped: packed sequences and dropout. With kChanged: a bias, ALiBi, key ranges and dropout too.
 // spills: sm_90a: warpgroup 0, with few registers, keeps parts of an item in local memory, and so do consumers at their
-// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged. With
-// kChanged, more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list; in the
-// loop they read up to six.
+// limit, up to 25 values, which plain instances do not read in the loop over tiles, nor with statistics, nor merged.
+// With kChanged, more of both: the planner finds the places of tiles, and consumers keep the bias's rows and the list;
+// in the loop they read up to six.
 template <class Tile, Problems kProblems>
 __global__ void __launch_bounds__(Tile::kThreads, 1)
     forward(const __grid_constant__ ForwardParams p, const __grid_constant__ Maps maps,

@@ -7,7 +7,8 @@
 namespace flash_wmma::backward {
 namespace {
 
-/// A thread brings four vectors of a streamed tile through its registers. 17 to 33 KiB of shared memory. None was timed.
+/// A thread brings four vectors of a streamed tile through its registers. 17 to 33 KiB of shared memory. None was
+/// timed.
 constexpr TileShape kRows[] = {
     {.d = 64, .own_warps = 4, .stream_rows = 64, .stages = 2, .in_registers = 2, .blocks_per_sm = 2},
     {.d = 128, .own_warps = 4, .stream_rows = 32, .stages = 2, .in_registers = 2, .blocks_per_sm = 2},
